@@ -1,0 +1,197 @@
+"""Optimizer state across ranks: gather it to one rank, and cut a whole state dict down to what a rank owns.
+
+A *state dict* here is the unsharded optimizer's: ``{"state": {id: state}, "param_groups": [{..., "params": [id]}]}``,
+where ids are parameter indices. Gathering sends one parameter's state at a time, as tensors and JSON, to the one rank
+that asked.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_zero.agreement import Agreement
+from ddp_zero.collectives import Communicator
+from ddp_zero.local_step import ParamGroup, options_of
+from ddp_zero.parameters import ParameterTable
+from ddp_zero.partition import GroupRank
+from ddp_zero.payload import flatten
+
+Birth = tuple[int, int]
+
+
+class StateOrder:
+    """The order in which the unsharded optimizer would have created its per-parameter states.
+
+    `torch.optim` keeps states in the order of creation: by step, then by parameter index. A rank sees only its own, so
+    each notes when its states were born and the gathered ones are sorted by that.
+    """
+
+    def __init__(self) -> None:
+        self._births: dict[Tensor, Birth] = {}
+        self._step = 0
+
+    def after_step(self, state: Mapping[Any, Any], table: ParameterTable) -> None:
+        """Note the states that a step created."""
+        self._step += 1
+        self.note_new(state, table)
+
+    def note_new(self, state: Mapping[Any, Any], table: ParameterTable) -> None:
+        """Note the states that are there and were not before; some optimizers create theirs at construction."""
+        if len(state) != len(self._births):
+            for param in state:
+                if isinstance(param, Tensor):
+                    self._births.setdefault(param, (self._step, table.index_of[param]))
+
+    def loaded(self, indices: Sequence[int], table: ParameterTable, state: Mapping[Any, Any]) -> None:
+        """Forget everything; states are now in the order of the state dict, given as parameter indices."""
+        position = {table.params[index]: place for place, index in enumerate(indices)}
+        self._births = {param: (self._step, position[param]) for param in state if param in position}
+
+    def of(self, param: Tensor) -> Birth:
+        """When a state was born: (step, place within the step)."""
+        return self._births[param]
+
+
+def gather_state(
+    comm: Communicator, table: ParameterTable, state: Mapping[Any, Any], order: StateOrder, to: GroupRank
+) -> dict[Any, Any] | None:
+    """Gather every rank's per-parameter state on one rank. A collective.
+
+    Args:
+        comm: the group.
+        table: the parameters.
+        state: this rank's state, keyed by its own parameters.
+        order: when each state was born.
+        to: the rank that receives.
+
+    Returns:
+        On ``to``: a snapshot of the unsharded optimizer's state, keyed by parameter, in the unsharded order, on the
+        devices where it would be. None elsewhere.
+
+    Raises:
+        TypeError: if a state holds something that cannot travel, naming the parameter; RuntimeError on other ranks.
+        ValueError: if ranks name different receivers.
+    """
+    owned = {table.index_of[key]: value for key, value in state.items() if isinstance(key, Tensor)}
+    with Agreement(comm, "consolidate_state_dict") as agreement:
+        agreement.declare("argument `to`", to)
+        for index, value in owned.items():
+            _check_can_travel(value, table.label(index))
+    counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
+    if comm.group_rank != to:
+        for index, value in owned.items():
+            comm.send_tree((index, order.of(table.params[index]), value), to)
+        return None
+
+    born = [(order.of(table.params[index]), index, copy.deepcopy(value)) for index, value in owned.items()]
+    for source in map(GroupRank, range(comm.world_size)):
+        for _ in range(counts[source] if source != to else 0):
+            index, birth, value = comm.receive_tree(source, table.accelerator())
+            born.append((birth, index, value))
+    gathered: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    born.sort(key=lambda entry: entry[:2])
+    gathered.update((table.params[index], value) for _, index, value in born)
+    return gathered
+
+
+def restrict_state_dict(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[ParamGroup],
+    table: ParameterTable,
+    inner: torch.optim.Optimizer,
+) -> tuple[dict[str, Any], list[int]]:
+    """The part of a whole state dict that an inner optimizer over some of the parameters can load.
+
+    The result shares no tensor with the argument, so later steps do not change the caller's.
+
+    Args:
+        state_dict: the unsharded optimizer's.
+        param_groups: the exposed groups.
+        table: their parameters.
+        inner: the optimizer over this rank's parameters.
+
+    Returns:
+        The inner optimizer's state dict, and the indices of all parameters that have a state, in the order found.
+
+    Raises:
+        ValueError: if it does not fit, naming the group or the parameter and why.
+    """
+    _check_groups(state_dict, param_groups)
+    saved_groups = state_dict["param_groups"]
+    saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
+    index_of_id = {saved_id: index for index, saved_id in enumerate(saved_ids)}
+    local_id = {param: i for i, param in enumerate(param for group in inner.param_groups for param in group["params"])}
+
+    local_state: dict[Any, Any] = {}
+    for saved_id, value in state_dict["state"].items():
+        if isinstance(saved_id, str):
+            local_state[saved_id] = copy.deepcopy(value)
+            continue
+        if saved_id not in index_of_id:
+            raise ValueError(f"Expected state for parameters 0 to {len(saved_ids) - 1}, got some for {saved_id!r}.")
+        index = index_of_id[saved_id]
+        _check_state(value, table, index, type(inner))
+        if table.params[index] in local_id:
+            local_state[local_id[table.params[index]]] = copy.deepcopy(value)
+
+    local_groups = [
+        _localise_group(saved, exposed, inner_group, local_id)
+        for saved, exposed, inner_group in zip(saved_groups, param_groups, inner.param_groups, strict=True)
+    ]
+    indices = [index_of_id[saved_id] for saved_id in state_dict["state"] if saved_id in index_of_id]
+    return {"state": local_state, "param_groups": local_groups}, indices
+
+
+def _localise_group(
+    saved: Mapping[str, Any], exposed: ParamGroup, inner_group: ParamGroup, local_id: Mapping[Tensor, int]
+) -> ParamGroup:
+    group = {**options_of(saved), "params": [local_id[param] for param in inner_group["params"]]}
+    if "param_names" in saved:
+        names = dict(zip(exposed["params"], saved["param_names"], strict=True))
+        group["param_names"] = [names[param] for param in inner_group["params"]]
+    return group
+
+
+def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGroup]) -> None:
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"Expected an optimizer's state dict with 'state' and 'param_groups', got no {key!r}.")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(param_groups):
+        raise ValueError(f"Expected a state dict with {len(param_groups)} parameter groups, got {len(saved_groups)}.")
+    for position, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"Expected {len(group['params'])} parameters in group {position} of the state dict, got "
+                f"{len(saved['params'])}."
+            )
+
+
+def _check_state(value: Any, table: ParameterTable, index: int, optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Refuse a state that is no dict or, for torch's own optimizers, has a tensor of another parameter's shape."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"Expected a dict as the state of {table.label(index)}, got {type(value).__name__}.")
+    if not optimizer_class.__module__.startswith("torch.optim"):
+        return
+    shape = table.params[index].shape
+    for key, tensor in value.items():
+        if isinstance(tensor, Tensor) and tensor.dim() and not _broadcasts(tensor.shape, shape):
+            raise ValueError(
+                f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. "
+                "Is this the state dict of another model, or were the parameters given in another order?"
+            )
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether a state has its parameter's shape or, as Adafactor's, that shape with some dimensions reduced to 1."""
+    return len(shape) == len(target) and all(one in (1, other) for one, other in zip(shape, target, strict=True))
+
+
+def _check_can_travel(value: Any, label: str) -> None:
+    try:
+        flatten(value)
+    except TypeError as error:
+        raise TypeError(f"Expected a state that can be sent without pickle for {label}. {error}") from error

@@ -1,0 +1,244 @@
+"""The one file that communicates: every `torch.distributed` collective and message of the library.
+
+Everything travels as bytes, so any dtype does on any backend (Gloo knows no bfloat16 or complex collectives). Ranks are
+`GroupRank` everywhere; the one conversion to `GlobalRank` is `Communicator.global_rank`, for messages to people.
+
+The parameter sync is an all-gather of segments of unequal size. On Gloo with CPU memory it is a direct exchange: every
+receive is posted, then every send, in chunks; each rank sends (N - 1) times its own segments and nothing else. On other
+backends it is one broadcast per owner.
+
+Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, so a rank with a small segment would
+send padding); one broadcast per owner (as many bytes over all ranks, but relayed by ranks that have nothing to say).
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ddp_zero.partition import GlobalRank, GroupRank
+from ddp_zero.payload import TensorSpec, Tree, flatten, specs_in, unflatten
+
+_SEGMENT_TAG = 0x5E60
+_TREE_TAG = 0x7EE0
+_CHUNK_BYTES = 4 << 20
+
+
+class Work(Protocol):
+    """Something in flight that can be waited for."""
+
+    def wait(self) -> object:
+        """Block until it is done; raises `RuntimeError` if a peer failed or the group's time-out passed."""
+
+
+class Exchange:
+    """An all-gather of segments in flight. The segment tensors must stay untouched until `wait` returns."""
+
+    def __init__(self, works: Sequence[tuple[str, Work]], segments: Sequence[Tensor]) -> None:
+        self._works = works
+        self._segments = segments  # keeps the memory alive that the backend reads and writes
+
+    def wait(self, what: str) -> None:
+        """Block until every segment has arrived and this rank's has left.
+
+        Args:
+            what: what is exchanged, for the message.
+
+        Raises:
+            RuntimeError: naming the peer, if one failed or the group's time-out passed.
+        """
+        for peer, work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                _abandoned.append(self)
+                raise RuntimeError(f"Expected {peer} to take part in the sync of {what}, got: {error}") from error
+
+    def abandon(self) -> None:
+        """Never wait for it. Its memory is kept until the process ends, since the backend may still write there."""
+        _abandoned.append(self)
+
+
+_abandoned: list[Exchange] = []
+
+
+class Communicator:
+    """A process group, seen from one of its members.
+
+    Args:
+        group: the process group; None for the default one.
+
+    Raises:
+        RuntimeError: if `torch.distributed` is not initialised, or this process is not a member of the group.
+
+    Attributes:
+        group_rank: this process's rank in the group.
+        world_size: size of the group.
+        sent_bytes: bytes that this rank handed to its peers in parameter syncs so far.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "Expected torch.distributed to be initialised, got no default process group. Call "
+                "torch.distributed.init_process_group() first; a single process can use it with world_size=1."
+            )
+        self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        self.group_rank = GroupRank(dist.get_rank(self.process_group))
+        if self.group_rank < 0:
+            raise RuntimeError(
+                f"Expected a process group that this process belongs to, got one without global rank "
+                f"{dist.get_rank()}. Build the optimizer on the group's members only."
+            )
+        self.world_size = dist.get_world_size(self.process_group)
+        self.sent_bytes = 0
+        self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
+
+    def global_rank(self, group_rank: GroupRank) -> GlobalRank:
+        """The job-wide number of a member of the group."""
+        return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
+
+    def name(self, group_rank: GroupRank) -> str:
+        """How messages call a rank."""
+        return f"rank {group_rank} (global rank {self.global_rank(group_rank)})"
+
+    # Parameter sync
+
+    def start_exchange(self, segments: Sequence[Tensor]) -> Exchange:
+        """Start an all-gather of segments of unequal size.
+
+        Args:
+            segments: 1-D contiguous tensors of one device, one per rank in rank order. This rank's is sent, the others'
+                are written. Every rank passes the same sizes; empty ones cost nothing.
+
+        Returns:
+            The exchange in flight.
+        """
+        raw = [segment.detach().view(torch.uint8) for segment in segments]
+        device = next((segment.device for segment in raw if segment.numel()), torch.device("cpu"))
+        self.sent_bytes += raw[self.group_rank].numel() * (self.world_size - 1)
+        if self.world_size == 1:
+            return Exchange([], segments)
+        if device.type == "cpu" and self._backends.get("cpu") == "gloo":
+            return Exchange(self._exchange_directly(raw), segments)
+        return Exchange(self._broadcast_each(raw), segments)
+
+    def _exchange_directly(self, raw: Sequence[Tensor]) -> list[tuple[str, Work]]:
+        group, tag = self.process_group, _SEGMENT_TAG
+        peers = [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
+        works: list[tuple[str, Work]] = []
+        for peer in peers:
+            for chunk in _chunks(raw[peer]):
+                works.append((self.name(peer), _started(dist.irecv(chunk, group_src=peer, group=group, tag=tag))))
+        for peer in peers:
+            for chunk in _chunks(raw[self.group_rank]):
+                works.append((self.name(peer), _started(dist.isend(chunk, group_dst=peer, group=group, tag=tag))))
+        return works
+
+    def _broadcast_each(self, raw: Sequence[Tensor]) -> list[tuple[str, Work]]:
+        works: list[tuple[str, Work]] = []
+        for owner, segment in enumerate(raw):
+            if segment.numel():
+                work = dist.broadcast(segment, group_src=owner, group=self.process_group, async_op=True)
+                works.append((self.name(GroupRank(owner)), _started(work)))
+        return works
+
+    # Agreement
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self._control_device())
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(gathered, mine, group=self.process_group)
+        return [part.tolist() for part in gathered]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; compressed on the wire."""
+        mine = zlib.compress(text.encode())
+        lengths = [length for (length,) in self.all_gather_ints([len(mine)])]
+        buffer = torch.zeros(max(lengths), dtype=torch.uint8)
+        buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        buffer = buffer.to(self._control_device())
+        gathered = [torch.empty_like(buffer) for _ in range(self.world_size)]
+        dist.all_gather(gathered, buffer, group=self.process_group)
+        return [
+            zlib.decompress(_to_bytes(part[:length])).decode() for part, length in zip(gathered, lengths, strict=True)
+        ]
+
+    # Trees, one rank to another
+
+    def send_tree(self, tree: Tree, to: GroupRank) -> None:
+        """Send a tree of tensors and plain values (see `payload`); the receiver calls `receive_tree`.
+
+        Raises:
+            TypeError: for a value that cannot travel; nothing has been sent then.
+        """
+        text, tensors = flatten(tree)
+        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        self._send(torch.tensor([raw.numel()], dtype=torch.int64), to)
+        self._send(raw, to)
+        for tensor in tensors:
+            self._send(tensor, to)
+
+    def receive_tree(self, source: GroupRank, device: torch.device) -> Tree:
+        """Receive what ``source`` sends with `send_tree`.
+
+        Args:
+            source: the sender.
+            device: where tensors go that were on an accelerator there; those from the CPU stay on the CPU.
+        """
+        length = int(self._receive(TensorSpec((1,), (1,), torch.int64, "cpu"), source, device).item())
+        raw = self._receive(TensorSpec((length,), (1,), torch.uint8, "cpu"), source, device)
+        text = _to_bytes(raw).decode()
+        return unflatten(text, [self._receive(spec, source, device) for spec in specs_in(text)])
+
+    def _send(self, tensor: Tensor, to: GroupRank) -> None:
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if raw.numel():
+            staged = raw.to(self._message_device(tensor.device.type))
+            dist.send(staged, group_dst=to, group=self.process_group, tag=_TREE_TAG)
+
+    def _receive(self, spec: TensorSpec, source: GroupRank, device: torch.device) -> Tensor:
+        target = torch.device("cpu") if spec.device_type == "cpu" else device
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._message_device(spec.device_type))
+        if tensor.numel():
+            raw = tensor.view(-1).view(torch.uint8)
+            dist.recv(raw, group_src=source, group=self.process_group, tag=_TREE_TAG)
+        tensor = tensor.to(target)
+        if tensor.stride() == spec.stride or not tensor.numel():
+            return tensor
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=target).copy_(tensor)
+
+    # Devices
+
+    def _control_device(self) -> torch.device:
+        return torch.device("cpu") if "cpu" in self._backends else torch.device(*self._accelerator())
+
+    def _message_device(self, device_type: str) -> torch.device:
+        """Where a tensor waits to be sent: Gloo's messages are CPU memory, NCCL's are not."""
+        backend = self._backends.get(device_type)
+        if device_type == "cpu" or backend in (None, "gloo"):
+            return self._control_device()
+        return torch.device(*self._accelerator())
+
+    def _accelerator(self) -> tuple[str, int]:
+        device_type = next(name for name in self._backends if name != "cpu")
+        return device_type, torch.get_device_module(device_type).current_device()
+
+
+def _chunks(raw: Tensor) -> Sequence[Tensor]:
+    return torch.split(raw, _CHUNK_BYTES) if raw.numel() else ()
+
+
+def _started(work: Work | None) -> Work:
+    if work is None:
+        raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
+    return work
+
+
+def _to_bytes(raw: Tensor) -> bytes:
+    return bytes(raw.tolist())

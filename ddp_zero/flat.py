@@ -1,0 +1,138 @@
+"""Flat storage: the one file that re-points ``param.data``.
+
+[Note: ddp_zero tensors]
+*segment tensor*: 1-D, the parameters of one segment end to end; what travels.
+*parameter view*: a window of a segment tensor with the parameter's own shape and strides.
+
+With `ViewStorage` the segment tensors are where the parameters live, and a sync copies nothing. With `PackedStorage`
+the user's storage is left alone: a segment is packed before it is sent and unpacked when it has come.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ddp_zero.memory_layout import is_dense
+from ddp_zero.partition import GroupRank
+from ddp_zero.plan import Bucket, Segment, ShardPlan
+
+
+class ParameterStorage(Protocol):
+    """Where the segment tensors of a plan come from and what becomes of them."""
+
+    def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
+        """The segment tensors of a bucket, in rank order: this rank's filled, the others' to be received into."""
+
+    def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
+        """Make what was received visible in the parameters of the other owners."""
+
+
+class ViewStorage:
+    """Parameters are views into one segment tensor per (bucket, owner).
+
+    Building it moves the parameters: their values are copied once and ``param.data`` is re-pointed. Strides are kept,
+    so a channels-last weight stays one.
+
+    Raises:
+        ValueError: for a parameter whose elements do not fill one run of memory.
+    """
+
+    def __init__(self, plan: ShardPlan, params: Sequence[Tensor], label: Callable[[int], str]) -> None:
+        for bucket in plan.buckets:
+            for segment in bucket.segments:
+                for param in segment.params:
+                    if not is_dense(params[param].shape, params[param].stride()):
+                        raise ValueError(
+                            f"Expected parameters without gaps or overlaps in memory, got {label(param)} with "
+                            f"strides {list(params[param].stride())}. Use parameters_as_bucket_view=False."
+                        )
+        self._params = params
+        self._segments = [[_flatten(segment, params) for segment in bucket.segments] for bucket in plan.buckets]
+
+    def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
+        """The tensors that the parameters live in; nothing is copied."""
+        return self._segments[bucket.index]
+
+    def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
+        """Nothing to copy; tell autograd that the parameters changed, as an in-place step does for its owner."""
+        increment_version([self._params[param] for param in _received(bucket, group_rank)])
+
+
+class PackedStorage:
+    """Parameters stay where they are; segments are copied to and from temporary tensors.
+
+    A segment of one contiguous parameter is that parameter's own memory: nothing is copied for it.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+
+    @torch.no_grad()
+    def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
+        """This rank's segment packed, and room for the others'; at most one bucket's bytes in all."""
+        segments = [self._room_for(segment) for segment in bucket.segments]
+        own = bucket.segments[group_rank]
+        if not self._is_alias(own):
+            torch._foreach_copy_(_views(own, segments[group_rank], self._params), self._of(own))
+        return segments
+
+    @torch.no_grad()
+    def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
+        """Unpack what the other owners sent."""
+        for segment, tensor in zip(bucket.segments, segments, strict=True):
+            if segment.owner == group_rank or not segment.params:
+                continue
+            if self._is_alias(segment):
+                increment_version(self._of(segment))
+            else:
+                torch._foreach_copy_(self._of(segment), _views(segment, tensor, self._params))
+
+    def _of(self, segment: Segment) -> list[Tensor]:
+        return [self._params[param] for param in segment.params]
+
+    def _is_alias(self, segment: Segment) -> bool:
+        return len(segment.params) == 1 and self._params[segment.params[0]].is_contiguous()
+
+    def _room_for(self, segment: Segment) -> Tensor:
+        if self._is_alias(segment):
+            return self._params[segment.params[0]].detach().view(-1)
+        if not segment.params:
+            return torch.empty(0)
+        like = self._params[segment.params[0]]
+        return torch.empty(segment.numel, dtype=like.dtype, device=like.device)
+
+
+@torch.no_grad()
+def release(params: Sequence[Tensor]) -> None:
+    """Give parameters memory of their own, so that they do not keep a whole segment alive."""
+    for param in params:
+        param.data = param.data.clone()  # keeps dense strides
+
+
+def _received(bucket: Bucket, group_rank: GroupRank) -> list[int]:
+    return [param for segment in bucket.segments if segment.owner != group_rank for param in segment.params]
+
+
+def _views(segment: Segment, tensor: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        tensor[offset : offset + params[param].numel()].view(params[param].shape)
+        for param, offset in zip(segment.params, segment.offsets, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _flatten(segment: Segment, params: Sequence[Tensor]) -> Tensor:
+    """Move a segment's parameters into one new tensor; their old memory is free once nobody else holds it."""
+    if not segment.params:
+        return torch.empty(0)
+    like = params[segment.params[0]]
+    flat = torch.empty(segment.numel, dtype=like.dtype, device=like.device)
+    for index, offset in zip(segment.params, segment.offsets, strict=True):
+        param = params[index]
+        view = flat.as_strided(param.shape, param.stride(), offset)
+        view.copy_(param)
+        param.data = view
+    return flat

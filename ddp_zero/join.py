@@ -1,0 +1,106 @@
+"""Uneven inputs: what a rank that has run out of them does while the others still train.
+
+Under `torch.distributed.algorithms.Join` a rank that has joined still owns parameters. DDP lets it take part in the
+reductions with zeros but throws the result away, so it has no gradients for what it owns. Here a rank that still trains
+sends it the averaged gradients, and its group options with them (the joined rank's schedulers have stopped). Then it
+steps and syncs as everybody does. Without Join nothing of this runs.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
+
+from ddp_zero.collectives import Communicator
+from ddp_zero.local_step import ParamGroup, options_of, replace_options
+from ddp_zero.parameters import ParameterTable, is_active
+from ddp_zero.partition import GroupRank
+
+
+class JoinsSteps(Protocol):
+    """What the join hook needs of an optimizer."""
+
+    _join_config: _JoinConfig
+
+    def _step_joined(self) -> None: ...
+
+
+class ZeroJoinHook(JoinHook):
+    """Shadows the communication of one ``opt.step()`` of the ranks that still train."""
+
+    def __init__(self, optimizer: JoinsSteps) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Step what this rank owns with gradients from a rank that still trains, and sync."""
+        self._optimizer._step_joined()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Every rank has joined: steps outside the context cost nothing extra again."""
+        self._optimizer._join_config = _JoinConfig(
+            enable=False, throw_on_early_termination=False, is_first_joinable=False
+        )
+
+
+def serve_joined(
+    comm: Communicator, table: ParameterTable, owners: Sequence[GroupRank], param_groups: Sequence[ParamGroup]
+) -> None:
+    """On a rank that still trains, before its step: send joined ranks what they need. A collective of the group."""
+    for source, joined in _assign_sources(comm, table, has_joined=False):
+        if source == comm.group_rank:
+            grads = {index: table.params[index].grad for index, owner in enumerate(owners) if owner == joined}
+            comm.send_tree(([options_of(group) for group in param_groups], grads), joined)
+
+
+class BorrowedGradients:
+    """On a joined rank, for one step: gradients and group options from a rank that still trains.
+
+    Inside the context the parameters that this rank owns have the gradients that were sent; after it, those they had.
+    The group options stay: at the end of Join every rank has the same ones.
+    """
+
+    def __init__(
+        self, comm: Communicator, table: ParameterTable, owners: Sequence[GroupRank], param_groups: list[ParamGroup]
+    ) -> None:
+        self._comm = comm
+        self._table = table
+        self._owned = [index for index, owner in enumerate(owners) if owner == comm.group_rank]
+        self._param_groups = param_groups
+        self._before: dict[int, torch.Tensor | None] = {}
+
+    def __enter__(self) -> None:
+        for source, joined in _assign_sources(self._comm, self._table, has_joined=True):
+            if joined == self._comm.group_rank:
+                self._take(*self._comm.receive_tree(source, self._table.accelerator()))
+
+    def __exit__(self, *exc_info: object) -> None:
+        for index, grad in self._before.items():
+            self._table.params[index].grad = grad
+
+    def _take(self, options: list[ParamGroup], grads: dict[int, torch.Tensor | None]) -> None:
+        for group, received in zip(self._param_groups, options, strict=True):
+            replace_options(group, received)
+        self._before = {index: self._table.params[index].grad for index in self._owned}
+        for index in self._owned:
+            self._table.params[index].grad = grads[index]
+
+
+def _assign_sources(comm: Communicator, table: ParameterTable, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
+    """Who serves whom: (rank that still trains, rank that has joined), the same list on every rank."""
+    statements = comm.all_gather_ints([int(has_joined), _activity_digest(table)])
+    training = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if not joined]
+    for rank, (_, digest) in enumerate(statements):
+        if digest != statements[training[0]][1]:
+            raise RuntimeError(
+                f"Expected the same parameters to be trainable on every rank under Join, got a difference between "
+                f"{comm.name(training[0])} and {comm.name(GroupRank(rank))}. Freeze or unfreeze outside Join."
+            )
+    joined_ranks = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if joined]
+    return [(training[position % len(training)], rank) for position, rank in enumerate(joined_ranks)]
+
+
+def _activity_digest(table: ParameterTable) -> int:
+    flags = bytes(is_active(param) for param in table.params)
+    return int.from_bytes(hashlib.sha256(flags).digest()[:7], "big")

@@ -1,0 +1,151 @@
+"""Drives one inner optimizer of any class over this rank's parameters, one bucket at a time.
+
+The inner optimizer is never asked to know about buckets. Its ``param_groups`` are what the user sees in ``opt.optim``:
+one per exposed group, with this rank's parameters only. To step a bucket, those lists are swapped for copies that hold
+the bucket's parameters; `torch.optim.Optimizer.step` walks whatever ``self.param_groups`` holds.
+
+What a step changes outside per-parameter state must change once per step, however many buckets there are. Some
+optimizers count steps in a group (``group["k"] += 1``) or on themselves (``self.calls += 1``). So every bucket starts
+from the same options and the same plain numbers, and what the last one leaves is kept.
+
+Alternatives considered: one optimizer per bucket (breaks ``optim.state`` and classes that look at all groups); passing
+only groups that have parameters (a plain optimizer also visits groups whose parameters have no gradient).
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+ParamGroup = dict[str, Any]
+Closure = Callable[[], Any]
+
+_PER_PARAMETER_KEYS = ("params", "param_names")
+
+
+def options_of(group: Mapping[str, Any]) -> ParamGroup:
+    """A group's options: everything but its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in _PER_PARAMETER_KEYS}
+
+
+def replace_options(group: ParamGroup, options: Mapping[str, Any]) -> None:
+    """Give a group exactly these options, keeping its parameters and the dict itself."""
+    for key in [key for key in group if key not in options and key not in _PER_PARAMETER_KEYS]:
+        del group[key]
+    group.update(options)
+
+
+def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamGroup:
+    """A copy of a group with only some of its parameters, and their names if it has names."""
+    kept = [position for position, param in enumerate(group["params"]) if param in keep]
+    restricted = {**options_of(group), "params": [group["params"][position] for position in kept]}
+    if "param_names" in group:
+        restricted["param_names"] = [group["param_names"][position] for position in kept]
+    return restricted
+
+
+class LocalStep:
+    """Steps an inner optimizer bucket by bucket, `begin` to `finish`, as if it were one step.
+
+    Args:
+        inner: the optimizer over this rank's parameters, one group per exposed group.
+        param_groups: the exposed groups, whose options the inner ones mirror.
+    """
+
+    def __init__(self, inner: Optimizer, param_groups: list[ParamGroup]) -> None:
+        self._inner = inner
+        self._exposed = param_groups
+        self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
+        self._stepped: list[list[ParamGroup]] = []
+        self._options: list[ParamGroup] = []
+        self._numbers: dict[str, Any] = {}
+        self._loss: Any = None
+        self._has_closure = False
+
+    def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
+        """Say which parameters of each bucket this rank owns; buckets with none may be left out."""
+        self._groups_of_bucket = {
+            bucket: [restrict_group(group, params) for group in self._inner.param_groups]
+            for bucket, params in params_of_bucket.items()
+        }
+
+    def begin(self, closure: Closure | None) -> Any:
+        """Evaluate the closure, if any, and remember what every bucket starts from. Returns the closure's result."""
+        self._has_closure = closure is not None
+        self._loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                self._loss = closure()
+        self._stepped = []
+        self._options = [options_of(group) for group in self._exposed]
+        self._numbers = {name: value for name, value in vars(self._inner).items() if type(value) in (bool, int, float)}
+        return self._loss
+
+    def step(self, bucket: int, **kwargs: Any) -> Any:
+        """Step this rank's parameters of one bucket; nothing for a bucket in which it owns none.
+
+        Returns:
+            What the inner optimizer's ``step`` returned, or None.
+
+        Raises:
+            RuntimeError: if the inner optimizer evaluates the closure more than once in a step.
+        """
+        if bucket not in self._groups_of_bucket:
+            return None
+        return self._step_groups(self._groups_of_bucket[bucket], kwargs)
+
+    def finish(self, **kwargs: Any) -> None:
+        """Show the options that the step left, inside and outside.
+
+        A rank that owned nothing steps its empty groups first, so that its options change as everybody's do.
+        """
+        if not self._stepped:
+            self._step_groups([restrict_group(group, ()) for group in self._inner.param_groups], kwargs)
+        for position, group in enumerate(self._inner.param_groups):
+            copies = [groups[position] for groups in self._stepped]
+            source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
+            replace_options(group, options_of(source))
+        self.mirror_to_exposed()
+
+    def _step_groups(self, groups: list[ParamGroup], kwargs: Mapping[str, Any]) -> Any:
+        inner = self._inner
+        for group, options in zip(groups, self._options, strict=True):
+            replace_options(group, options)
+        vars(inner).update(self._numbers)
+        whole, inner.param_groups = inner.param_groups, groups
+        try:
+            self._stepped.append(groups)
+            if self._has_closure:
+                return inner.step(closure=_once(self._loss), **kwargs)
+            return inner.step(**kwargs)
+        finally:
+            inner.param_groups = whole
+
+    def mirror_to_inner(self) -> None:
+        """Make the inner groups show the options that the user set on the exposed ones."""
+        for group, exposed in zip(self._inner.param_groups, self._exposed, strict=True):
+            replace_options(group, options_of(exposed))
+
+    def mirror_to_exposed(self) -> None:
+        """Make the exposed groups show the options that the inner optimizer set on its own."""
+        for group, exposed in zip(self._inner.param_groups, self._exposed, strict=True):
+            replace_options(exposed, options_of(group))
+
+
+def _once(loss: Any) -> Closure:
+    """A closure for the inner optimizer that hands out the loss of the user's, already evaluated, one time."""
+    calls = 0
+
+    def evaluated() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise RuntimeError(
+                "Expected the optimizer to evaluate the closure once per step, got a second evaluation. Optimizers "
+                "that search along a direction (LBFGS, SAM) need all parameters on every rank and cannot be sharded."
+            )
+        return loss
+
+    return evaluated

@@ -1,0 +1,51 @@
+"""Sizes in, owners out: the sorted-greedy partition.
+
+Pure: plain ints, no torch. Every rank computes the same answer from the same sizes, so nobody has to talk about it.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import NewType
+
+GroupRank = NewType("GroupRank", int)
+"""A rank within the process group the optimizer was given, from 0 to its size - 1. Every owner is one."""
+
+GlobalRank = NewType("GlobalRank", int)
+"""A rank within the whole job, as `torch.distributed` numbers it. Used in messages to people only."""
+
+
+def partition_greedy(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] | None = None) -> list[GroupRank]:
+    """Assign each size to a rank, largest first, always to the least loaded rank.
+
+    This is longest-processing-time scheduling (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J.
+    Appl. Math. 17(2), 1969): from empty loads, the largest load is at most 4/3 - 1/(3 num_ranks) of the best possible
+    one. Equal sizes keep their order, equal loads go to the lowest rank, so the result is a function of its arguments.
+
+    Args:
+        sizes: size of each item, in any unit; zero is allowed.
+        num_ranks: number of ranks, at least 1.
+        loads: what each rank carries already, in the same unit; nothing by default.
+
+    Returns:
+        The owner of each item, in the order of ``sizes``.
+
+    Raises:
+        ValueError: for a negative size, no ranks, or a number of loads other than ``num_ranks``.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"Expected at least 1 rank, got {num_ranks}.")
+    if loads is None:
+        loads = [0] * num_ranks
+    if len(loads) != num_ranks:
+        raise ValueError(f"Expected one load for each of {num_ranks} ranks, got {len(loads)}.")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"Expected sizes of at least 0, got {min(sizes)}.")
+
+    owners = [GroupRank(0)] * len(sizes)
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        load, rank = heap[0]
+        owners[item] = GroupRank(rank)
+        heapq.heapreplace(heap, (load + sizes[item], rank))
+    return owners

@@ -1,0 +1,105 @@
+"""Trees of tensors and plain values as JSON plus a list of tensors; no pickle in either direction.
+
+A *tree* is built of None, bool, int, float, str, `torch.dtype`, tensors, lists, tuples and dicts with str or int keys.
+Floats survive exactly, infinities and NaN included. `flatten` turns a tree into (JSON text, tensors in order);
+`TensorSpec` tells the other side what to allocate for each tensor before it arrives.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides, dtype and device type of a tensor that is about to arrive."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+def flatten(tree: Tree) -> tuple[str, list[Tensor]]:
+    """The tree as JSON text with numbered places for its tensors, and the tensors.
+
+    Raises:
+        TypeError: for a value that is none of the above, naming where in the tree it is.
+    """
+    tensors: list[Tensor] = []
+    return json.dumps(_encode(tree, tensors, "")), tensors
+
+
+def specs_in(text: str) -> list[TensorSpec]:
+    """What `flatten` said about the tensors of the tree, in their order."""
+    specs: dict[int, TensorSpec] = {}
+    _collect_specs(json.loads(text), specs)
+    return [specs[place] for place in range(len(specs))]
+
+
+def unflatten(text: str, tensors: Sequence[Tensor]) -> Tree:
+    """The tree again, with these tensors in its places."""
+    return _decode(json.loads(text), tensors)
+
+
+def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) in (Tensor, torch.nn.Parameter):
+        tensors.append(value.detach())
+        spec = [list(value.shape), list(value.stride()), _dtype_name(value.dtype), value.device.type]
+        return {"tensor": len(tensors) - 1, "spec": spec}
+    if isinstance(value, torch.dtype):
+        return {"dtype": _dtype_name(value)}
+    if type(value) in (list, tuple):
+        items = [_encode(item, tensors, f"{path}[{position}]") for position, item in enumerate(value)]
+        return items if type(value) is list else {"tuple": items}
+    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+        return {"dict": [[key, _encode(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]}
+    raise TypeError(
+        f"Expected tensors, numbers, strings, lists, tuples and dicts with str or int keys, got "
+        f"{type(value).__module__}.{type(value).__qualname__} at {path or 'the top'}."
+    )
+
+
+def _decode(value: Any, tensors: Sequence[Tensor]) -> Tree:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "dtype" in value:
+        return _dtype(value["dtype"])
+    if "tuple" in value:
+        return tuple(_decode(item, tensors) for item in value["tuple"])
+    return {key: _decode(item, tensors) for key, item in value["dict"]}
+
+
+def _collect_specs(value: Any, specs: dict[int, TensorSpec]) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _collect_specs(item, specs)
+    elif isinstance(value, dict):
+        if "tensor" in value:
+            shape, stride, dtype, device_type = value["spec"]
+            specs[value["tensor"]] = TensorSpec(tuple(shape), tuple(stride), _dtype(dtype), device_type)
+        else:
+            _collect_specs(list(value.values()), specs)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"Expected the name of a torch dtype, got {name!r}.")
+    return dtype

@@ -1,0 +1,226 @@
+"""Optimizers and models that multi-process tests share, and the reference they compare with."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_zero import ZeroRedundancyOptimizer
+from tests.multiproc.harness import Setup
+
+Groups = list[dict[str, Any]]
+
+
+class ToyLAMB(Optimizer):
+    """Adam with a trust ratio per parameter: wrong at once if a parameter were cut or mixed with another."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(param), v=torch.zeros_like(param))
+                state["step"] += 1
+                state["m"].mul_(0.9).add_(param.grad, alpha=0.1)
+                state["v"].mul_(0.999).addcmul_(param.grad, param.grad, value=0.001)
+                update = state["m"] / (state["v"].sqrt() + 1e-6) + group["weight_decay"] * param
+                ratio = param.norm().clamp(min=1e-3) / update.norm().clamp(min=1e-3)
+                param.add_(update * ratio, alpha=-group["lr"])
+
+
+class ToyAdam8bit(Optimizer):
+    """Adam whose moments are bytes with one scale per block; counts steps in the group and on itself, as some do."""
+
+    block = 16
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        self.calls = 0
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                moment = self._dequantize(state, param) if state else torch.zeros_like(param)
+                moment.mul_(0.9).add_(param.grad, alpha=0.1)
+                param.add_(moment / (1 - 0.9 ** group["k"]), alpha=-group["lr"] / (1 + 0.01 * self.calls))
+                self._quantize(state, moment)
+
+    def _quantize(self, state: dict[str, Any], moment: Tensor) -> None:
+        flat = moment.reshape(-1)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.block)).view(-1, self.block)
+        scale = padded.abs().amax(dim=1).clamp(min=1e-12)
+        state["codes"] = (padded / scale[:, None] * 127).round().to(torch.int8)
+        state["blocks"] = {"scale": scale, "signed": True, "shape": tuple(moment.shape)}
+
+    def _dequantize(self, state: dict[str, Any], param: Tensor) -> Tensor:
+        values = state["codes"].to(param.dtype) * (state["blocks"]["scale"] / 127)[:, None]
+        return values.reshape(-1)[: param.numel()].view(param.shape)
+
+
+@dataclass(frozen=True)
+class OptimizerCase:
+    """An optimizer class with options, and whether it takes only matrices."""
+
+    name: str
+    build: Callable[..., Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    matrices_only: bool = False
+
+
+OPTIMIZERS = [
+    OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.05}),
+    OptimizerCase("SGD momentum", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    OptimizerCase("SGD maximize foreach", torch.optim.SGD, {"lr": 1e-3, "maximize": True, "foreach": True}),
+    OptimizerCase("Adam", torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    OptimizerCase("Adam tensor lr", torch.optim.Adam, {"lr": torch.tensor(1e-2)}),
+    OptimizerCase("AdamW foreach", torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    OptimizerCase("AdamW fused", torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    OptimizerCase("Adagrad", torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
+    OptimizerCase("Adadelta", torch.optim.Adadelta, {"lr": 0.5}),
+    OptimizerCase("Adamax", torch.optim.Adamax, {"lr": 1e-2}),
+    OptimizerCase("ASGD", torch.optim.ASGD, {"lr": 1e-2}),
+    OptimizerCase("NAdam", torch.optim.NAdam, {"lr": 1e-2}),
+    OptimizerCase("RAdam", torch.optim.RAdam, {"lr": 1e-2}),
+    OptimizerCase("RMSprop", torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}),
+    OptimizerCase("Rprop", torch.optim.Rprop, {"lr": 1e-3}),
+    OptimizerCase("Adafactor", torch.optim.Adafactor, {"lr": 1e-2}),
+    OptimizerCase("Muon", torch.optim.Muon, {"lr": 1e-2}, matrices_only=True),
+    OptimizerCase("toy LAMB", ToyLAMB),
+    OptimizerCase("toy 8-bit Adam", ToyAdam8bit),
+]
+
+
+def optimizer_case(name: str) -> OptimizerCase:
+    return next(case for case in OPTIMIZERS if case.name == name)
+
+
+def build_model(seed: int = 0, matrices_only: bool = False) -> nn.Module:
+    """A small network whose parameters differ much in size; the same weights for the same seed on every rank."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    bias = not matrices_only
+    layers: list[nn.Module] = [
+        nn.Linear(8, 31, bias=bias),
+        nn.Tanh(),
+        *([] if matrices_only else [nn.LayerNorm(31)]),
+        nn.Linear(31, 17, bias=bias),
+        nn.Tanh(),
+        nn.Linear(17, 5, bias=bias),
+        nn.Tanh(),
+        nn.Linear(5, 3, bias=bias),
+    ]
+    torch.random.set_rng_state(state)
+    return nn.Sequential(*layers)
+
+
+def batches(rank: int, steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets that differ on every rank and in every step."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    for _ in range(steps):
+        yield torch.randn(6, 8, generator=generator), torch.randn(6, 3, generator=generator)
+
+
+def split_groups(model: nn.Module, groups: int) -> Groups:
+    """The model's parameters in one group, or in two with options of their own."""
+    params = list(model.parameters())
+    if groups == 1:
+        return [{"params": params}]
+    return [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
+
+
+@dataclass
+class Twins:
+    """The same model twice under DDP: one with the plain optimizer, one with the sharded one."""
+
+    plain_model: DistributedDataParallel
+    model: DistributedDataParallel
+    plain: Optimizer
+    opt: ZeroRedundancyOptimizer
+    before: list[Tensor]
+
+    def train(self, setup: Setup, steps: int, seed: int = 0, after_step: Callable[[int], None] | None = None) -> None:
+        """Train both on the same data, comparing bit for bit after every step."""
+        for step, (inputs, targets) in enumerate(batches(setup.rank, steps, seed)):
+            for model, optimizer in ((self.plain_model, self.plain), (self.model, self.opt)):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+            assert_equal_models(self.plain_model, self.model, f"after step {step}")
+            if after_step is not None:
+                after_step(step)
+
+    def assert_moved(self) -> None:
+        """Guard against a test that passes because nothing was stepped."""
+        for param, before in zip(self.model.parameters(), self.before, strict=True):
+            assert param.numel() == 0 or not param.requires_grad or not torch.equal(param, before)
+
+
+def build_twins(
+    case: OptimizerCase,
+    groups: int = 1,
+    model: nn.Module | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    **zero_options: Any,
+) -> Twins:
+    model = model if model is not None else build_model(matrices_only=case.matrices_only)
+    plain_model = DistributedDataParallel(copy.deepcopy(model), process_group=process_group)
+    sharded_model = DistributedDataParallel(model, process_group=process_group)
+    plain = case.build(split_groups(plain_model, groups), **copy.deepcopy(case.options))
+    opt = ZeroRedundancyOptimizer(
+        split_groups(sharded_model, groups),
+        case.build,
+        process_group=process_group,
+        **zero_options,
+        **copy.deepcopy(case.options),
+    )
+    before = [param.detach().clone() for param in sharded_model.parameters()]
+    return Twins(plain_model, sharded_model, plain, opt, before)
+
+
+def assert_equal_models(expected: nn.Module, actual: nn.Module, when: str) -> None:
+    for (name, one), other in zip(expected.named_parameters(), actual.parameters(), strict=True):
+        assert_identical(one, other, f"{name} {when}")
+
+
+def assert_identical(expected: Any, actual: Any, where: str) -> None:
+    """Equal to the last bit, and in type, dtype, device, shape and order of keys."""
+    assert type(expected) is type(actual), f"{where}: {type(expected)} and {type(actual)}"
+    if isinstance(expected, Tensor):
+        assert expected.dtype == actual.dtype, f"{where}: {expected.dtype} and {actual.dtype}"
+        assert expected.device == actual.device, f"{where}: {expected.device} and {actual.device}"
+        difference = f"{where}: differs by {_largest_difference(expected, actual)}"
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda _: difference)
+    elif isinstance(expected, dict):
+        assert list(expected) == list(actual), f"{where}: keys {list(expected)} and {list(actual)}"
+        for key in expected:
+            assert_identical(expected[key], actual[key], f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(expected) == len(actual), f"{where}: lengths {len(expected)} and {len(actual)}"
+        for position, (one, other) in enumerate(zip(expected, actual, strict=True)):
+            assert_identical(one, other, f"{where}[{position}]")
+    else:
+        assert expected == actual, f"{where}: {expected} and {actual}"
+
+
+def _largest_difference(one: Tensor, other: Tensor) -> str:
+    if one.shape != other.shape:
+        return f"shape: {list(one.shape)} and {list(other.shape)}"
+    return str((one.detach() - other.detach()).abs().max().item()) if one.numel() else "nothing"
