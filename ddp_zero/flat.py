@@ -75,7 +75,7 @@ class PackedStorage:
         """This rank's segment packed, and room for the others'; at most one bucket's bytes in all."""
         segments = [self._room_for(segment) for segment in bucket.segments]
         own = bucket.segments[group_rank]
-        if not self._is_alias(own):
+        if own.params and not self._is_alias(own):
             torch._foreach_copy_(_views(own, segments[group_rank], self._params), self._of(own))
         return segments
 

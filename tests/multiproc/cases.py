@@ -72,7 +72,8 @@ class ToyAdam8bit(Optimizer):
 
     def _dequantize(self, state: dict[str, Any], param: Tensor) -> Tensor:
         values = state["codes"].to(param.dtype) * (state["blocks"]["scale"] / 127)[:, None]
-        return values.reshape(-1)[: param.numel()].view(param.shape)
+        flat: Tensor = values.reshape(-1)[: param.numel()]
+        return flat.view(param.shape)
 
 
 @dataclass(frozen=True)

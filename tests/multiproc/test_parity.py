@@ -8,7 +8,6 @@ from ddp_zero import binding
 from tests.multiproc.cases import OPTIMIZERS, build_twins
 from tests.multiproc.harness import Setup, run_ranks
 
-
 SMALL_CAP = 800  # bytes: several buckets even in a small model
 
 
