@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddp_zero.agreement import Agreement
 from ddp_zero.collectives import Communicator
-from ddp_zero.local_step import ParamGroup, options_of
+from ddp_zero.local_step import ParamGroup
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
 from ddp_zero.payload import flatten
@@ -148,11 +148,11 @@ def restrict_state_dict(
 def _localise_group(
     saved: Mapping[str, Any], exposed: ParamGroup, inner_group: ParamGroup, local_id: Mapping[Tensor, int]
 ) -> ParamGroup:
-    group = {**options_of(saved), "params": [local_id[param] for param in inner_group["params"]]}
+    kept = [position for position, param in enumerate(exposed["params"]) if param in local_id]
+    per_parameter = {"params": [local_id[param] for param in inner_group["params"]]}
     if "param_names" in saved:
-        names = dict(zip(exposed["params"], saved["param_names"], strict=True))
-        group["param_names"] = [names[param] for param in inner_group["params"]]
-    return group
+        per_parameter["param_names"] = [saved["param_names"][position] for position in kept]
+    return {**saved, **per_parameter}
 
 
 def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGroup]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from ddp_zero.collectives import Communicator
-from ddp_zero.local_step import ParamGroup, options_of, replace_options
+from ddp_zero.local_step import ParamGroup, copy_options, options_of
 from ddp_zero.parameters import ParameterTable, is_active
 from ddp_zero.partition import GroupRank
 
@@ -81,7 +81,7 @@ class BorrowedGradients:
 
     def _take(self, options: list[ParamGroup], grads: dict[int, torch.Tensor | None]) -> None:
         for group, received in zip(self._param_groups, options, strict=True):
-            replace_options(group, received)
+            copy_options(received, group)
         self._before = {index: self._table.params[index].grad for index in self._owned}
         for index in self._owned:
             self._table.params[index].grad = grads[index]

@@ -26,24 +26,25 @@ _PER_PARAMETER_KEYS = ("params", "param_names")
 
 
 def options_of(group: Mapping[str, Any]) -> ParamGroup:
-    """A group's options: everything but its parameters and their names."""
-    return {key: value for key, value in group.items() if key not in _PER_PARAMETER_KEYS}
+    """A group without its parameters and their names, whose places are kept, since a state dict shows the order."""
+    return {key: None if key in _PER_PARAMETER_KEYS else value for key, value in group.items()}
 
 
-def replace_options(group: ParamGroup, options: Mapping[str, Any]) -> None:
-    """Give a group exactly these options, keeping its parameters and the dict itself."""
-    for key in [key for key in group if key not in options and key not in _PER_PARAMETER_KEYS]:
-        del group[key]
-    group.update(options)
+def copy_options(source: Mapping[str, Any], target: ParamGroup) -> None:
+    """Give a group exactly another's options, in the same order; it keeps its own parameters and names."""
+    own = {key: target[key] for key in _PER_PARAMETER_KEYS if key in target}
+    options = {key: own.pop(key, None) if key in _PER_PARAMETER_KEYS else value for key, value in source.items()}
+    target.clear()
+    target.update(options | own)
 
 
 def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamGroup:
     """A copy of a group with only some of its parameters, and their names if it has names."""
     kept = [position for position, param in enumerate(group["params"]) if param in keep]
-    restricted = {**options_of(group), "params": [group["params"][position] for position in kept]}
-    if "param_names" in group:
-        restricted["param_names"] = [group["param_names"][position] for position in kept]
-    return restricted
+    return {
+        key: [value[position] for position in kept] if key in _PER_PARAMETER_KEYS else value
+        for key, value in group.items()
+    }
 
 
 class LocalStep:
@@ -106,13 +107,13 @@ class LocalStep:
         for position, group in enumerate(self._inner.param_groups):
             copies = [groups[position] for groups in self._stepped]
             source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
-            replace_options(group, options_of(source))
+            copy_options(source, group)
         self.mirror_to_exposed()
 
     def _step_groups(self, groups: list[ParamGroup], kwargs: Mapping[str, Any]) -> Any:
         inner = self._inner
         for group, options in zip(groups, self._options, strict=True):
-            replace_options(group, options)
+            copy_options(options, group)
         vars(inner).update(self._numbers)
         whole, inner.param_groups = inner.param_groups, groups
         try:
@@ -126,12 +127,12 @@ class LocalStep:
     def mirror_to_inner(self) -> None:
         """Make the inner groups show the options that the user set on the exposed ones."""
         for group, exposed in zip(self._inner.param_groups, self._exposed, strict=True):
-            replace_options(group, options_of(exposed))
+            copy_options(exposed, group)
 
     def mirror_to_exposed(self) -> None:
         """Make the exposed groups show the options that the inner optimizer set on its own."""
         for group, exposed in zip(self._inner.param_groups, self._exposed, strict=True):
-            replace_options(exposed, options_of(group))
+            copy_options(group, exposed)
 
 
 def _once(loss: Any) -> Closure:

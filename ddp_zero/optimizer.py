@@ -90,7 +90,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         with Agreement(self._comm, "building ZeroRedundancyOptimizer") as agreement:
             _check_supported(optimizer_class, overlap_with_ddp)
-            Optimizer.__init__(self, params, defaults)
+            Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             self._table = ParameterTable(self.param_groups)
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
             agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)

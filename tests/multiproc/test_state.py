@@ -1,0 +1,355 @@
+"""State dicts: exactly the unsharded optimizer's, without pickle, and loadable anywhere."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.report import state_bytes
+from tests.multiproc.cases import (
+    OPTIMIZERS,
+    OptimizerCase,
+    Twins,
+    assert_equal_models,
+    assert_identical,
+    batches,
+    build_model,
+    build_twins,
+    optimizer_case,
+    split_groups,
+)
+from tests.multiproc.harness import Setup, run_ranks
+
+ADAMW = optimizer_case("AdamW foreach")
+SGD = optimizer_case("SGD momentum")
+
+
+def _consolidated_equals_the_plain_state_dict(setup: Setup) -> None:
+    for position, case in enumerate(OPTIMIZERS):
+        twins = build_twins(case, groups=1 + position % 2, parameters_as_bucket_view=bool(position % 2))
+        target = position % setup.world_size
+        twins.opt.consolidate_state_dict(to=target)
+        if setup.rank == target:
+            assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), f"{case.name} before the first step")
+        twins.train(setup, 3)
+        twins.opt.consolidate_state_dict(to=target)
+        if setup.rank == target:
+            expected = twins.plain.state_dict()
+            assert expected["state"] or case.name in ("SGD", "SGD maximize foreach")
+            assert_identical(expected, twins.opt.state_dict(), case.name)
+
+
+def _states_are_in_the_order_in_which_the_plain_optimizer_made_them(setup: Setup) -> None:
+    twins = build_twins(ADAMW)
+    for model in (twins.plain_model, twins.model):
+        for param in list(model.parameters())[:5]:
+            param.requires_grad_(False)
+    train_without_ddp(twins, 2)
+    for model in (twins.plain_model, twins.model):
+        for param in list(model.parameters())[2:4]:
+            param.requires_grad_(True)
+    train_without_ddp(twins, 2)
+    for model in (twins.plain_model, twins.model):
+        for param in model.parameters():
+            param.requires_grad_(True)
+    train_without_ddp(twins, 1)
+    expected = twins.plain.state_dict()
+    assert list(expected["state"]) != sorted(expected["state"])
+    twins.opt.consolidate_state_dict(to=0)
+    if setup.rank == 0:
+        assert_identical(expected, twins.opt.state_dict(), "state dict")
+    twins.opt.load_state_dict(expected)
+    train_without_ddp(twins, 1)
+    twins.opt.consolidate_state_dict(to=setup.world_size - 1)
+    if setup.rank == setup.world_size - 1:
+        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), "state dict after loading")
+
+
+def train_without_ddp(twins: Twins, steps: int) -> None:
+    """The same data on every rank, so that no reduction is needed and parameters may be frozen at will."""
+    for inputs, targets in batches(0, steps):
+        for model, optimizer in ((twins.plain_model.module, twins.plain), (twins.model.module, twins.opt)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert_equal_models(twins.plain_model, twins.model, "without ddp")
+
+
+def _resumes_in_every_other_optimizer(setup: Setup) -> None:
+    for name in ("AdamW foreach", "SGD momentum", "Adagrad", "Adafactor"):
+        case = optimizer_case(name)
+        twins = build_twins(case, groups=2, parameters_as_bucket_view=True)
+        twins.train(setup, 3)
+        twins.opt.consolidate_state_dict(to=0)
+        saved = [twins.opt.state_dict() if setup.rank == 0 else None]
+        dist.broadcast_object_list(saved, src=0)
+        weights = copy.deepcopy(twins.model.module)
+
+        resumed: dict[str, DistributedDataParallel] = {}
+        for kind in ("plain", "torch", "ours"):
+            model = DistributedDataParallel(copy.deepcopy(weights))
+            groups = split_groups(model, 2)
+            optimizer: Any
+            if kind == "plain":
+                optimizer = case.build(groups, **case.options)
+            elif kind == "torch":
+                optimizer = TorchZero(groups, case.build, **case.options)
+            else:
+                optimizer = ZeroRedundancyOptimizer(groups, case.build, **case.options)
+            optimizer.load_state_dict(copy.deepcopy(saved[0]))
+            for inputs, targets in batches(setup.rank, 3, seed=1):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+            resumed[kind] = model
+        assert_equal_models(resumed["plain"], resumed["torch"], f"{name} resumed in torch's")
+        assert_equal_models(resumed["plain"], resumed["ours"], f"{name} resumed in ours")
+        if setup.world_size < 3:  # a new DDP has other buckets at first, and three ranks then sum in another order
+            twins.train(setup, 3, seed=1)
+            assert_equal_models(twins.plain_model, resumed["plain"], f"{name} unbroken")
+
+
+def _loads_what_torch_zero_saved(setup: Setup) -> None:
+    theirs_model = DistributedDataParallel(build_model())
+    theirs = TorchZero(split_groups(theirs_model, 2), torch.optim.AdamW, lr=0.01)
+
+    def train(optimizer: Any, model: nn.Module, seed: int) -> None:
+        for inputs, targets in batches(setup.rank, 3, seed):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+    train(theirs, theirs_model, 0)
+    for rank in range(setup.world_size):
+        theirs.consolidate_state_dict(to=rank)
+        if rank == setup.rank:
+            saved = copy.deepcopy(theirs.state_dict())
+    before = copy.deepcopy(saved)
+    fresh_model = DistributedDataParallel(copy.deepcopy(theirs_model.module))
+    fresh = TorchZero(split_groups(fresh_model, 2), torch.optim.AdamW, lr=0.5)
+    fresh.load_state_dict(copy.deepcopy(saved))
+    ours_model = DistributedDataParallel(copy.deepcopy(theirs_model.module))
+    ours = ZeroRedundancyOptimizer(split_groups(ours_model, 2), torch.optim.AdamW, lr=0.5)
+    ours.load_state_dict(saved)
+    train(fresh, fresh_model, 1)
+    train(ours, ours_model, 1)
+    assert_equal_models(fresh_model, ours_model, "after resuming from torch's")
+    assert ours.param_groups[0]["lr"] == 0.01
+    assert_identical(before, saved, "the caller's dict")
+    assert 0 < len(ours.state) < len(list(ours_model.parameters()))
+
+
+def _save(setup: Setup, path: str, resume: str | None, steps: int, seed: int) -> None:
+    """Train on data that does not depend on the number of ranks, from a checkpoint if one is given; save."""
+    model = build_model()
+    opt = ZeroRedundancyOptimizer(
+        split_groups(model, 2), torch.optim.AdamW, parameters_as_bucket_view=setup.world_size % 2 == 0, lr=0.01
+    )
+    if resume is not None:
+        checkpoint = torch.load(resume, weights_only=True)
+        model.load_state_dict(checkpoint["model"])
+        opt.load_state_dict(checkpoint["opt"])
+    for inputs, targets in batches(0, steps, seed):
+        opt.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        opt.step()
+    opt.consolidate_state_dict()
+    if setup.rank == 0:
+        torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, path)
+
+
+def _save_unsharded(setup: Setup, path: str) -> None:
+    """What six unbroken steps of the plain optimizer lead to."""
+    model = build_model()
+    plain = torch.optim.AdamW(split_groups(model, 2), lr=0.01)
+    for seed in (0, 1):
+        for inputs, targets in batches(0, 3, seed):
+            plain.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            plain.step()
+    torch.save({"model": model.state_dict(), "opt": plain.state_dict()}, path)
+
+
+def _state_dict_never_communicates_and_is_never_stale(setup: Setup) -> None:
+    twins = build_twins(ADAMW)
+    opt = twins.opt
+    twins.train(setup, 1)
+    if setup.world_size == 1:
+        assert_identical(twins.plain.state_dict(), opt.state_dict(), "without consolidation")
+        return
+    with pytest.raises(RuntimeError, match=rf"consolidate_state_dict\(to={setup.rank}\)"):
+        opt.state_dict()
+    opt.consolidate_state_dict(to=1)
+    if setup.rank == 1:  # this rank alone: a collective would hang
+        saved = opt.state_dict()
+        snapshot = copy.deepcopy(saved)
+    else:
+        with pytest.raises(RuntimeError, match="consolidated on rank"):
+            opt.state_dict()
+    twins.train(setup, 1, seed=1)
+    with pytest.raises(RuntimeError, match="stale"):
+        opt.state_dict()
+    if setup.rank == 1:
+        assert_identical(snapshot, saved, "a snapshot taken before the step")
+    with pytest.raises(ValueError, match="rank below"):
+        opt.consolidate_state_dict(to=setup.world_size)
+    with pytest.raises(ValueError, match="argument `to`"):
+        opt.consolidate_state_dict(to=setup.rank)
+
+
+class _Opaque:
+    """Something that only pickle could send."""
+
+
+class StatefulOddity(torch.optim.SGD):
+    """An optimizer that keeps a Python object in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.shape == (5,):
+                    self.state[param]["odd"] = _Opaque()
+        return result
+
+
+def _consolidation_sends_no_pickle(setup: Setup) -> None:
+    refuse = mock.Mock(side_effect=AssertionError("pickled"))
+    twins = build_twins(optimizer_case("toy 8-bit Adam"))
+    twins.train(setup, 2)
+    pickling = ("dumps", "loads", "dump", "load", "Pickler", "Unpickler")
+    with mock.patch.multiple(pickle, **dict.fromkeys(pickling, refuse)):
+        twins.opt.consolidate_state_dict(to=0)
+    if setup.rank == 0:
+        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), "8-bit state")
+
+    odd = build_twins(OptimizerCase("odd", StatefulOddity, {"lr": 0.1, "momentum": 0.9}))
+    odd.train(setup, 1)
+    owner_says = r"parameter \d+ \(group 0, shape \[5\]\).*_Opaque at \['odd'\]"
+    with pytest.raises((TypeError, RuntimeError), match=owner_says):
+        odd.opt.consolidate_state_dict(to=0)
+    odd.train(setup, 1, seed=1)  # nobody hangs, and training goes on
+
+
+class LargestLiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside it held at once, besides those that were there before."""
+
+    def __init__(self, existing: list[Tensor]) -> None:
+        super().__init__()
+        self.existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
+        self.live: dict[int, Any] = {}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.existing:
+                self.live[tensor.untyped_storage().data_ptr()] = torch.multiprocessing.reductions.StorageWeakRef(
+                    tensor.untyped_storage()
+                )
+        held = 0
+        for pointer, reference in list(self.live.items()):
+            if reference.expired():
+                del self.live[pointer]
+            else:
+                held += torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
+        self.largest = max(self.largest, held)
+        return result
+
+
+def _other_ranks_need_one_parameters_state_of_extra_memory(setup: Setup) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(10_000)) for _ in range(12)]
+    opt = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    existing = [*params, *(tensor for state in opt.state.values() for tensor in state.values())]
+    with LargestLiveBytes(existing) as memory:
+        opt.consolidate_state_dict(to=0)
+    one_state = 2 * 4 * 10_000
+    if setup.rank == 0:
+        assert memory.largest > 11 * one_state, "the instrument sees what the receiver allocates"
+    else:
+        assert memory.largest < 1.2 * one_state
+
+
+def _misfits_are_named(setup: Setup) -> None:
+    twins = build_twins(ADAMW, groups=2)
+    twins.train(setup, 2)
+    good = copy.deepcopy(twins.plain.state_dict())
+    bad: dict[str, dict[str, Any]] = {
+        "2 parameter groups, got 1": {**good, "param_groups": good["param_groups"][:1]},
+        "parameters in group 1": {**good, "param_groups": [good["param_groups"][0], {"params": [1]}]},
+        "for 77": {**good, "state": {77: {}}},
+        r"state 'exp_avg' of parameter 2 \(group 0.*shape \[3, 3\]": {
+            **good,
+            "state": {**good["state"], 2: {**good["state"][2], "exp_avg": torch.ones(3, 3)}},
+        },
+        "got no 'state'": {"param_groups": []},
+    }
+    for message, state_dict in bad.items():
+        with pytest.raises(ValueError, match=message):
+            twins.opt.load_state_dict(state_dict)
+    twins.train(setup, 2, seed=1)
+
+
+def _state_bytes_are_a_share_of_the_unsharded(setup: Setup) -> None:
+    for case in (ADAMW, SGD):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(40 + i, 41 + i) for i in range(12)])
+        twins = build_twins(case, model=model)
+        inputs = torch.randn(4, 40)
+        for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            ddp(inputs).sum().backward()
+            optimizer.step()
+        whole, own = state_bytes(twins.plain.state), state_bytes(twins.opt.state)
+        largest = max(state_bytes(state) for state in twins.plain.state.values())
+        assert whole > 0
+        assert abs(own - whole / setup.world_size) <= largest, (own, whole / setup.world_size, largest)
+
+
+CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
+    (_consolidated_equals_the_plain_state_dict, (1, 2, 4)),
+    (_states_are_in_the_order_in_which_the_plain_optimizer_made_them, (1, 3)),
+    (_resumes_in_every_other_optimizer, (1, 2, 3)),
+    (_loads_what_torch_zero_saved, (2, 3)),
+    (_state_dict_never_communicates_and_is_never_stale, (1, 2, 3)),
+    (_consolidation_sends_no_pickle, (2, 3)),
+    (_other_ranks_need_one_parameters_state_of_extra_memory, (2, 3)),
+    (_misfits_are_named, (2,)),
+    (_state_bytes_are_a_share_of_the_unsharded, (1, 2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [pytest.param(case, n, id=f"{case.__name__.strip('_')}-{n}") for case, sizes in CASES for n in sizes],
+)
+def test_state(case: Callable[[Setup], None], world_size: int) -> None:
+    run_ranks(case, world_size)
+
+
+def test_a_checkpoint_continues_bit_for_bit_at_any_world_size(tmp_path: Any) -> None:
+    unbroken, half = str(tmp_path / "unbroken.pt"), str(tmp_path / "half.pt")
+    run_ranks(_save, 3, half, None, 3, 0)
+    finals = []
+    for world_size in (1, 2, 4):
+        resumed = str(tmp_path / f"resumed{world_size}.pt")
+        run_ranks(_save, world_size, resumed, half, 3, 1)
+        finals.append(torch.load(resumed, weights_only=True))
+    run_ranks(_save_unsharded, 1, unbroken)
+    expected = torch.load(unbroken, weights_only=True)
+    for final in finals:
+        assert_identical(dict(expected["model"]), dict(final["model"]), "weights")
+        assert_identical(expected["opt"], final["opt"], "optimizer")
