@@ -247,9 +247,11 @@ def _schedulers_and_changed_options(setup: Setup) -> None:
         twins.assert_moved()
 
     for name in ("ReduceLROnPlateau", "CosineAnnealingWarmRestarts", "ExponentialLR"):
-        options: dict[str, Any] = {"ReduceLROnPlateau": {"patience": 0}, "ExponentialLR": {"gamma": 0.9}}.get(
-            name, {"T_0": 3}
-        )
+        options = {
+            "ReduceLROnPlateau": {"patience": 0},
+            "CosineAnnealingWarmRestarts": {"T_0": 3},
+            "ExponentialLR": {"gamma": 0.9},
+        }[name]
         twins = build_twins(optimizer_case("SGD momentum"), groups=2)
         schedulers = [getattr(torch.optim.lr_scheduler, name)(o, **options) for o in (twins.plain, twins.opt)]
 

@@ -100,10 +100,11 @@ def _resumes_in_every_other_optimizer(setup: Setup) -> None:
             model = DistributedDataParallel(copy.deepcopy(weights))
             groups = split_groups(model, 2)
             optimizer: Any
+            build: Any = case.build
             if kind == "plain":
                 optimizer = case.build(groups, **case.options)
             elif kind == "torch":
-                optimizer = TorchZero(groups, case.build, **case.options)
+                optimizer = TorchZero(groups, build, **case.options)
             else:
                 optimizer = ZeroRedundancyOptimizer(groups, case.build, **case.options)
             optimizer.load_state_dict(copy.deepcopy(saved[0]))
@@ -245,7 +246,7 @@ class LargestLiveBytes(TorchDispatchMode):
     """The most bytes that tensors made inside it held at once, besides those that were there before."""
 
     def __init__(self, existing: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
         self.live: dict[int, Any] = {}
         self.largest = 0

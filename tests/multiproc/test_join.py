@@ -1,0 +1,167 @@
+"""Uneven inputs under Join: equal to DDP with the plain optimizer under Join([ddp]), whoever runs out first."""
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_zero import ZeroRedundancyOptimizer, binding
+from tests.multiproc.cases import (
+    OptimizerCase,
+    assert_equal_models,
+    batches,
+    build_model,
+    build_twins,
+    optimizer_case,
+    split_groups,
+)
+from tests.multiproc.harness import Setup, run_ranks
+
+Schedule = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def _train(
+    ddp: DistributedDataParallel,
+    optimizer: Optimizer,
+    joinables: Sequence[Any],
+    setup: Setup,
+    steps: int,
+    schedule: Schedule | None,
+    seed: int,
+    **join_options: Any,
+) -> None:
+    scheduler = schedule(optimizer) if schedule is not None else None
+    with Join(list(joinables), **join_options):
+        for inputs, targets in batches(setup.rank, steps, seed):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(inputs), targets).backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+
+
+def _decay(optimizer: Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
+
+
+CASES = [
+    OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1}),
+    optimizer_case("SGD momentum"),
+    optimizer_case("AdamW foreach"),
+    optimizer_case("Adam tensor lr"),
+    optimizer_case("toy 8-bit Adam"),
+]
+
+
+def _uneven_inputs_with_ddp(setup: Setup, inputs_of_rank: Sequence[int]) -> int:
+    steps, compared = inputs_of_rank[setup.rank], 0
+    for case, as_views, schedule in product(CASES, (False, True), (None, _decay)):
+        binding.BUCKET_CAP_BYTES = 800 if as_views else 25 << 20
+        twins = build_twins(case, groups=2, parameters_as_bucket_view=as_views)
+        _train(twins.plain_model, twins.plain, [twins.plain_model], setup, steps, schedule, seed=0)
+        _train(twins.model, twins.opt, [twins.model, twins.opt], setup, steps, schedule, seed=0)
+        # the last rank to join broadcasts its parameters in DDP's post hook, so the reference is the same on all ranks
+        assert_equal_models(twins.plain_model, twins.model, f"{case.name}, views {as_views}, scheduled {schedule}")
+        twins.assert_moved()
+        compared += 1
+    return compared
+
+
+@pytest.mark.parametrize(
+    "inputs_of_rank",
+    [(3, 0, 5), (0, 4), (4, 0), (2, 5, 3, 1), (0, 0, 3), (3, 3)],
+    ids=lambda inputs: "-".join(map(str, inputs)),
+)
+def test_join_with_ddp_equals_the_plain_optimizer(inputs_of_rank: tuple[int, ...]) -> None:
+    compared = run_ranks(_uneven_inputs_with_ddp, len(inputs_of_rank), inputs_of_rank)
+    assert compared == [len(CASES) * 4] * len(inputs_of_rank)
+
+
+def _averaged_by_hand(model: nn.Module, step: int, inputs_of_rank: Sequence[int]) -> None:
+    """Gradients of the average over the ranks that still have inputs; every rank can work them out alone."""
+    model.zero_grad()
+    training = [rank for rank, steps in enumerate(inputs_of_rank) if step < steps]
+    for rank in training:
+        inputs, targets = list(batches(rank, step + 1))[step]
+        (nn.functional.mse_loss(model(inputs), targets) / len(training)).backward()
+
+
+def _uneven_inputs_without_ddp(setup: Setup, inputs_of_rank: Sequence[int]) -> None:
+    for case, as_views in product(CASES, (False, True)):
+        reference = build_model()
+        plain = case.build(split_groups(reference, 2), **copy.deepcopy(case.options))
+        for step in range(max(inputs_of_rank)):
+            _averaged_by_hand(reference, step, inputs_of_rank)
+            plain.step()
+
+        model = build_model()
+        opt = ZeroRedundancyOptimizer(
+            split_groups(model, 2), case.build, parameters_as_bucket_view=as_views, **copy.deepcopy(case.options)
+        )
+        with Join([opt]):
+            for step in range(inputs_of_rank[setup.rank]):
+                _averaged_by_hand(model, step, inputs_of_rank)
+                opt.step()
+        assert_equal_models(reference, model, f"{case.name}, views {as_views}")
+
+
+@pytest.mark.parametrize("inputs_of_rank", [(3, 0, 5), (1, 4), (4, 0, 0, 2)], ids=lambda i: "-".join(map(str, i)))
+def test_join_with_the_optimizer_alone(inputs_of_rank: tuple[int, ...]) -> None:
+    run_ranks(_uneven_inputs_without_ddp, len(inputs_of_rank), inputs_of_rank)
+
+
+def _goes_on_after_join_at_no_cost(setup: Setup) -> None:
+    twins = build_twins(optimizer_case("SGD momentum"), parameters_as_bucket_view=True)
+    steps = (4, 2, 3)[setup.rank]
+    _train(twins.model, twins.opt, [twins.model, twins.opt], setup, steps, None, seed=0)
+    assert not twins.opt._join_config.enable
+    calls = 0
+    gather = dist.all_gather
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return gather(*args, **kwargs)
+
+    dist.all_gather = counting
+    for inputs, targets in batches(setup.rank, 3, seed=1):
+        nn.functional.mse_loss(twins.model(inputs), targets).backward()
+        twins.opt.step()
+    assert calls == 0
+    with Join([twins.model, twins.opt]):
+        for inputs, targets in batches(setup.rank, steps, seed=1):
+            nn.functional.mse_loss(twins.model(inputs), targets).backward()
+            twins.opt.step()
+    assert calls == 4  # the longest rank's steps: one question each
+    total = torch.stack([param.detach().double().sum() for param in twins.model.parameters()])
+    everyone = [torch.empty_like(total) for _ in range(setup.world_size)]
+    gather(everyone, total)
+    assert all(torch.equal(total, other) for other in everyone)
+
+
+def _early_termination_raises_on_every_rank(setup: Setup) -> None:
+    twins = build_twins(optimizer_case("SGD"))
+    with pytest.raises(RuntimeError, match=r"exhausted"):
+        _train(
+            twins.model,
+            twins.opt,
+            [twins.model, twins.opt],
+            setup,
+            2 + setup.rank,
+            None,
+            seed=0,
+            throw_on_early_termination=True,
+        )
+
+
+@pytest.mark.parametrize("case", [_goes_on_after_join_at_no_cost, _early_termination_raises_on_every_rank])
+def test_around_join(case: Callable[[Setup], None]) -> None:
+    run_ranks(case, 3)
