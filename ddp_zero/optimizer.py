@@ -301,8 +301,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         clone._packing_consolidated = False
         Joinable.__init__(clone)
         clone.optim = copy.deepcopy(self.optim, memo)
-        Optimizer.__setstate__(clone, {"param_groups": copy.deepcopy(self.param_groups, memo)})
-        clone.defaults = clone.optim.defaults
+        groups = copy.deepcopy(self.param_groups, memo)
+        Optimizer.__setstate__(clone, {"defaults": clone.optim.defaults, "param_groups": groups})
         clone._table = ParameterTable(clone.param_groups)
         clone._binding = Binding(clone._comm, clone._table, clone._as_views, owners=list(self._binding.owners))
         clone._order = copy.deepcopy(self._order, memo)

@@ -246,12 +246,12 @@ def _schedulers_and_changed_options(setup: Setup) -> None:
         assert twins.opt.optim.param_groups[0]["note"] == "mine"
         twins.assert_moved()
 
-    for name in ("ReduceLROnPlateau", "CosineAnnealingWarmRestarts", "ExponentialLR"):
-        options = {
-            "ReduceLROnPlateau": {"patience": 0},
-            "CosineAnnealingWarmRestarts": {"T_0": 3},
-            "ExponentialLR": {"gamma": 0.9},
-        }[name]
+    others: list[tuple[str, dict[str, Any]]] = [
+        ("ReduceLROnPlateau", {"patience": 0}),
+        ("CosineAnnealingWarmRestarts", {"T_0": 3}),
+        ("ExponentialLR", {"gamma": 0.9}),
+    ]
+    for name, options in others:
         twins = build_twins(optimizer_case("SGD momentum"), groups=2)
         schedulers = [getattr(torch.optim.lr_scheduler, name)(o, **options) for o in (twins.plain, twins.opt)]
 

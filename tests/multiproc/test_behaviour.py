@@ -1,0 +1,322 @@
+"""The manners of a good optimizer: groups, hooks, copies, labels, text, process groups, bytes on the wire."""
+
+import copy
+import logging
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero import ZeroRedundancyOptimizer, binding
+from ddp_zero.report import state_bytes
+from tests.multiproc.cases import (
+    Groups,
+    OptimizerCase,
+    assert_equal_models,
+    batches,
+    build_model,
+    build_twins,
+    optimizer_case,
+    split_groups,
+)
+from tests.multiproc.harness import Setup, run_ranks
+
+ADAMW = optimizer_case("AdamW foreach")
+
+
+def _local_optimizer_mirrors_the_exposed_groups(setup: Setup) -> None:
+    model = build_model()
+    params = list(model.parameters())
+    groups: Groups = [{"params": params[:2]}, {"params": params[2:3], "lr": 0.5}, {"params": params[3:]}]
+    opt = ZeroRedundancyOptimizer(groups, torch.optim.Adam, lr=0.1)
+    assert [group["lr"] for group in opt.optim.param_groups] == [0.1, 0.5, 0.1]
+    assert len(opt.optim.param_groups) == len(opt.param_groups) == 3
+    exposed = [param for group in opt.param_groups for param in group["params"]]
+    local = [param for group in opt.optim.param_groups for param in group["params"]]
+    assert [id(p) for p in exposed] == [id(p) for p in params]
+    assert {id(p) for p in local} <= {id(p) for p in params}
+    counts = [torch.empty(1, dtype=torch.int64) for _ in range(setup.world_size)]
+    dist.all_gather(counts, torch.tensor([len(local)]))
+    assert sum(int(count) for count in counts) == len(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.param_groups[1]["lr"] = 0.25
+    opt.step()
+    assert opt.optim.param_groups[1]["lr"] == 0.25
+    assert {id(p) for p in opt.optim.state} == {id(p) for p in local} == {id(p) for p in opt.state}
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in params)
+    opt.zero_grad()
+    assert all(p.grad is None for p in params)
+
+
+def _keys_that_the_step_adds_show_up_outside(setup: Setup) -> None:
+    case = optimizer_case("toy 8-bit Adam")
+    opt = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(4))], case.build)  # some ranks own nothing
+    for k in (1, 2, 3):
+        opt.param_groups[0]["params"][0].grad = torch.ones(4)
+        opt.step()
+        assert opt.param_groups[0]["k"] == opt.optim.param_groups[0]["k"] == k
+    opt.param_groups[0]["k"] = 10
+    opt.step()
+    assert opt.param_groups[0]["k"] == 11
+    del opt.param_groups[0]["k"]
+    opt.step()
+    assert opt.param_groups[0]["k"] == 1
+    assert vars(opt.optim)["calls"] == 5
+
+
+def _hooks_fire_as_torchs(setup: Setup) -> None:
+    binding.BUCKET_CAP_BYTES = 400
+    twins = build_twins(ADAMW)
+    events: dict[str, list[str]] = {"plain": [], "zero": []}
+    for name, optimizer in (("plain", twins.plain), ("zero", twins.opt)):
+        log = events[name].append
+        optimizer.register_step_pre_hook(lambda o, a, k, log=log: log("step pre"))  # type: ignore[misc]
+        optimizer.register_step_post_hook(lambda o, a, k, log=log: log("step post"))  # type: ignore[misc]
+        optimizer.register_state_dict_pre_hook(lambda o, log=log: log("save pre"))  # type: ignore[misc]
+        optimizer.register_state_dict_post_hook(
+            lambda o, d, log=log: log(f"save post {sorted(d)}") or {**d, "mine": 1}  # type: ignore[misc]
+        )
+        optimizer.register_load_state_dict_pre_hook(
+            lambda o, d, log=log: log(f"load pre {len(d['state'])}") or {**d, "seen": True}  # type: ignore[misc]
+        )
+        optimizer.register_load_state_dict_post_hook(lambda o, log=log: log("load post"))  # type: ignore[misc]
+    twins.train(setup, 2)
+    for rank in range(setup.world_size):
+        twins.opt.consolidate_state_dict(to=rank)
+        if rank == setup.rank:
+            assert twins.opt.state_dict()["mine"] == 1
+    saved = twins.plain.state_dict()
+    for optimizer in (twins.plain, twins.opt):
+        optimizer.load_state_dict(saved)
+    assert events["plain"] == events["zero"]
+    assert len(events["zero"]) == 8
+
+
+def _copies(setup: Setup) -> None:
+    for as_views in (False, True):
+        twins = build_twins(ADAMW, groups=2, parameters_as_bucket_view=as_views)
+        twins.train(setup, 2)
+        model, opt = copy.deepcopy((twins.model.module, twins.opt))
+        twins.train(setup, 2, seed=1)
+        reference = [param.detach().clone() for param in twins.model.parameters()]
+
+        ddp = DistributedDataParallel(model)
+        plain_model, plain = copy.deepcopy((twins.plain_model.module, twins.plain))
+        del plain_model, plain
+        for inputs, targets in batches(setup.rank, 2, seed=1):
+            opt.zero_grad()
+            nn.functional.mse_loss(ddp(inputs), targets).backward()
+            opt.step()
+        for expected, actual in zip(reference, model.parameters(), strict=True):
+            tolerance = 1e-6 if setup.world_size > 2 else 0  # a new DDP sums three ranks in another order at first
+            torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+        for mine, param in zip(opt.param_groups[0]["params"], split_groups(model, 2)[0]["params"], strict=True):
+            assert mine is param
+        with pytest.raises(TypeError, match="consolidate_state_dict"):
+            pickle.dumps(opt)
+
+
+def _text_labels_and_log(setup: Setup) -> None:
+    binding.BUCKET_CAP_BYTES = 400
+    twins = build_twins(ADAMW)
+    twins.train(setup, 1)
+    text = twins.opt.explain()
+    own = state_bytes(twins.opt.state)
+    assert f"rank {setup.rank} of {setup.world_size}" in text
+    assert f"{own:,}" in text
+    assert text.count("\n") >= setup.world_size + 2
+    assert "imbalance" in text
+    assert f"rank {setup.rank} of {setup.world_size}" in repr(twins.opt)
+    assert "lr: 0.01" in repr(twins.opt)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        twins.train(setup, 1, seed=1)
+    names = [event.name for event in profile.events() or [] if event.name.startswith("ddp_zero::")]
+    buckets = len(twins.opt._binding.plan.buckets)
+    assert buckets > 1
+    for verb in ("local_step", "sync", "wait_sync"):
+        expected = [] if verb != "local_step" and setup.world_size == 1 else list(range(buckets))
+        assert [name for name in names if f"::{verb} " in name] == [
+            f"ddp_zero::{verb} (bucket {bucket})" for bucket in expected
+        ]
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment]
+    logger = logging.getLogger("ddp_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    build_twins(ADAMW)
+    assert records
+    assert all(record.name == "ddp_zero" and record.levelno == logging.DEBUG for record in records)
+
+
+def _a_script_that_changes_only_its_import_keeps_working(setup: Setup) -> None:
+    results = []
+    for zero in (TorchZero, ZeroRedundancyOptimizer):
+        for as_views in (False, True):
+            results.append(_script_for_torch_zero(setup, zero, as_views))
+    for other in results[1:]:
+        assert_equal_models(results[0], other, "by another optimizer")
+
+
+def _script_for_torch_zero(setup: Setup, zero: Any, as_views: bool) -> nn.Module:
+    model = DistributedDataParallel(build_model())
+    opt = zero(
+        model.parameters(),
+        optimizer_class=torch.optim.Adam,
+        process_group=dist.group.WORLD,
+        parameters_as_bucket_view=as_views,
+        overlap_with_ddp=False,
+        lr=0.01,
+        betas=(0.8, 0.99),
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=2, gamma=0.5)
+    for inputs, targets in batches(setup.rank, 5):
+        opt.zero_grad(set_to_none=True)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        opt.step()
+        scheduler.step()
+    opt.consolidate_state_dict(to=0)
+    if setup.rank == 0:
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert opt.join_process_group is dist.group.WORLD
+    assert opt.join_device == torch.device("cpu")
+    assert isinstance(opt.optim, torch.optim.Adam)
+    return model
+
+
+CASES: list[Callable[[Setup], None]] = [
+    _local_optimizer_mirrors_the_exposed_groups,
+    _keys_that_the_step_adds_show_up_outside,
+    _hooks_fire_as_torchs,
+    _copies,
+    _text_labels_and_log,
+    _a_script_that_changes_only_its_import_keeps_working,
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
+def test_behaviour(case: Callable[[Setup], None], world_size: int) -> None:
+    run_ranks(case, world_size)
+
+
+def _trains_in_a_subgroup(setup: Setup, members: list[int]) -> None:
+    group = dist.new_group(members)
+    if setup.rank not in members:
+        return
+    binding.BUCKET_CAP_BYTES = 800
+    for name in ("SGD momentum", "AdamW fused"):
+        for as_views in (False, True):
+            twins = build_twins(optimizer_case(name), groups=2, process_group=group, parameters_as_bucket_view=as_views)
+            twins.train(setup, 5)
+            twins.assert_moved()
+            twins.opt.consolidate_state_dict(to=1)
+            if setup.rank == members[1]:
+                assert len(twins.opt.state_dict()["state"]) == len(list(twins.model.parameters()))
+
+
+@pytest.mark.parametrize(("members", "world_size"), [([2, 3], 4), ([1, 2], 3), ([3, 1, 0], 4)])
+def test_groups_whose_ranks_are_not_those_of_the_job(members: list[int], world_size: int) -> None:
+    run_ranks(_trains_in_a_subgroup, world_size, members)
+
+
+def _bytes_written() -> int:
+    """Bytes that this process has written, to sockets too."""
+    with open("/proc/self/io") as counters:
+        return next(int(line.split()[1]) for line in counters if line.startswith("wchar"))
+
+
+def _bytes_on_the_wire(setup: Setup, as_views: bool, through_broadcast: bool) -> tuple[int, int, int]:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(200_000 + index)) for index in range(24)]
+    opt = ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=as_views, lr=0.1)
+    if through_broadcast:
+        opt._comm._backends = {"cpu": "another backend"}
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    dist.barrier()
+    counted, written = opt._comm.sent_bytes, _bytes_written()
+    opt.step()
+    return sum(p.numel() * 4 for p in params), opt._comm.sent_bytes - counted, _bytes_written() - written
+
+
+@pytest.mark.parametrize("through_broadcast", [False, True], ids=["direct", "broadcast"])
+@pytest.mark.parametrize("as_views", [False, True], ids=["packed", "views"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_sync_sends_n_minus_1_nth_of_the_parameter_bytes_per_rank(
+    world_size: int, as_views: bool, through_broadcast: bool
+) -> None:
+    counts = run_ranks(_bytes_on_the_wire, world_size, as_views, through_broadcast)
+    share = counts[0][0] * (world_size - 1) / world_size
+    for _, counted, written in counts:
+        assert counted == pytest.approx(share, rel=0.001)
+        if not through_broadcast:  # a broadcast is relayed: only the sum over ranks is the same
+            assert written == pytest.approx(share, rel=0.01)
+    assert sum(written for _, _, written in counts) == pytest.approx(share * world_size, rel=0.01)
+
+
+def _equal_through_broadcast(setup: Setup) -> None:
+    for name in ("AdamW foreach", "toy LAMB"):
+        for as_views in (False, True):
+            twins = build_twins(optimizer_case(name), parameters_as_bucket_view=as_views)
+            twins.opt._comm._backends = {"cpu": "another backend"}
+            twins.train(setup, 5)
+            twins.assert_moved()
+
+
+def test_a_backend_that_only_broadcasts_gives_the_same_numbers() -> None:
+    run_ranks(_equal_through_broadcast, 3)
+
+
+def _order_of_messages(setup: Setup, slow_rank: int) -> list[tuple[str, int, int]]:
+    """What was sent to and received from whom, in the order issued, with one rank late at every local step."""
+    binding.BUCKET_CAP_BYTES = 800
+    log: list[tuple[str, int, int]] = []
+    isend, irecv = dist.isend, dist.irecv
+
+    def logged_send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        log.append(("send", kwargs["group_dst"], tensor.numel()))
+        return isend(tensor, *args, **kwargs)
+
+    def logged_receive(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        log.append(("receive", kwargs["group_src"], tensor.numel()))
+        return irecv(tensor, *args, **kwargs)
+
+    dist.isend, dist.irecv = logged_send, logged_receive
+    case = OptimizerCase("slow", SlowSGD if setup.rank == slow_rank else torch.optim.SGD, {"lr": 0.1})
+    twins = build_twins(OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1}))
+    twins.opt.optim.__class__ = case.build  # type: ignore[assignment]
+    twins.train(setup, 2)
+    return log
+
+
+class SlowSGD(torch.optim.SGD):
+    """Takes its time."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.05)
+        return super().step(closure)
+
+
+def test_the_order_of_messages_does_not_depend_on_timing() -> None:
+    logs = [run_ranks(_order_of_messages, 3, slow_rank) for slow_rank in (0, 1, 2)]
+    assert logs[0] == logs[1] == logs[2]
+    for rank, log in enumerate(logs[0]):
+        assert log
+        for peer in range(3):
+            sent = [size for verb, other, size in log if verb == "send" and other == peer]
+            received = [size for verb, other, size in logs[0][peer] if verb == "receive" and other == rank]
+            assert sent == received

@@ -1,0 +1,234 @@
+"""Misuse is told before anything hangs, naming rank and parameter; a dead or stuck rank does not hang the rest."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_zero import ZeroRedundancyOptimizer
+from tests.multiproc.cases import build_twins, optimizer_case
+from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
+
+
+def _params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, fill: float = 1.0) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full(shape, fill * (i + 1), dtype=dtype)) for i, shape in enumerate(shapes)]
+
+
+def _build(params: Any, optimizer_class: Any = torch.optim.AdamW, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, optimizer_class, **options)
+
+
+def _refused(kind: type[Exception], message: str, build: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=message):
+        build()
+
+
+def _ranks_with_different_parameters(setup: Setup) -> None:
+    last = setup.rank == setup.world_size - 1
+    ours = _params((2, 2), (3,), (4,))
+    name = rf"rank 0 \(global rank 0\).*rank {setup.world_size - 1} \(global rank {setup.world_size - 1}\)"
+    different = {
+        rf"as many parameters.*got 3 on {name}": _params((2, 2), (3,)),
+        rf"the same parameter 1 .*shape \[3\].*{name}": _params((2, 2), (5,), (4,)),
+        rf"the same parameter 0 .*float32.*{name}": _params((2, 2), (3,), (4,), dtype=torch.float64),
+        r"the same parameter 2 .*frozen": [*_params((2, 2), (3,)), nn.Parameter(torch.ones(4), requires_grad=False)],
+    }
+    for message, theirs in different.items():
+        _refused(ValueError, message, lambda params=(theirs if last else ours): _build(params))  # type: ignore[misc]
+
+    same_shape = _params((3,), (3,), (3,))
+    swapped = [same_shape[0], same_shape[2], same_shape[1]]
+    _refused(
+        ValueError,
+        "in the same order.*from parameter 1",
+        lambda: _build(swapped if last else same_shape),
+    )
+    named = [(f"w{index}", param) for index, param in enumerate(_params((3,), (3,), fill=0.0))]
+    _refused(ValueError, r"the same parameter 0 .*'w0'.*'w1'", lambda: _build(named[::-1] if last else named))
+    _refused(
+        ValueError, "the same parameter 2", lambda: _build([{"params": ours[: 2 + last]}, {"params": ours[2 + last :]}])
+    )
+    _refused(
+        ValueError,
+        "the same optimizer class.*AdamW.*SGD",
+        lambda: _build(ours, torch.optim.SGD if last else torch.optim.AdamW, lr=0.1),
+    )
+    _refused(
+        ValueError,
+        "the same parameters_as_bucket_view",
+        lambda: _build(ours, lr=0.1, parameters_as_bucket_view=last),
+    )
+    _build(_params((3,), fill=float(setup.rank)))  # different values are fine: DDP may broadcast them later
+
+
+def _failures_on_one_rank_reach_all(setup: Setup) -> None:
+    last = setup.rank == setup.world_size - 1
+    told = rf"failure on rank {setup.world_size - 1}: "
+    one_sided: list[tuple[type[Exception], str, str, Callable[[], Any]]] = [
+        (ValueError, "empty parameter list", "ValueError", lambda: _build([] if last else _params((2,)))),
+        (TypeError, "iterable", "TypeError", lambda: _build(torch.ones(2) if last else _params((2,)))),
+        (TypeError, "momentumm", "TypeError", lambda: _build(_params((2,)), **({"momentumm": 1} if last else {}))),
+    ]
+    for kind, message, name, build in one_sided:
+        _refused(kind if last else RuntimeError, message if last else told + name, build)
+
+    vector = _params((5,))
+    # ranks own different shapes: only the owner of the vector knows that Muon refuses it
+    expected = ValueError if setup.rank == 1 else RuntimeError
+    _refused(expected, "2D", lambda: _build(_params((4, 4), (4,)), torch.optim.Muon, lr=0.1))
+
+    opt = _build(_params((4, 4), (4, 3)), OnlyMatrices, lr=0.1)
+    expected = ValueError if last else RuntimeError  # the least loaded rank gets it
+    _refused(expected, "matrix", lambda: opt.add_param_group({"params": vector}))
+    assert len(opt.param_groups) == len(opt.optim.param_groups) == 1
+    opt.add_param_group({"params": _params((5, 5))})
+    assert len(opt.param_groups) == len(opt.optim.param_groups) == 2
+
+
+def _plain_misuse(setup: Setup) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    shared = torch.ones(8)
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "empty parameter list", lambda: _build([])),
+        (TypeError, "iterable", lambda: _build(weight)),
+        (TypeError, "unexpected keyword argument 'nope'", lambda: _build([weight], nope=1)),
+        (ValueError, "learning rate", lambda: _build([weight], lr=-1.0)),
+        (ValueError, "every parameter once", lambda: _quietly(lambda: _build([weight, weight]))),
+        (ValueError, "more than one", lambda: _build([{"params": [weight]}, {"params": [weight]}])),
+        (ValueError, "non-leaf", lambda: _build([weight * 2])),
+        (ValueError, "parameter 1 .*meta device", lambda: _build([weight, nn.Parameter(torch.ones(2, device="meta"))])),
+        (
+            ValueError,
+            "parameter 0 .*parameter 1 .*on the same memory",
+            lambda: _build([nn.Parameter(shared[:6]), nn.Parameter(shared[4:])]),
+        ),
+        (NotImplementedError, "LBFGS", lambda: _build([weight], torch.optim.LBFGS)),
+        (NotImplementedError, "SparseAdam", lambda: _build([weight], torch.optim.SparseAdam)),
+        (NotImplementedError, "overlap_with_ddp", lambda: _build([weight], overlap_with_ddp=True)),
+        (TypeError, "optimizer_class", lambda: _build([weight], None)),
+        (TypeError, "to build a torch.optim.Optimizer, got dict", lambda: _build([weight], lambda params: {})),
+        (
+            ValueError,
+            "without gaps or overlaps",
+            lambda: _build([nn.Parameter(torch.ones(4, 1).expand(4, 3))], parameters_as_bucket_view=True),
+        ),
+    ]
+    for kind, message, build in cases:
+        _refused(kind, message, build)
+    _build([nn.Parameter(shared[:4]), nn.Parameter(shared[4:])])  # one buffer, but places of their own
+
+
+def _quietly(build: Callable[[], Any]) -> Any:
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        return build()
+
+
+def _closures(setup: Setup) -> None:
+    twins = build_twins(optimizer_case("AdamW foreach"))
+    calls = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        assert torch.is_grad_enabled()
+        twins.opt.zero_grad()
+        loss: torch.Tensor = twins.model(torch.ones(2, 8) * setup.rank).square().sum()
+        loss.backward()
+        return loss
+
+    loss = twins.opt.step(closure)
+    assert calls == 1
+    assert isinstance(loss, torch.Tensor)
+    twins.assert_moved()
+
+    opt = ZeroRedundancyOptimizer(_params((2,), (3,), (4,)), TwiceClosing)
+    with pytest.raises(RuntimeError, match="once per step"):
+        opt.step(lambda: 1.0)
+    assert opt.step() is None
+
+
+class OnlyMatrices(torch.optim.SGD):
+    """An optimizer that checks what it is given."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if any(param.dim() != 2 for param in param_group["params"]):
+            raise ValueError("every parameter must be a matrix")
+
+
+class TwiceClosing(torch.optim.SGD):
+    """An optimizer that looks at the loss twice, as sharpness-aware ones do."""
+
+    def step(self, closure: Any = None) -> Any:
+        return [closure(), closure()] if closure is not None else None
+
+
+CASES: list[Callable[[Setup], None]] = [
+    _ranks_with_different_parameters,
+    _failures_on_one_rank_reach_all,
+    _plain_misuse,
+    _closures,
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
+def test_misuse(case: Callable[[Setup], None], world_size: int) -> None:
+    run_ranks(case, world_size, group_timeout=20)
+
+
+def _not_initialised(setup: Setup) -> None:
+    outsiders = dist.new_group([0])
+    if setup.rank == 1:
+        _refused(RuntimeError, "belongs to", lambda: _build(_params((2,)), process_group=outsiders))
+    else:
+        _build(_params((2,)), process_group=outsiders)
+
+
+def test_a_group_without_this_process_is_refused() -> None:
+    run_ranks(_not_initialised, 2)
+
+
+def test_an_uninitialised_job_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        _build(_params((2,)))
+
+
+def _step_until_a_rank_fails(setup: Setup, how: str) -> tuple[float, str]:
+    params = _params((400, 300), (300, 200), (500,))
+    opt = _build(params, lr=0.1, parameters_as_bucket_view=how == "stuck")
+    for step in range(6):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        started = time.monotonic()
+        try:
+            if setup.rank == 1 and step == 3:
+                if how == "killed":
+                    kill_this_process()
+                elif how == "raising":
+                    params[0].grad = params[1].grad = params[2].grad = None
+                    raise KeyError("a bug in the loop of rank 1")
+                time.sleep(20)
+            opt.step()
+        except RuntimeError as error:
+            return time.monotonic() - started, str(error)
+    raise AssertionError(f"rank {setup.rank} never noticed")
+
+
+@pytest.mark.parametrize("how", ["killed", "stuck", "raising"])
+def test_the_others_raise_within_the_time_out_and_name_the_rank(how: str) -> None:
+    outcomes = run_ranks_to_end(_step_until_a_rank_fails, 3, how, group_timeout=5, timeout=60)
+    assert outcomes[1].killed is (how == "killed")
+    messages = []
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        seconds, message = outcomes[rank].result
+        assert seconds < 15
+        assert re.search(r"Expected rank \d \(global rank \d\) to take part in the sync of bucket 0", message), message
+        messages.append(message)
+    assert any("Expected rank 1 (global rank 1)" in message for message in messages), messages
