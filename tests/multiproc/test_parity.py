@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+import torch
 
 from ddp_zero import binding
 from tests.multiproc.cases import OPTIMIZERS, build_twins
@@ -29,3 +30,11 @@ def _every_case(setup: Setup, steps: int) -> int:
 def test_every_optimizer_equals_ddp_with_the_plain_one(world_size: int) -> None:
     compared = run_ranks(_every_case, world_size, 20, timeout=300)
     assert compared == [len(OPTIMIZERS) * 4] * world_size
+
+
+def test_no_dense_optimizer_of_torch_is_left_out() -> None:
+    refused = {torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
+    classes = {item for item in vars(torch.optim).values() if isinstance(item, type)}
+    dense = {item for item in classes if issubclass(item, torch.optim.Optimizer)} - refused
+    assert len(dense) >= 13
+    assert dense <= {case.build for case in OPTIMIZERS}

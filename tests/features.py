@@ -1,0 +1,59 @@
+"""What works today, each with the tests that show it: the source of the README's table.
+
+``python -m tests.features`` writes the table into the README; a test fails when they differ.
+"""
+
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+_BEGIN, _END = "<!-- features: begin -->", "<!-- features: end -->"
+
+_HERE = "tests/multiproc/"
+PARITY = _HERE + "test_parity.py::test_every_optimizer_equals_ddp_with_the_plain_one"
+PARAMETERS = _HERE + "test_parameters.py::test_parameters"
+STATE = _HERE + "test_state.py::test_state"
+RESUME = _HERE + "test_state.py::test_a_checkpoint_continues_bit_for_bit_at_any_world_size"
+GROUPS = _HERE + "test_behaviour.py::test_groups_whose_ranks_are_not_those_of_the_job"
+WIRE = _HERE + "test_behaviour.py::test_a_sync_sends_n_minus_1_nth_of_the_parameter_bytes_per_rank"
+JOIN = _HERE + "test_join.py::test_join_with_ddp_equals_the_plain_optimizer"
+MISUSE = _HERE + "test_misuse.py::test_misuse"
+DEAD = _HERE + "test_misuse.py::test_the_others_raise_within_the_time_out_and_name_the_rank"
+CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
+
+FEATURES: list[tuple[str, str, str]] = [
+    ("Every `torch.optim` class for dense gradients but LBFGS: bit-equal to DDP + the plain one", "yes", PARITY),
+    ("Optimizers from elsewhere (per-parameter norms, 8-bit state, counters in groups)", "yes", PARITY),
+    ("Parameter groups, schedulers, options changed or added at any time", "yes", PARAMETERS),
+    ("Mixed dtypes, complex, zero-element, channels-last, tied, missing gradients", "yes", PARAMETERS),
+    ("Freezing and unfreezing between steps; frozen parameters are not sent", "yes", PARAMETERS),
+    ("`add_param_group` at any time, without moving state", "yes", PARAMETERS),
+    ("Sub-groups such as ranks [2, 3] of 4", "yes", GROUPS),
+    ("A sync sends (N - 1)/N of the parameter bytes per rank", "yes", WIRE),
+    ("State bytes per rank within one parameter of 1/N", "yes", STATE),
+    ("Consolidated state dict identical to the plain optimizer's, also in order; no pickle", "yes", STATE),
+    ("Checkpoints to and from the plain optimizer, torch's, and any number of ranks", "yes", RESUME),
+    ("`Join([ddp, opt])` and `Join([opt])` with uneven inputs", "yes", JOIN),
+    ("Ranks that differ in parameters, or fail, are named on every rank; nothing hangs", "yes", MISUSE),
+    ("A dead or stuck rank raises on the others within the group's time-out", "yes", DEAD),
+    ("Step inside backward (`overlap_with_ddp=True`)", "no: clear error", MISUSE),
+    ("LBFGS, sparse gradients", "no: clear error", MISUSE),
+    ("Stage 2 (gradients sharded)", "no", ""),
+    ("NCCL, CUDA", "never run yet", CUDA),
+]
+
+
+def render() -> str:
+    """The table as Markdown."""
+    rows = ["| what | works | shown by |", "| --- | --- | --- |"]
+    rows += [f"| {what} | {works} | {f'`{test}`' if test else ''} |" for what, works, test in FEATURES]
+    return "\n".join([_BEGIN, *rows, _END])
+
+
+def table_in_readme() -> str:
+    """The table as the README has it."""
+    text = README.read_text()
+    return text[text.index(_BEGIN) : text.index(_END) + len(_END)]
+
+
+if __name__ == "__main__":
+    README.write_text(README.read_text().replace(table_in_readme(), render()))

@@ -1,0 +1,65 @@
+"""The README says what is true: its example and diffs run and agree, its table is the generated one."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.features import FEATURES, README, render, table_in_readme
+from tests.multiproc.cases import assert_identical
+
+_LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def _example() -> str:
+    found = re.search(r"<!-- example -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def _undo(source: str, diff: str) -> str:
+    """The example as it was before one of the README's diffs."""
+    lines = source.splitlines()
+    removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]
+    for line in diff.splitlines():
+        if line.startswith("+"):
+            place = lines.index(line[1:])
+            lines[place : place + 1] = [removed.pop()] if "(" in line and removed else []
+    return "\n".join([*removed, *lines])
+
+
+def _final_parameters(source: str, folder: Path, name: str) -> dict[str, torch.Tensor]:
+    script, result = folder / f"{name}.py", folder / f"{name}.pt"
+    save = f"if dist.get_rank() == 1: torch.save(model.state_dict(), {str(result)!r})\ndist.destroy_process_group()\n"
+    script.write_text(f"{source}\n{save}")
+    ended = subprocess.run([*_LAUNCH, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return dict(torch.load(result, weights_only=True))
+
+
+def test_the_example_and_what_it_replaces_give_the_same_parameters(tmp_path: Path) -> None:
+    example = _example()
+    assert len(example.splitlines()) <= 16
+    ours = _final_parameters(example, tmp_path, "ours")
+    torch.manual_seed(0)
+    untrained = torch.nn.Linear(20, 3).weight
+    assert not torch.equal(ours["module.weight"], untrained)
+    diffs = re.findall(r"```diff\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(diffs) == 2
+    for position, diff in enumerate(diffs):
+        before = _undo(example, diff)
+        assert "ddp_zero" not in before
+        assert sum(line[0] in "+-" for line in diff.splitlines()) <= 3
+        assert_identical(_final_parameters(before, tmp_path, f"before{position}"), ours, "parameters")
+
+
+def test_the_table_of_what_works_is_the_generated_one_and_names_tests_that_exist() -> None:
+    assert table_in_readme() == render()
+    for _, works, test in FEATURES:
+        assert test or works == "no"
+        if test:
+            path, name = test.split("::")
+            assert hasattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
