@@ -5,6 +5,8 @@ Which parameters travel, and in which bucket, follows what can change in a step.
 not travel until they are trainable.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ddp_zero.collectives import Communicator
@@ -12,11 +14,13 @@ from ddp_zero.flat import PackedStorage, ParameterStorage, ViewStorage, release
 from ddp_zero.param_sync import ParameterSync
 from ddp_zero.parameters import ParameterTable, is_active
 from ddp_zero.partition import GroupRank, partition_greedy
-from ddp_zero.plan import ParameterSpec, ShardPlan, plan_standalone
+from ddp_zero.plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
 from ddp_zero.tracing import logger
 
 BUCKET_CAP_BYTES = 25 << 20
 _PACKED_IN_FLIGHT = 2
+
+Layout = Sequence[Sequence[int]]
 
 
 class Binding:
@@ -27,8 +31,10 @@ class Binding:
         table: the parameters.
         as_views: whether parameters move into flat storage (``parameters_as_bucket_view``).
         owners: owners that are decided already, for a prefix of the parameters.
+        layout: parameter indices of each DDP bucket, if the plan is to follow DDP's.
 
     Attributes:
+        layout: DDP's buckets that the plan follows, or None.
         plan: the current plan.
         sync: sends and receives its buckets.
     """
@@ -37,16 +43,33 @@ class Binding:
     sync: ParameterSync
 
     def __init__(
-        self, comm: Communicator, table: ParameterTable, as_views: bool, owners: list[GroupRank] | None = None
+        self,
+        comm: Communicator,
+        table: ParameterTable,
+        as_views: bool,
+        owners: list[GroupRank] | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self._comm = comm
         self._table = table
         self._as_views = as_views
         specs = table.specs()
         decided = owners or []
+        self.layout = layout
         self._active: list[bool] = []
         self._owners = decided + assign_owners(specs, decided, comm.world_size)
         self._bind(specs)
+
+    def adopt(self, layout: Layout, owners: list[GroupRank]) -> None:
+        """Follow these DDP buckets from now on, with these owners."""
+        self.layout = layout
+        self._owners = owners
+        self._bind(self._table.specs())
+
+    def not_reduced(self) -> int | None:
+        """The first active parameter in none of the DDP buckets that the plan follows, or None."""
+        reduced = {param for bucket in self.layout or () for param in bucket}
+        return next((index for index, spec in enumerate(self.plan.specs) if spec.active and index not in reduced), None)
 
     def refresh(self) -> bool:
         """Plan and bind again if a parameter was moved, frozen or unfrozen since; says whether it was.
@@ -80,7 +103,11 @@ class Binding:
         params = self._table.params
         if self._as_views:
             release([param for param, was in zip(params, self._active, strict=False) if was and not is_active(param)])
-        self.plan = plan_standalone(specs, self._owners, self._comm.world_size, BUCKET_CAP_BYTES)
+        ranks = self._comm.world_size
+        if self.layout is None:
+            self.plan = plan_standalone(specs, self._owners, ranks, BUCKET_CAP_BYTES)
+        else:
+            self.plan = plan_for_ddp(specs, self._owners, ranks, self.layout, BUCKET_CAP_BYTES)
         storage: ParameterStorage
         if self._as_views:
             storage = ViewStorage(self.plan, params, self._table.label)

@@ -6,7 +6,7 @@ that asked.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ddp_zero.partition import GroupRank
 from ddp_zero.payload import flatten
 
 Birth = tuple[int, int]
+State = MutableMapping[Any, Any]
 
 
 class StateOrder:
@@ -40,19 +41,31 @@ class StateOrder:
 
     def note_new(self, state: Mapping[Any, Any], table: ParameterTable) -> None:
         """Note the states that are there and were not before; some optimizers create theirs at construction."""
-        if len(state) != len(self._births):
-            for param in state:
-                if isinstance(param, Tensor):
-                    self._births.setdefault(param, (self._step, table.index_of[param]))
+        params = [key for key in state if isinstance(key, Tensor)]
+        self._births = {param: self._births.get(param, (self._step, table.index_of[param])) for param in params}
 
     def loaded(self, indices: Sequence[int], table: ParameterTable, state: Mapping[Any, Any]) -> None:
         """Forget everything; states are now in the order of the state dict, given as parameter indices."""
         position = {table.params[index]: place for place, index in enumerate(indices)}
         self._births = {param: (self._step, position[param]) for param in state if param in position}
 
+    def sorted(self, state: State) -> State:
+        """A state in the unsharded order; states that belong to no parameter first."""
+        born = sorted((key for key in state if isinstance(key, Tensor)), key=self.of)
+        others = [key for key in state if not isinstance(key, Tensor)]
+        return {key: state[key] for key in [*others, *born]}
+
     def of(self, param: Tensor) -> Birth:
         """When a state was born: (step, place within the step)."""
         return self._births[param]
+
+    def give(self, param: Tensor) -> Birth:
+        """Forget a state that moves to another rank, and say when it was born."""
+        return self._births.pop(param)
+
+    def take(self, param: Tensor, birth: Birth) -> None:
+        """Remember a state that has come from another rank."""
+        self._births[param] = birth
 
 
 def gather_state(
@@ -95,6 +108,42 @@ def gather_state(
     born.sort(key=lambda entry: entry[:2])
     gathered.update((table.params[index], value) for _, index, value in born)
     return gathered
+
+
+def migrate_state(
+    comm: Communicator,
+    table: ParameterTable,
+    state: State,
+    order: StateOrder,
+    old_owners: Sequence[GroupRank],
+    new_owners: Sequence[GroupRank],
+) -> None:
+    """Send the state of every parameter whose owner changes from its old to its new one. A collective.
+
+    Every rank walks the parameters in the same order, so the blocking messages cannot wait for each other in a circle.
+
+    Raises:
+        TypeError: if a state cannot travel, naming the parameter, before any is moved; RuntimeError on other ranks.
+    """
+    moves = [
+        (index, old, new) for index, (old, new) in enumerate(zip(old_owners, new_owners, strict=True)) if old != new
+    ]
+    if not moves:
+        return
+    with Agreement(comm, "moving optimizer state to new owners") as agreement:
+        agreement.declare("moves", moves)
+        for index, old, _ in moves:
+            if old == comm.group_rank and table.params[index] in state:
+                _check_can_travel(state[table.params[index]], table.label(index))
+    for index, old, new in moves:
+        param = table.params[index]
+        if comm.group_rank == old:
+            comm.send_tree((order.give(param), state.pop(param)) if param in state else None, new)
+        elif comm.group_rank == new:
+            received = comm.receive_tree(old, table.accelerator())
+            if received is not None:
+                birth, state[param] = received
+                order.take(param, birth)
 
 
 def restrict_state_dict(
@@ -152,7 +201,7 @@ def _localise_group(
     per_parameter = {"params": [local_id[param] for param in inner_group["params"]]}
     if "param_names" in saved:
         per_parameter["param_names"] = [saved["param_names"][position] for position in kept]
-    return {**saved, **per_parameter}
+    return {**copy.deepcopy(dict(saved)), **per_parameter}
 
 
 def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGroup]) -> None:
@@ -163,6 +212,15 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
     if len(saved_groups) != len(param_groups):
         raise ValueError(f"Expected a state dict with {len(param_groups)} parameter groups, got {len(saved_groups)}.")
     for position, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        if "params" not in saved:
+            raise ValueError(
+                f"Expected a list of parameter ids in group {position} of the state dict, got no 'params'."
+            )
+        if len(saved.get("param_names", saved["params"])) != len(saved["params"]):
+            raise ValueError(
+                f"Expected a name for each of {len(saved['params'])} parameters in group {position} of the state dict, "
+                f"got {len(saved['param_names'])}."
+            )
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"Expected {len(group['params'])} parameters in group {position} of the state dict, got "

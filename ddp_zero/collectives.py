@@ -17,11 +17,15 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+# DDP imports this lazily. Where that happens after init_process_group(), default arguments in it keep the group alive
+# for good, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT at exit with torch 2.13.0).
+import torch.distributed.nn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddp_zero.partition import GlobalRank, GroupRank
-from ddp_zero.payload import TensorSpec, Tree, flatten, specs_in, unflatten
+from ddp_zero.payload import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
 
 _SEGMENT_TAG = 0x5E60
 _TREE_TAG = 0x7EE0
@@ -101,6 +105,10 @@ class Communicator:
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
         """The job-wide number of a member of the group."""
         return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
+
+    def has_same_ranks(self, group: ProcessGroup) -> bool:
+        """Whether another group has the same members in the same order."""
+        return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.process_group)
 
     def name(self, group_rank: GroupRank) -> str:
         """How messages call a rank."""
@@ -197,7 +205,7 @@ class Communicator:
         return unflatten(text, [self._receive(spec, source, device) for spec in specs_in(text)])
 
     def _send(self, tensor: Tensor, to: GroupRank) -> None:
-        raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        raw = as_bytes(tensor.detach())
         if raw.numel():
             staged = raw.to(self._message_device(tensor.device.type))
             dist.send(staged, group_dst=to, group=self.process_group, tag=_TREE_TAG)
@@ -206,12 +214,11 @@ class Communicator:
         target = torch.device("cpu") if spec.device_type == "cpu" else device
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._message_device(spec.device_type))
         if tensor.numel():
-            raw = tensor.view(-1).view(torch.uint8)
-            dist.recv(raw, group_src=source, group=self.process_group, tag=_TREE_TAG)
+            dist.recv(as_bytes(tensor), group_src=source, group=self.process_group, tag=_TREE_TAG)
         tensor = tensor.to(target)
-        if tensor.stride() == spec.stride or not tensor.numel():
+        if spec.stride in (None, tensor.stride()) or not tensor.numel():
             return tensor
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=target).copy_(tensor)
+        return torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device=target).copy_(tensor)
 
     # Devices
 

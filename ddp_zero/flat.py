@@ -98,7 +98,7 @@ class PackedStorage:
 
     def _room_for(self, segment: Segment) -> Tensor:
         if self._is_alias(segment):
-            return self._params[segment.params[0]].detach().view(-1)
+            return self._params[segment.params[0]].detach().as_strided((segment.numel,), (1,))
         if not segment.params:
             return torch.empty(0)
         like = self._params[segment.params[0]]

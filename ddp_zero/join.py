@@ -44,6 +44,16 @@ class ZeroJoinHook(JoinHook):
         )
 
 
+def share_options(comm: Communicator, table: ParameterTable, param_groups: list[ParamGroup], has_joined: bool) -> None:
+    """Before a step that has its gradients already: joined ranks take over group options. A collective of the group."""
+    for source, joined in _assign_sources(comm, table, has_joined):
+        if source == comm.group_rank:
+            comm.send_tree([options_of(group) for group in param_groups], joined)
+        elif joined == comm.group_rank:
+            for group, received in zip(param_groups, comm.receive_tree(source, table.accelerator()), strict=True):
+                copy_options(received, group)
+
+
 def serve_joined(
     comm: Communicator, table: ParameterTable, owners: Sequence[GroupRank], param_groups: Sequence[ParamGroup]
 ) -> None:

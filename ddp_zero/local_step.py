@@ -5,8 +5,8 @@ one per exposed group, with this rank's parameters only. To step a bucket, those
 the bucket's parameters; `torch.optim.Optimizer.step` walks whatever ``self.param_groups`` holds.
 
 What a step changes outside per-parameter state must change once per step, however many buckets there are. Some
-optimizers count steps in a group (``group["k"] += 1``) or on themselves (``self.calls += 1``). So every bucket starts
-from the same options and the same plain numbers, and what the last one leaves is kept.
+optimizers count steps in a group (``group["k"] += 1``) or on themselves (``self.calls += 1``), in numbers or tensors.
+So every bucket starts from the same options and the same numbers, and what the last one leaves is kept.
 
 Alternatives considered: one optimizer per bucket (breaks ``optim.state`` and classes that look at all groups); passing
 only groups that have parameters (a plain optimizer also visits groups whose parameters have no gradient).
@@ -33,9 +33,9 @@ def options_of(group: Mapping[str, Any]) -> ParamGroup:
 def copy_options(source: Mapping[str, Any], target: ParamGroup) -> None:
     """Give a group exactly another's options, in the same order; it keeps its own parameters and names."""
     own = {key: target[key] for key in _PER_PARAMETER_KEYS if key in target}
-    options = {key: own.pop(key, None) if key in _PER_PARAMETER_KEYS else value for key, value in source.items()}
+    options = {key: value for key, value in source.items() if key in own or key not in _PER_PARAMETER_KEYS}
     target.clear()
-    target.update(options | own)
+    target.update(options | own)  # own values take the places that the source has for them
 
 
 def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamGroup:
@@ -62,6 +62,7 @@ class LocalStep:
         self._stepped: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
         self._numbers: dict[str, Any] = {}
+        self._counters: list[tuple[Tensor, Tensor]] = []
         self._loss: Any = None
         self._has_closure = False
 
@@ -71,6 +72,13 @@ class LocalStep:
             bucket: [restrict_group(group, params) for group in self._inner.param_groups]
             for bucket, params in params_of_bucket.items()
         }
+
+    def own(self, params: Collection[Tensor]) -> None:
+        """Change which parameters this rank owns; their state is the caller's to move. `bind` must follow."""
+        for position, exposed in enumerate(self._exposed):
+            owned = restrict_group(exposed, params)
+            group = self._inner.param_groups[position]
+            group.update({key: owned[key] for key in _PER_PARAMETER_KEYS if key in group})
 
     def begin(self, closure: Closure | None) -> Any:
         """Evaluate the closure, if any, and remember what every bucket starts from. Returns the closure's result."""
@@ -82,6 +90,7 @@ class LocalStep:
         self._stepped = []
         self._options = [options_of(group) for group in self._exposed]
         self._numbers = {name: value for name, value in vars(self._inner).items() if type(value) in (bool, int, float)}
+        self._counters = self._clone_counters() if len(self._groups_of_bucket) > 1 else []
         return self._loss
 
     def step(self, bucket: int, **kwargs: Any) -> Any:
@@ -115,6 +124,9 @@ class LocalStep:
         for group, options in zip(groups, self._options, strict=True):
             copy_options(options, group)
         vars(inner).update(self._numbers)
+        if self._stepped:
+            for tensor, before in self._counters:
+                tensor.copy_(before)
         whole, inner.param_groups = inner.param_groups, groups
         try:
             self._stepped.append(groups)
@@ -123,6 +135,12 @@ class LocalStep:
             return inner.step(**kwargs)
         finally:
             inner.param_groups = whole
+
+    def _clone_counters(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors outside per-parameter state, which a step may change in place, and what they hold now."""
+        holders = [vars(self._inner), *self._options]
+        tensors = {id(v): v for holder in holders for v in holder.values() if isinstance(v, Tensor)}
+        return [(tensor, tensor.detach().clone()) for tensor in tensors.values() if not tensor.requires_grad]
 
     def mirror_to_inner(self) -> None:
         """Make the inner groups show the options that the user set on the exposed ones."""

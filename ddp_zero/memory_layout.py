@@ -8,10 +8,10 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
     Contiguous, transposed and channels-last tensors do; expanded ones and slices with gaps do not.
     """
+    if 0 in shape:
+        return True
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
-        if size == 0:
-            return True
         if step != expected:
             return False
         expected *= size

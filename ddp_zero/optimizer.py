@@ -10,27 +10,28 @@ A step, on every rank alike:
 """
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.agreement import Agreement
 from ddp_zero.binding import Binding
-from ddp_zero.checkpoint import StateOrder, gather_state, restrict_state_dict
+from ddp_zero.checkpoint import State, gather_state, restrict_state_dict
 from ddp_zero.collectives import Communicator
+from ddp_zero.hook import CommHook, OverlapHook, check_model
 from ddp_zero.join import BorrowedGradients, ZeroJoinHook, serve_joined
-from ddp_zero.local_step import LocalStep, ParamGroup, restrict_group
+from ddp_zero.local_step import ParamGroup, restrict_group
+from ddp_zero.overlap import OverlapStatus, Phase
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
-from ddp_zero.report import describe_shards, state_bytes
-from ddp_zero.tracing import label
-
-State = MutableMapping[Any, Any]
+from ddp_zero.report import describe_shards, draw_buckets, state_bytes
+from ddp_zero.sharded_step import ShardedStep
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -51,7 +52,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: move the parameters into flat storage, so that a sync copies nothing. ``param.data``
             is re-pointed; references taken to it before are stale. If False, the parameters stay where they are and a
             sync holds copies of up to two buckets (25 MiB each, or one parameter if that is larger).
-        overlap_with_ddp: not implemented yet.
+        overlap_with_ddp: step inside backward, through a DDP communication hook from `hook_with_zero_step`. The
+            training loop stays the same: ``step`` then only joins the iteration, and may be left out.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -65,7 +67,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Raises:
         ValueError: for an empty or repeated parameter, shared memory, or parameters that differ between ranks.
         TypeError: for arguments of the wrong type, or options that ``optimizer_class`` does not know.
-        NotImplementedError: for LBFGS, SparseAdam, or ``overlap_with_ddp=True``.
+        NotImplementedError: for LBFGS or SparseAdam.
         RuntimeError: if `torch.distributed` is not initialised, this process is not in the group, or construction
             failed on another rank.
     """
@@ -85,24 +87,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         self._comm = Communicator(process_group)
         self._as_views = parameters_as_bucket_view
-        self._consolidated: State | None = None
-        self._packing_consolidated = False
+        self._overlaps = overlap_with_ddp
+        self._hook: OverlapHook | None = None
+        self._is_packing = False
         Joinable.__init__(self)
         with Agreement(self._comm, "building ZeroRedundancyOptimizer") as agreement:
-            _check_supported(optimizer_class, overlap_with_ddp)
+            _check_supported(optimizer_class)
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
-            self._table = ParameterTable(self.param_groups)
+            table = ParameterTable(self.param_groups)
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
             agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
-            agreement.declare_parameters(self._table)
-            self._binding = Binding(self._comm, self._table, parameters_as_bucket_view)
-            self.optim = self._build_inner(optimizer_class, defaults)
+            agreement.declare("overlap_with_ddp", overlap_with_ddp)
+            agreement.declare_parameters(table)
+            binding = Binding(self._comm, table, parameters_as_bucket_view)
+            owned = {table.params[index] for index in binding.owned()}
+            self.optim = _build_inner(optimizer_class, self.param_groups, owned, defaults)
         self.defaults = self.optim.defaults
-        self._order = StateOrder()
-        self._order.note_new(self.optim.state, self._table)
-        self._local_step = LocalStep(self.optim, self.param_groups)
-        self._local_step.mirror_to_exposed()
-        self._local_step.bind(self._binding.owned_of_bucket())
+        self._sharded = ShardedStep(self._comm, table, binding, self.optim, self.param_groups)
+        self._sharded.extend(table, binding)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters, at any time; what is owned already stays with its owner. A collective.
@@ -114,30 +116,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not hasattr(self, "optim"):  # called by Optimizer.__init__
             super().add_param_group(param_group)
             return
+        sharded = self._sharded
         groups_before = len(self.param_groups), len(self.optim.param_groups)
         try:
             with Agreement(self._comm, "add_param_group") as agreement:
                 super().add_param_group(param_group)
                 table = ParameterTable(self.param_groups)
                 agreement.declare_parameters(table)
-                binding = Binding(self._comm, table, self._as_views, owners=self._binding.owners)
+                old = sharded.binding
+                binding = Binding(self._comm, table, self._as_views, owners=old.owners, layout=old.layout)
                 owned = {table.params[index] for index in binding.owned()}
                 self.optim.add_param_group(restrict_group(self.param_groups[-1], owned))
         except Exception:
             del self.param_groups[groups_before[0] :], self.optim.param_groups[groups_before[1] :]
             raise
-        self._consolidated = None
-        self._table, self._binding = table, binding
-        self._order.note_new(self.optim.state, table)
-        self._local_step.mirror_to_exposed()
-        self._local_step.bind(binding.owned_of_bucket())
-
-    def _build_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
-        owned = {self._table.params[index] for index in self._binding.owned()}
-        inner = optimizer_class([restrict_group(group, owned) for group in self.param_groups], **defaults)
-        if not isinstance(inner, Optimizer):
-            raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
-        return inner
+        sharded.extend(table, binding)
 
     # Runtime
 
@@ -155,41 +148,71 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             NotImplementedError: for a gradient that is not dense, naming the parameter.
             RuntimeError: if a peer failed or the group's time-out passed; parameters may then be half updated.
         """
+        if self._overlaps:
+            return self._join_overlapped_step(closure, kwargs)
         Join.notify_join_context(self)
-        loss = self._local_step.begin(closure)
-        self._table.check_gradients()
-        self._refresh()
+        sharded = self._sharded
+        loss = sharded.begin(closure)
+        sharded.table.check_gradients()
+        sharded.refresh()
         if self._join_config.enable:
-            serve_joined(self._comm, self._table, self._binding.owners, self.param_groups)
-        result = self._step_and_sync(kwargs)
+            serve_joined(self._comm, sharded.table, sharded.binding.owners, self.param_groups)
+        result = sharded.run(**kwargs)
         return result if closure is None else loss
+
+    def reset(self) -> None:
+        """After an exception in forward or backward of an overlapped step: drop the iteration and start afresh."""
+        if self._hook is not None:
+            self._hook.reset()
+
+    def _join_overlapped_step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """The step has been taken inside backward; see that it was, and that it was taken once."""
+        if kwargs:
+            raise TypeError(f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}.")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._overlap().machine.step_called()
+        return loss
 
     def _step_joined(self) -> None:
         """The same as `step`, on a rank that has run out of inputs: without a closure, with gradients from a peer."""
-        self._refresh()
-        with BorrowedGradients(self._comm, self._table, self._binding.owners, self.param_groups):
-            self._local_step.begin(None)
-            self._step_and_sync({})
+        if self._overlaps:
+            self._overlap().step_joined()
+            return
+        sharded = self._sharded
+        sharded.refresh()
+        with BorrowedGradients(self._comm, sharded.table, sharded.binding.owners, self.param_groups):
+            sharded.begin()
+            sharded.run()
 
-    def _step_and_sync(self, kwargs: dict[str, Any]) -> Any:
-        self._consolidated = None
-        sync, result = self._binding.sync, None
-        try:
-            for bucket in self._binding.plan.buckets:
-                with label("local_step", bucket=bucket.index):
-                    result = self._local_step.step(bucket.index, **kwargs)
-                sync.start(bucket)
-            sync.finish()
-        except BaseException:
-            sync.abandon()
-            raise
-        self._local_step.finish(**kwargs)
-        self._order.after_step(self.optim.state, self._table)
-        return result
+    # Overlap
 
-    def _refresh(self) -> None:
-        if self._binding.refresh():
-            self._local_step.bind(self._binding.owned_of_bucket())
+    def _build_hook(self, ddp: DistributedDataParallel, wrapped: CommHook, *, split: bool, lag: int | None) -> CommHook:
+        """See `ddp_zero.api.hook_with_zero_step`."""
+        _check_has_no_hook(self._overlaps, self._hook)
+        check_model(ddp, self._sharded)
+        self._hook = OverlapHook(self._sharded, ddp, wrapped, split, lag, lambda: self._join_config.enable)
+        return self._hook.on_bucket
+
+    def _overlap(self) -> OverlapHook:
+        if self._hook is None:
+            raise RuntimeError(
+                "Expected a DDP communication hook with overlap_with_ddp=True, got none. Build one with "
+                "hook_with_zero_step(hook, ddp, opt) and register it with ddp.register_comm_hook(state, hook)."
+            )
+        return self._hook
+
+    @property
+    def overlap_status(self) -> OverlapStatus:
+        """How far the plan of the overlapped step has come; UNINITIALIZED without overlap."""
+        return OverlapStatus.UNINITIALIZED if self._hook is None else self._hook.machine.status
+
+    @property
+    def overlap_phase(self) -> Phase:
+        """Where the current iteration of the overlapped step is; REST without overlap."""
+        return Phase.REST if self._hook is None else self._hook.machine.phase
 
     # Join
 
@@ -200,7 +223,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._table.params[0].device
+        return self._sharded.table.params[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -212,7 +235,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property  # type: ignore[override]
     def state(self) -> State:
         """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer."""
-        if self._packing_consolidated:
+        if self._is_packing:
             return self._whole_state()
         return self.optim.state
 
@@ -234,8 +257,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if not 0 <= to < self._comm.world_size:
             raise ValueError(f"Expected `to` to be a rank below {self._comm.world_size}, got {to}.")
-        self._local_step.mirror_to_inner()
-        self._consolidated = gather_state(self._comm, self._table, self.optim.state, self._order, GroupRank(to))
+        sharded = self._sharded
+        sharded.local_step.mirror_to_inner()
+        sharded.snapshot = gather_state(self._comm, sharded.table, self.optim.state, sharded.order, GroupRank(to))
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
@@ -245,17 +269,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if the state as it is now was not consolidated to this rank.
         """
-        if self._consolidated is None and self._comm.world_size > 1:
+        if self._sharded.snapshot is None and self._comm.world_size > 1:
             raise RuntimeError(
                 f"Expected the state after the last step to be consolidated on rank {self.rank}, got only its own "
                 f"shard. Call consolidate_state_dict(to={self.rank}) on all ranks first; a step, load_state_dict or "
                 "add_param_group makes it stale."
             )
-        self._packing_consolidated = True
+        self._is_packing = True
         try:
             return super().state_dict()
         finally:
-            self._packing_consolidated = False
+            self._is_packing = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the unsharded optimizer's state dict, of which this rank keeps what it owns. Never communicates.
@@ -270,24 +294,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        local, indices = restrict_state_dict(state_dict, self.param_groups, self._table, self.optim)
+        sharded = self._sharded
+        local, indices = restrict_state_dict(state_dict, self.param_groups, sharded.table, self.optim)
         self.optim.load_state_dict(local)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if "param_names" in saved:
                 group["param_names"] = list(saved["param_names"])
-        self._consolidated = None
-        self._local_step.mirror_to_exposed()
-        self._local_step.bind(self._binding.owned_of_bucket())
-        self._order.loaded(indices, self._table, self.optim.state)
+        sharded.loaded(indices)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def _whole_state(self) -> State:
-        if self._consolidated is not None:
-            return self._consolidated
-        born = sorted((p for p in self.optim.state if isinstance(p, torch.Tensor)), key=self._order.of)
-        others = [key for key in self.optim.state if not isinstance(key, torch.Tensor)]
-        return {key: self.optim.state[key] for key in [*others, *born]}
+        snapshot = self._sharded.snapshot
+        return snapshot if snapshot is not None else self._sharded.order.sorted(self.optim.state)
 
     # Copies
 
@@ -297,17 +316,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         memo[id(self)] = clone
         clone._comm = self._comm
         clone._as_views = self._as_views
-        clone._consolidated = None
-        clone._packing_consolidated = False
+        clone._overlaps = self._overlaps
+        clone._hook = None
+        clone._is_packing = False
         Joinable.__init__(clone)
         clone.optim = copy.deepcopy(self.optim, memo)
         groups = copy.deepcopy(self.param_groups, memo)
         Optimizer.__setstate__(clone, {"defaults": clone.optim.defaults, "param_groups": groups})
-        clone._table = ParameterTable(clone.param_groups)
-        clone._binding = Binding(clone._comm, clone._table, clone._as_views, owners=list(self._binding.owners))
-        clone._order = copy.deepcopy(self._order, memo)
-        clone._local_step = LocalStep(clone.optim, clone.param_groups)
-        clone._local_step.bind(clone._binding.owned_of_bucket())
+        table, old = ParameterTable(groups), self._sharded.binding
+        binding = Binding(self._comm, table, self._as_views, owners=list(old.owners), layout=old.layout)
+        clone._sharded = ShardedStep(self._comm, table, binding, clone.optim, groups)
+        clone._sharded.order = copy.deepcopy(self._sharded.order, memo)
+        clone._sharded.extend(table, binding)
         return clone
 
     def __getstate__(self) -> dict[str, Any]:
@@ -321,17 +341,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def explain(self) -> str:
         """What each rank owns, how balanced it is and what a step sends, as text. Never communicates."""
         flat = "flat storage" if self._as_views else "storage of their own"
-        header = (
-            f"ZeroRedundancyOptimizer({type(self.optim).__name__}), stage 1, standalone: rank {self.rank} of "
+        mode = "overlapped with DDP" if self._overlaps else "standalone"
+        lines = [
+            f"ZeroRedundancyOptimizer({type(self.optim).__name__}), stage 1, {mode}: rank {self.rank} of "
             f"{self.world_size}, parameters in {flat}"
-        )
-        return f"{header}\n{describe_shards(self._binding.plan, self.rank, state_bytes(self.optim.state))}"
+        ]
+        if self._hook is not None:
+            lines.append(self._hook.describe())
+        plan = self._sharded.binding.plan
+        lines += [describe_shards(plan, self.rank, state_bytes(self.optim.state)), draw_buckets(plan)]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
-        owned = len(self._binding.owned())
+        owned = len(self._sharded.binding.owned())
         return (
             f"ZeroRedundancyOptimizer of {type(self.optim).__name__}, rank {self.rank} of {self.world_size}, "
-            f"{owned} of {len(self._table)} parameters owned\n{super().__repr__()}"
+            f"{owned} of {len(self._sharded.table)} parameters owned\n{super().__repr__()}"
         )
 
     # Properties
@@ -352,12 +377,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._comm.process_group
 
 
-def _check_supported(optimizer_class: Callable[..., Optimizer], overlap_with_ddp: bool) -> None:
-    if overlap_with_ddp:
-        raise NotImplementedError(
-            "Expected overlap_with_ddp=False, got True. The step inside backward is not implemented yet; call step() "
-            "after backward."
-        )
+def _check_supported(optimizer_class: Callable[..., Optimizer]) -> None:
     if not callable(optimizer_class):
         raise TypeError(f"Expected optimizer_class to be a torch.optim.Optimizer class, got {optimizer_class!r}.")
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
@@ -369,3 +389,22 @@ def _check_supported(optimizer_class: Callable[..., Optimizer], overlap_with_ddp
         raise NotImplementedError(
             "Expected an optimizer for dense gradients, got SparseAdam. Use it unsharded for the sparse layers."
         )
+
+
+def _build_inner(
+    optimizer_class: Callable[..., Optimizer],
+    param_groups: list[ParamGroup],
+    owned: set[torch.Tensor],
+    defaults: dict[str, Any],
+) -> Optimizer:
+    inner = optimizer_class([restrict_group(group, owned) for group in param_groups], **defaults)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
+    return inner
+
+
+def _check_has_no_hook(overlaps: bool, hook: OverlapHook | None) -> None:
+    if not overlaps:
+        raise ValueError("Expected an optimizer built with overlap_with_ddp=True, got one that steps in step().")
+    if hook is not None:
+        raise ValueError("Expected an optimizer without a hook, got one that has one. Build one hook per optimizer.")

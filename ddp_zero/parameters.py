@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.memory_layout import is_dense
+from ddp_zero.payload import as_bytes
 from ddp_zero.plan import ParameterSpec
 
 _SAMPLED_ELEMENTS = 64
@@ -156,13 +157,7 @@ def _span(param: Tensor) -> tuple[int, int]:
 @torch.no_grad()
 def _sample_values(params: Iterable[Tensor]) -> list[str]:
     """A digest of the first elements of each parameter, one device transfer per device."""
-    heads = [
-        (param if param.is_contiguous() else param[:_SAMPLED_ELEMENTS].contiguous() if param.dim() else param)
-        .reshape(-1)[:_SAMPLED_ELEMENTS]
-        .contiguous()
-        .view(torch.uint8)
-        for param in params
-    ]
+    heads = [as_bytes(_head(param)) for param in params]
     by_device: dict[torch.device, list[int]] = {}
     for index, head in enumerate(heads):
         by_device.setdefault(head.device, []).append(index)
@@ -172,3 +167,10 @@ def _sample_values(params: Iterable[Tensor]) -> list[str]:
         for index, part in zip(indices, torch.split(joined, [heads[i].numel() for i in indices]), strict=True):
             digests[index] = hashlib.sha256(bytes(part.tolist())).hexdigest()[:16]
     return digests
+
+
+def _head(param: Tensor) -> Tensor:
+    """The first elements in logical order, without copying the rest."""
+    if param.is_contiguous() or not param.dim():
+        return param.reshape(-1)[:_SAMPLED_ELEMENTS]
+    return param[:_SAMPLED_ELEMENTS].reshape(-1)[:_SAMPLED_ELEMENTS]

@@ -1,6 +1,7 @@
 """Trees of tensors and plain values as JSON plus a list of tensors; no pickle in either direction.
 
-A *tree* is built of None, bool, int, float, str, `torch.dtype`, tensors, lists, tuples and dicts with str or int keys.
+A *tree* is built of None, bool, int, float, str, `torch.dtype`, `torch.Size`, dense tensors, lists, tuples and dicts
+with str or int keys. Subclasses of these are refused: the other side could not tell what they were.
 Floats survive exactly, infinities and NaN included. `flatten` turns a tree into (JSON text, tensors in order);
 `TensorSpec` tells the other side what to allocate for each tensor before it arrives.
 """
@@ -13,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_zero.memory_layout import is_dense
+
 Tree = Any
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, strides, dtype and device type of a tensor that is about to arrive."""
+    """Shape, strides (None: contiguous), dtype and device type of a tensor that is about to arrive."""
 
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] | None
     dtype: torch.dtype
     device_type: str
 
@@ -49,21 +52,24 @@ def unflatten(text: str, tensors: Sequence[Tensor]) -> Tree:
 
 
 def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or type(value) in (bool, int, float, str):
         return value
-    if type(value) in (Tensor, torch.nn.Parameter):
-        tensors.append(value.detach())
-        spec = [list(value.shape), list(value.stride()), _dtype_name(value.dtype), value.device.type]
+    if type(value) in (Tensor, torch.nn.Parameter) and _can_travel(value):
+        tensors.append(value.detach().resolve_conj().resolve_neg())
+        stride = list(value.stride()) if is_dense(value.shape, value.stride()) else None
+        spec = [list(value.shape), stride, _dtype_name(value.dtype), value.device.type]
         return {"tensor": len(tensors) - 1, "spec": spec}
     if isinstance(value, torch.dtype):
         return {"dtype": _dtype_name(value)}
+    if type(value) is torch.Size:
+        return {"size": list(value)}
     if type(value) in (list, tuple):
         items = [_encode(item, tensors, f"{path}[{position}]") for position, item in enumerate(value)]
         return items if type(value) is list else {"tuple": items}
-    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
         return {"dict": [[key, _encode(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]}
     raise TypeError(
-        f"Expected tensors, numbers, strings, lists, tuples and dicts with str or int keys, got "
+        f"Expected dense tensors, numbers, strings, lists, tuples and dicts with str or int keys, got "
         f"{type(value).__module__}.{type(value).__qualname__} at {path or 'the top'}."
     )
 
@@ -77,6 +83,8 @@ def _decode(value: Any, tensors: Sequence[Tensor]) -> Tree:
         return tensors[value["tensor"]]
     if "dtype" in value:
         return _dtype(value["dtype"])
+    if "size" in value:
+        return torch.Size(value["size"])
     if "tuple" in value:
         return tuple(_decode(item, tensors) for item in value["tuple"])
     return {key: _decode(item, tensors) for key, item in value["dict"]}
@@ -89,9 +97,21 @@ def _collect_specs(value: Any, specs: dict[int, TensorSpec]) -> None:
     elif isinstance(value, dict):
         if "tensor" in value:
             shape, stride, dtype, device_type = value["spec"]
-            specs[value["tensor"]] = TensorSpec(tuple(shape), tuple(stride), _dtype(dtype), device_type)
+            specs[value["tensor"]] = TensorSpec(
+                tuple(shape), None if stride is None else tuple(stride), _dtype(dtype), device_type
+            )
         else:
             _collect_specs(list(value.values()), specs)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's elements in logical order, as a 1-D tensor of bytes; the same memory if it is contiguous."""
+    flat = tensor.contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # view(-1) keeps the odd stride of one element
+
+
+def _can_travel(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -17,10 +17,10 @@ Every bucket holds about the same share of every rank's parameters, so that rank
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ddp_zero.partition import GroupRank
+from ddp_zero.partition import GroupRank, partition_greedy
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,12 @@ class ShardPlan:
         if [segment.owner for segment in bucket.segments] != list(range(self.world_size)):
             raise ValueError(f"Expected one segment per rank in rank order in bucket {bucket.index}.")
         for segment in bucket.segments:
+            unknown = [param for param in segment.params if not 0 <= param < len(self.specs)]
+            if unknown:
+                raise ValueError(
+                    f"Expected parameters below {len(self.specs)}, got parameter {unknown[0]} in bucket "
+                    f"{bucket.index}, rank {segment.owner}."
+                )
             numels = [self.specs[param].numel for param in segment.params]
             ends = [0, *accumulate(numels)]
             if list(segment.offsets) != ends[:-1] or segment.numel != ends[-1]:
@@ -158,6 +164,8 @@ def plan_standalone(
     members: dict[str, list[list[int]]] = {}
     for param, (spec, owner) in enumerate(zip(specs, owners, strict=True)):
         if spec.active:
+            if not 0 <= owner < world_size:
+                raise ValueError(f"Expected parameter {param} to have an owner below {world_size}, got {owner}.")
             if spec.kind not in members:
                 members[spec.kind] = [[] for _ in range(world_size)]
             members[spec.kind][owner].append(param)
@@ -172,6 +180,64 @@ def plan_standalone(
             if any(segment.params for segment in segments):
                 buckets.append(Bucket(len(buckets), kind, segments))
     return ShardPlan(world_size, tuple(specs), tuple(owners), tuple(buckets))
+
+
+def plan_for_ddp(
+    specs: Sequence[ParameterSpec],
+    owners: Sequence[GroupRank],
+    world_size: int,
+    layout: Sequence[Sequence[int]],
+    bucket_cap_bytes: int,
+) -> ShardPlan:
+    """One bucket per bucket of DDP, at the same index; active parameters that DDP does not reduce come after.
+
+    Args:
+        specs: one per parameter.
+        owners: one per parameter.
+        world_size: number of ranks.
+        layout: parameter indices of each DDP bucket; parameters of other optimizers left out, so one may be empty.
+        bucket_cap_bytes: for the buckets that come after, see `plan_standalone`.
+    """
+    reduced = {param for bucket in layout for param in bucket}
+    outside = [replace(spec, active=spec.active and param not in reduced) for param, spec in enumerate(specs)]
+    buckets = []
+    for index, params in enumerate(layout):
+        of_rank: list[list[int]] = [[] for _ in range(world_size)]
+        for param in sorted(params):
+            if specs[param].active:
+                of_rank[owners[param]].append(param)
+        segments = tuple(_segment(GroupRank(rank), of_rank[rank], specs) for rank in range(world_size))
+        kind = specs[params[0]].kind if params else ""
+        buckets.append(Bucket(index, kind, segments))
+    for bucket in plan_standalone(outside, owners, world_size, bucket_cap_bytes).buckets:
+        buckets.append(replace(bucket, index=len(buckets)))
+    return ShardPlan(world_size, tuple(specs), tuple(owners), tuple(buckets))
+
+
+def owners_by_bucket(
+    sizes: Sequence[int], owners: Sequence[GroupRank], world_size: int, layout: Sequence[Sequence[int]], split: bool
+) -> list[GroupRank]:
+    """Assign the parameters of each DDP bucket, carrying the loads from bucket to bucket.
+
+    Args:
+        sizes: one per parameter.
+        owners: the present owners; those of parameters in no bucket stay.
+        world_size: number of ranks.
+        layout: parameter indices of each DDP bucket.
+        split: sorted greedy inside each bucket; if False, a bucket goes whole to the least loaded rank.
+    """
+    assigned = list(owners)
+    loads = [0] * world_size
+    for bucket in layout:
+        params = sorted(bucket)
+        if split:
+            chosen = partition_greedy([sizes[param] for param in params], world_size, loads)
+        else:
+            chosen = partition_greedy([sum(sizes[param] for param in params)], world_size, loads) * len(params)
+        for param, owner in zip(params, chosen, strict=True):
+            assigned[param] = owner
+            loads[owner] += sizes[param]
+    return assigned
 
 
 def _segment(owner: GroupRank, params: Sequence[int], specs: Sequence[ParameterSpec]) -> Segment:

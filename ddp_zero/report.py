@@ -47,6 +47,17 @@ def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> s
     return "\n".join(lines)
 
 
+def draw_buckets(plan: ShardPlan) -> str:
+    """Buckets x ranks: how many elements each rank owns of each bucket, and how many parameters those are."""
+    lines = ["bucket " + "".join(f"{f'rank {rank}':>20}" for rank in range(plan.world_size))]
+    for bucket in plan.buckets:
+        cells = [
+            f"{segment.numel:,} in {len(segment.params)}" if segment.params else "-" for segment in bucket.segments
+        ]
+        lines.append(f"{bucket.index:>6} " + "".join(f"{cell:>20}" for cell in cells))
+    return "\n".join(lines)
+
+
 def _estimate(trained: list[int], group_rank: int, rank: int, own_state_bytes: int) -> str:
     if not trained[group_rank]:
         return "unknown" if trained[rank] else "0"

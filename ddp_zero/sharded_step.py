@@ -1,0 +1,123 @@
+"""One optimizer step over a plan: all buckets in one go, or bucket by bucket as backward delivers them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ddp_zero.binding import Binding
+from ddp_zero.checkpoint import State, StateOrder, migrate_state
+from ddp_zero.collectives import Communicator
+from ddp_zero.local_step import LocalStep, ParamGroup
+from ddp_zero.parameters import ParameterTable
+from ddp_zero.partition import GroupRank
+from ddp_zero.tracing import label
+
+
+class ShardedStep:
+    """What a rank steps and syncs, and in which order.
+
+    `begin`, then `step_bucket` for every bucket in plan order, then `finish`; or `run` for all of it.
+
+    Args:
+        comm: the group.
+        table: the parameters.
+        binding: the plan, attached to them.
+        inner: the optimizer over this rank's parameters.
+        param_groups: the exposed groups.
+
+    Attributes:
+        snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
+        order: in which order states were created.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        table: ParameterTable,
+        binding: Binding,
+        inner: Optimizer,
+        param_groups: list[ParamGroup],
+    ) -> None:
+        self.comm = comm
+        self.table = table
+        self.binding = binding
+        self.inner = inner
+        self.param_groups = param_groups
+        self.local_step = LocalStep(inner, param_groups)
+        self.order = StateOrder()
+        self.snapshot: State | None = None
+
+    # A step
+
+    def run(self, **kwargs: Any) -> Any:
+        """Step and sync every bucket, after `begin`. Returns what the inner optimizer did for the last one."""
+        result = None
+        for bucket in self.binding.plan.buckets:
+            result = self.step_bucket(bucket.index, **kwargs)
+        self.finish(**kwargs)
+        return result
+
+    def begin(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, if any, and start a step; any earlier one that was not finished is forgotten."""
+        self.snapshot = None
+        return self.local_step.begin(closure)
+
+    def step_bucket(self, index: int, **kwargs: Any) -> Any:
+        """Step what this rank owns of a bucket and start its sync."""
+        try:
+            with label("local_step", bucket=index):
+                result = self.local_step.step(index, **kwargs)
+            self.binding.sync.start(self.binding.plan.buckets[index])
+        except BaseException:
+            self.binding.sync.abandon()
+            raise
+        return result
+
+    def finish(self, **kwargs: Any) -> None:
+        """Wait for all syncs, show the options that the step left, note the states that it created."""
+        try:
+            self.binding.sync.finish()
+        except BaseException:
+            self.binding.sync.abandon()
+            raise
+        self.local_step.finish(**kwargs)
+        self.order.after_step(self.inner.state, self.table)
+
+    # Changes of what is stepped
+
+    def refresh(self) -> None:
+        """Plan again if a parameter was moved, frozen or unfrozen since the last step."""
+        if self.binding.refresh():
+            self.local_step.bind(self.binding.owned_of_bucket())
+
+    def adopt(self, layout: Sequence[Sequence[int]], owners: list[GroupRank]) -> None:
+        """Take over a layout of buckets, and move state to its new owners. A collective.
+
+        Args:
+            layout: parameter indices of each DDP bucket.
+            owners: one per parameter.
+
+        Raises:
+            TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
+        """
+        migrate_state(self.comm, self.table, self.inner.state, self.order, self.binding.owners, owners)
+        self.binding.adopt(layout, owners)
+        self.local_step.own({self.table.params[index] for index in self.binding.owned()})
+        self.local_step.bind(self.binding.owned_of_bucket())
+
+    def loaded(self, indices: Sequence[int]) -> None:
+        """The inner optimizer has loaded a state dict with states of these parameters, in this order."""
+        self.snapshot = None
+        self.local_step.mirror_to_exposed()
+        self.local_step.bind(self.binding.owned_of_bucket())
+        self.order.loaded(indices, self.table, self.inner.state)
+
+    def extend(self, table: ParameterTable, binding: Binding) -> None:
+        """Take over parameters that were added; those that were there keep their index and their owner."""
+        self.snapshot = None
+        self.table = table
+        self.binding = binding
+        self.order.note_new(self.inner.state, table)
+        self.local_step.mirror_to_exposed()
+        self.local_step.bind(binding.owned_of_bucket())

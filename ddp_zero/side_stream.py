@@ -1,0 +1,42 @@
+"""Where the step inside backward runs on an accelerator: a stream beside the one that backward computes on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class SideStream:
+    """One stream per device that the step has been asked to run on; nothing on the CPU.
+
+    Hazards that it answers: the step must not begin before backward has used a parameter for the last time (`running`
+    waits for the current stream); backward's stream must not go on with old parameters (`join`); and memory that the
+    step reads must not be handed out again while it does (`keep`).
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Issue work for a device on its side stream, after everything issued on the current one so far."""
+        if device.type == "cpu":
+            yield
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            yield
+
+    def keep(self, tensor: Tensor) -> None:
+        """The side stream reads this tensor: its memory is not reused before that is done."""
+        if tensor.device in self._streams:
+            tensor.record_stream(self._streams[tensor.device])
+
+    def join(self) -> None:
+        """The current streams wait for the side streams; the host does not."""
+        for device, stream in self._streams.items():
+            torch.accelerator.current_stream(device).wait_stream(stream)

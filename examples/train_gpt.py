@@ -1,0 +1,550 @@
+"""Train a small byte-level GPT with DistributedDataParallel and a sharded optimizer, on text that Python ships.
+
+    torchrun --standalone --nproc-per-node=2 examples/train_gpt.py
+    torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --compare --plot run.png
+    python examples/train_gpt.py --text my_book.txt --steps 2000
+
+`MODES` holds the one line in which plain and sharded training differ. Every rank draws its own batches; the weights
+start from the same seed. The text is Python's language reference, unless ``--text`` names another file.
+"""
+
+import argparse
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+# Imported before there is a process group. DDP would import it later, and default arguments in it would then keep the
+# group alive: Gloo's threads would outlive destroy_process_group, and some exits would abort ("terminate called without
+# an active exception").
+import torch.distributed.nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ddp_zero import ZeroRedundancyOptimizer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+VOCABULARY = 256  # a token is a byte
+EVAL_WINDOWS = 128  # per rank
+PROMPT = b"The "
+SAMPLE_BYTES = 200
+LOG_LINES = 20
+
+
+# Modes
+
+
+def build_ddp(model: DistributedDataParallel, lr: float) -> Optimizer:
+    """AdamW as it is: every rank keeps the whole optimizer state."""
+    return AdamW(parameter_groups(model), lr=lr, betas=(0.9, 0.95))
+
+
+def build_zero1(model: DistributedDataParallel, lr: float) -> Optimizer:
+    """ZeRO stage 1: every rank keeps the optimizer state of its own parameters only."""
+    return ZeroRedundancyOptimizer(
+        parameter_groups(model), AdamW, parameters_as_bucket_view=True, lr=lr, betas=(0.9, 0.95)
+    )
+
+
+MODES: Mapping[str, Callable[[DistributedDataParallel, float], Optimizer]] = {"ddp": build_ddp, "zero1": build_zero1}
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices, none for biases and norms."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that holds this rank's parameters and state."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+# Options
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    optimizer: str
+    steps: int
+    batch_size: int
+    context: int
+    layers: int
+    width: int
+    heads: int
+    lr: float
+    seed: int
+    eval_every: int
+    text: Path | None
+    compare: bool
+    plot: Path | None
+
+    def check(self) -> None:
+        """Raises ValueError for what the parser lets through, and ImportError if a plot could not be drawn."""
+        for name in ("steps", "batch_size", "context", "layers", "width", "heads", "eval_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Expected --{name.replace('_', '-')} to be at least 1, got {getattr(self, name)}.")
+        if self.width % self.heads:
+            raise ValueError(f"Expected --width to be a multiple of --heads {self.heads}, got {self.width}.")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"Expected --lr to be positive and finite, got {self.lr}.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"Expected --seed to be in 0 ... 2**32 - 1, got {self.seed}.")
+        if self.text is not None and not self.text.is_file():
+            raise ValueError(f"Expected --text to name a file, got {self.text}.")
+        if self.plot is not None:
+            if self.plot.suffix != ".png" or not self.plot.parent.is_dir():
+                raise ValueError(f"Expected --plot to name a .png file in a folder that exists, got {self.plot}.")
+            if find_spec("matplotlib") is None:
+                raise ImportError("Expected matplotlib for --plot, got none. Run: pip install -e '.[plot]'")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    parser = argparse.ArgumentParser(
+        description="Train a small byte-level GPT with DDP and a sharded optimizer.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--optimizer", choices=list(MODES), default="zero1", help="how the optimizer state is kept")
+    add("--steps", type=int, default=500, help="optimizer steps")
+    add("--batch-size", type=int, default=8, help="windows of text per rank and step")
+    add("--context", type=int, default=128, help="bytes that the model sees at once")
+    add("--layers", type=int, default=4, help="transformer blocks")
+    add("--width", type=int, default=128, help="features per position")
+    add("--heads", type=int, default=4, help="attention heads per block")
+    add("--lr", type=float, default=3e-3, help="highest learning rate")
+    add("--seed", type=int, default=0, help="seed of weights and data")
+    add("--eval-every", type=int, default=100, help="steps between validations")
+    add("--text", type=Path, help="train on this file; Python's language reference if not given")
+    add(
+        "--compare",
+        action="store_true",
+        help="train with DDP + AdamW first and compare the parameters; fail if unequal",
+    )
+    add("--plot", type=Path, metavar="FILE.png", help="draw losses and memory")
+    return parser
+
+
+# World
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls) -> "World":
+        """Join the job that torchrun started, or a job of one process if there is none."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus, device = torch.cuda.device_count(), torch.device("cpu")
+        if gpus:
+            device = torch.device("cuda", local_rank % gpus)
+            torch.cuda.set_device(device)
+        backend = "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Every rank's values, in a new first dimension, on the CPU. A collective."""
+        mine = values.to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return torch.stack(parts).cpu()
+
+    def say(self, text: str, end: str = "\n") -> None:
+        """Print on rank 0 only."""
+        if self.rank == 0:
+            print(text, end=end, flush=True)
+
+
+# Data
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and bytes held out, and the length of the windows that are cut from them."""
+
+    train: Tensor
+    validation: Tensor
+    context: int
+
+    @classmethod
+    def load(cls, path: Path | None, context: int) -> "Corpus":
+        """Read ``path``, or Python's language reference; the last tenth is held out."""
+        data = "\n\n".join(topics[name] for name in sorted(topics)).encode() if path is None else path.read_bytes()
+        needed = 10 * (context + 1)
+        if len(data) < needed:
+            source = "Python's language reference" if path is None else f"--text {path}"
+            raise ValueError(
+                f"Expected at least {needed} bytes of text for --context {context}, got {len(data)} from {source}."
+            )
+        tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        cut = len(data) * 9 // 10
+        return cls(tokens[:cut], tokens[cut:], context)
+
+    def draw(self, batch_size: int, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A random batch of inputs and targets."""
+        starts = torch.randint(len(self.train) - self.context, (batch_size,), generator=generator)
+        return self._windows(self.train, starts, device)
+
+    def held_out(self, batch_size: int, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's batches of the validation windows, which lie at equal distances over the held-out text."""
+        starts = torch.linspace(0, len(self.validation) - self.context - 1, EVAL_WINDOWS * world.size).long()
+        for batch in starts[world.rank :: world.size].split(batch_size):
+            yield self._windows(self.validation, batch, world.device)
+
+    def _windows(self, source: Tensor, starts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        windows = source[starts[:, None] + torch.arange(self.context + 1)].to(device).long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+# Model
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: causal self-attention, then a two-layer perceptron."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` and the result have shape (batch, positions, width)."""
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.contract(F.gelu(self.expand(self.norm_2(x))))
+        return result
+
+
+class GPT(nn.Module):
+    """Predicts the next byte. The embedding of bytes is also the output layer."""
+
+    def __init__(self, context: int, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.context = context
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        for name, param in self.named_parameters():
+            if param.ndim >= 2:
+                ends_a_branch = name.endswith(("project.weight", "contract.weight"))
+                nn.init.normal_(param, std=0.5 / math.sqrt(2 * layers * width if ends_a_branch else width))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss, in nats per byte."""
+        return F.cross_entropy(self.logits(inputs).flatten(0, 1), targets.flatten())
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Scores of the next byte, at every position."""
+        here = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.blocks(self.tokens(inputs) + self.positions(here))
+        return F.linear(self.norm(x), self.tokens.weight)
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> bytes:
+        """``prompt`` and ``count`` bytes after it."""
+        device = self.tokens.weight.device
+        generator = torch.Generator().manual_seed(seed)
+        text = torch.tensor([list(prompt)], device=device)
+        for _ in range(count):
+            scores = self.logits(text[:, -self.context :])[:, -1].float().cpu()
+            drawn = torch.multinomial(F.softmax(scores / temperature, dim=-1), 1, generator=generator)
+            text = torch.cat([text, drawn.to(device)], dim=1)
+        return bytes(text[0].tolist())
+
+
+# Training
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one rank holds at the end, in numbers and bytes."""
+
+    parameters: int
+    elements: int
+    state: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished training. Losses are means over the ranks; the parameters are copies on the CPU."""
+
+    mode: str
+    train_losses: list[float]
+    validation_losses: list[tuple[int, float]]
+    initial: list[Tensor]
+    final: list[Tensor]
+    usages: list[Usage]
+    sample: bytes
+
+    @property
+    def unsharded_state(self) -> int:
+        """Bytes of optimizer state for the whole model, measured: the sum over all ranks, each parameter once."""
+        times_held = sum(usage.elements for usage in self.usages) // sum(param.numel() for param in self.final)
+        return sum(usage.state for usage in self.usages) // times_held
+
+
+def train(mode: str, options: Options, corpus: Corpus, world: World) -> Result:
+    """Train from the seed. A collective."""
+    torch.manual_seed(options.seed)
+    model = GPT(options.context, options.layers, options.width, options.heads).to(world.device)
+    initial = copy_parameters(model)
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(world.device)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = MODES[mode](ddp, options.lr)
+    scheduler = LambdaLR(optimizer, partial(lr_factor, steps=options.steps))
+    generator = torch.Generator().manual_seed(options.seed * world.size + world.rank)  # other data on every rank
+    progress = Progress(world, options)
+    train_losses: list[float] = []
+    validation_losses: list[tuple[int, float]] = []
+
+    for step in range(1, options.steps + 1):
+        begin = time.perf_counter()
+        loss = ddp(*corpus.draw(options.batch_size, generator, world.device))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        train_losses.append(world.gather(loss.detach()).mean().item())
+        progress.show(step, train_losses[-1], time.perf_counter() - begin)
+        if step % options.eval_every == 0 or step == options.steps:
+            validation_losses.append((step, evaluate(model, options.batch_size, corpus, world)))
+            progress.say(f"step {step:>5}/{options.steps}  validation loss {validation_losses[-1][1]:.3f}")
+
+    usages = measure(optimizer, world)
+    sample = model.generate(PROMPT, SAMPLE_BYTES, options.seed) if world.rank == 0 else b""
+    return Result(mode, train_losses, validation_losses, initial, copy_parameters(model), usages, sample)
+
+
+def lr_factor(steps_done: int, steps: int) -> float:
+    """Linear warm-up over the first tenth, then half a cosine down to a tenth of the highest rate."""
+    warm_up = max(1, steps // 10)
+    if steps_done < warm_up:
+        return (steps_done + 1) / warm_up
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (steps_done - warm_up) / max(1, steps - warm_up)))
+
+
+@torch.no_grad()
+def evaluate(model: GPT, batch_size: int, corpus: Corpus, world: World) -> float:
+    """The mean loss on held-out text, of which every rank reads its part. A collective."""
+    total = torch.zeros((), device=world.device)
+    for inputs, targets in corpus.held_out(batch_size, world):
+        total += model(inputs, targets) * len(inputs)
+    return world.gather(total / EVAL_WINDOWS).mean().item()
+
+
+def measure(optimizer: Optimizer, world: World) -> list[Usage]:
+    """What every rank holds. A collective."""
+    local = local_optimizer(optimizer)
+    params = [param for group in local.param_groups for param in group["params"]]
+    state = [value for values in local.state.values() for value in values.values() if isinstance(value, Tensor)]
+    mine = [
+        len(params),
+        sum(param.numel() for param in params),
+        sum(value.numel() * value.element_size() for value in state),
+        peak_memory(world.device),
+    ]
+    return [Usage(*row) for row in world.gather(torch.tensor(mine)).tolist()]
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes so far: allocated on the GPU since training began, or else resident in the process ever."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def copy_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters as they are now, on the CPU."""
+    return [param.detach().cpu().clone() for param in model.parameters()]
+
+
+# Report
+
+
+class Progress:
+    """Step, loss, speed and time left: one line that updates itself on a terminal, a line now and then in a log."""
+
+    def __init__(self, world: World, options: Options) -> None:
+        self._world = world
+        self._steps = options.steps
+        self._tokens_per_step = options.batch_size * options.context * world.size
+        self._on_terminal = sys.stdout.isatty()
+        self._log_every = max(1, options.steps // LOG_LINES)
+        self._training_seconds = 0.0
+        self._begin = time.perf_counter()
+
+    def show(self, step: int, loss: float, seconds: float) -> None:
+        """Report a step that took so many seconds."""
+        self._training_seconds += seconds
+        speed = step * self._tokens_per_step / self._training_seconds
+        left = (time.perf_counter() - self._begin) / step * (self._steps - step)
+        line = f"step {step:>5}/{self._steps}  train loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left"
+        if self._on_terminal:
+            self._world.say(f"\r{line:<79}", end="")
+        elif step == 1 or step % self._log_every == 0:
+            self._world.say(line)
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._world.say(f"\r{text:<79}" if self._on_terminal else text)
+
+
+def table(result: Result, world: World) -> str:
+    """What every rank holds, and what it would hold unsharded."""
+    row = "{:>4} {:>11} {:>12} {:>14} {:>16} {:>14}".format
+    lines = [row("rank", "parameters", "elements", "state bytes", "unsharded bytes", "peak memory")]
+    for rank, usage in enumerate(result.usages):
+        numbers = (usage.parameters, usage.elements, usage.state, result.unsharded_state, usage.peak)
+        lines.append(row(rank, *(f"{number:,}" for number in numbers)))
+    lines.append("parameters, elements: what the rank's optimizer owns; state bytes: what it keeps for them")
+    lines.append(f"peak memory: {peak_note(world)}")
+    return "\n".join(lines)
+
+
+def peak_note(world: World) -> str:
+    """What the peak memory is the peak of."""
+    if world.device.type == "cuda":
+        return "of the memory allocated on the GPU in this training"
+    return "of the process, Python and torch included; with --compare the second includes the first: not comparable"
+
+
+def printable(data: bytes) -> str:
+    """Text that is safe to print, whatever the model wrote and whatever the terminal can show."""
+    text = "".join(c if c.isprintable() or c == "\n" else "?" for c in data.decode(errors="replace"))
+    return text.encode(sys.stdout.encoding, errors="replace").decode(sys.stdout.encoding)
+
+
+def compare(result: Result, reference: Result, world: World) -> bool:
+    """Say how far apart two trainings ended, over all parameters and ranks, and whether that is as it must be."""
+    pairs = zip(result.final, reference.final, strict=True)
+    apart = torch.stack([(ours - theirs).abs().max() for ours, theirs in pairs]).max()  # NaN stays NaN
+    moved = sum(not torch.equal(old, new) for old, new in zip(result.initial, result.final, strict=True))
+    largest = world.gather(apart).max().item()
+    all_moved = int(world.gather(torch.tensor(moved)).min())
+    world.say(f"parameters that moved from their initial values: {all_moved} of {len(result.initial)}")
+    world.say(f"largest parameter difference to DDP + AdamW: {largest}")
+    return all_moved == len(result.initial) and largest == 0.0
+
+
+def draw(path: Path, result: Result, reference: Result | None, world: World) -> None:
+    """Losses, optimizer state and peak memory as a picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, state, peak = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    draw_losses(losses, result, reference)
+    draw_bars(state, [usage.state / 2**20 for usage in result.usages], "optimizer state per rank (MiB)")
+    state.axhline(result.unsharded_state / 2**20, color="black", linestyle="--", label="unsharded")
+    state.set_ylim(0, 1.3 * result.unsharded_state / 2**20)
+    state.legend(loc="upper right")
+    draw_bars(peak, [usage.peak / 2**20 for usage in result.usages], "peak memory per rank (MiB)")
+    figure.supxlabel(f"peak memory: {peak_note(world)}", fontsize="small")
+    figure.savefig(path)
+
+
+def draw_losses(axes: "Axes", result: Result, reference: Result | None) -> None:
+    """Training and validation loss by step; the reference lies under them, wider and paler."""
+    steps = range(1, len(result.train_losses) + 1)
+    if reference is not None:
+        axes.plot(steps, reference.train_losses, color="orange", alpha=0.4, linewidth=4, label="training, DDP + AdamW")
+    axes.plot(steps, result.train_losses, color="tab:blue", linewidth=0.8, label=f"training, {result.mode}")
+    axes.plot(*zip(*result.validation_losses, strict=True), "o-", color="tab:red", label=f"validation, {result.mode}")
+    axes.set(title="loss (nats per byte)", xlabel="step")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def draw_bars(axes: "Axes", values: Sequence[float], title: str) -> None:
+    """One bar per rank, with its number."""
+    ranks = [str(rank) for rank in range(len(values))]
+    axes.bar_label(axes.bar(ranks, values, color="tab:blue", width=0.6), fmt="%.2f")
+    axes.margins(y=0.15)
+    axes.set(title=title, xlabel="rank")
+
+
+# Main
+
+
+def run(options: Options, corpus: Corpus, world: World) -> bool:
+    """Train once, or twice to compare, and report; whether all is as it must be. A collective."""
+    reference = None
+    if options.compare:
+        if world.device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+            torch.use_deterministic_algorithms(True)
+        world.say("training with ddp, to compare")
+        reference = train("ddp", options, corpus, world)
+        world.say(f"\n{table(reference, world)}\n")
+    world.say(f"training with {options.optimizer} on {world.size} x {world.device.type}")
+    result = train(options.optimizer, options, corpus, world)
+    world.say(f"\nsample, after {PROMPT!r}:\n{printable(result.sample)}\n")
+    world.say(f"{table(result, world)}\n")
+    if options.plot is not None and world.rank == 0:
+        draw(options.plot, result, reference, world)
+    return reference is None or compare(result, reference, world)
+
+
+def main() -> int:
+    """Everything between the command line and the exit code."""
+    parser = build_parser()
+    options = Options(**vars(parser.parse_args()))
+    try:
+        options.check()
+        corpus = Corpus.load(options.text, options.context)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
+    world = World.join()
+    try:
+        return 0 if run(options, corpus, world) else 1
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

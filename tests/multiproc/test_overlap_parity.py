@@ -1,0 +1,185 @@
+"""The step inside backward: bit for bit the numbers of DDP with the plain optimizer, at every step from the first.
+
+Writes ``docs/parity.md`` from what it compared.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from tests.multiproc.cases import OptimizerCase, assert_equal_models, batches, optimizer_case
+from tests.multiproc.harness import Setup, run_ranks
+
+STEPS = 10
+REPORT = Path(__file__).parent.parent.parent / "docs" / "parity.md"
+
+
+class MuonWithAdamW(Optimizer):
+    """Two classes in one, by group, as people train transformers: Muon for matrices, AdamW for the rest."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "matrices": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                if group["matrices"]:
+                    momentum = state.setdefault("momentum", torch.zeros_like(param))
+                    momentum.mul_(0.95).add_(param.grad)
+                    update = momentum / momentum.norm().clamp(min=1e-7)
+                    for _ in range(3):
+                        update = 1.5 * update - 0.5 * update @ update.T @ update
+                    param.mul_(1 - 0.01 * group["lr"]).add_(update, alpha=-group["lr"])
+                else:
+                    first = state.setdefault("first", torch.zeros_like(param))
+                    second = state.setdefault("second", torch.zeros_like(param))
+                    first.lerp_(param.grad, 0.1)
+                    second.lerp_(param.grad.square(), 0.001)
+                    correction = (1 - 0.999 ** state["step"]) ** 0.5 / (1 - 0.9 ** state["step"])
+                    param.mul_(1 - 0.01 * group["lr"])
+                    param.addcdiv_(first, second.sqrt().add_(1e-8), value=-group["lr"] * correction)
+
+
+OPTIMIZERS = [
+    optimizer_case("SGD momentum"),
+    optimizer_case("AdamW fused"),
+    optimizer_case("AdamW foreach"),
+    OptimizerCase("Muon + AdamW groups", MuonWithAdamW),
+    optimizer_case("Adafactor"),
+]
+
+
+class Branches(nn.Module):
+    """A model with a head that not every rank uses in every step, and one that nobody ever uses."""
+
+    def __init__(self, sometimes_unused: bool) -> None:
+        super().__init__()
+        self.sometimes_unused = sometimes_unused
+        self.first = nn.Linear(8, 31)
+        self.second = nn.Linear(31, 17)
+        self.heads = nn.ModuleList([nn.Linear(17, 3), nn.Linear(17, 3)])
+        if sometimes_unused:
+            self.never = nn.Linear(5, 7)
+
+    def forward(self, inputs: Tensor, choice: int) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(inputs))))
+        if self.sometimes_unused:
+            output: Tensor = self.heads[choice](hidden)
+            return output
+        return self.heads[0](hidden) + self.heads[1](hidden.square())
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One row of the matrix."""
+
+    split: bool
+    interleaved: bool
+    static_graph: bool
+    bucket_view: bool
+    unused: bool
+    optimizer: OptimizerCase
+
+    def __str__(self) -> str:
+        words = [
+            "split" if self.split else "whole bucket",
+            "interleaved" if self.interleaved else "after the last bucket",
+            "static graph" if self.static_graph else "dynamic graph",
+            "bucket view" if self.bucket_view else "no bucket view",
+            "unused parameters" if self.unused else "all used",
+            self.optimizer.name,
+        ]
+        return ", ".join(words)
+
+
+def combinations() -> Iterator[Combination]:
+    flags = (False, True)
+    for split, interleaved, static_graph, bucket_view, unused in product(flags, repeat=5):
+        for case in OPTIMIZERS:
+            yield Combination(split, interleaved, static_graph, bucket_view, unused, case)
+
+
+def _groups(model: nn.Module, case: OptimizerCase) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    matrices = {"params": [p for p in params if p.dim() == 2]}
+    others: dict[str, Any] = {"params": [p for p in params if p.dim() != 2], "lr": 3e-3}
+    return [{**matrices, "matrices": True} if case.build is MuonWithAdamW else matrices, others]
+
+
+def _wrap(model: nn.Module, combination: Combination) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        model,
+        bucket_cap_mb=0.0015,
+        gradient_as_bucket_view=combination.bucket_view,
+        static_graph=combination.static_graph,
+        find_unused_parameters=combination.unused and not combination.static_graph,  # a static graph finds them itself
+    )
+
+
+def _compare(setup: Setup, combination: Combination) -> str | None:
+    """Train both for some steps; returns what went wrong, if anything."""
+    case = combination.optimizer
+    torch.manual_seed(0)
+    model = Branches(combination.unused)
+    plain_ddp, ddp = _wrap(copy.deepcopy(model), combination), _wrap(model, combination)
+    plain = case.build(_groups(plain_ddp, case), **case.options)
+    opt = ZeroRedundancyOptimizer(
+        _groups(ddp, case),
+        case.build,
+        overlap_with_ddp=True,
+        parameters_as_bucket_view=combination.split,
+        **case.options,
+    )
+    build = hook_with_zero_step_interleaved if combination.interleaved else hook_with_zero_step
+    plain_ddp.register_comm_hook(None, allreduce_hook)
+    ddp.register_comm_hook(None, build(allreduce_hook, ddp, opt, combination.split))
+    regimes = []
+    for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
+        # a dynamic graph: the second head is used by some ranks in some steps, by nobody in others
+        choice = 0 if combination.static_graph else int(step in (3, 4, 7) and (setup.rank + step) % 2)
+        before = [param.detach().clone() for param in ddp.parameters()]
+        for one, optimizer in ((plain_ddp, plain), (ddp, opt)):
+            nn.functional.mse_loss(one(inputs, choice), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_models(plain_ddp, ddp, f"after step {step}")
+        assert any(not torch.equal(p, b) for p, b in zip(ddp.parameters(), before, strict=True)), f"step {step}: stuck"
+        regimes.append("deferred" if "deferred" in opt.explain() else "overlapped")
+    may_overlap = not combination.unused
+    expected = "overlapped" if may_overlap else "deferred"
+    assert regimes[4:] == [expected] * (STEPS - 4), regimes
+    assert opt.overlap_status.name == "INITIALIZED"
+    return None
+
+
+def _compare_all(setup: Setup) -> list[str]:
+    done = []
+    for combination in combinations():
+        try:
+            _compare(setup, combination)
+        except Exception as error:
+            raise AssertionError(f"{combination}: {error}") from error
+        done.append(str(combination))
+    return done
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_overlap_parity(world_size: int) -> None:
+    done = run_ranks(_compare_all, world_size, timeout=400)
+    assert done == [[str(combination) for combination in combinations()]] * world_size

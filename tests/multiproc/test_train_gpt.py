@@ -1,0 +1,142 @@
+"""The example, run as its users run it."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TINY = ("--batch-size=2", "--context=8", "--layers=1", "--width=16", "--heads=2")
+TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table at the end."""
+
+    rank: int
+    parameters: int
+    elements: int
+    state: int
+    unsharded: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a run ended and what it printed."""
+
+    code: int
+    output: str
+    errors: str
+
+    def rows(self) -> list[Row]:
+        lines = re.findall(r"^ *\d+(?: +[\d,]+){5}$", self.output, re.MULTILINE)
+        return [Row(*(int(number.replace(",", "")) for number in line.split())) for line in lines]
+
+    def numbers(self, pattern: str) -> list[str]:
+        return re.findall(pattern, self.output, re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The one run of both modes on two ranks, and where its picture would be."""
+
+    run: Finished
+    picture: Path
+
+
+def launch(*arguments: str) -> Finished:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its workers, which a kill would leave behind
+        output, errors = process.communicate(timeout=60)
+        pytest.fail(f"still running after {TIMEOUT:.0f} s: {arguments}\n{output}\n{errors}")
+    finally:
+        process.kill()
+    return Finished(process.returncode, output, errors)
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    picture = tmp_path_factory.mktemp("picture") / "run.png"
+    plot = [f"--plot={picture}"] if find_spec("matplotlib") else []
+    run = launch(*TORCHRUN, EXAMPLE, *TINY, "--steps=6", "--eval-every=3", "--compare", *plot)
+    assert run.code == 0, f"{run.output}\n{run.errors}"
+    return Comparison(run, picture)
+
+
+def test_sharded_training_equals_ddp_with_adamw(comparison: Comparison) -> None:
+    run = comparison.run
+    assert run.numbers(r"^largest parameter difference to DDP \+ AdamW: (.*)$") == ["0.0"]
+    ((moved, parameters),) = re.findall(r"^parameters that moved from .*: (\d+) of (\d+)$", run.output, re.MULTILINE)
+    assert moved == parameters != "0"
+    ddp, zero1 = (lines.split("training with ")[0] for lines in run.output.split("training with ")[1:])
+    losses = re.findall(r"step +(\d+)/6  (train|validation) loss ([\d.]+)", ddp)
+    assert [(step, kind) for step, kind, _ in losses if kind == "validation"] == [
+        ("3", "validation"),
+        ("6", "validation"),
+    ]
+    assert losses == re.findall(r"step +(\d+)/6  (train|validation) loss ([\d.]+)", zero1)
+    assert "sample, after b'The ':\nThe " in zero1
+
+
+def test_the_table_shows_what_each_rank_holds(comparison: Comparison) -> None:
+    rows = comparison.run.rows()
+    assert [row.rank for row in rows] == [0, 1, 0, 1]
+    whole, also_whole, *sharded = rows
+    assert (whole.parameters, whole.elements, whole.state) == (
+        also_whole.parameters,
+        also_whole.elements,
+        also_whole.state,
+    )
+    assert sum(row.parameters for row in sharded) == whole.parameters
+    assert sum(row.elements for row in sharded) == whole.elements
+    assert all(0 < row.elements < whole.elements for row in sharded)
+    for row in rows:
+        assert row.state == 8 * row.elements + 4 * row.parameters
+        assert row.unsharded == whole.state
+        assert row.peak > row.state
+
+
+def test_it_draws_a_picture(comparison: Comparison) -> None:
+    pytest.importorskip("matplotlib")
+    assert comparison.picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_warnings_do_not_show(comparison: Comparison) -> None:
+    assert "Warning" not in comparison.run.output + comparison.run.errors
+
+
+def test_it_runs_unsharded_in_one_process() -> None:
+    run = launch("-W", "error", EXAMPLE, *TINY, "--steps=2", "--optimizer=ddp")
+    assert run.code == 0, f"{run.output}\n{run.errors}"
+    (row,) = run.rows()
+    assert row.state == row.unsharded == 8 * row.elements + 4 * row.parameters
+    assert run.errors == ""
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_bytes(b"too short.")
+    run = launch(EXAMPLE, *TINY, f"--text={text}")
+    assert run.code == 2
+    assert f"Expected at least 90 bytes of text for --context 8, got 10 from --text {text}." in run.errors
+    assert run.output == ""

@@ -1,0 +1,353 @@
+"""The house rules that a machine can check: who imports whom, who communicates, who moves parameters, and sizes.
+
+A failure here is a question about the design. Answer it in the table below and in docs/design.md, or in the code.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "ddp_zero"
+
+
+@dataclass(frozen=True)
+class Room:
+    """A file: its floor, the files of this package that it imports, and what it takes from `torch.distributed`."""
+
+    floor: int
+    imports: frozenset[str] = frozenset()
+    from_distributed: frozenset[str] = frozenset()
+
+
+def room(floor: int, imports: str = "", from_distributed: str = "") -> Room:
+    return Room(floor, frozenset(imports.split()), frozenset(from_distributed.split()))
+
+
+ROOMS = {
+    "partition": room(0),
+    "plan": room(0, "partition"),
+    "memory_layout": room(0),
+    "parameters": room(1, "memory_layout plan"),
+    "flat": room(1, "memory_layout partition plan"),
+    "local_step": room(1),
+    "payload": room(1),
+    "tracing": room(1),
+    "collectives": room(2, "partition payload"),
+    "agreement": room(2, "collectives parameters partition"),
+    "param_sync": room(2, "collectives flat plan tracing"),
+    "binding": room(3, "collectives flat param_sync parameters partition plan tracing"),
+    "checkpoint": room(3, "agreement collectives local_step parameters partition payload"),
+    "join": room(
+        3,
+        "collectives local_step parameters partition",
+        "torch.distributed.algorithms.join.JoinHook torch.distributed.algorithms.join._JoinConfig",
+    ),
+    "report": room(3, "plan"),
+    "optimizer": room(
+        4,
+        "agreement binding checkpoint collectives join local_step parameters partition report tracing",
+        "torch.distributed.ProcessGroup torch.distributed.algorithms.join.Join "
+        "torch.distributed.algorithms.join.Joinable torch.distributed.algorithms.join.JoinHook",
+    ),
+    "__init__": room(5, "optimizer"),
+}
+
+COMMUNICATING = {
+    *("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv", "P2POp"),
+    *("broadcast", "broadcast_object_list", "all_reduce", "all_reduce_coalesced", "reduce", "barrier"),
+    *("monitored_barrier", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+    *("gather", "gather_object", "scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_to_all", "all_to_all_single", "_all_gather_base", "_reduce_scatter_base", "_coalescing_manager"),
+    *("new_group", "new_subgroups", "init_process_group", "destroy_process_group", "split_group"),
+}
+"""Functions of `torch.distributed` that send, receive or wait for peers."""
+
+GROUP_METHODS = {
+    *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "_allgather_base", "alltoall"),
+    *("alltoall_base", "broadcast", "barrier", "monitored_barrier", "reduce_scatter", "_reduce_scatter_base"),
+    *("send", "recv", "recv_anysource", "isend", "irecv"),
+}
+"""Methods of a process group that do; none is a method of a tensor."""
+
+
+# Reading the code
+
+
+def read(name: str) -> ast.Module:
+    return ast.parse((PACKAGE / f"{name}.py").read_text(), filename=name)
+
+
+def bindings(tree: ast.Module) -> dict[str, str]:
+    """What each imported name stands for: ``import a.b as c`` makes c a.b, ``from a import b`` makes b a.b."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            module = ".".join(filter(None, ["ddp_zero" if node.level else "", node.module]))
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{module}.{alias.name}"
+    return found
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Full dotted names of everything that is imported, at the top or within functions."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = ".".join(filter(None, ["ddp_zero" if node.level else "", node.module]))
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def rooms_imported(tree: ast.Module) -> set[str]:
+    names = [name.split(".") for name in imported(tree)]
+    return {parts[1] if len(parts) > 1 else "__init__" for parts in names if parts[0] == "ddp_zero"}
+
+
+def dotted(node: ast.expr, bound: dict[str, str]) -> str | None:
+    """``d.all_gather`` as ``torch.distributed.all_gather``; None for what is not a chain of names."""
+    if isinstance(node, ast.Name):
+        return bound.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        stem = dotted(node.value, bound)
+        return stem and f"{stem}.{node.attr}"
+    return None
+
+
+def mentions_of_distributed(tree: ast.Module) -> set[str]:
+    """Every full name below `torch.distributed` that the code imports or spells out, under whatever alias."""
+    bound = bindings(tree)
+    expressions = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
+    names = imported(tree) | {name for node in expressions if (name := dotted(node, bound))}
+    return {name for name in names if re.fullmatch(r"torch\.(_C\._)?distributed(\..*|_.*)?", name)}
+
+
+def communications(tree: ast.Module) -> list[str]:
+    """What in the code communicates, as ``line: name``; a mention is enough, since a function can be called later."""
+    bound = bindings(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            stem, _, last = (dotted(node, bound) or "").rpartition(".")
+            if stem.startswith("torch.") and "distributed" in stem and last in COMMUNICATING:
+                found.append(f"{node.lineno}: {stem}.{last}")
+                continue
+        if isinstance(node, ast.Attribute) and node.attr in GROUP_METHODS:
+            found.append(f"{node.lineno}: .{node.attr}")
+    return found
+
+
+def moves(tree: ast.Module) -> list[int]:
+    """Lines that re-point a tensor: ``x.data = y`` in any form of assignment, ``setattr``, ``set_`` or a swap."""
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "data" and not isinstance(node.ctx, ast.Load):
+            lines.append(node.lineno)
+        elif isinstance(node, ast.Attribute) and node.attr in ("set_", "set_data", "swap_tensors"):
+            lines.append(node.lineno)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            lines.append(node.lineno)
+    return lines
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Name and length in lines of every function, decorators and docstring included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            yield node.name, (node.end_lineno or node.lineno) - first + 1
+
+
+every_room = pytest.mark.parametrize("name", ROOMS)
+
+
+# Who imports whom
+
+
+def test_every_file_is_a_room() -> None:
+    assert {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} == {f"{name}.py" for name in ROOMS}
+
+
+@every_room
+def test_a_room_imports_exactly_what_the_table_says(name: str) -> None:
+    assert rooms_imported(read(name)) == ROOMS[name].imports
+
+
+@every_room
+def test_imports_go_to_the_same_floor_or_down(name: str) -> None:
+    assert {other for other in ROOMS[name].imports if ROOMS[other].floor > ROOMS[name].floor} == set()
+
+
+def test_imports_have_no_cycles() -> None:
+    order = list(TopologicalSorter({name: room.imports for name, room in ROOMS.items()}).static_order())
+    assert sorted(order) == sorted(ROOMS)
+
+
+@every_room
+def test_torch_is_the_only_dependency_and_the_ground_floor_has_none(name: str) -> None:
+    roots = {imported_name.split(".")[0] for imported_name in imported(read(name))} - set(sys.stdlib_module_names)
+    assert roots <= ({"ddp_zero", "torch"} if ROOMS[name].floor else {"ddp_zero"})
+
+
+def test_the_ground_floor_runs_where_there_is_no_torch() -> None:
+    """The package's own `__init__` imports the upper floors, so an empty package stands in for it."""
+    ground = [name for name, room in ROOMS.items() if room.floor == 0]
+    program = f"""
+import importlib, sys, types
+sys.modules["torch"] = None  # importing it raises
+package = types.ModuleType("ddp_zero")
+package.__path__ = [{str(PACKAGE)!r}]
+sys.modules["ddp_zero"] = package
+for name in {ground!r}:
+    importlib.import_module("ddp_zero." + name)
+print(sorted(name for name in sys.modules if name.startswith("ddp_zero.")))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.stderr, result.stdout.strip()) == ("", str([f"ddp_zero.{name}" for name in sorted(ground)]))
+
+
+def test_the_design_page_shows_the_same_rooms() -> None:
+    page = (REPOSITORY / "docs" / "design.md").read_text()
+    (section,) = re.findall(r"^## The rooms\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| *(\d+) *\| *`(\w+)\.py` *\|", section, flags=re.MULTILINE)
+    assert sorted((name, int(floor)) for floor, name in rows) == sorted((n, room.floor) for n, room in ROOMS.items())
+
+
+# Who communicates
+
+
+@every_room
+def test_only_collectives_communicates(name: str) -> None:
+    if name == "collectives":
+        assert len(communications(read(name))) > 5
+    else:
+        assert communications(read(name)) == []
+
+
+@pytest.mark.parametrize("name", [name for name in ROOMS if name != "collectives"])
+def test_a_room_takes_from_torch_distributed_only_what_the_table_says(name: str) -> None:
+    allowed = ROOMS[name].from_distributed
+    parts_of_allowed = tuple(f"{one}." for one in allowed)
+    mentioned = mentions_of_distributed(read(name))
+    assert {mention for mention in mentioned if not mention.startswith(parts_of_allowed)} == allowed
+
+
+def test_the_names_that_communicate_are_names_of_this_torch() -> None:
+    assert {name for name in COMMUNICATING if not hasattr(dist, name)} <= {"all_gather_coalesced"}
+    assert {name for name in GROUP_METHODS if hasattr(torch.Tensor, name)} == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.distributed.barrier()",
+        "import torch.distributed\ntorch.distributed.send(x, 1)",
+        "import torch.distributed as d\nd.all_reduce(x)",
+        "import torch as t\nt.distributed.scatter(x)",
+        "from torch import distributed as d\ndef f():\n    d.reduce(x, 0)",
+        "from torch.distributed import all_gather as ag\nlater = [ag]",
+        "def f():\n    from torch.distributed.distributed_c10d import broadcast\n    broadcast(x)",
+        "import torch.distributed.distributed_c10d as c\nc._all_gather_base(x, y)",
+        "def f(comm):\n    comm.process_group.allreduce(x).wait()",
+    ],
+)
+def test_the_scan_sees_through_aliases(code: str) -> None:
+    assert len(communications(ast.parse(code))) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from functools import reduce\nreduce(f, x)",
+        "import torch\ntorch.gather(x, 0, y)\ny = x.scatter(0, i, x)",
+        "from torch.distributed import ProcessGroup\ncomm.send_tree(x)",
+        "import torch.distributed as dist\ndist.get_rank()",
+    ],
+)
+def test_the_scan_lets_others_pass(code: str) -> None:
+    assert communications(ast.parse(code)) == []
+
+
+# Who moves parameters
+
+
+@every_room
+def test_only_flat_points_parameters_at_other_memory(name: str) -> None:
+    if name == "flat":
+        assert len(moves(read(name))) >= 2
+    else:
+        assert moves(read(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("p.data = q", 1),
+        ("a, p.data = q", 1),
+        ("p.data: T = q", 1),
+        ("p.data += q", 1),
+        ("for p.data in q: pass", 1),
+        ("setattr(p, 'data', q)", 1),
+        ("p.set_(q)", 1),
+        ("q = p.data", 0),
+        ("p.grad = q", 0),
+    ],
+)
+def test_the_scan_for_moves_sees_every_assignment(code: str, count: int) -> None:
+    assert len(moves(ast.parse(code))) == count
+
+
+# Sizes and messages
+
+
+@every_room
+def test_no_file_is_over_400_lines_and_no_function_over_60(name: str) -> None:
+    assert len((PACKAGE / f"{name}.py").read_text().splitlines()) <= 400
+    assert [f"{function}: {lines} lines" for function, lines in functions(read(name)) if lines > 60] == []
+
+
+@every_room
+def test_every_raise_says_something(name: str) -> None:
+    """``raise`` alone hands on an exception that has a message already."""
+    silent = [
+        node.lineno
+        for node in ast.walk(read(name))
+        if isinstance(node, ast.Raise) and node.exc and not (isinstance(node.exc, ast.Call) and node.exc.args)
+    ]
+    assert silent == []
+
+
+@every_room
+def test_no_assertion_is_silent(name: str) -> None:
+    assert [node.lineno for node in ast.walk(read(name)) if isinstance(node, ast.Assert) and not node.msg] == []
+
+
+@every_room
+def test_nothing_pickles(name: str) -> None:
+    """Neither the module nor the calls of torch that use it."""
+    tree = read(name)
+    bound = bindings(tree)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
+    names = Counter(dotted(node, bound) for node in nodes)
+    pickling = {"pickle", "torch.load", "torch.save", "torch.package"} | {
+        f"torch.distributed.{function}" for function in COMMUNICATING if "object" in function
+    }
+    assert {root for root in imported(tree) if root.split(".")[0] in ("pickle", "marshal", "shelve", "dill")} == set()
+    assert pickling & set(names) == set()

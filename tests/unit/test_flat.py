@@ -1,0 +1,287 @@
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_zero.flat import PackedStorage, ParameterStorage, ViewStorage, release
+from ddp_zero.parameters import ParameterTable
+from ddp_zero.partition import GroupRank, partition_greedy
+from ddp_zero.plan import ShardPlan, plan_standalone
+
+MakeStorage = Callable[[ShardPlan, Sequence[Tensor]], ParameterStorage]
+
+
+def label(index: int) -> str:
+    return f"parameter {index}"
+
+
+def as_views(plan: ShardPlan, params: Sequence[Tensor]) -> ParameterStorage:
+    return ViewStorage(plan, params, label)
+
+
+def packed(plan: ShardPlan, params: Sequence[Tensor]) -> ParameterStorage:
+    return PackedStorage(params)
+
+
+STORAGES = pytest.mark.parametrize("make_storage", [as_views, packed])
+
+
+def make_params(seed: int = 0) -> list[nn.Parameter]:
+    """Parameters of several layouts and dtypes; the same shapes and strides for every seed, other values."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tensors = [
+        values(2, 3),
+        values(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        values(3, 4).t(),
+        values(),
+        values(0, 3),
+        values(7).to(torch.bfloat16),
+        values(4, 2).to(torch.complex64).t(),
+        values(6, 4)[1:3],
+        values(2, 1, 3, 3).contiguous(memory_format=torch.channels_last),
+        values(11),
+    ]
+    return [nn.Parameter(tensor) for tensor in tensors]
+
+
+def make_plan(params: Sequence[Tensor], world_size: int, cap: int = 200) -> ShardPlan:
+    specs = ParameterTable([{"params": params}]).specs()
+    return plan_standalone(specs, partition_greedy([spec.nbytes for spec in specs], world_size), world_size, cap)
+
+
+def in_memory_order(param: Tensor) -> Tensor:
+    """A dense parameter's elements as they lie in memory."""
+    return param.detach().as_strided((param.numel(),), (1,))
+
+
+def exchange(plan: ShardPlan, storages: Sequence[ParameterStorage]) -> None:
+    """What `ParameterSync` does over the wire, for all ranks in one process; a backend does not bump versions."""
+    for bucket in plan.buckets:
+        of_rank = [storage.segments_to_sync(bucket, GroupRank(rank)) for rank, storage in enumerate(storages)]
+        for owner in range(plan.world_size):
+            for receiver in range(plan.world_size):
+                if receiver != owner:
+                    of_rank[receiver][owner].data.view(torch.uint8).copy_(of_rank[owner][owner].view(torch.uint8))
+        for rank, storage in enumerate(storages):
+            storage.publish(bucket, of_rank[rank], GroupRank(rank))
+
+
+def assert_segments_fit(plan: ShardPlan, storage: ParameterStorage) -> None:
+    for bucket in plan.buckets:
+        segments = storage.segments_to_sync(bucket, GroupRank(plan.world_size - 1))
+        assert [segment.shape for segment in segments] == [(segment.numel,) for segment in bucket.segments]
+        for segment, planned in zip(segments, bucket.segments, strict=True):
+            nbytes = sum(plan.specs[param].nbytes for param in planned.params)
+            assert segment.detach().view(torch.uint8).numel() == nbytes
+
+
+# Both storages
+
+
+@STORAGES
+@pytest.mark.parametrize("world_size", [1, 2, 3, 16])
+def test_after_an_exchange_every_rank_has_the_owners_values(make_storage: MakeStorage, world_size: int) -> None:
+    of_rank = [make_params(seed=rank) for rank in range(world_size)]
+    layouts = [(param.shape, param.stride(), param.dtype) for param in of_rank[0]]
+    plan = make_plan(of_rank[0], world_size)
+    assert len(plan.buckets) >= 3
+    expected = [of_rank[owner][index].detach().clone() for index, owner in enumerate(plan.owners)]
+    exchange(plan, [make_storage(plan, params) for params in of_rank])
+    for params in of_rank:
+        assert [(param.shape, param.stride(), param.dtype) for param in params] == layouts
+        for param, value in zip(params, expected, strict=True):
+            assert torch.equal(param, value)
+
+
+@STORAGES
+def test_received_parameters_count_as_changed_in_place_and_owned_ones_do_not(make_storage: MakeStorage) -> None:
+    params, peers = make_params(0), make_params(1)
+    plan = make_plan(params, 2)
+    assert set(plan.owners) == {0, 1}
+    storages = [make_storage(plan, params), make_storage(plan, peers)]
+    before = [param._version for param in params]
+    exchange(plan, storages)
+    bumped = [param._version > version for param, version in zip(params, before, strict=True)]
+    assert bumped == [owner == 1 for owner in plan.owners]
+
+
+@STORAGES
+def test_backward_through_a_parameter_that_was_received_is_refused_by_autograd(make_storage: MakeStorage) -> None:
+    params, peers = make_params(0), make_params(1)
+    plan = make_plan(params, 2)
+    storages = [make_storage(plan, params), make_storage(plan, peers)]
+    losses = [(param * param).abs().sum() for param in params]
+    exchange(plan, storages)
+    for loss, owner in zip(losses, plan.owners, strict=True):
+        if owner == 0:
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+@STORAGES
+def test_parameters_stay_the_objects_and_values_that_they_were(make_storage: MakeStorage) -> None:
+    params, copies = make_params(0), make_params(0)
+    plan = make_plan(params, 2)
+    storage = make_storage(plan, params)
+    for bucket in plan.buckets:
+        storage.segments_to_sync(bucket, GroupRank(0))
+    for param, copy in zip(params, copies, strict=True):
+        assert param.is_leaf
+        assert param.requires_grad
+        assert torch.equal(param, copy)
+        assert (param.shape, param.stride(), param.dtype) == (copy.shape, copy.stride(), copy.dtype)
+
+
+@STORAGES
+def test_segments_have_the_plans_lengths_and_can_be_sent_as_bytes(make_storage: MakeStorage) -> None:
+    params = make_params()
+    plan = make_plan(params, 4, cap=60)
+    assert_segments_fit(plan, make_storage(plan, params))
+
+
+@STORAGES
+@pytest.mark.parametrize("tensor", [torch.ones(10)[5::10], torch.ones(0)[::2]], ids=["one element", "no elements"])
+def test_the_stride_of_a_dimension_that_is_never_walked_does_not_matter(
+    make_storage: MakeStorage, tensor: Tensor
+) -> None:
+    params = [nn.Parameter(tensor)]
+    plan = make_plan(params, 1)
+    assert_segments_fit(plan, make_storage(plan, params))
+
+
+# Views
+
+
+def test_parameters_are_windows_of_the_segments_at_the_plans_offsets() -> None:
+    params = make_params()
+    plan = make_plan(params, 2, cap=100)
+    storage = as_views(plan, params)
+    for bucket in plan.buckets:
+        for segment, tensor in zip(bucket.segments, storage.segments_to_sync(bucket, GroupRank(0)), strict=True):
+            tensor.copy_(torch.arange(segment.numel))
+            for index, offset in zip(segment.params, segment.offsets, strict=True):
+                expected = torch.arange(offset, offset + params[index].numel()).to(params[index].dtype)
+                assert torch.equal(in_memory_order(params[index]), expected)
+
+
+def test_views_are_sent_from_where_they_live() -> None:
+    params = make_params()
+    plan = make_plan(params, 2)
+    storage = as_views(plan, params)
+    for bucket in plan.buckets:
+        first = storage.segments_to_sync(bucket, GroupRank(0))
+        assert [id(tensor) for tensor in storage.segments_to_sync(bucket, GroupRank(0))] == [id(t) for t in first]
+        for segment, tensor in zip(bucket.segments, first, strict=True):
+            for index in segment.params:
+                assert params[index].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def test_an_in_place_step_on_a_view_is_in_the_segment() -> None:
+    params = make_params()
+    plan = make_plan(params, 2)
+    storage = as_views(plan, params)
+    with torch.no_grad():
+        for param in params:
+            param.fill_(3)
+    for bucket in plan.buckets:
+        for tensor in storage.segments_to_sync(bucket, GroupRank(0)):
+            assert torch.equal(tensor, torch.full_like(tensor, 3))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2).expand(3, 2), torch.ones(6)[::2], torch.ones(4, 4)[:, :2]],
+    ids=["expanded", "every other", "columns"],
+)
+def test_views_refuse_gaps_and_overlaps_naming_the_parameter_and_move_nothing(tensor: Tensor) -> None:
+    params = [*make_params(), nn.Parameter(tensor)]
+    places = [param.data_ptr() for param in params]
+    with pytest.raises(ValueError, match=rf"got parameter 10 with strides \[{tensor.stride()[0]}.*bucket_view=False"):
+        as_views(make_plan(params, 2), params)
+    assert [param.data_ptr() for param in params] == places
+
+
+def test_views_take_a_parameter_without_elements_whatever_its_strides() -> None:
+    params = [nn.Parameter(torch.empty(0, 4)[:, ::2]), nn.Parameter(torch.ones(3))]
+    as_views(make_plan(params, 1), params)
+    assert params[0].shape == (0, 2)
+    assert params[1].tolist() == [1, 1, 1]
+
+
+def test_views_leave_dormant_parameters_where_they_are() -> None:
+    params = make_params()
+    params[0].requires_grad_(False)
+    places = [param.data_ptr() for param in params]
+    as_views(make_plan(params, 2), params)
+    moved = [param.data_ptr() != place for param, place in zip(params, places, strict=True)]
+    assert moved == [index > 0 and param.numel() > 0 for index, param in enumerate(params)]
+
+
+def test_binding_views_again_keeps_values_and_drops_the_old_segments() -> None:
+    params, copies = make_params(), make_params()
+    plan = make_plan(params, 2)
+    first, second = as_views(plan, params), as_views(plan, params)
+    for bucket in plan.buckets:
+        for tensor in first.segments_to_sync(bucket, GroupRank(0)):
+            tensor.zero_()
+    assert all(torch.equal(param, copy) for param, copy in zip(params, copies, strict=True))
+    exchange(plan, [second, as_views(plan, make_params(1))])
+    assert torch.equal(params[plan.owners.index(GroupRank(1))], make_params(1)[plan.owners.index(GroupRank(1))])
+
+
+def test_released_parameters_have_memory_of_their_own() -> None:
+    params, copies = make_params(), make_params()
+    plan = make_plan(params, 1, cap=10_000)
+    storage = as_views(plan, params)
+    release(params)
+    for bucket in plan.buckets:
+        for tensor in storage.segments_to_sync(bucket, GroupRank(0)):
+            tensor.zero_()
+    for param, copy in zip(params, copies, strict=True):
+        assert param.untyped_storage().nbytes() == param.nbytes
+        assert param.stride() == copy.stride()
+        assert torch.equal(param, copy)
+
+
+# Packed
+
+
+def test_packing_moves_no_parameter() -> None:
+    params, peers = make_params(0), make_params(1)
+    plan = make_plan(params, 2)
+    places = [param.data_ptr() for param in params]
+    exchange(plan, [packed(plan, params), packed(plan, peers)])
+    assert [param.data_ptr() for param in params] == places
+
+
+def test_a_segment_of_one_contiguous_parameter_is_its_memory_and_others_are_copies() -> None:
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4).t().contiguous().t())]
+    plan = make_plan(params, 2, cap=1000)
+    storage = packed(plan, params)
+    for rank in (0, 1):
+        contiguous, transposed = storage.segments_to_sync(plan.buckets[0], GroupRank(rank))
+        assert contiguous.data_ptr() == params[0].data_ptr()
+        assert transposed.data_ptr() != params[1].data_ptr()
+
+
+def test_a_segment_of_several_parameters_is_packed_in_their_logical_order() -> None:
+    params = [nn.Parameter(torch.arange(6.0).view(2, 3).t()), nn.Parameter(torch.tensor([7.0, 8.0]))]
+    (segment,) = packed(plan := make_plan(params, 1), params).segments_to_sync(plan.buckets[0], GroupRank(0))
+    assert segment.tolist() == [0, 3, 1, 4, 2, 5, 7, 8]
+
+
+def test_packing_takes_parameters_with_gaps() -> None:
+    gaps, peer_gaps = nn.Parameter(torch.zeros(4, 4)[:, :2]), nn.Parameter(torch.ones(4, 4)[:, :2])
+    plan = make_plan([gaps], 2)
+    (owner,) = plan.owners
+    storages = [packed(plan, [gaps]), packed(plan, [peer_gaps])]
+    exchange(plan, storages[:: 1 if owner == 1 else -1])
+    assert torch.equal(gaps, torch.ones(4, 2))
+    assert gaps.stride() == (4, 1)

@@ -1,0 +1,26 @@
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import ddp_zero
+
+PACKAGE = Path(ddp_zero.__file__).parent
+
+
+def test_importing_it_is_silent_even_with_warnings_as_errors() -> None:
+    command = [sys.executable, "-W", "error", "-c", "import ddp_zero"]
+    result = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_it_says_that_it_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_all_is_exactly_what_is_public() -> None:
+    public = [
+        name for name, value in vars(ddp_zero).items() if not name.startswith("_") and not isinstance(value, ModuleType)
+    ]
+    assert sorted(public) == sorted(ddp_zero.__all__)
+    assert len(set(ddp_zero.__all__)) == len(ddp_zero.__all__)

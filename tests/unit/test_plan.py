@@ -1,0 +1,308 @@
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_zero import plan as plan_module
+from ddp_zero.partition import GroupRank, partition_greedy
+from ddp_zero.plan import Bucket, ParameterSpec, Segment, ShardPlan, plan_standalone
+
+BYTES_PER_ELEMENT = {"cpu/float32": 4, "cpu/bfloat16": 2, "cuda/float32": 4}
+
+
+def spec(numel: int, kind: str = "cpu/float32", active: bool = True) -> ParameterSpec:
+    return ParameterSpec(numel, numel * BYTES_PER_ELEMENT[kind], kind, active)
+
+
+def ranks(*owners: int) -> tuple[GroupRank, ...]:
+    return tuple(GroupRank(owner) for owner in owners)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What `plan_standalone` is given."""
+
+    specs: list[ParameterSpec]
+    owners: list[GroupRank]
+    world_size: int
+    cap: int
+
+    def plan(self) -> ShardPlan:
+        return plan_standalone(self.specs, self.owners, self.world_size, self.cap)
+
+    def members(self, kind: str) -> list[list[int]]:
+        """For each rank, its active parameters of a kind."""
+        return [
+            [p for p, s in enumerate(self.specs) if s.active and s.kind == kind and self.owners[p] == rank]
+            for rank in range(self.world_size)
+        ]
+
+    def wanted_buckets(self, kind: str) -> int:
+        """As many as the cap asks for, but no more than the longest list of parameters fills."""
+        total = sum(self.specs[param].nbytes for params in self.members(kind) for param in params)
+        return min(max(1, (total + self.cap - 1) // self.cap), max(len(params) for params in self.members(kind)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kinds = st.sampled_from(sorted(BYTES_PER_ELEMENT))
+    numels = st.integers(0, 40) | st.just(0) | st.integers(0, 10_000)
+    specs = draw(st.lists(st.builds(spec, numels, kinds, st.booleans() | st.just(True)), max_size=30))
+    world_size = draw(st.integers(1, 6))
+    owner = st.integers(0, world_size - 1).map(GroupRank)
+    owners = draw(st.lists(owner, min_size=len(specs), max_size=len(specs)))
+    return Case(specs, owners, world_size, draw(st.integers(1, 400)))
+
+
+# The plan that is built
+
+
+def test_the_figure_in_the_docstring_is_what_the_code_makes() -> None:
+    elements = [8, 4, 6, 2, 4, 6, 2]
+    owners = partition_greedy([4 * numel for numel in elements], 2)
+    plan = plan_standalone([spec(numel) for numel in elements], owners, 2, bucket_cap_bytes=64)
+
+    def drawn(segment: Segment) -> str:
+        places = zip(segment.params, segment.offsets, strict=True)
+        return "[ " + " | ".join(f"p{param}: {start}..{start + elements[param]}" for param, start in places) + " ]"
+
+    rows = [
+        ["parameter", *range(7)],
+        ["elements", *elements, f"{4 * sum(elements)} bytes, so {len(plan.buckets)} buckets"],
+        ["owner", *owners],
+        ["rank 0", "rank 1"],
+        *([f"bucket {bucket.index}", *map(drawn, bucket.segments)] for bucket in plan.buckets),
+    ]
+    figure = " ".join(str(cell) for row in rows for cell in row)
+    assert figure in " ".join((plan_module.__doc__ or "").split())
+
+
+@settings(deadline=None)
+@given(cases())
+def test_active_parameters_travel_once_with_their_owner_and_kind_and_dormant_ones_do_not(case: Case) -> None:
+    plan = case.plan()
+    travelling = [
+        (param, segment.owner, bucket.kind)
+        for bucket in plan.buckets
+        for segment in bucket.segments
+        for param in segment.params
+    ]
+    active = [(p, case.owners[p], s.kind) for p, s in enumerate(case.specs) if s.active]
+    assert sorted(travelling) == active
+    assert (plan.world_size, list(plan.specs), list(plan.owners)) == (case.world_size, case.specs, case.owners)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_segments_are_laid_end_to_end_one_per_rank_in_buckets_numbered_in_order(case: Case) -> None:
+    plan = case.plan()
+    assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
+    for bucket in plan.buckets:
+        assert [segment.owner for segment in bucket.segments] == list(range(case.world_size))
+        assert any(segment.params for segment in bucket.segments), "an empty bucket is a message about nothing"
+        for segment in bucket.segments:
+            end = 0
+            for param, offset in zip(segment.params, segment.offsets, strict=True):
+                assert offset == end
+                end += case.specs[param].numel
+            assert segment.numel == end
+
+
+@settings(deadline=None)
+@given(cases())
+def test_each_rank_fills_buckets_in_order_and_evenly(case: Case) -> None:
+    plan = case.plan()
+    for kind in {s.kind for s in case.specs if s.active}:
+        buckets = [bucket for bucket in plan.buckets if bucket.kind == kind]
+        wanted = case.wanted_buckets(kind)
+        assert 1 <= len(buckets) <= wanted
+        for rank, members in enumerate(case.members(kind)):
+            assert [p for bucket in buckets for p in bucket.segments[rank].params] == members
+            share = sum(case.specs[p].nbytes for p in members) / wanted
+            largest = max((case.specs[p].nbytes for p in members), default=0)
+            for bucket in buckets:
+                size = sum(case.specs[p].nbytes for p in bucket.segments[rank].params)
+                assert share - largest <= size <= share + largest
+
+
+@pytest.mark.parametrize(
+    ("cap", "buckets"),
+    [(1000, 1), (32, 1), (31, 2), (16, 2), (15, 3), (8, 4), (7, 4), (1, 4)],
+)
+def test_the_cap_sets_the_number_of_buckets_until_each_holds_one_parameter_of_a_rank(cap: int, buckets: int) -> None:
+    plan = plan_standalone([spec(1)] * 8, ranks(0, 1, 0, 1, 0, 1, 0, 1), 2, cap)
+    assert len(plan.buckets) == buckets
+
+
+def test_kinds_never_share_a_bucket_and_come_in_order_of_first_use() -> None:
+    kinds = ["cpu/bfloat16", "cpu/float32", "cuda/float32", "cpu/bfloat16", "cpu/float32"]
+    plan = plan_standalone([spec(3, kind) for kind in kinds], ranks(0, 1, 0, 1, 1), 2, 1000)
+    found = [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in plan.buckets]
+    assert found == [("cpu/bfloat16", [(0,), (3,)]), ("cpu/float32", [(), (1, 4)]), ("cuda/float32", [(2,), ()])]
+
+
+def test_parameters_without_elements_travel_at_their_place() -> None:
+    plan = plan_standalone([spec(0), spec(3), spec(0), spec(2), spec(0)], ranks(0, 0, 0, 0, 1), 2, 1000)
+    assert plan.buckets == (
+        Bucket(
+            0,
+            "cpu/float32",
+            (Segment(GroupRank(0), (0, 1, 2, 3), (0, 0, 3, 3), 5), Segment(GroupRank(1), (4,), (0,), 0)),
+        ),
+    )
+
+
+def test_a_kind_without_elements_is_one_bucket() -> None:
+    plan = plan_standalone([spec(0), spec(0)], ranks(0, 0), 1, 8)
+    assert [bucket.segments for bucket in plan.buckets] == [(Segment(GroupRank(0), (0, 1), (0, 0), 0),)]
+
+
+@pytest.mark.parametrize("specs", [[], [spec(4, active=False), spec(0, active=False)]], ids=["none", "all dormant"])
+def test_nothing_to_train_makes_no_bucket(specs: list[ParameterSpec]) -> None:
+    assert plan_standalone(specs, ranks(*([2] * len(specs))), 3, 8).buckets == ()
+
+
+def test_a_bucket_without_parameters_of_any_rank_is_left_out() -> None:
+    plan = plan_standalone([spec(1), spec(1), spec(98)], ranks(0, 0, 0), 1, bucket_cap_bytes=134)
+    assert [bucket.segments[0].params for bucket in plan.buckets] == [(0, 1), (2,)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 128, 1024])
+def test_any_number_of_ranks_shares_twenty_parameters(world_size: int) -> None:
+    specs = [spec(numel) for numel in range(20)]
+    owners = partition_greedy([s.nbytes for s in specs], world_size)
+    plan = plan_standalone(specs, owners, world_size, 100)
+    assert {len(bucket.segments) for bucket in plan.buckets} == {world_size}
+    travelling = [p for bucket in plan.buckets for segment in bucket.segments for p in segment.params]
+    assert sorted(travelling) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("owners", "world_size", "cap", "message"),
+    [
+        pytest.param(ranks(0, 0), 1, 0, "bucket cap of at least 1 byte, got 0", id="cap"),
+        pytest.param(ranks(0), 1, 8, "owner|argument 2 is shorter", id="an owner is missing"),
+        pytest.param(ranks(0, 2), 2, 8, "parameter 1 to have an owner below 2, got 2", id="owner too large"),
+        pytest.param(ranks(-1, 0), 2, 8, "parameter 0 to have an owner below 2, got -1", id="owner negative"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    owners: tuple[GroupRank, ...], world_size: int, cap: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_standalone([spec(1), spec(1)], owners, world_size, cap)
+
+
+# A plan that was tampered with
+
+
+def good_plan() -> ShardPlan:
+    """Two ranks; parameters 0, 1, 3 in bucket 0, 4 and 5 in bucket 1, 2 is dormant."""
+    kinds = ["cpu/float32"] * 4 + ["cpu/bfloat16"] * 2
+    specs = [spec(numel, kind) for numel, kind in zip([4, 3, 7, 5, 2, 2], kinds, strict=True)]
+    specs[2] = replace(specs[2], active=False)
+    return plan_standalone(specs, ranks(0, 1, 0, 0, 0, 1), 2, 1000)
+
+
+def with_segment(bucket: int, rank: int, params: list[int], offsets: list[int], numel: int) -> ShardPlan:
+    """The good plan with one segment replaced; raises as its constructor does."""
+    plan = good_plan()
+    segments = list(plan.buckets[bucket].segments)
+    segments[rank] = Segment(GroupRank(rank), tuple(params), tuple(offsets), numel)
+    buckets = list(plan.buckets)
+    buckets[bucket] = replace(buckets[bucket], segments=tuple(segments))
+    return replace(plan, buckets=tuple(buckets))
+
+
+def with_buckets(change: Callable[[tuple[Bucket, ...]], tuple[Bucket, ...]]) -> ShardPlan:
+    return replace(good_plan(), buckets=change(good_plan().buckets))
+
+
+def test_the_plan_that_the_next_tests_break_is_whole() -> None:
+    whole = with_segment(0, 0, [0, 3], [0, 4], 9)
+    assert whole == good_plan()
+    assert [[s.params for s in bucket.segments] for bucket in whole.buckets] == [[(0, 3), (1,)], [(4,), (5,)]]
+
+
+BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
+    "an owner is missing": (
+        lambda: replace(good_plan(), owners=ranks(0, 1, 0, 0, 0)),
+        r"one owner for each of 6 parameters, got 5\.",
+    ),
+    "owner too large": (
+        lambda: replace(good_plan(), owners=ranks(0, 1, 2, 0, 0, 1)),
+        r"parameter 2 to have an owner below 2, got 2\.",
+    ),
+    "owner negative": (
+        lambda: replace(good_plan(), owners=ranks(0, 1, -1, 0, 0, 1)),
+        r"parameter 2 to have an owner below 2, got -1\.",
+    ),
+    "buckets out of order": (
+        lambda: with_buckets(lambda buckets: buckets[::-1]),
+        r"bucket 0 at position 0, got bucket 1\.",
+    ),
+    "a segment is missing": (
+        lambda: with_buckets(lambda b: (b[0], replace(b[1], segments=b[1].segments[:1]))),
+        r"one segment per rank in rank order in bucket 1\.",
+    ),
+    "segments out of rank order": (
+        lambda: with_buckets(lambda b: (replace(b[0], segments=b[0].segments[::-1]), b[1])),
+        r"one segment per rank in rank order in bucket 0\.",
+    ),
+    "a gap": (
+        lambda: with_segment(0, 0, [0, 3], [0, 5], 10),
+        r"bucket 0, rank 0 end to end at \[0, 4\], got \[0, 5\] and length 10\.",
+    ),
+    "an overlap": (
+        lambda: with_segment(0, 0, [0, 3], [0, 3], 9),
+        r"bucket 0, rank 0 end to end at \[0, 4\], got \[0, 3\] and length 9\.",
+    ),
+    "not from the start": (
+        lambda: with_segment(1, 1, [5], [1], 2),
+        r"bucket 1, rank 1 end to end at \[0\], got \[1\] and length 2\.",
+    ),
+    "too long": (
+        lambda: with_segment(1, 1, [5], [0], 3),
+        r"bucket 1, rank 1 end to end at \[0\], got \[0\] and length 3\.",
+    ),
+    "an offset is missing": (
+        lambda: with_segment(0, 0, [0, 3], [0], 9),
+        r"bucket 0, rank 0 end to end at \[0, 4\], got \[0\] and length 9\.",
+    ),
+    "twice in one segment": (
+        lambda: with_segment(0, 1, [1, 1], [0, 3], 6),
+        r"parameter 1 in one bucket, got it in 0 and 0\.",
+    ),
+    "in two buckets": (
+        lambda: with_segment(1, 0, [0, 4], [0, 4], 6),
+        r"parameter 0 in one bucket, got it in 0 and 1\.",
+    ),
+    "with another rank": (
+        lambda: with_segment(0, 1, [1, 4], [0, 3], 5),
+        r"parameter 4 with its owner 0, got it in a segment of rank 1 \(bucket 0\)\.",
+    ),
+    "in a bucket of another kind": (
+        lambda: with_segment(0, 0, [0, 3, 4], [0, 4, 9], 11),
+        r"kind cpu/float32 in bucket 0, got parameter 4: .*cpu/bfloat16",
+    ),
+    "a dormant parameter": (
+        lambda: with_segment(0, 0, [0, 2, 3], [0, 4, 11], 16),
+        r"active parameter of kind cpu/float32 in bucket 0, got parameter 2: .*active=False",
+    ),
+    "in no bucket": (
+        lambda: with_segment(0, 0, [0], [0], 4),
+        r"active parameter 3 in a bucket, got it in none\.",
+    ),
+    "no such parameter": (
+        lambda: with_segment(0, 0, [0, 3, 6], [0, 4, 9], 9),
+        r"parameter.* 6",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_plan_is_refused_naming_the_offenders(build: Callable[[], ShardPlan], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
