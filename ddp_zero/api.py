@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -14,7 +13,7 @@ _INTERLEAVED_LAG = 1
 
 
 def hook_with_zero_step(
-    hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> CommHook:
     """Extend a DDP communication hook by the optimizer step, taken when the last bucket has arrived.
 
@@ -22,7 +21,8 @@ def hook_with_zero_step(
     while the next one is stepped. When ``backward()`` returns, every rank has the new parameters.
 
     Args:
-        hook: the reduction to extend, such as ``allreduce_hook``; it returns a future of the averaged bucket.
+        hook: the reduction to extend, such as ``allreduce_hook``; it returns a future of the averaged bucket. None: the
+            reduction of DDP without a hook, whose last bits ``allreduce_hook`` gives only at 2, 4, 8 ... ranks.
         ddp: the model. Register the result on it: ``ddp.register_comm_hook(state, result)``.
         zero: an optimizer over the model's parameters, built with ``overlap_with_ddp=True``.
         shard_buckets: spread each bucket over the ranks; if False, a bucket goes whole to the least loaded rank.
@@ -38,7 +38,7 @@ def hook_with_zero_step(
 
 
 def hook_with_zero_step_interleaved(
-    hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> CommHook:
     """As `hook_with_zero_step`, but each bucket is stepped while backward computes the gradients of the next.
 
@@ -52,7 +52,7 @@ def shard_optimizer(
     optimizer_class: Callable[..., Optimizer],
     *,
     stage: int = 1,
-    hook: CommHook = allreduce_hook,
+    hook: CommHook | None = None,
     hook_state: Any = None,
     interleaved: bool = False,
     shard_buckets: bool = True,
@@ -68,7 +68,7 @@ def shard_optimizer(
         ddp: the model, without a communication hook.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
         stage: 1 shards optimizer state; 2, gradients too, is not implemented yet.
-        hook: the reduction, such as ``fp16_compress_hook``.
+        hook: the reduction, such as ``fp16_compress_hook``; None: that of DDP without a hook.
         hook_state: handed to ``hook``; None: the model's process group, which the hooks of torch take.
         interleaved: step buckets while backward still computes, see `hook_with_zero_step_interleaved`.
         shard_buckets: spread each bucket over the ranks.

@@ -22,7 +22,8 @@ import torch.distributed as dist
 # for good, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT at exit with torch 2.13.0).
 import torch.distributed.nn
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.futures import Future
 
 from ddp_zero.partition import GlobalRank, GroupRank
 from ddp_zero.payload import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
@@ -37,6 +38,21 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Block until it is done; raises `RuntimeError` if a peer failed or the group's time-out passed."""
+
+
+def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """The reduction that DDP does when it has no communication hook, as a hook: the same bits for any number of ranks.
+
+    DDP multiplies by the reciprocal of the number of ranks and then sums; ``allreduce_hook`` of torch divides, which
+    rounds otherwise unless that number is a power of two.
+
+    Args:
+        state: the process group.
+        bucket: what DDP hands to a hook; averaged in place.
+    """
+    buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
+    future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 class Exchange:

@@ -16,7 +16,6 @@ On a rank that has joined (`torch.distributed.algorithms.Join`) there is no back
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,9 +24,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_zero.collectives import average_as_ddp
 from ddp_zero.join import BorrowedGradients, serve_joined, share_options
 from ddp_zero.memory_layout import is_dense
-from ddp_zero.overlap import Action, AdoptLayout, FinishSyncs, OverlapMachine, Phase, StepAll, StepBucket
+from ddp_zero.overlap import Action, AdoptLayout, FinishSyncs, OverlapMachine, Phase, StepBucket
 from ddp_zero.plan import owners_by_bucket
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
@@ -42,7 +42,7 @@ class OverlapHook:
     Args:
         sharded: the step.
         ddp: the model it must be registered on.
-        wrapped: starts a bucket's reduction and returns a future of the averaged bucket.
+        wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
         split: whether a bucket is spread over ranks, or goes whole to one.
         lag: how many buckets the step stays behind the reduction; None: until the last bucket has arrived.
         join_is_on: whether the optimizer is inside an enabled Join context.
@@ -52,7 +52,7 @@ class OverlapHook:
         self,
         sharded: ShardedStep,
         ddp: DistributedDataParallel,
-        wrapped: CommHook,
+        wrapped: CommHook | None,
         split: bool,
         lag: int | None,
         join_is_on: Callable[[], bool],
@@ -60,7 +60,8 @@ class OverlapHook:
         self.machine = OverlapMachine(lag, sharded.comm.name(sharded.comm.group_rank))
         self._sharded = sharded
         self._ddp = ddp
-        self._wrapped = wrapped
+        self._wrapped = wrapped if wrapped is not None else _ddps_own(ddp)
+        self._table = sharded.table
         self._split = split
         self._join_is_on = join_is_on
         self._side = SideStream()
@@ -91,9 +92,7 @@ class OverlapHook:
     def step_joined(self) -> None:
         """On a rank that has joined, after DDP's own shadow: finish a deferred step with a peer's gradients."""
         if self.machine.phase is Phase.REDUCED:
-            sharded = self._sharded
-            borrowed = BorrowedGradients(sharded.comm, sharded.table, sharded.binding.owners, sharded.param_groups)
-            self._finish_deferred(borrowed)
+            self._finish_deferred(has_joined=True)
         self.machine.step_shadowed()
 
     def reset(self) -> None:
@@ -116,6 +115,8 @@ class OverlapHook:
 
     def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
         known = self._compositions
+        if self._table is not self._sharded.table:
+            return False
         return index < len(known) and known[index] == tuple(map(id, params)) and is_last == (index == len(known) - 1)
 
     def _reason_to_defer(self, params: list[Tensor], matches: bool) -> str | None:
@@ -124,7 +125,7 @@ class OverlapHook:
             self._check_model(params)
             return "the first backward pass shows DDP's buckets"
         if not matches:
-            return "DDP has rebuilt its buckets"
+            return "DDP has rebuilt its buckets, or parameters were added"
         if self._ddp.static_graph:
             if self._static_graph_has_unused is not False:
                 return "the static graph has parameters that no rank uses"
@@ -141,8 +142,6 @@ class OverlapHook:
                 self._step_bucket(action.bucket)
             elif isinstance(action, AdoptLayout):
                 self._adopt_layout()
-            elif isinstance(action, StepAll):
-                self._step_all()
             elif isinstance(action, FinishSyncs):
                 self._finish_syncs()
 
@@ -180,19 +179,28 @@ class OverlapHook:
             self._sharded.finish()
         self._side.join()
 
-    def _finish_deferred(self, gradients: AbstractContextManager[None] | None = None) -> None:
-        """Step from published gradients, or on a joined rank from those that a peer sends."""
-        sharded = self._sharded
-        if gradients is None and self._join_is_on():
-            serve_joined(sharded.comm, sharded.table, sharded.binding.owners, sharded.param_groups)
-        with gradients if gradients is not None else nullcontext():
-            self._carry_out(self.machine.backward_finished())
+    def _finish_deferred(self, has_joined: bool = False) -> None:
+        """Step from published gradients, or on a rank that has joined from those that a peer sends."""
+        for action in self.machine.backward_finished():
+            if isinstance(action, AdoptLayout):
+                self._adopt_layout()  # before gradients are lent: they go to the new owners
+            else:
+                self._step_all(has_joined)
         if self._ddp.static_graph and self._static_graph_has_unused is None:
-            self._static_graph_has_unused = self._ask_for_unused(has_run=gradients is None)
+            self._static_graph_has_unused = self._ask_for_unused(has_run=not has_joined)
 
-    def _step_all(self) -> None:
-        self._sharded.begin()
-        self._sharded.run()
+    def _step_all(self, has_joined: bool) -> None:
+        sharded = self._sharded
+        lent = (sharded.comm, sharded.table, sharded.binding.owners, sharded.param_groups)
+        if has_joined:
+            with BorrowedGradients(*lent):
+                sharded.begin()
+                sharded.run()
+            return
+        if self._join_is_on():
+            serve_joined(*lent)
+        sharded.begin()
+        sharded.run()
 
     # The layout
 
@@ -209,6 +217,7 @@ class OverlapHook:
             owners = owners_by_bucket(sizes, owners, sharded.comm.world_size, layout, self._split)
         logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
         sharded.adopt(layout, owners)
+        self._table = sharded.table
         self._compositions = [tuple(map(id, params)) for params, _ in self._arrived]
         self._offsets = [_offsets(params, index_of) for params, _ in self._arrived]
         if is_final:
@@ -252,6 +261,10 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
             "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
             "process_group=ddp.process_group to the optimizer."
         )
+
+
+def _ddps_own(ddp: DistributedDataParallel) -> CommHook:
+    return lambda _, bucket: average_as_ddp(ddp.process_group, bucket)
 
 
 def _in_backward() -> bool:

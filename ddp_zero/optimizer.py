@@ -189,7 +189,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # Overlap
 
-    def _build_hook(self, ddp: DistributedDataParallel, wrapped: CommHook, *, split: bool, lag: int | None) -> CommHook:
+    def _build_hook(
+        self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
+    ) -> CommHook:
         """See `ddp_zero.api.hook_with_zero_step`."""
         _check_has_no_hook(self._overlaps, self._hook)
         check_model(ddp, self._sharded)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from ddp_zero.hook import CommHook
 from tests.multiproc.harness import Setup
 
 Groups = list[dict[str, Any]]
@@ -194,6 +195,48 @@ def build_twins(
     )
     before = [param.detach().clone() for param in sharded_model.parameters()]
     return Twins(plain_model, sharded_model, plain, opt, before)
+
+
+def build_overlapped_twins(
+    case: OptimizerCase,
+    groups: int = 1,
+    model: nn.Module | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    wrapped: CommHook | None = None,
+    states: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    split: bool = True,
+    as_views: bool = True,
+    bucket_cap_mb: float = 0.0015,
+    **ddp_options: Any,
+) -> Twins:
+    """As `build_twins`, with the sharded optimizer stepped inside backward and the same hook on both models."""
+    model = model if model is not None else build_model(matrices_only=case.matrices_only)
+    ddp_options |= {"process_group": process_group, "bucket_cap_mb": bucket_cap_mb}
+    plain_model = DistributedDataParallel(copy.deepcopy(model), **ddp_options)
+    sharded_model = DistributedDataParallel(model, **ddp_options)
+    plain = case.build(split_groups(plain_model, groups), **copy.deepcopy(case.options))
+    opt = ZeroRedundancyOptimizer(
+        split_groups(sharded_model, groups),
+        case.build,
+        process_group=process_group,
+        parameters_as_bucket_view=as_views,
+        overlap_with_ddp=True,
+        **copy.deepcopy(case.options),
+    )
+    build = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
+    plain_state, state = states if states is not None else (process_group, process_group)
+    if wrapped is not None:
+        plain_model.register_comm_hook(plain_state, _unnamed(wrapped))
+    sharded_model.register_comm_hook(state, build(wrapped, sharded_model, opt, split))
+    before = [param.detach().clone() for param in sharded_model.parameters()]
+    return Twins(plain_model, sharded_model, plain, opt, before)
+
+
+def _unnamed(hook: CommHook) -> CommHook:
+    """DDP refuses some hooks on some backends by their name alone."""
+    return lambda state, bucket: hook(state, bucket)
 
 
 def assert_equal_models(expected: nn.Module, actual: nn.Module, when: str) -> None:
