@@ -113,9 +113,9 @@ def _first_difference(
 
 
 def _describe(structure: Sequence[object]) -> str:
-    name, group, shape, stride, dtype, device, active = structure
+    name, group, shape, stride, dtype, device, trainable = structure
     named = f"{name!r}, " if name is not None else ""
-    frozen = "" if active else ", frozen"
+    frozen = "" if trainable else ", frozen"
     return f"({named}group {group}, shape {list(shape)}, strides {list(stride)}, {dtype} on {device}{frozen})"  # type: ignore[call-overload]
 
 

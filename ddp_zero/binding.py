@@ -1,10 +1,12 @@
 """Attaches a plan to live tensors, and notices when the user has moved them.
 
 Owners are decided once, when parameters arrive, and never change: a trained parameter's state stays where it is.
-Which parameters travel, and in which bucket, follows what can change in a step. Frozen parameters have owners but do
-not travel until they are trainable.
+Which parameters travel, and in which bucket, follows what can change in a step. It is decided anew when a parameter is
+frozen or unfrozen, and not when a gradient goes: ranks may differ in when they drop one. A frozen parameter for which
+no rank had a gradient at that moment has an owner but does not travel until it is trainable or gets a gradient.
 """
 
+import copy
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from ddp_zero.collectives import Communicator
 from ddp_zero.flat import PackedStorage, ParameterStorage, ViewStorage, release
 from ddp_zero.param_sync import ParameterSync
-from ddp_zero.parameters import ParameterTable, is_active
+from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank, partition_greedy
 from ddp_zero.plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
 from ddp_zero.tracing import logger
@@ -30,60 +32,78 @@ class Binding:
         comm: the group that shares the parameters.
         table: the parameters.
         as_views: whether parameters move into flat storage (``parameters_as_bucket_view``).
-        owners: owners that are decided already, for a prefix of the parameters.
-        layout: parameter indices of each DDP bucket, if the plan is to follow DDP's.
 
     Attributes:
-        layout: DDP's buckets that the plan follows, or None.
+        layout: parameter indices of each DDP bucket that the plan follows, or None.
+        owners: the owner of every parameter, by index.
         plan: the current plan.
+        digest: a number that differs where owners, buckets or what travels in them differ.
         sync: sends and receives its buckets.
     """
 
     plan: ShardPlan
     sync: ParameterSync
 
-    def __init__(
-        self,
-        comm: Communicator,
-        table: ParameterTable,
-        as_views: bool,
-        owners: list[GroupRank] | None = None,
-        layout: Layout | None = None,
-    ) -> None:
+    def __init__(self, comm: Communicator, table: ParameterTable, as_views: bool) -> None:
         self._comm = comm
         self._table = table
         self._as_views = as_views
-        specs = table.specs()
-        decided = owners or []
-        self.layout = layout
-        self._active: list[bool] = []
-        self._owners = decided + assign_owners(specs, decided, comm.world_size)
+        self._active = [param.requires_grad for param in table.params]
+        self.layout: Layout | None = None
+        specs = table.specs(self._active)
+        self.owners: list[GroupRank] = assign_owners(specs, [], comm.world_size)
         self._bind(specs)
+
+    def extended(self, table: ParameterTable) -> "Binding":
+        """A binding for a table that begins with the same parameters, which keep their owners."""
+        clone = copy.copy(self)
+        clone._table = table
+        clone._active = self._active + [param.requires_grad for param in table.params[len(self._active) :]]
+        specs = table.specs(clone._active)
+        clone.owners = self.owners + assign_owners(specs, self.owners, self._comm.world_size)
+        clone._bind(specs)
+        return clone
 
     def adopt(self, layout: Layout, owners: list[GroupRank]) -> None:
         """Follow these DDP buckets from now on, with these owners."""
         self.layout = layout
-        self._owners = owners
-        self._bind(self._table.specs())
+        self.owners = owners
+        self._bind(self._table.specs(self._active))
 
     def not_reduced(self) -> int | None:
         """The first active parameter in none of the DDP buckets that the plan follows, or None."""
         reduced = {param for bucket in self.layout or () for param in bucket}
         return next((index for index, spec in enumerate(self.plan.specs) if spec.active and index not in reduced), None)
 
-    def refresh(self) -> bool:
+    def refresh(self, may_talk: bool) -> bool:
         """Plan and bind again if a parameter was moved, frozen or unfrozen since; says whether it was.
 
-        Every rank must see the same change before the same step, as the loop that all ranks run makes it.
+        Where the set of trainable parameters has changed, on every rank before the same step as the loop that all run
+        makes it, this is a collective: a frozen parameter stays in the plan if any rank still has a gradient for it.
+
+        Args:
+            may_talk: False under Join, where ranks that have joined do not see the change; `join` refuses it then.
         """
-        if self._activity() == self._active and self._places() == self._bound_places:
+        params = self._table.params
+        woken = any(params[index].grad is not None for index in self._dormant)
+        if woken or [param.requires_grad for param in params] != self._trainable:
+            active = [param.requires_grad or param.grad is not None for param in params]
+            flags = "".join(str(int(flag)) for flag in active)
+            gathered = self._comm.all_gather_text(flags) if may_talk else [flags]
+            active = ["1" in column for column in zip(*gathered, strict=True)]
+            if self._as_views:
+                release(
+                    [param for param, was, now in zip(params, self._active, active, strict=True) if was and not now]
+                )
+            self._active = active
+        elif self._places() == self._bound_places:
             return False
-        self._bind(self._table.specs())
+        self._bind(self._table.specs(self._active))
         return True
 
     def owned(self) -> list[int]:
         """Indices of this rank's parameters, dormant ones included."""
-        return [index for index, owner in enumerate(self._owners) if owner == self._comm.group_rank]
+        return [index for index, owner in enumerate(self.owners) if owner == self._comm.group_rank]
 
     def owned_of_bucket(self) -> dict[int, set[Tensor]]:
         """This rank's parameters of each bucket in which it has any."""
@@ -94,20 +114,13 @@ class Binding:
             if segment.params
         }
 
-    @property
-    def owners(self) -> list[GroupRank]:
-        """The owner of every parameter, by index."""
-        return self._owners
-
     def _bind(self, specs: list[ParameterSpec]) -> None:
         params = self._table.params
-        if self._as_views:
-            release([param for param, was in zip(params, self._active, strict=False) if was and not is_active(param)])
         ranks = self._comm.world_size
         if self.layout is None:
-            self.plan = plan_standalone(specs, self._owners, ranks, BUCKET_CAP_BYTES)
+            self.plan = plan_standalone(specs, self.owners, ranks, BUCKET_CAP_BYTES)
         else:
-            self.plan = plan_for_ddp(specs, self._owners, ranks, self.layout, BUCKET_CAP_BYTES)
+            self.plan = plan_for_ddp(specs, self.owners, ranks, self.layout, BUCKET_CAP_BYTES)
         storage: ParameterStorage
         if self._as_views:
             storage = ViewStorage(self.plan, params, self._table.label)
@@ -115,8 +128,10 @@ class Binding:
         else:
             storage = PackedStorage(params)
             in_flight = _PACKED_IN_FLIGHT
-        self.sync = ParameterSync(self._comm, storage, in_flight)
-        self._active = self._activity()
+        self.digest = self.plan.digest()
+        self.sync = ParameterSync(self._comm, storage, self.digest, in_flight)
+        self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
+        self._trainable = [param.requires_grad for param in params]
         self._bound_places = self._places()
         logger.debug(
             "rank %d owns %d of %d parameters, %d buckets",
@@ -125,9 +140,6 @@ class Binding:
             len(params),
             len(self.plan.buckets),
         )
-
-    def _activity(self) -> list[bool]:
-        return [is_active(param) for param in self._table.params]
 
     def _places(self) -> list[int]:
         return [param.data_ptr() for param in self._table.params]

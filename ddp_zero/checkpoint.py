@@ -17,7 +17,7 @@ from ddp_zero.collectives import Communicator
 from ddp_zero.local_step import ParamGroup
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
-from ddp_zero.payload import flatten
+from ddp_zero.payload import copy_tree, flatten
 
 Birth = tuple[int, int]
 State = MutableMapping[Any, Any]
@@ -69,13 +69,19 @@ class StateOrder:
 
 
 def gather_state(
-    comm: Communicator, table: ParameterTable, state: Mapping[Any, Any], order: StateOrder, to: GroupRank
+    comm: Communicator,
+    table: ParameterTable,
+    owners: Sequence[GroupRank],
+    state: Mapping[Any, Any],
+    order: StateOrder,
+    to: GroupRank,
 ) -> dict[Any, Any] | None:
     """Gather every rank's per-parameter state on one rank. A collective.
 
     Args:
         comm: the group.
         table: the parameters.
+        owners: the owner of each.
         state: this rank's state, keyed by its own parameters.
         order: when each state was born.
         to: the rank that receives.
@@ -86,11 +92,18 @@ def gather_state(
 
     Raises:
         TypeError: if a state holds something that cannot travel, naming the parameter; RuntimeError on other ranks.
-        ValueError: if ranks name different receivers.
+        ValueError: if ``to`` is not a rank of the group, or ranks name different receivers.
     """
-    owned = {table.index_of[key]: value for key, value in state.items() if isinstance(key, Tensor)}
     with Agreement(comm, "consolidate_state_dict") as agreement:
+        if not 0 <= to < comm.world_size:
+            raise ValueError(f"Expected `to` to be a rank below {comm.world_size}, got {to}.")
         agreement.declare("argument `to`", to)
+        order.note_new(state, table)
+        owned = {  # looking up the state of somebody else's parameter leaves an empty one behind
+            table.index_of[key]: value
+            for key, value in state.items()
+            if isinstance(key, Tensor) and owners[table.index_of[key]] == comm.group_rank
+        }
         for index, value in owned.items():
             _check_can_travel(value, table.label(index))
     counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
@@ -99,7 +112,7 @@ def gather_state(
             comm.send_tree((index, order.of(table.params[index]), value), to)
         return None
 
-    born = [(order.of(table.params[index]), index, copy.deepcopy(value)) for index, value in owned.items()]
+    born = [(order.of(table.params[index]), index, copy_tree(value)) for index, value in owned.items()]
     for source in map(GroupRank, range(comm.world_size)):
         for _ in range(counts[source] if source != to else 0):
             index, birth, value = comm.receive_tree(source, table.accelerator())

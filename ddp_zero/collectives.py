@@ -28,7 +28,6 @@ from torch.futures import Future
 from ddp_zero.partition import GlobalRank, GroupRank
 from ddp_zero.payload import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
 
-_SEGMENT_TAG = 0x5E60
 _TREE_TAG = 0x7EE0
 _CHUNK_BYTES = 4 << 20
 
@@ -99,6 +98,7 @@ class Communicator:
         group_rank: this process's rank in the group.
         world_size: size of the group.
         sent_bytes: bytes that this rank handed to its peers in parameter syncs so far.
+        round: number of steps synced or abandoned so far; part of what makes a message's tag.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -116,6 +116,7 @@ class Communicator:
             )
         self.world_size = dist.get_world_size(self.process_group)
         self.sent_bytes = 0
+        self.round = 0
         self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
 
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
@@ -132,12 +133,16 @@ class Communicator:
 
     # Parameter sync
 
-    def start_exchange(self, segments: Sequence[Tensor]) -> Exchange:
+    def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Exchange:
         """Start an all-gather of segments of unequal size.
+
+        Where the backend has tags, a rank that is at another round or speaks of another subject matches no message:
+        its peers raise when the group's time-out passes, instead of taking one parameter's bytes for another's.
 
         Args:
             segments: 1-D contiguous tensors of one device, one per rank in rank order. This rank's is sent, the others'
                 are written. Every rank passes the same sizes; empty ones cost nothing.
+            subject: what this exchange is about, the same on every rank: the plan and the bucket.
 
         Returns:
             The exchange in flight.
@@ -148,11 +153,11 @@ class Communicator:
         if self.world_size == 1:
             return Exchange([], segments)
         if device.type == "cpu" and self._backends.get("cpu") == "gloo":
-            return Exchange(self._exchange_directly(raw), segments)
+            return Exchange(self._exchange_directly(raw, _tag(self.round, *subject)), segments)
         return Exchange(self._broadcast_each(raw), segments)
 
-    def _exchange_directly(self, raw: Sequence[Tensor]) -> list[tuple[str, Work]]:
-        group, tag = self.process_group, _SEGMENT_TAG
+    def _exchange_directly(self, raw: Sequence[Tensor], tag: int) -> list[tuple[str, Work]]:
+        group = self.process_group
         peers = [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
         works: list[tuple[str, Work]] = []
         for peer in peers:
@@ -251,6 +256,11 @@ class Communicator:
     def _accelerator(self) -> tuple[str, int]:
         device_type = next(name for name in self._backends if name != "cpu")
         return device_type, torch.get_device_module(device_type).current_device()
+
+
+def _tag(*facts: int) -> int:
+    """A message tag (31 bits, never `_TREE_TAG`) that differs where the facts differ, but for one chance in 2^30."""
+    return zlib.crc32(repr(facts).encode()) & 0x3FFFFFFF | 0x40000000
 
 
 def _chunks(raw: Tensor) -> Sequence[Tensor]:

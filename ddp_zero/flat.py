@@ -58,7 +58,7 @@ class ViewStorage:
 
     def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Nothing to copy; tell autograd that the parameters changed, as an in-place step does for its owner."""
-        increment_version([self._params[param] for param in _received(bucket, group_rank)])
+        _mark_changed([self._params[param] for param in _received(bucket, group_rank)])
 
 
 class PackedStorage:
@@ -85,10 +85,10 @@ class PackedStorage:
         for segment, tensor in zip(bucket.segments, segments, strict=True):
             if segment.owner == group_rank or not segment.params:
                 continue
-            if self._is_alias(segment):
-                increment_version(self._of(segment))
-            else:
-                torch._foreach_copy_(self._of(segment), _views(segment, tensor, self._params))
+            if not self._is_alias(segment):
+                targets = [param.data for param in self._of(segment)]  # counts versions of its own
+                torch._foreach_copy_(targets, _views(segment, tensor, self._params))
+            _mark_changed(self._of(segment))
 
     def _of(self, segment: Segment) -> list[Tensor]:
         return [self._params[param] for param in segment.params]
@@ -110,6 +110,14 @@ def release(params: Sequence[Tensor]) -> None:
     """Give parameters memory of their own, so that they do not keep a whole segment alive."""
     for param in params:
         param.data = param.data.clone()  # keeps dense strides
+
+
+def _mark_changed(params: Sequence[Tensor]) -> None:
+    """Tell autograd what an in-place step tells it on the owner: parameters with a gradient have changed.
+
+    Those without one were not stepped, and a graph that still needs them may go backward.
+    """
+    increment_version([param for param in params if param.grad is not None])
 
 
 def _received(bucket: Bucket, group_rank: GroupRank) -> list[int]:

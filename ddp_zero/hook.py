@@ -15,12 +15,13 @@ after the hook for the last bucket returns, and the engine runs callbacks in the
 On a rank that has joined (`torch.distributed.algorithms.Join`) there is no backward; DDP calls the hook with zeros.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,8 +60,8 @@ class OverlapHook:
     ) -> None:
         self.machine = OverlapMachine(lag, sharded.comm.name(sharded.comm.group_rank))
         self._sharded = sharded
-        self._ddp = ddp
-        self._wrapped = wrapped if wrapped is not None else _ddps_own(ddp)
+        self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
+        self._wrapped = wrapped if wrapped is not None else _ddps_own(ddp.process_group)
         self._table = sharded.table
         self._split = split
         self._join_is_on = join_is_on
@@ -69,6 +70,8 @@ class OverlapHook:
         self._compositions: list[tuple[int, ...]] = []
         self._offsets: list[dict[int, int]] = []
         self._has_begun = False
+        self._published: list[tuple[int, Tensor, int]] = []
+        self.may_be_replaced = False
         self._static_graph_has_unused: bool | None = None
         self.deferred_because: str | None = "no backward pass yet"
 
@@ -85,9 +88,24 @@ class OverlapHook:
             future = self._wrapped(state, bucket)
         self._arrived.append((params, future))
         self._carry_out(actions)
-        if self.machine.phase is Phase.REDUCED and _in_backward():
-            _after_the_reducer(self._finish_deferred)
+        if bucket.is_last() and _in_backward():
+            _after_the_reducer(self._finish_backward)
         return future
+
+    def check_joined(self) -> None:
+        """The user calls ``opt.step()``: see that a step was taken, once, with the gradients as they are now.
+
+        Raises:
+            RuntimeError: if not, naming the parameter whose gradient was changed too late.
+        """
+        self.machine.step_called()
+        for index, grad, version in self._published:
+            if self._sharded.table.params[index].grad is grad and grad._version != version:
+                raise RuntimeError(
+                    f"Expected gradients as backward left them, since the step was taken inside it, got a changed one "
+                    f"for {self._sharded.table.label(index)} (rank {self._sharded.comm.group_rank}). To clip, scale or "
+                    "unscale gradients before the step, build the optimizer with overlap_with_ddp=False."
+                )
 
     def step_joined(self) -> None:
         """On a rank that has joined, after DDP's own shadow: finish a deferred step with a peer's gradients."""
@@ -96,9 +114,11 @@ class OverlapHook:
         self.machine.step_shadowed()
 
     def reset(self) -> None:
-        """Drop the iteration, after an exception in forward or backward."""
+        """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.machine.reset()
+        self.may_be_replaced = True
         self._arrived.clear()
+        self._published.clear()
         self._sharded.binding.sync.abandon()
 
     def describe(self) -> str:
@@ -110,8 +130,10 @@ class OverlapHook:
 
     def _open_iteration(self) -> None:
         self._arrived.clear()
+        self._published.clear()
+        self.may_be_replaced = False
         self._has_begun = False
-        self._sharded.refresh()
+        self._sharded.refresh(may_talk=not self._join_is_on())
 
     def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
         known = self._compositions
@@ -131,6 +153,8 @@ class OverlapHook:
                 return "the static graph has parameters that no rank uses"
         elif self._ddp.find_unused_parameters:
             return "find_unused_parameters=True: only the reducer knows which gradients exist"
+        if self._sharded.local_step.steps_whole:
+            return "the optimizer wraps another one, which steps all its parameters at once"
         outside = self._sharded.binding.not_reduced()
         if outside is not None:
             return f"{self._sharded.table.label(outside)} is in none of DDP's buckets"
@@ -168,7 +192,8 @@ class OverlapHook:
     def _begin(self) -> None:
         sharded = self._sharded
         if self._join_is_on():
-            share_options(sharded.comm, sharded.table, sharded.param_groups, has_joined=not _in_backward())
+            groups = sharded.param_groups
+            share_options(sharded.comm, sharded.table, sharded.binding, groups, has_joined=not _in_backward())
         sharded.begin()
         self._has_begun = True
 
@@ -178,6 +203,13 @@ class OverlapHook:
         with self._side.running(self._device(0)):
             self._sharded.finish()
         self._side.join()
+
+    def _finish_backward(self) -> None:
+        """After the reducer has published the gradients."""
+        if self.machine.phase is Phase.REDUCED:
+            self._finish_deferred()
+        grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
+        self._published = [(index, grad, grad._version) for index, grad in grads if grad is not None]
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
         """Step from published gradients, or on a rank that has joined from those that a peer sends."""
@@ -191,7 +223,7 @@ class OverlapHook:
 
     def _step_all(self, has_joined: bool) -> None:
         sharded = self._sharded
-        lent = (sharded.comm, sharded.table, sharded.binding.owners, sharded.param_groups)
+        lent = (sharded.comm, sharded.table, sharded.binding, sharded.param_groups)
         if has_joined:
             with BorrowedGradients(*lent):
                 sharded.begin()
@@ -241,6 +273,12 @@ class OverlapHook:
                 "register_comm_hook()."
             )
 
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        ddp = self._ddp_reference()
+        assert ddp is not None  # it is calling us
+        return ddp
+
     def _device(self, index: int) -> torch.device:
         return self._arrived[index][0][0].device
 
@@ -263,8 +301,8 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
         )
 
 
-def _ddps_own(ddp: DistributedDataParallel) -> CommHook:
-    return lambda _, bucket: average_as_ddp(ddp.process_group, bucket)
+def _ddps_own(group: ProcessGroup) -> CommHook:
+    return lambda _, bucket: average_as_ddp(group, bucket)
 
 
 def _in_backward() -> bool:

@@ -6,16 +6,16 @@ sends it the averaged gradients, and its group options with them (the joined ran
 steps and syncs as everybody does. Without Join nothing of this runs.
 """
 
-import hashlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
+from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator
 from ddp_zero.local_step import ParamGroup, copy_options, options_of
-from ddp_zero.parameters import ParameterTable, is_active
+from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
 
 
@@ -44,24 +44,25 @@ class ZeroJoinHook(JoinHook):
         )
 
 
-def share_options(comm: Communicator, table: ParameterTable, param_groups: list[ParamGroup], has_joined: bool) -> None:
+def share_options(
+    comm: Communicator, table: ParameterTable, binding: Binding, param_groups: list[ParamGroup], has_joined: bool
+) -> None:
     """Before a step that has its gradients already: joined ranks take over group options. A collective of the group."""
-    for source, joined in _assign_sources(comm, table, has_joined):
+    for source, joined in _assign_sources(comm, binding, has_joined):
         if source == comm.group_rank:
-            comm.send_tree([options_of(group) for group in param_groups], joined)
+            _send(comm, [options_of(group) for group in param_groups], joined)
         elif joined == comm.group_rank:
-            for group, received in zip(param_groups, comm.receive_tree(source, table.accelerator()), strict=True):
-                copy_options(received, group)
+            _take_options(param_groups, _receive(comm, source, table))
 
 
 def serve_joined(
-    comm: Communicator, table: ParameterTable, owners: Sequence[GroupRank], param_groups: Sequence[ParamGroup]
+    comm: Communicator, table: ParameterTable, binding: Binding, param_groups: Sequence[ParamGroup]
 ) -> None:
     """On a rank that still trains, before its step: send joined ranks what they need. A collective of the group."""
-    for source, joined in _assign_sources(comm, table, has_joined=False):
+    for source, joined in _assign_sources(comm, binding, has_joined=False):
         if source == comm.group_rank:
-            grads = {index: table.params[index].grad for index, owner in enumerate(owners) if owner == joined}
-            comm.send_tree(([options_of(group) for group in param_groups], grads), joined)
+            grads = {index: table.params[index].grad for index, owner in enumerate(binding.owners) if owner == joined}
+            _send(comm, [[options_of(group) for group in param_groups], grads], joined)
 
 
 class BorrowedGradients:
@@ -72,34 +73,54 @@ class BorrowedGradients:
     """
 
     def __init__(
-        self, comm: Communicator, table: ParameterTable, owners: Sequence[GroupRank], param_groups: list[ParamGroup]
+        self, comm: Communicator, table: ParameterTable, binding: Binding, param_groups: list[ParamGroup]
     ) -> None:
         self._comm = comm
         self._table = table
-        self._owned = [index for index, owner in enumerate(owners) if owner == comm.group_rank]
+        self._binding = binding
         self._param_groups = param_groups
         self._before: dict[int, torch.Tensor | None] = {}
 
     def __enter__(self) -> None:
-        for source, joined in _assign_sources(self._comm, self._table, has_joined=True):
+        for source, joined in _assign_sources(self._comm, self._binding, has_joined=True):
             if joined == self._comm.group_rank:
-                self._take(*self._comm.receive_tree(source, self._table.accelerator()))
+                options, grads = _receive(self._comm, source, self._table)
+                _take_options(self._param_groups, options)
+                self._before = {index: self._table.params[index].grad for index in grads}
+                for index, grad in grads.items():
+                    self._table.params[index].grad = grad
 
     def __exit__(self, *exc_info: object) -> None:
         for index, grad in self._before.items():
             self._table.params[index].grad = grad
 
-    def _take(self, options: list[ParamGroup], grads: dict[int, torch.Tensor | None]) -> None:
-        for group, received in zip(self._param_groups, options, strict=True):
-            copy_options(received, group)
-        self._before = {index: self._table.params[index].grad for index in self._owned}
-        for index in self._owned:
-            self._table.params[index].grad = grads[index]
+
+def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:
+    """Send a list, or why it cannot be sent, so that the receiver does not wait for it in vain."""
+    try:
+        comm.send_tree(tree, to)
+    except TypeError as error:
+        comm.send_tree(f"{comm.name(comm.group_rank)}: {error}", to)
+        raise TypeError(
+            f"Expected group options and gradients that can be sent to a rank under Join. {error}"
+        ) from error
 
 
-def _assign_sources(comm: Communicator, table: ParameterTable, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
+def _receive(comm: Communicator, source: GroupRank, table: ParameterTable) -> Any:
+    received = comm.receive_tree(source, table.accelerator())
+    if isinstance(received, str):
+        raise RuntimeError(f"Expected group options and gradients from a rank that still trains, got {received}")
+    return received
+
+
+def _take_options(param_groups: list[ParamGroup], options: list[ParamGroup]) -> None:
+    for group, received in zip(param_groups, options, strict=True):
+        copy_options(received, group)
+
+
+def _assign_sources(comm: Communicator, binding: Binding, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
     """Who serves whom: (rank that still trains, rank that has joined), the same list on every rank."""
-    statements = comm.all_gather_ints([int(has_joined), _activity_digest(table)])
+    statements = comm.all_gather_ints([int(has_joined), binding.digest])
     training = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if not joined]
     for rank, (_, digest) in enumerate(statements):
         if digest != statements[training[0]][1]:
@@ -109,8 +130,3 @@ def _assign_sources(comm: Communicator, table: ParameterTable, has_joined: bool)
             )
     joined_ranks = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if joined]
     return [(training[position % len(training)], rank) for position, rank in enumerate(joined_ranks)]
-
-
-def _activity_digest(table: ParameterTable) -> int:
-    flags = bytes(is_active(param) for param in table.params)
-    return int.from_bytes(hashlib.sha256(flags).digest()[:7], "big")

@@ -5,8 +5,9 @@ one per exposed group, with this rank's parameters only. To step a bucket, those
 the bucket's parameters; `torch.optim.Optimizer.step` walks whatever ``self.param_groups`` holds.
 
 What a step changes outside per-parameter state must change once per step, however many buckets there are. Some
-optimizers count steps in a group (``group["k"] += 1``) or on themselves (``self.calls += 1``), in numbers or tensors.
-So every bucket starts from the same options and the same numbers, and what the last one leaves is kept.
+optimizers count steps in a group (``group["k"] += 1``), on themselves (``self.calls += 1``) or in the state of no
+parameter (``self.state["k"] += 1``), in numbers or tensors. So every bucket starts from the same options and the same
+numbers, and what the last one leaves is kept.
 
 Alternatives considered: one optimizer per bucket (breaks ``optim.state`` and classes that look at all groups); passing
 only groups that have parameters (a plain optimizer also visits groups whose parameters have no gradient).
@@ -52,16 +53,22 @@ class LocalStep:
 
     Args:
         inner: the optimizer over this rank's parameters, one group per exposed group.
-        param_groups: the exposed groups, whose options the inner ones mirror.
+        exposed: the groups that the user sees now, whose options the inner ones mirror.
+
+    Attributes:
+        steps_whole: whether a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold:
+            it wraps another optimizer that holds them. Then the first bucket's step is the whole one.
     """
 
-    def __init__(self, inner: Optimizer, param_groups: list[ParamGroup]) -> None:
+    def __init__(self, inner: Optimizer, exposed: Callable[[], list[ParamGroup]]) -> None:
         self._inner = inner
-        self._exposed = param_groups
+        self._exposed = exposed
+        self.steps_whole = any(isinstance(value, Optimizer) for value in vars(inner).values())
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._stepped: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
-        self._numbers: dict[str, Any] = {}
+        self._numbers: dict[Any, Any] = {}
+        self._shared_numbers: dict[Any, Any] = {}
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._loss: Any = None
         self._has_closure = False
@@ -75,10 +82,11 @@ class LocalStep:
 
     def own(self, params: Collection[Tensor]) -> None:
         """Change which parameters this rank owns; their state is the caller's to move. `bind` must follow."""
-        for position, exposed in enumerate(self._exposed):
+        for exposed, group in zip(self._exposed(), self._inner.param_groups, strict=True):
             owned = restrict_group(exposed, params)
-            group = self._inner.param_groups[position]
-            group.update({key: owned[key] for key in _PER_PARAMETER_KEYS if key in group})
+            for key in _PER_PARAMETER_KEYS:
+                if key in group:
+                    group[key][:] = owned[key]  # in place: a wrapped optimizer may hold the same list
 
     def begin(self, closure: Closure | None) -> Any:
         """Evaluate the closure, if any, and remember what every bucket starts from. Returns the closure's result."""
@@ -88,8 +96,10 @@ class LocalStep:
             with torch.enable_grad():
                 self._loss = closure()
         self._stepped = []
-        self._options = [options_of(group) for group in self._exposed]
-        self._numbers = {name: value for name, value in vars(self._inner).items() if type(value) in (bool, int, float)}
+        self.mirror_to_inner()
+        self._options = [options_of(group) for group in self._exposed()]
+        self._numbers = _numbers_in(vars(self._inner))
+        self._shared_numbers = _numbers_in(self._inner.state)
         self._counters = self._clone_counters() if len(self._groups_of_bucket) > 1 else []
         return self._loss
 
@@ -100,11 +110,23 @@ class LocalStep:
             What the inner optimizer's ``step`` returned, or None.
 
         Raises:
-            RuntimeError: if the inner optimizer evaluates the closure more than once in a step.
+            RuntimeError: if the inner optimizer evaluates the closure more than once in a step, or has stepped
+                parameters that it was not given.
         """
-        if bucket not in self._groups_of_bucket:
+        if bucket not in self._groups_of_bucket or (self.steps_whole and self._stepped):
             return None
-        return self._step_groups(self._groups_of_bucket[bucket], kwargs)
+        if self.steps_whole:
+            return self._step_groups(self._inner.param_groups, kwargs)
+        others = self._versions_outside(bucket) if not self._stepped else []
+        result = self._step_groups(self._groups_of_bucket[bucket], kwargs)
+        for param, version in others:
+            if param._version != version:
+                raise RuntimeError(
+                    f"Expected {type(self._inner).__name__} to step the parameters in its param_groups, got a change "
+                    f"of another one, of shape {list(param.shape)}. An optimizer that keeps a list of parameters of "
+                    "its own cannot be sharded by bucket; keep the optimizer it wraps, if any, in an attribute."
+                )
+        return result
 
     def finish(self, **kwargs: Any) -> None:
         """Show the options that the step left, inside and outside.
@@ -116,18 +138,32 @@ class LocalStep:
         for position, group in enumerate(self._inner.param_groups):
             copies = [groups[position] for groups in self._stepped]
             source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
-            copy_options(source, group)
+            if source is not group:
+                copy_options(source, group)
         self.mirror_to_exposed()
+
+    def mirror_to_inner(self) -> None:
+        """Make the inner groups show the options that the user set on the exposed ones."""
+        for group, exposed in zip(self._inner.param_groups, self._exposed(), strict=True):
+            copy_options(exposed, group)
+
+    def mirror_to_exposed(self) -> None:
+        """Make the exposed groups show the options that the inner optimizer set on its own."""
+        for group, exposed in zip(self._inner.param_groups, self._exposed(), strict=True):
+            copy_options(group, exposed)
 
     def _step_groups(self, groups: list[ParamGroup], kwargs: Mapping[str, Any]) -> Any:
         inner = self._inner
-        for group, options in zip(groups, self._options, strict=True):
-            copy_options(options, group)
+        whole = inner.param_groups
+        if groups is not whole:
+            for group, options in zip(groups, self._options, strict=True):
+                copy_options(options, group)
         vars(inner).update(self._numbers)
         if self._stepped:
+            inner.state.update(self._shared_numbers)
             for tensor, before in self._counters:
                 tensor.copy_(before)
-        whole, inner.param_groups = inner.param_groups, groups
+        inner.param_groups = groups
         try:
             self._stepped.append(groups)
             if self._has_closure:
@@ -136,21 +172,26 @@ class LocalStep:
         finally:
             inner.param_groups = whole
 
+    def _versions_outside(self, bucket: int) -> list[tuple[Tensor, int]]:
+        """Owned parameters that a step of this bucket must leave alone, and how often each was changed so far."""
+        return [
+            (param, param._version)
+            for other, groups in self._groups_of_bucket.items()
+            if other != bucket
+            for group in groups
+            for param in group["params"]
+        ]
+
     def _clone_counters(self) -> list[tuple[Tensor, Tensor]]:
         """Tensors outside per-parameter state, which a step may change in place, and what they hold now."""
-        holders = [vars(self._inner), *self._options]
+        shared_state = {key: value for key, value in self._inner.state.items() if not isinstance(key, Tensor)}
+        holders: list[Mapping[Any, Any]] = [vars(self._inner), shared_state, *self._options]
         tensors = {id(v): v for holder in holders for v in holder.values() if isinstance(v, Tensor)}
         return [(tensor, tensor.detach().clone()) for tensor in tensors.values() if not tensor.requires_grad]
 
-    def mirror_to_inner(self) -> None:
-        """Make the inner groups show the options that the user set on the exposed ones."""
-        for group, exposed in zip(self._inner.param_groups, self._exposed, strict=True):
-            copy_options(exposed, group)
 
-    def mirror_to_exposed(self) -> None:
-        """Make the exposed groups show the options that the inner optimizer set on its own."""
-        for group, exposed in zip(self._inner.param_groups, self._exposed, strict=True):
-            copy_options(group, exposed)
+def _numbers_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in holder.items() if type(value) in (bool, int, float)}
 
 
 def _once(loss: Any) -> Closure:

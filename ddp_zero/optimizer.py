@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.agreement import Agreement
@@ -25,11 +25,12 @@ from ddp_zero.binding import Binding
 from ddp_zero.checkpoint import State, gather_state, restrict_state_dict
 from ddp_zero.collectives import Communicator
 from ddp_zero.hook import CommHook, OverlapHook, check_model
+from ddp_zero.inner import build_inner, check_can_be_sharded
 from ddp_zero.join import BorrowedGradients, ZeroJoinHook, serve_joined
-from ddp_zero.local_step import ParamGroup, restrict_group
+from ddp_zero.local_step import ParamGroup, copy_options, restrict_group
 from ddp_zero.overlap import OverlapStatus, Phase
 from ddp_zero.parameters import ParameterTable
-from ddp_zero.partition import GroupRank
+from ddp_zero.partition import GlobalRank, GroupRank
 from ddp_zero.report import describe_shards, draw_buckets, state_bytes
 from ddp_zero.sharded_step import ShardedStep
 
@@ -90,9 +91,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._overlaps = overlap_with_ddp
         self._hook: OverlapHook | None = None
         self._is_packing = False
+        if overlap_with_ddp:
+            self._step_supports_amp_scaling = True  # so that GradScaler shows itself, see _join_overlapped_step
         Joinable.__init__(self)
         with Agreement(self._comm, "building ZeroRedundancyOptimizer") as agreement:
-            _check_supported(optimizer_class)
+            check_can_be_sharded(optimizer_class)
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
@@ -101,9 +104,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             agreement.declare_parameters(table)
             binding = Binding(self._comm, table, parameters_as_bucket_view)
             owned = {table.params[index] for index in binding.owned()}
-            self.optim = _build_inner(optimizer_class, self.param_groups, owned, defaults)
+            self.optim = build_inner(optimizer_class, self.param_groups, owned, defaults)
         self.defaults = self.optim.defaults
-        self._sharded = ShardedStep(self._comm, table, binding, self.optim, self.param_groups)
+        self._sharded = ShardedStep(self._comm, table, binding, self.optim, lambda: self.param_groups)
+        self._sharded.local_step.mirror_to_exposed()
         self._sharded.extend(table, binding)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -123,13 +127,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 super().add_param_group(param_group)
                 table = ParameterTable(self.param_groups)
                 agreement.declare_parameters(table)
-                old = sharded.binding
-                binding = Binding(self._comm, table, self._as_views, owners=old.owners, layout=old.layout)
+                binding = sharded.binding.extended(table)
                 owned = {table.params[index] for index in binding.owned()}
                 self.optim.add_param_group(restrict_group(self.param_groups[-1], owned))
         except Exception:
             del self.param_groups[groups_before[0] :], self.optim.param_groups[groups_before[1] :]
             raise
+        copy_options(self.optim.param_groups[-1], self.param_groups[-1])
         sharded.extend(table, binding)
 
     # Runtime
@@ -154,14 +158,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         sharded = self._sharded
         loss = sharded.begin(closure)
         sharded.table.check_gradients()
-        sharded.refresh()
+        sharded.refresh(may_talk=not self._join_config.enable)
         if self._join_config.enable:
-            serve_joined(self._comm, sharded.table, sharded.binding.owners, self.param_groups)
+            serve_joined(self._comm, sharded.table, sharded.binding, self.param_groups)
         result = sharded.run(**kwargs)
         return result if closure is None else loss
 
     def reset(self) -> None:
-        """After an exception in forward or backward of an overlapped step: drop the iteration and start afresh."""
+        """After an exception in forward or backward of an overlapped step: drop the iteration and start afresh.
+
+        Buckets that were stepped before the exception stay stepped; with `hook_with_zero_step` none is. If DDP itself
+        cannot go on, as after an exception in the middle of backward, wrap the model again and build a new hook.
+        """
         if self._hook is not None:
             self._hook.reset()
 
@@ -173,7 +181,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._overlap().machine.step_called()
+        if hasattr(self, "grad_scale"):  # set by GradScaler, which believes `_step_supports_amp_scaling`
+            raise RuntimeError(
+                "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped already "
+                "with scaled ones. Build the optimizer with overlap_with_ddp=False."
+            )
+        self._overlap().check_joined()
         return loss
 
     def _step_joined(self) -> None:
@@ -182,8 +195,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._overlap().step_joined()
             return
         sharded = self._sharded
-        sharded.refresh()
-        with BorrowedGradients(self._comm, sharded.table, sharded.binding.owners, self.param_groups):
+        sharded.refresh(may_talk=not self._join_config.enable)
+        with BorrowedGradients(self._comm, sharded.table, sharded.binding, self.param_groups):
             sharded.begin()
             sharded.run()
 
@@ -257,11 +270,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: if ``to`` is not a rank of the group or differs between ranks.
             TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
         """
-        if not 0 <= to < self._comm.world_size:
-            raise ValueError(f"Expected `to` to be a rank below {self._comm.world_size}, got {to}.")
         sharded = self._sharded
         sharded.local_step.mirror_to_inner()
-        sharded.snapshot = gather_state(self._comm, sharded.table, self.optim.state, sharded.order, GroupRank(to))
+        sharded.snapshot = gather_state(
+            self._comm, sharded.table, sharded.binding.owners, self.optim.state, sharded.order, GroupRank(to)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
@@ -307,8 +320,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             post_hook(self)
 
     def _whole_state(self) -> State:
-        snapshot = self._sharded.snapshot
-        return snapshot if snapshot is not None else self._sharded.order.sorted(self.optim.state)
+        sharded = self._sharded
+        if sharded.snapshot is not None:
+            return sharded.snapshot
+        sharded.order.note_new(self.optim.state, sharded.table)
+        return sharded.order.sorted(self.optim.state)
 
     # Copies
 
@@ -325,9 +341,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         clone.optim = copy.deepcopy(self.optim, memo)
         groups = copy.deepcopy(self.param_groups, memo)
         Optimizer.__setstate__(clone, {"defaults": clone.optim.defaults, "param_groups": groups})
-        table, old = ParameterTable(groups), self._sharded.binding
-        binding = Binding(self._comm, table, self._as_views, owners=list(old.owners), layout=old.layout)
-        clone._sharded = ShardedStep(self._comm, table, binding, clone.optim, groups)
+        table = ParameterTable(groups)
+        binding = self._sharded.binding.extended(table)
+        clone._sharded = ShardedStep(self._comm, table, binding, clone.optim, lambda: clone.param_groups)
         clone._sharded.order = copy.deepcopy(self._sharded.order, memo)
         clone._sharded.extend(table, binding)
         return clone
@@ -369,6 +385,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._comm.group_rank
 
     @property
+    def global_rank(self) -> GlobalRank:
+        """This process's rank in the whole job."""
+        return self._comm.global_rank(self._comm.group_rank)
+
+    @property
+    def parameters_as_bucket_view(self) -> bool:
+        """Whether the parameters live in flat storage."""
+        return self._as_views
+
+    @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self._comm.world_size
@@ -379,34 +405,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._comm.process_group
 
 
-def _check_supported(optimizer_class: Callable[..., Optimizer]) -> None:
-    if not callable(optimizer_class):
-        raise TypeError(f"Expected optimizer_class to be a torch.optim.Optimizer class, got {optimizer_class!r}.")
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
-        raise NotImplementedError(
-            "Expected an optimizer that treats parameters one by one, got LBFGS, which needs one flat view of all "
-            "parameters and their history. Use LBFGS itself on every rank."
-        )
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, SparseAdam):
-        raise NotImplementedError(
-            "Expected an optimizer for dense gradients, got SparseAdam. Use it unsharded for the sparse layers."
-        )
-
-
-def _build_inner(
-    optimizer_class: Callable[..., Optimizer],
-    param_groups: list[ParamGroup],
-    owned: set[torch.Tensor],
-    defaults: dict[str, Any],
-) -> Optimizer:
-    inner = optimizer_class([restrict_group(group, owned) for group in param_groups], **defaults)
-    if not isinstance(inner, Optimizer):
-        raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
-    return inner
-
-
 def _check_has_no_hook(overlaps: bool, hook: OverlapHook | None) -> None:
     if not overlaps:
         raise ValueError("Expected an optimizer built with overlap_with_ddp=True, got one that steps in step().")
-    if hook is not None:
+    if hook is not None and not hook.may_be_replaced:
         raise ValueError("Expected an optimizer without a hook, got one that has one. Build one hook per optimizer.")

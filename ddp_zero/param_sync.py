@@ -16,13 +16,15 @@ class ParameterSync:
     Args:
         comm: the group.
         storage: where segment tensors come from.
+        plan_digest: a number that differs where plans differ.
         max_in_flight: exchanges that may be in flight at once, at least 1; bounds the temporary memory of a packed
             storage to that many buckets.
     """
 
-    def __init__(self, comm: Communicator, storage: ParameterStorage, max_in_flight: int) -> None:
+    def __init__(self, comm: Communicator, storage: ParameterStorage, plan_digest: int, max_in_flight: int) -> None:
         self._comm = comm
         self._storage = storage
+        self._plan_digest = plan_digest
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[Bucket, list[Tensor], Exchange]] = deque()
 
@@ -34,7 +36,9 @@ class ParameterSync:
             self._finish_oldest()
         with label("sync", bucket=bucket.index):
             segments = self._storage.segments_to_sync(bucket, self._comm.group_rank)
-            self._in_flight.append((bucket, segments, self._comm.start_exchange(segments)))
+            self._in_flight.append(
+                (bucket, segments, self._comm.start_exchange(segments, (self._plan_digest, bucket.index)))
+            )
 
     def finish(self) -> None:
         """Wait for everything in flight and publish it.
@@ -44,12 +48,14 @@ class ParameterSync:
         """
         while self._in_flight:
             self._finish_oldest()
+        self._comm.round += 1
 
     def abandon(self) -> None:
         """After an error: forget what is in flight without waiting for peers that may never answer."""
         while self._in_flight:
             _, _, exchange = self._in_flight.popleft()
             exchange.abandon()
+        self._comm.round += 1
 
     def _finish_oldest(self) -> None:
         bucket, segments, exchange = self._in_flight.popleft()

@@ -38,6 +38,7 @@ class ParameterTable:
             self.params.extend(group["params"])
             self.groups.extend([group_index] * len(group["params"]))
             self._names.extend(group.get("param_names", [None] * len(group["params"])))
+        self._ids = [id(param) for param in self.params]
         self.index_of = {param: index for index, param in enumerate(self.params)}
         self._check_distinct()
 
@@ -53,16 +54,16 @@ class ParameterTable:
         """The first device that is not the CPU, or the CPU."""
         return next((param.device for param in self.params if param.device.type != "cpu"), torch.device("cpu"))
 
-    def specs(self) -> list[ParameterSpec]:
-        """What the plan needs to know, as the tensors are now."""
+    def specs(self, active: Sequence[bool]) -> list[ParameterSpec]:
+        """What the plan needs to know, as the tensors are now, and which of them a step can change."""
         return [
             ParameterSpec(
                 numel=param.numel(),
                 nbytes=param.numel() * param.element_size(),
                 kind=f"{param.device}/{str(param.dtype).removeprefix('torch.')}",
-                active=is_active(param),
+                active=is_active,
             )
-            for param in self.params
+            for param, is_active in zip(self.params, active, strict=True)
         ]
 
     def check_gradients(self) -> None:
@@ -78,6 +79,22 @@ class ParameterTable:
                     "layer with sparse=False, or keep its parameters in an optimizer of their own."
                 )
 
+    def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """See that groups still hold exactly these parameters, which users may edit behind the optimizer's back.
+
+        Raises:
+            RuntimeError: naming the group that differs.
+        """
+        held = [id(param) for group in param_groups for param in group["params"]]
+        if held != self._ids:
+            for position in range(max(len(param_groups), self.groups[-1] + 1)):
+                ours = [id(param) for param, group in zip(self.params, self.groups, strict=True) if group == position]
+                if position >= len(param_groups) or ours != [id(param) for param in param_groups[position]["params"]]:
+                    raise RuntimeError(
+                        f"Expected the parameters that the optimizer was built with in group {position}, got others. "
+                        "Use add_param_group() to add some; build a new optimizer to take some away."
+                    )
+
     def fingerprints(self) -> list["Fingerprint"]:
         """What must be the same on every rank, and a sample of each parameter's values."""
         samples = _sample_values(self.params)
@@ -89,7 +106,7 @@ class ParameterTable:
                 stride=tuple(param.stride()),
                 dtype=str(param.dtype),
                 device=param.device.type,
-                active=is_active(param),
+                trainable=param.requires_grad,
                 sample=sample,
             )
             for index, (param, sample) in enumerate(zip(self.params, samples, strict=True))
@@ -136,17 +153,12 @@ class Fingerprint:
     stride: tuple[int, ...]
     dtype: str
     device: str
-    active: bool
+    trainable: bool
     sample: str
 
     def structure(self) -> tuple[Any, ...]:
         """Everything but the sampled values; equal on every rank, or the ranks do not fit together."""
-        return (self.name, self.group, self.shape, self.stride, self.dtype, self.device, self.active)
-
-
-def is_active(param: Tensor) -> bool:
-    """Whether a step can change the parameter: it is trainable, or frozen with a gradient still on it."""
-    return param.requires_grad or param.grad is not None
+        return (self.name, self.group, self.shape, self.stride, self.dtype, self.device, self.trainable)
 
 
 def _span(param: Tensor) -> tuple[int, int]:

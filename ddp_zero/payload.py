@@ -104,6 +104,12 @@ def _collect_specs(value: Any, specs: dict[int, TensorSpec]) -> None:
             _collect_specs(list(value.values()), specs)
 
 
+def copy_tree(tree: Tree) -> Tree:
+    """The tree with a copy of every tensor, of its own elements only."""
+    text, tensors = flatten(tree)
+    return unflatten(text, [tensor.clone() for tensor in tensors])
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's elements in logical order, as a 1-D tensor of bytes; the same memory if it is contiguous."""
     flat = tensor.contiguous()

@@ -16,6 +16,7 @@ and one message. Seven fp32 parameters on two ranks, with a cap of 64 bytes a bu
 Every bucket holds about the same share of every rank's parameters, so that ranks step and send at the same pace.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -31,8 +32,8 @@ class ParameterSpec:
         numel: number of elements.
         nbytes: size in bytes.
         kind: device type and dtype, such as ``cpu/float32``. A bucket holds parameters of one kind.
-        active: whether a step can change it. A dormant parameter (frozen, without a gradient) has an owner but travels
-            in no bucket.
+        active: whether a step can change it. A dormant parameter (frozen, without a gradient on any rank) has an owner
+            but travels in no bucket.
     """
 
     numel: int
@@ -101,6 +102,12 @@ class ShardPlan:
         for param, spec in enumerate(self.specs):
             if spec.active and param not in bucket_of:
                 raise ValueError(f"Expected active parameter {param} in a bucket, got it in none.")
+
+    def digest(self) -> int:
+        """63 bits that differ where two plans differ in anything that travels."""
+        layout = [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in self.buckets]
+        text = repr((self.world_size, [(spec.numel, spec.kind) for spec in self.specs], layout))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def _check_bucket(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
         if [segment.owner for segment in bucket.segments] != list(range(self.world_size)):

@@ -24,7 +24,7 @@ class ShardedStep:
         table: the parameters.
         binding: the plan, attached to them.
         inner: the optimizer over this rank's parameters.
-        param_groups: the exposed groups.
+        exposed: the groups that the user sees now; a user may replace the list.
 
     Attributes:
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
@@ -37,14 +37,14 @@ class ShardedStep:
         table: ParameterTable,
         binding: Binding,
         inner: Optimizer,
-        param_groups: list[ParamGroup],
+        exposed: Callable[[], list[ParamGroup]],
     ) -> None:
         self.comm = comm
         self.table = table
         self.binding = binding
         self.inner = inner
-        self.param_groups = param_groups
-        self.local_step = LocalStep(inner, param_groups)
+        self._exposed = exposed
+        self.local_step = LocalStep(inner, exposed)
         self.order = StateOrder()
         self.snapshot: State | None = None
 
@@ -59,8 +59,13 @@ class ShardedStep:
         return result
 
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if any, and start a step; any earlier one that was not finished is forgotten."""
+        """Evaluate the closure, if any, and start a step; any earlier one that was not finished is forgotten.
+
+        Raises:
+            RuntimeError: if the parameters in the exposed groups are not those that are sharded.
+        """
         self.snapshot = None
+        self.table.check_groups(self._exposed())
         return self.local_step.begin(closure)
 
     def step_bucket(self, index: int, **kwargs: Any) -> Any:
@@ -84,11 +89,16 @@ class ShardedStep:
         self.local_step.finish(**kwargs)
         self.order.after_step(self.inner.state, self.table)
 
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """The exposed groups."""
+        return self._exposed()
+
     # Changes of what is stepped
 
-    def refresh(self) -> None:
-        """Plan again if a parameter was moved, frozen or unfrozen since the last step."""
-        if self.binding.refresh():
+    def refresh(self, may_talk: bool = True) -> None:
+        """Plan again if a parameter was moved, frozen or unfrozen since the last step; see `Binding.refresh`."""
+        if self.binding.refresh(may_talk):
             self.local_step.bind(self.binding.owned_of_bucket())
 
     def adopt(self, layout: Sequence[Sequence[int]], owners: list[GroupRank]) -> None:
@@ -119,5 +129,4 @@ class ShardedStep:
         self.table = table
         self.binding = binding
         self.order.note_new(self.inner.state, table)
-        self.local_step.mirror_to_exposed()
         self.local_step.bind(binding.owned_of_bucket())

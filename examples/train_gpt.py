@@ -4,16 +4,17 @@
     torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --compare --plot run.png
     python examples/train_gpt.py --text my_book.txt --steps 2000
 
-`MODES` holds the one line in which plain and sharded training differ. Every rank draws its own batches; the weights
-start from the same seed. The text is Python's language reference, unless ``--text`` names another file.
+`MODES` holds the few lines in which plain and sharded training differ: ``--optimizer zero1-overlap`` steps inside
+backward, ``zero1-interleaved`` while backward still computes. Every rank draws its own batches; the weights start from
+the same seed. The text is Python's language reference, unless ``--text`` names another file.
 """
 
-import argparse
 import math
 import os
 import resource
 import sys
 import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +32,12 @@ import torch.distributed as dist
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,6 +47,8 @@ EVAL_WINDOWS = 128  # per rank
 PROMPT = b"The "
 SAMPLE_BYTES = 200
 LOG_LINES = 20
+PEAK_NOTE = "peak memory: of the process so far, Python and torch included; on a GPU, allocated there in this training"
+BUCKETS = 8  # about as many gradient buckets as DDP makes of the model
 
 
 # Modes
@@ -52,17 +56,42 @@ LOG_LINES = 20
 
 def build_ddp(model: DistributedDataParallel, lr: float) -> Optimizer:
     """AdamW as it is: every rank keeps the whole optimizer state."""
+    reduce_by_hook(model)
     return AdamW(parameter_groups(model), lr=lr, betas=(0.9, 0.95))
 
 
 def build_zero1(model: DistributedDataParallel, lr: float) -> Optimizer:
     """ZeRO stage 1: every rank keeps the optimizer state of its own parameters only."""
+    reduce_by_hook(model)
     return ZeroRedundancyOptimizer(
         parameter_groups(model), AdamW, parameters_as_bucket_view=True, lr=lr, betas=(0.9, 0.95)
     )
 
 
-MODES: Mapping[str, Callable[[DistributedDataParallel, float], Optimizer]] = {"ddp": build_ddp, "zero1": build_zero1}
+def build_overlapped(build_hook: Callable[..., Any], model: DistributedDataParallel, lr: float) -> Optimizer:
+    """The same, stepped inside backward. With a single parameter group, `ddp_zero.shard_optimizer` does all of this."""
+    optimizer = ZeroRedundancyOptimizer(
+        parameter_groups(model), AdamW, parameters_as_bucket_view=True, overlap_with_ddp=True, lr=lr, betas=(0.9, 0.95)
+    )
+    hook = build_hook(allreduce_hook, model, optimizer, shard_buckets=True)
+    model.register_comm_hook(model.process_group, hook)
+    return optimizer
+
+
+MODES: Mapping[str, Callable[[DistributedDataParallel, float], Optimizer]] = {
+    "ddp": build_ddp,
+    "zero1": build_zero1,
+    "zero1-overlap": partial(build_overlapped, hook_with_zero_step),
+    "zero1-interleaved": partial(build_overlapped, hook_with_zero_step_interleaved),
+}
+
+
+def reduce_by_hook(model: DistributedDataParallel) -> None:
+    """Average gradients as the overlapped modes do, so that ``--compare`` is exact on any number of ranks.
+
+    Without a hook DDP multiplies by 1 / N, while `allreduce_hook` divides by N: equal only if N is a power of two.
+    """
+    model.register_comm_hook(model.process_group, allreduce_hook)
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -74,77 +103,44 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds this rank's parameters and state."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-
-
 # Options
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    optimizer: str
-    steps: int
-    batch_size: int
-    context: int
-    layers: int
-    width: int
-    heads: int
-    lr: float
-    seed: int
-    eval_every: int
-    text: Path | None
-    compare: bool
-    plot: Path | None
-
-    def check(self) -> None:
-        """Raises ValueError for what the parser lets through, and ImportError if a plot could not be drawn."""
-        for name in ("steps", "batch_size", "context", "layers", "width", "heads", "eval_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Expected --{name.replace('_', '-')} to be at least 1, got {getattr(self, name)}.")
-        if self.width % self.heads:
-            raise ValueError(f"Expected --width to be a multiple of --heads {self.heads}, got {self.width}.")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"Expected --lr to be positive and finite, got {self.lr}.")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"Expected --seed to be in 0 ... 2**32 - 1, got {self.seed}.")
-        if self.text is not None and not self.text.is_file():
-            raise ValueError(f"Expected --text to name a file, got {self.text}.")
-        if self.plot is not None:
-            if self.plot.suffix != ".png" or not self.plot.parent.is_dir():
-                raise ValueError(f"Expected --plot to name a .png file in a folder that exists, got {self.plot}.")
-            if find_spec("matplotlib") is None:
-                raise ImportError("Expected matplotlib for --plot, got none. Run: pip install -e '.[plot]'")
+def positive(text: str) -> int:
+    """A number of something."""
+    if int(text) < 1:
+        raise ArgumentTypeError(f"Expected at least 1, got {text}.")
+    return int(text)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line's grammar."""
-    parser = argparse.ArgumentParser(
+def parse_options() -> Namespace:
+    """Read the command line, or leave with a message."""
+    parser = ArgumentParser(
         description="Train a small byte-level GPT with DDP and a sharded optimizer.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--optimizer", choices=list(MODES), default="zero1", help="how the optimizer state is kept")
-    add("--steps", type=int, default=500, help="optimizer steps")
-    add("--batch-size", type=int, default=8, help="windows of text per rank and step")
-    add("--context", type=int, default=128, help="bytes that the model sees at once")
-    add("--layers", type=int, default=4, help="transformer blocks")
-    add("--width", type=int, default=128, help="features per position")
-    add("--heads", type=int, default=4, help="attention heads per block")
+    add("--steps", type=positive, default=500, help="optimizer steps")
+    add("--batch-size", type=positive, default=8, help="windows of text per rank and step")
+    add("--context", type=positive, default=128, help="bytes that the model sees at once")
+    add("--layers", type=positive, default=4, help="transformer blocks")
+    add("--width", type=positive, default=128, help="features per position")
+    add("--heads", type=positive, default=4, help="attention heads per block")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
     add("--seed", type=int, default=0, help="seed of weights and data")
-    add("--eval-every", type=int, default=100, help="steps between validations")
+    add("--eval-every", type=positive, default=100, help="steps between validations")
     add("--text", type=Path, help="train on this file; Python's language reference if not given")
-    add(
-        "--compare",
-        action="store_true",
-        help="train with DDP + AdamW first and compare the parameters; fail if unequal",
-    )
+    add("--compare", action="store_true", help="train with DDP + AdamW first; fail unless the parameters are equal")
     add("--plot", type=Path, metavar="FILE.png", help="draw losses and memory")
-    return parser
+    options = parser.parse_args()
+    if options.width % options.heads:
+        parser.error(f"Expected --width to be a multiple of --heads {options.heads}, got {options.width}.")
+    if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.parent.is_dir()):
+        parser.error(f"Expected --plot to name a .png file in a folder that exists, got {options.plot}.")
+    if options.plot is not None and find_spec("matplotlib") is None:
+        parser.error("Expected matplotlib for --plot, got none. Run: pip install -e '.[plot]'")
+    return options
 
 
 # World
@@ -181,10 +177,10 @@ class World:
         dist.all_gather(parts, mine)
         return torch.stack(parts).cpu()
 
-    def say(self, text: str, end: str = "\n") -> None:
+    def say(self, text: str) -> None:
         """Print on rank 0 only."""
         if self.rank == 0:
-            print(text, end=end, flush=True)
+            print(text, flush=True)
 
 
 # Data
@@ -325,34 +321,39 @@ class Result:
         return sum(usage.state for usage in self.usages) // times_held
 
 
-def train(mode: str, options: Options, corpus: Corpus, world: World) -> Result:
+def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result:
     """Train from the seed. A collective."""
     torch.manual_seed(options.seed)
     model = GPT(options.context, options.layers, options.width, options.heads).to(world.device)
     initial = copy_parameters(model)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    bucket_mb = sum(param.nbytes for param in model.parameters()) / BUCKETS / 2**20
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     optimizer = MODES[mode](ddp, options.lr)
     scheduler = LambdaLR(optimizer, partial(lr_factor, steps=options.steps))
     generator = torch.Generator().manual_seed(options.seed * world.size + world.rank)  # other data on every rank
-    progress = Progress(world, options)
     train_losses: list[float] = []
     validation_losses: list[tuple[int, float]] = []
+    begin = time.perf_counter()
 
     for step in range(1, options.steps + 1):
-        begin = time.perf_counter()
         loss = ddp(*corpus.draw(options.batch_size, generator, world.device))
         loss.backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         train_losses.append(world.gather(loss.detach()).mean().item())
-        progress.show(step, train_losses[-1], time.perf_counter() - begin)
+        if step == 1 or step % max(1, options.steps // LOG_LINES) == 0:
+            world.say(progress(step, train_losses[-1], time.perf_counter() - begin, options, world))
         if step % options.eval_every == 0 or step == options.steps:
             validation_losses.append((step, evaluate(model, options.batch_size, corpus, world)))
-            progress.say(f"step {step:>5}/{options.steps}  validation loss {validation_losses[-1][1]:.3f}")
+            world.say(f"step {step:>5}/{options.steps}  validation loss {validation_losses[-1][1]:.3f}")
 
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        for line in optimizer.explain().splitlines():
+            if line.startswith("regime"):
+                world.say(line)
     usages = measure(optimizer, world)
     sample = model.generate(PROMPT, SAMPLE_BYTES, options.seed) if world.rank == 0 else b""
     return Result(mode, train_losses, validation_losses, initial, copy_parameters(model), usages, sample)
@@ -377,7 +378,7 @@ def evaluate(model: GPT, batch_size: int, corpus: Corpus, world: World) -> float
 
 def measure(optimizer: Optimizer, world: World) -> list[Usage]:
     """What every rank holds. A collective."""
-    local = local_optimizer(optimizer)
+    local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer  # owns a part, or all
     params = [param for group in local.param_groups for param in group["params"]]
     state = [value for values in local.state.values() for value in values.values() if isinstance(value, Tensor)]
     mine = [
@@ -405,35 +406,14 @@ def copy_parameters(model: nn.Module) -> list[Tensor]:
 # Report
 
 
-class Progress:
-    """Step, loss, speed and time left: one line that updates itself on a terminal, a line now and then in a log."""
-
-    def __init__(self, world: World, options: Options) -> None:
-        self._world = world
-        self._steps = options.steps
-        self._tokens_per_step = options.batch_size * options.context * world.size
-        self._on_terminal = sys.stdout.isatty()
-        self._log_every = max(1, options.steps // LOG_LINES)
-        self._training_seconds = 0.0
-        self._begin = time.perf_counter()
-
-    def show(self, step: int, loss: float, seconds: float) -> None:
-        """Report a step that took so many seconds."""
-        self._training_seconds += seconds
-        speed = step * self._tokens_per_step / self._training_seconds
-        left = (time.perf_counter() - self._begin) / step * (self._steps - step)
-        line = f"step {step:>5}/{self._steps}  train loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left"
-        if self._on_terminal:
-            self._world.say(f"\r{line:<79}", end="")
-        elif step == 1 or step % self._log_every == 0:
-            self._world.say(line)
-
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
-        self._world.say(f"\r{text:<79}" if self._on_terminal else text)
+def progress(step: int, loss: float, seconds: float, options: Namespace, world: World) -> str:
+    """Step, loss, speed so far and time left."""
+    speed = step * options.batch_size * options.context * world.size / seconds
+    left = seconds / step * (options.steps - step)
+    return f"step {step:>5}/{options.steps}  train loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left"
 
 
-def table(result: Result, world: World) -> str:
+def table(result: Result) -> str:
     """What every rank holds, and what it would hold unsharded."""
     row = "{:>4} {:>11} {:>12} {:>14} {:>16} {:>14}".format
     lines = [row("rank", "parameters", "elements", "state bytes", "unsharded bytes", "peak memory")]
@@ -441,15 +421,8 @@ def table(result: Result, world: World) -> str:
         numbers = (usage.parameters, usage.elements, usage.state, result.unsharded_state, usage.peak)
         lines.append(row(rank, *(f"{number:,}" for number in numbers)))
     lines.append("parameters, elements: what the rank's optimizer owns; state bytes: what it keeps for them")
-    lines.append(f"peak memory: {peak_note(world)}")
+    lines.append(PEAK_NOTE)
     return "\n".join(lines)
-
-
-def peak_note(world: World) -> str:
-    """What the peak memory is the peak of."""
-    if world.device.type == "cuda":
-        return "of the memory allocated on the GPU in this training"
-    return "of the process, Python and torch included; with --compare the second includes the first: not comparable"
 
 
 def printable(data: bytes) -> str:
@@ -470,7 +443,7 @@ def compare(result: Result, reference: Result, world: World) -> bool:
     return all_moved == len(result.initial) and largest == 0.0
 
 
-def draw(path: Path, result: Result, reference: Result | None, world: World) -> None:
+def draw(path: Path, result: Result, reference: Result | None) -> None:
     """Losses, optimizer state and peak memory as a picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -484,7 +457,7 @@ def draw(path: Path, result: Result, reference: Result | None, world: World) -> 
     state.set_ylim(0, 1.3 * result.unsharded_state / 2**20)
     state.legend(loc="upper right")
     draw_bars(peak, [usage.peak / 2**20 for usage in result.usages], "peak memory per rank (MiB)")
-    figure.supxlabel(f"peak memory: {peak_note(world)}", fontsize="small")
+    figure.supxlabel(PEAK_NOTE, fontsize="small")
     figure.savefig(path)
 
 
@@ -511,7 +484,7 @@ def draw_bars(axes: "Axes", values: Sequence[float], title: str) -> None:
 # Main
 
 
-def run(options: Options, corpus: Corpus, world: World) -> bool:
+def run(options: Namespace, corpus: Corpus, world: World) -> bool:
     """Train once, or twice to compare, and report; whether all is as it must be. A collective."""
     reference = None
     if options.compare:
@@ -520,25 +493,24 @@ def run(options: Options, corpus: Corpus, world: World) -> bool:
             torch.use_deterministic_algorithms(True)
         world.say("training with ddp, to compare")
         reference = train("ddp", options, corpus, world)
-        world.say(f"\n{table(reference, world)}\n")
+        world.say(f"\n{table(reference)}\n")
     world.say(f"training with {options.optimizer} on {world.size} x {world.device.type}")
     result = train(options.optimizer, options, corpus, world)
     world.say(f"\nsample, after {PROMPT!r}:\n{printable(result.sample)}\n")
-    world.say(f"{table(result, world)}\n")
+    world.say(f"{table(result)}\n")
     if options.plot is not None and world.rank == 0:
-        draw(options.plot, result, reference, world)
+        draw(options.plot, result, reference)
     return reference is None or compare(result, reference, world)
 
 
 def main() -> int:
     """Everything between the command line and the exit code."""
-    parser = build_parser()
-    options = Options(**vars(parser.parse_args()))
+    options = parse_options()
     try:
-        options.check()
         corpus = Corpus.load(options.text, options.context)
-    except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error))
+    except (OSError, ValueError) as error:
+        print(f"train_gpt.py: error: {error}", file=sys.stderr)
+        return 2
     world = World.join()
     try:
         return 0 if run(options, corpus, world) else 1

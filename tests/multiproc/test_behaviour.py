@@ -141,7 +141,7 @@ def _text_labels_and_log(setup: Setup) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         twins.train(setup, 1, seed=1)
     names = [event.name for event in profile.events() or [] if event.name.startswith("ddp_zero::")]
-    buckets = len(twins.opt._binding.plan.buckets)
+    buckets = len(twins.opt._sharded.binding.plan.buckets)
     assert buckets > 1
     for verb in ("local_step", "sync", "wait_sync"):
         expected = [] if verb != "local_step" and setup.world_size == 1 else list(range(buckets))

@@ -1,6 +1,7 @@
 """The step inside backward in every situation that a plain loop knows, always equal to DDP with the plain optimizer."""
 
 import copy
+import gc
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -462,6 +463,94 @@ def _another_backward_before_the_step_is_told(setup: Setup) -> None:
         fresh.opt.step()
 
 
+def _gradients_changed_too_late_are_told(setup: Setup) -> None:
+    twins = build_overlapped_twins(ADAMW)
+    for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
+        _loss(twins.model, inputs, targets).backward()
+        if step == 2:
+            nn.utils.clip_grad_norm_(twins.model.parameters(), 0.1)
+            with pytest.raises(RuntimeError, match=r"parameter 0 \(group 0.*overlap_with_ddp=False"):
+                twins.opt.step()
+        else:
+            twins.opt.step()
+        twins.opt.zero_grad(set_to_none=step % 2 == 0)
+
+    scaled = build_overlapped_twins(ADAMW)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(_loss(scaled.model, *next(batches(setup.rank, 1)))).backward()
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        scaler.step(scaled.opt)
+
+
+# Exceptions
+
+
+class Fuse(torch.autograd.Function):
+    """Passes its input on; blows in forward or in backward when told to."""
+
+    blows: str | None = None
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        if Fuse.blows == "forward":
+            raise ValueError("the fuse has blown")
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Fuse.blows == "backward":
+            raise ValueError("the fuse has blown")
+        return grad
+
+
+class Fused(nn.Module):
+    """A fuse between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.second(Fuse.apply(torch.tanh(self.first(inputs))))  # type: ignore[no-untyped-call]
+        return output
+
+
+def _blow(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    with pytest.raises(ValueError, match="fuse"):
+        _loss(model, inputs, targets).backward()
+
+
+def _exceptions_leave_an_optimizer_that_can_go_on(setup: Setup) -> None:
+    for where, bucket_view in product(("forward", "backward"), BOTH):
+        torch.manual_seed(0)
+        twins = build_overlapped_twins(ADAMW, model=Fused(), bucket_cap_mb=0.0001, gradient_as_bucket_view=bucket_view)
+        twins.train(setup, 4)
+        before = copy.deepcopy(twins.model.state_dict())
+        inputs, targets = next(batches(setup.rank, 1, seed=5))
+        Fuse.blows = where
+        _blow(twins.plain_model, inputs, targets)
+        _blow(twins.model, inputs, targets)
+        Fuse.blows = None
+        assert_identical(dict(before), dict(twins.model.state_dict()), "parameters after the exception")
+        if where == "backward":  # DDP itself cannot go on: it waits for the buckets that never came
+            with pytest.raises(RuntimeError, match=r"got RUNNING.*reset"):
+                twins.opt.step()
+            twins.plain_model = DistributedDataParallel(twins.plain_model.module, bucket_cap_mb=0.0001)
+            twins.model = DistributedDataParallel(twins.model.module, bucket_cap_mb=0.0001)
+            with pytest.raises(ValueError, match="one hook per optimizer"):
+                hook_with_zero_step(None, twins.model, twins.opt)
+            gc.collect()  # the old models' autograd hooks go with them
+            twins.opt.reset()
+            twins.model.register_comm_hook(None, hook_with_zero_step(None, twins.model, twins.opt, True))
+        else:
+            twins.opt.reset()
+        for optimizer in (twins.plain, twins.opt):
+            optimizer.zero_grad()
+        twins.train(setup, 4, seed=1)
+        twins.assert_moved()
+        _assert_overlapped(twins.opt)
+
+
 CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_any_wrapped_hook, (2, 3)),
     (_power_sgd, (2,)),
@@ -483,6 +572,8 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_a_hook_that_never_fires_is_told, (2,)),
     (_a_hook_on_the_wrong_model_is_told, (2,)),
     (_another_backward_before_the_step_is_told, (2,)),
+    (_gradients_changed_too_late_are_told, (2,)),
+    (_exceptions_leave_an_optimizer_that_can_go_on, (2, 3)),
 ]
 
 

@@ -82,7 +82,8 @@ class Branches(nn.Module):
         if self.sometimes_unused:
             output: Tensor = self.heads[choice](hidden)
             return output
-        return self.heads[0](hidden) + self.heads[1](hidden.square())
+        both: Tensor = self.heads[0](hidden) + self.heads[1](hidden.square())
+        return both
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,17 @@ def test_sharded_training_equals_ddp_with_adamw(comparison: Comparison) -> None:
     assert "sample, after b'The ':\nThe " in zero1
 
 
+def test_stepping_inside_backward_equals_ddp_with_adamw() -> None:
+    run = launch(*TORCHRUN, EXAMPLE, *TINY, "--steps=6", "--optimizer=zero1-overlap", "--compare")
+    assert run.code == 0, f"{run.output}\n{run.errors}"
+    assert run.numbers(r"^largest parameter difference to DDP \+ AdamW: (.*)$") == ["0.0"]
+    assert run.numbers(r"^regime: (\w+)") == ["overlapped"]
+    assert "Warning" not in run.output + run.errors
+    whole, _, *sharded = run.rows()
+    assert sum(row.elements for row in sharded) == whole.elements
+    assert all(0 < row.elements < whole.elements for row in sharded)
+
+
 def test_the_table_shows_what_each_rank_holds(comparison: Comparison) -> None:
     rows = comparison.run.rows()
     assert [row.rank for row in rows] == [0, 1, 0, 1]

@@ -1,9 +1,10 @@
-"""The house rules that a machine can check: who imports whom, who communicates, who moves parameters, and sizes.
+"""The house rules that a machine can check: who imports, communicates, moves parameters, looks into DDP; and sizes.
 
 A failure here is a question about the design. Answer it in the table below and in docs/design.md, or in the code.
 """
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "ddp_zero"
@@ -38,29 +40,40 @@ ROOMS = {
     "partition": room(0),
     "plan": room(0, "partition"),
     "memory_layout": room(0),
-    "parameters": room(1, "memory_layout plan"),
+    "overlap": room(0),
+    "parameters": room(1, "memory_layout payload plan"),
     "flat": room(1, "memory_layout partition plan"),
     "local_step": room(1),
-    "payload": room(1),
+    "inner": room(1, "local_step"),
+    "payload": room(1, "memory_layout"),
+    "side_stream": room(1),
     "tracing": room(1),
     "collectives": room(2, "partition payload"),
     "agreement": room(2, "collectives parameters partition"),
     "param_sync": room(2, "collectives flat plan tracing"),
     "binding": room(3, "collectives flat param_sync parameters partition plan tracing"),
     "checkpoint": room(3, "agreement collectives local_step parameters partition payload"),
+    "hook": room(
+        3,
+        "collectives join memory_layout overlap plan sharded_step side_stream tracing",
+        "torch.distributed.GradBucket torch.distributed.ProcessGroup",
+    ),
     "join": room(
         3,
-        "collectives local_step parameters partition",
+        "binding collectives local_step parameters partition",
         "torch.distributed.algorithms.join.JoinHook torch.distributed.algorithms.join._JoinConfig",
     ),
     "report": room(3, "plan"),
+    "sharded_step": room(3, "binding checkpoint collectives local_step parameters partition tracing"),
     "optimizer": room(
         4,
-        "agreement binding checkpoint collectives join local_step parameters partition report tracing",
+        "agreement binding checkpoint collectives hook inner join local_step overlap parameters partition report "
+        "sharded_step",
         "torch.distributed.ProcessGroup torch.distributed.algorithms.join.Join "
         "torch.distributed.algorithms.join.Joinable torch.distributed.algorithms.join.JoinHook",
     ),
-    "__init__": room(5, "optimizer"),
+    "api": room(5, "hook optimizer"),
+    "__init__": room(6, "api optimizer overlap"),
 }
 
 COMMUNICATING = {
@@ -79,6 +92,15 @@ GROUP_METHODS = {
     *("send", "recv", "recv_anysource", "isend", "irecv"),
 }
 """Methods of a process group that do; none is a method of a tensor."""
+
+DDP_INTERNALS = {
+    *("reducer", "logger", "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "device_ids"),
+    *("require_forward_param_sync", "require_backward_grad_sync", "bucket_bytes_cap"),
+}
+"""What `DistributedDataParallel` keeps on itself."""
+
+BACKWARD_INTERNALS = {"_execution_engine", "_current_graph_task_id", "queue_callback", "GradBucket"}
+"""Names of torch's backward: the engine, where it is, and what DDP hands to a hook."""
 
 
 # Reading the code
@@ -165,6 +187,24 @@ def moves(tree: ast.Module) -> list[int]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
             lines.append(node.lineno)
     return lines
+
+
+def internals(tree: ast.Module) -> set[str]:
+    """What in the code is known of DDP and of autograd's engine only, spelled as a name, an attribute or a string."""
+    bound = bindings(tree)
+    found = {name.rpartition(".")[2] for name in imported(tree)} & BACKWARD_INTERNALS
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = dotted(node, bound) or (node.attr if isinstance(node, ast.Attribute) else "")
+            if re.match(r"torch\._C\b", name):
+                found.add("torch._C")
+        if isinstance(node, ast.Attribute):
+            found |= {node.attr} & (DDP_INTERNALS | BACKWARD_INTERNALS)
+        elif isinstance(node, ast.Name):
+            found |= {node.id} & BACKWARD_INTERNALS
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} & (DDP_INTERNALS | BACKWARD_INTERNALS)
+    return found
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -312,6 +352,47 @@ def test_only_flat_points_parameters_at_other_memory(name: str) -> None:
 )
 def test_the_scan_for_moves_sees_every_assignment(code: str, count: int) -> None:
     assert len(moves(ast.parse(code))) == count
+
+
+# Who looks into DDP and into backward
+
+
+@every_room
+def test_only_the_hook_looks_into_ddp_and_into_backward(name: str) -> None:
+    """Collectives names the type of what a hook is given, as its reduction is one."""
+    found = internals(read(name))
+    if name == "hook":
+        assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph", "GradBucket"} <= found
+    else:
+        assert found == ({"GradBucket"} if name == "collectives" else set())
+
+
+def test_the_names_of_internals_are_names_of_this_torch() -> None:
+    engine = torch.autograd.Variable._execution_engine
+    assert hasattr(engine, "queue_callback")
+    assert hasattr(torch._C, "_current_graph_task_id")
+    assert hasattr(dist, "GradBucket")
+    source = inspect.getsource(DistributedDataParallel)
+    assert {name for name in DDP_INTERNALS if f"self.{name} = " not in source} == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("ddp.reducer._rebuild_buckets()", {"reducer"}),
+        ("getattr(self.ddp, 'reducer')", {"reducer"}),
+        ("import torch\ntorch._C._current_graph_task_id()", {"torch._C", "_current_graph_task_id"}),
+        ("from torch._C import _current_graph_task_id as f\nf()", {"torch._C", "_current_graph_task_id"}),
+        ("import torch\nq = torch.autograd.Variable._execution_engine", {"_execution_engine"}),
+        ("from torch.distributed import GradBucket as B\ndef f(b: B): pass", {"GradBucket"}),
+        ("import torch.distributed as dist\ndef f(b: 'dist.GradBucket', c: dist.GradBucket): pass", {"GradBucket"}),
+        ("if model.static_graph: pass", {"static_graph"}),
+        ("from ddp_zero.tracing import logger\nlogger.debug('the reducer is done')", set()),
+        ("reducer = 1\nddp.register_comm_hook(None, f)", set()),
+    ],
+)
+def test_the_scan_for_internals_sees_names_attributes_and_strings(code: str, found: set[str]) -> None:
+    assert internals(ast.parse(code)) == found
 
 
 # Sizes and messages

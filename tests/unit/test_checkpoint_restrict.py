@@ -272,14 +272,18 @@ def test_a_misfit_is_refused_on_every_rank_naming_it(
 # The order of states
 
 
+owners_of_five = st.lists(st.integers(0, 2), min_size=5, max_size=5)
+
+
 @settings(deadline=None)
 @given(
-    owners=st.lists(st.integers(0, 2), min_size=5, max_size=5),
+    owners=owners_of_five,
     steps=st.lists(st.sets(st.integers(0, 4)), max_size=6),
     loads=st.sets(st.integers(0, 5)),
+    moves=st.dictionaries(st.integers(0, 5), owners_of_five),
 )
 def test_births_of_all_ranks_sort_into_the_unsharded_order(
-    owners: list[int], steps: list[set[int]], loads: set[int]
+    owners: list[int], steps: list[set[int]], loads: set[int], moves: dict[int, list[int]]
 ) -> None:
     groups = make_groups()
     table = ParameterTable(groups)
@@ -291,6 +295,12 @@ def test_births_of_all_ranks_sort_into_the_unsharded_order(
         return [table.index_of[param] for param in plain.state]
 
     for number, with_gradient in enumerate(steps):
+        for index, (old, new) in enumerate(zip(owners, moves.get(number, owners), strict=True)):
+            param = table.params[index]
+            if old != new and param in states[old]:
+                states[new][param] = states[old].pop(param)
+                orders[new].take(param, orders[old].give(param))
+        owners = moves.get(number, owners)
         for index, param in enumerate(table.params):
             param.grad = torch.zeros_like(param) if index in with_gradient else None
         plain.step()
@@ -306,6 +316,9 @@ def test_births_of_all_ranks_sort_into_the_unsharded_order(
 
     born = [(orders[owners[i]].of(table.params[i]), i) for i in range(5) if table.params[i] in states[owners[i]]]
     assert [index for _, index in sorted(born)] == unsharded()
+    for order, state in zip(orders, states, strict=True):
+        own = [param for param in plain.state if param in state]
+        assert list(map(id, order.sorted(state))) == list(map(id, own))
 
 
 def test_states_made_at_construction_come_before_those_of_the_first_step() -> None:
@@ -314,6 +327,35 @@ def test_states_made_at_construction_come_before_those_of_the_first_step() -> No
     order.note_new({table.params[3]: {}, "shared": {}}, table)
     order.after_step({table.params[3]: {}, "shared": {}, table.params[0]: {}}, table)
     assert [order.of(table.params[index]) for index in (3, 0)] == [(0, 3), (1, 0)]
+
+
+def test_a_sorted_state_is_another_dict_of_the_same_values_with_those_of_no_parameter_first() -> None:
+    table = ParameterTable(make_groups())
+    order = StateOrder()
+    first: dict[Any, Any] = {table.params[4]: {"n": 4}, "shared": {"n": 9}}
+    order.after_step(first, table)
+    state = {table.params[3]: {"n": 3}, table.params[1]: {"n": 1}, **first, "late": {"n": 8}}
+    order.after_step(state, table)
+    keys = list(map(id, state))
+    assert [value["n"] for value in order.sorted(state).values()] == [9, 8, 4, 1, 3]
+    assert all(value is state[key] for key, value in order.sorted(state).items())
+    assert list(map(id, state)) == keys
+
+
+def test_a_state_that_was_taken_keeps_its_birth_and_one_that_was_given_away_is_born_anew() -> None:
+    table = ParameterTable(make_groups())
+    giver, taker = StateOrder(), StateOrder()
+    moved = table.params[2]
+    giver.after_step({moved: {}}, table)
+    taker.after_step({}, table)
+    birth = giver.give(moved)
+    assert birth == (1, 2)
+    with pytest.raises(KeyError):
+        giver.of(moved)
+    taker.take(moved, birth)
+    for order in (giver, taker):
+        order.after_step({moved: {}}, table)
+    assert (taker.of(moved), giver.of(moved)) == ((1, 2), (2, 2))
 
 
 def test_a_state_born_as_another_is_dropped_is_noticed() -> None:

@@ -50,8 +50,15 @@ def make_params(seed: int = 0) -> list[nn.Parameter]:
 
 
 def make_plan(params: Sequence[Tensor], world_size: int, cap: int = 200) -> ShardPlan:
-    specs = ParameterTable([{"params": params}]).specs()
+    specs = ParameterTable([{"params": params}]).specs([param.requires_grad for param in params])
     return plan_standalone(specs, partition_greedy([spec.nbytes for spec in specs], world_size), world_size, cap)
+
+
+def set_gradients(params: Sequence[Tensor], plan: ShardPlan) -> None:
+    """Of what rank 0 receives, some parameters get a gradient and some none: those a step leaves alone."""
+    for index, param in enumerate(params):
+        param.grad = torch.zeros_like(param) if index % 3 else None
+    assert {p.grad is None for p, owner in zip(params, plan.owners, strict=True) if owner == 1} == {False, True}
 
 
 def in_memory_order(param: Tensor) -> Tensor:
@@ -99,26 +106,31 @@ def test_after_an_exchange_every_rank_has_the_owners_values(make_storage: MakeSt
 
 
 @STORAGES
-def test_received_parameters_count_as_changed_in_place_and_owned_ones_do_not(make_storage: MakeStorage) -> None:
+def test_received_parameters_with_a_gradient_count_as_changed_in_place_and_no_others_do(
+    make_storage: MakeStorage,
+) -> None:
     params, peers = make_params(0), make_params(1)
     plan = make_plan(params, 2)
-    assert set(plan.owners) == {0, 1}
+    set_gradients(params, plan)
     storages = [make_storage(plan, params), make_storage(plan, peers)]
     before = [param._version for param in params]
     exchange(plan, storages)
     bumped = [param._version > version for param, version in zip(params, before, strict=True)]
-    assert bumped == [owner == 1 for owner in plan.owners]
+    assert bumped == [owner == 1 and p.grad is not None for p, owner in zip(params, plan.owners, strict=True)]
 
 
 @STORAGES
-def test_backward_through_a_parameter_that_was_received_is_refused_by_autograd(make_storage: MakeStorage) -> None:
+def test_backward_through_a_parameter_that_was_stepped_elsewhere_is_refused_by_autograd(
+    make_storage: MakeStorage,
+) -> None:
     params, peers = make_params(0), make_params(1)
     plan = make_plan(params, 2)
+    set_gradients(params, plan)
     storages = [make_storage(plan, params), make_storage(plan, peers)]
     losses = [(param * param).abs().sum() for param in params]
     exchange(plan, storages)
-    for loss, owner in zip(losses, plan.owners, strict=True):
-        if owner == 0:
+    for loss, param, owner in zip(losses, params, plan.owners, strict=True):
+        if owner == 0 or param.grad is None:
             loss.backward()
         else:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):

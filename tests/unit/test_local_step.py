@@ -45,16 +45,29 @@ class CountingWhereItSteps(Counting):
         return super().step(closure)
 
 
-class CountingInATensor(Optimizer):
-    """Counts in a tensor of the group, in place, as optimizers do that can be captured in a graph."""
+class CountingInTensors(Optimizer):
+    """Counts in tensors, in place, as optimizers do that can be captured in a graph; the update shows the counts.
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"t": torch.zeros(())})
+    One tensor is its own, one is a group's, and one is shared by all groups, as a default is.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.calls = torch.zeros(())
+        super().__init__(params, {"lr": lr, "visits": torch.zeros(())})
+        for group in self.param_groups:
+            group["t"] = torch.zeros(())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        self.calls += 1
         for group in self.param_groups:
             group["t"] += 1
+            group["visits"] += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * group["lr"] / (self.calls * group["t"] + group["visits"]))
+                    self.state[param]["seen"] = (self.calls.item(), group["t"].item(), group["visits"].item())
 
 
 class Recording(Optimizer):
@@ -99,10 +112,18 @@ class Sharded:
         self.exposed = Optimizer(groups_of(params), {}).param_groups
         owned = {params[index] for bucket in buckets for index in bucket}
         self.inner = build([restrict_group(group, owned) for group in self.exposed])
-        self.local = LocalStep(self.inner, self.exposed)
+        self.local = LocalStep(self.inner, lambda: self.exposed)
         self.local.mirror_to_exposed()
-        self.local.bind({bucket: {params[i] for i in indices} for bucket, indices in enumerate(buckets) if indices})
+        self._bind(buckets)
+
+    def _bind(self, buckets: Sequence[Sequence[int]]) -> None:
+        self.local.bind({place: {self.params[i] for i in indices} for place, indices in enumerate(buckets) if indices})
         self.buckets = range(len(buckets))
+
+    def own(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Own other parameters from now on; their state has been moved."""
+        self.local.own({self.params[index] for bucket in buckets for index in bucket})
+        self._bind(buckets)
 
     def step(self, closure: Callable[[], Any] | None = None) -> list[Any]:
         self.local.begin(closure)
@@ -136,6 +157,7 @@ OPTIMIZERS: dict[str, Build] = {
     "AdamW fused": partial(AdamW, lr=0.1, fused=True),
     "counting": Counting,
     "counting where it steps": CountingWhereItSteps,
+    "counting in tensors": CountingInTensors,
 }
 
 BUCKETS = {
@@ -166,7 +188,9 @@ def test_stepping_bucket_by_bucket_is_one_plain_step(build: Build, buckets: list
     assert not torch.equal(params[2], make_params()[2])
 
 
-@pytest.mark.parametrize("build", [OPTIMIZERS["AdamW"], Counting], ids=["AdamW", "counting"])
+@pytest.mark.parametrize(
+    "build", [OPTIMIZERS["AdamW"], Counting, CountingInTensors], ids=["AdamW", "counting", "counting in tensors"]
+)
 def test_ranks_together_take_one_plain_step_and_agree_on_the_options(build: Build) -> None:
     plain_params = make_params()
     plain = build(groups_of(plain_params))
@@ -186,19 +210,80 @@ def test_ranks_together_take_one_plain_step_and_agree_on_the_options(build: Buil
                 assert torch.equal(rank.params[index], plain_params[index])
 
 
-def test_a_counter_that_is_a_tensor_counts_once_in_a_step_of_several_buckets() -> None:
+@pytest.mark.parametrize("buckets", BUCKETS.values(), ids=BUCKETS.keys())
+def test_a_counter_that_is_a_tensor_counts_once_in_a_step_and_stays_the_same_tensor(buckets: list[list[int]]) -> None:
+    sharded = Sharded(CountingInTensors, make_params(), buckets)
+    assert isinstance(sharded.inner, CountingInTensors)
+    own, outside = sharded.inner.calls, [group["t"] for group in sharded.exposed]
+    for _ in range(3):
+        sharded.step()
+    assert sharded.inner.calls is own
+    assert [id(group["t"]) for group in sharded.exposed] == list(map(id, outside))
+    assert [count.item() for count in (own, *outside, sharded.exposed[0]["visits"])] == [3, 3, 3, 6]
+
+
+# Owning others
+
+
+@pytest.mark.parametrize("build", [OPTIMIZERS["AdamW"], CountingInTensors], ids=["AdamW", "counting in tensors"])
+def test_parameters_and_state_that_go_to_another_owner_are_stepped_there_as_if_they_had_always_been(
+    build: Build,
+) -> None:
+    plain_params = make_params()
+    plain = build(groups_of(plain_params))
+    layouts: list[list[list[list[int]]]] = [
+        [[[0], [5, 3]], [[1, 2, 4], [6]]],
+        [[[0, 1], [6]], [[3, 4], [5], [2]]],
+        [[], [[0, 1, 2, 3], [4, 5, 6]]],
+        [[[2, 6]], [[3], [0, 1, 4, 5]]],
+    ]
+    ranks = [Sharded(build, make_params(), buckets) for buckets in layouts[0]]
+    holder = {index: rank for rank in (0, 1) for bucket in layouts[0][rank] for index in bucket}
+    for step, layout in enumerate(layouts):
+        for rank, buckets in enumerate(layout):
+            for index in [index for bucket in buckets for index in bucket if holder[index] != rank]:
+                giver, taker = ranks[1 - rank], ranks[rank]
+                taker.params[index].data.copy_(giver.params[index])
+                if giver.params[index] in giver.inner.state:  # parameter 2 has no gradient in the first step
+                    taker.inner.state[taker.params[index]] = giver.inner.state.pop(giver.params[index])
+                holder[index] = rank
+        for sharded, buckets in zip(ranks, layout, strict=True):
+            sharded.own(buckets)
+        set_gradients(plain_params, step)
+        plain.step()
+        for rank, sharded in enumerate(ranks):
+            set_gradients(sharded.params, step)
+            sharded.step()
+            for group, expected in zip(sharded.exposed, plain.param_groups, strict=True):
+                assert_equal_state(options_in(group), options_in(expected))
+            for index, param in enumerate(sharded.params):
+                assert (param in sharded.inner.state) is (holder[index] == rank and (index, step) != (2, 0))
+                if holder[index] == rank:
+                    assert torch.equal(param, plain_params[index])
+                    assert_equal_state(sharded.inner.state.get(param), plain.state.get(plain_params[index]))
+
+
+def test_owning_others_changes_the_groups_in_place_in_their_order_and_keeps_their_options() -> None:
     params = make_params()
-    exposed = Optimizer([{"params": params}], {}).param_groups
-    inner = CountingInATensor([restrict_group(exposed[0], set(params))])
-    local = LocalStep(inner, exposed)
-    local.mirror_to_exposed()
-    local.bind({0: set(params[:3]), 1: set(params[3:])})
-    for _ in range(2):
-        local.begin(None)
-        local.step(0)
-        local.step(1)
-        local.finish()
-    assert exposed[0]["t"].item() == 2
+    groups: Any = [
+        {"params": [(f"w{index}", param) for index, param in enumerate(params[:4])], "late": 1},
+        {"params": [(f"w{index}", param) for index, param in enumerate(params[4:], start=4)]},
+    ]
+    exposed = Optimizer(groups, {}).param_groups
+    inner = Recording([restrict_group(group, {params[0], params[5]}) for group in exposed])
+    local = LocalStep(inner, lambda: exposed)
+    identities = [id(group) for group in inner.param_groups]
+    options = [options_in(group) for group in inner.param_groups]
+    local.own({params[index] for index in (3, 6, 1, 4, 2)})
+    assert [id(group) for group in inner.param_groups] == identities
+    assert [group["param_names"] for group in inner.param_groups] == [["w1", "w2", "w3"], ["w4", "w6"]]
+    assert [list(map(id, group["params"])) for group in inner.param_groups] == [
+        [id(params[index]) for index in indices] for indices in ([1, 2, 3], [4, 6])
+    ]
+    assert [options_in(group) for group in inner.param_groups] == options
+    assert [len(group["params"]) for group in exposed] == [4, 3]
+    local.own(set())
+    assert [(group["params"], group["param_names"]) for group in inner.param_groups] == [([], []), ([], [])]
 
 
 # Closures
@@ -312,7 +397,7 @@ def test_names_follow_their_parameters_into_buckets_and_stay_outside() -> None:
     named: Any = [(f"w{index}", param) for index, param in enumerate(params)]
     exposed = Optimizer(named, {}).param_groups
     inner = Recording([restrict_group(exposed[0], {params[index] for index in (5, 1, 3)})])
-    local = LocalStep(inner, exposed)
+    local = LocalStep(inner, lambda: exposed)
     local.bind({0: {params[1], params[5]}, 1: {params[3]}})
     local.mirror_to_exposed()
     local.begin(None)

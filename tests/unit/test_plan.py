@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from ddp_zero import plan as plan_module
 from ddp_zero.partition import GroupRank, partition_greedy
-from ddp_zero.plan import Bucket, ParameterSpec, Segment, ShardPlan, plan_standalone
+from ddp_zero.plan import (
+    Bucket,
+    ParameterSpec,
+    Segment,
+    ShardPlan,
+    owners_by_bucket,
+    plan_for_ddp,
+    plan_standalone,
+)
 
 BYTES_PER_ELEMENT = {"cpu/float32": 4, "cpu/bfloat16": 2, "cuda/float32": 4}
 
@@ -193,6 +201,149 @@ def test_parts_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plan_standalone([spec(1), spec(1)], owners, world_size, cap)
+
+
+# A plan that follows DDP
+
+
+def drawn(plan: ShardPlan) -> list[tuple[str, list[tuple[int, ...]]]]:
+    """Of each bucket, its kind and the parameters of each rank."""
+    return [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in plan.buckets]
+
+
+def test_each_bucket_of_ddp_is_a_bucket_at_its_place_and_what_ddp_does_not_reduce_comes_after() -> None:
+    kinds = ["cpu/float32"] * 6 + ["cpu/bfloat16"] * 3
+    specs = [spec(numel, kind) for numel, kind in zip([4, 3, 7, 5, 2, 6, 2, 8, 1], kinds, strict=True)]
+    for dormant in (3, 4):  # one in a bucket of DDP, one outside
+        specs[dormant] = replace(specs[dormant], active=False)
+    layout = [[8, 6], [], [5, 3, 2, 0], []]
+    plan = plan_for_ddp(specs, ranks(0, 1, 1, 0, 0, 0, 1, 0, 1), 2, layout, bucket_cap_bytes=1000)
+    assert drawn(plan) == [
+        ("cpu/bfloat16", [(), (6, 8)]),
+        ("", [(), ()]),
+        ("cpu/float32", [(0, 5), (2,)]),
+        ("", [(), ()]),
+        ("cpu/float32", [(), (1,)]),
+        ("cpu/bfloat16", [(7,), ()]),
+    ]
+    assert plan.buckets[2].segments[0] == Segment(GroupRank(0), (0, 5), (0, 4), 10)
+    assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_bucket_of_ddp_in_which_everything_is_frozen_keeps_its_place() -> None:
+    plan = plan_for_ddp([spec(4), spec(3, active=False)], ranks(0, 0), 1, [[1], [0]], 1000)
+    assert drawn(plan) == [("cpu/float32", [()]), ("cpu/float32", [(0,)])]
+
+
+def test_the_cap_cuts_what_ddp_does_not_reduce_and_nothing_else() -> None:
+    specs, owners = [spec(10) for _ in range(6)], ranks(0, 0, 0, 0, 0, 0)
+    plan = plan_for_ddp(specs, owners, 1, [[5, 4, 3]], bucket_cap_bytes=40)
+    assert [params for _, (params,) in drawn(plan)] == [(3, 4, 5), (0,), (1,), (2,)]
+
+
+def test_a_parameter_that_ddp_reduces_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="parameter 1 in one bucket, got it in 0 and 1"):
+        plan_for_ddp([spec(1), spec(1)], ranks(0, 0), 1, [[0, 1], [1]], 1000)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, kinds: Sequence[str]) -> list[list[int]]:
+    """Some of the parameters, in any order, in buckets of one kind each, empty ones between."""
+    buckets: list[list[int]] = [[] for _ in range(draw(st.integers(0, 2)))]
+    for param in draw(st.lists(st.sampled_from(range(len(kinds))), unique=True) if kinds else st.just([])):
+        if draw(st.booleans()) or not buckets or (buckets[-1] and kinds[buckets[-1][0]] != kinds[param]):
+            buckets.append([])
+        buckets[-1].append(param)
+    return draw(st.permutations(buckets))
+
+
+@settings(deadline=None)
+@given(cases(), st.data())
+def test_a_plan_for_ddp_is_its_buckets_and_then_the_standalone_plan_of_the_rest(
+    case: Case, data: st.DataObject
+) -> None:
+    layout = data.draw(layouts([s.kind for s in case.specs]))
+    plan = plan_for_ddp(case.specs, case.owners, case.world_size, layout, case.cap)
+    reduced = {param for params in layout for param in params}
+    for (_, segments), params in zip(drawn(plan)[: len(layout)], layout, strict=True):
+        for rank, found in enumerate(segments):
+            assert list(found) == sorted(p for p in params if case.specs[p].active and case.owners[p] == rank)
+    rest = [replace(s, active=s.active and param not in reduced) for param, s in enumerate(case.specs)]
+    assert drawn(plan)[len(layout) :] == drawn(replace(case, specs=rest).plan())
+    assert (list(plan.specs), list(plan.owners)) == (case.specs, case.owners)
+
+
+# Owners by bucket
+
+SIZES = [8, 4, 6, 2, 4, 6, 2]
+DDP_LAYOUT = [[6, 5], [4, 3, 2], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "layout", "owners"),
+    [
+        pytest.param(SIZES, 2, DDP_LAYOUT, [0, 1, 1, 1, 0, 0, 1], id="loads 6 2, then 10 10, then 18 14"),
+        pytest.param(SIZES, 3, DDP_LAYOUT, [1, 2, 2, 0, 1, 0, 1], id="loads 6 2 0, then 8 6 6, then 8 14 10"),
+        pytest.param([5, 5, 5, 5], 2, [[3, 2], [1, 0]], [0, 1, 0, 1], id="equal sizes by index, not by place in DDP"),
+        pytest.param([0, 0, 3], 2, [[0, 1, 2]], [1, 1, 0], id="nothing weighs nothing"),
+        pytest.param(SIZES, 1, DDP_LAYOUT, [0] * 7, id="one rank"),
+    ],
+)
+def test_a_bucket_is_spread_largest_first_from_the_loads_that_the_buckets_before_left(
+    sizes: list[int], world_size: int, layout: list[list[int]], owners: list[int]
+) -> None:
+    assert owners_by_bucket(sizes, ranks(*[0] * len(sizes)), world_size, layout, split=True) == owners
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "owners"),
+    [
+        pytest.param(2, DDP_LAYOUT, [0, 0, 1, 1, 1, 0, 0], id="loads 8 0, then 8 12, then 20 12"),
+        pytest.param(3, DDP_LAYOUT, [2, 2, 1, 1, 1, 0, 0], id="a rank each"),
+        pytest.param(5, [[6, 5], [], [4, 3, 2, 1, 0]], [1, 1, 1, 1, 1, 0, 0], id="more ranks than buckets, one empty"),
+    ],
+)
+def test_a_whole_bucket_goes_to_the_least_loaded_rank(
+    world_size: int, layout: list[list[int]], owners: list[int]
+) -> None:
+    assert owners_by_bucket(SIZES, ranks(*[0] * 7), world_size, layout, split=False) == owners
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_parameters_in_no_bucket_keep_their_owner_and_weigh_nothing(split: bool) -> None:
+    before = ranks(2, 2, 0, 1, 2)
+    assert owners_by_bucket([3, 100, 3, 100, 3], before, 3, [[], [4], [0]], split) == [1, 2, 0, 1, 0]
+    assert owners_by_bucket([3, 100, 3, 100, 3], before, 3, [], split) == list(before)
+    assert before == ranks(2, 2, 0, 1, 2)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 1 << 30) | st.integers(0, 3), max_size=40),
+    world_size=st.integers(1, 8) | st.integers(1, 128),
+    split=st.booleans(),
+    data=st.data(),
+)
+def test_loads_differ_by_one_item_at_most_whatever_the_owners_were(
+    sizes: list[int], world_size: int, split: bool, data: st.DataObject
+) -> None:
+    """An item is a parameter, or a whole bucket; the bound holds from the first bucket on, since loads are carried."""
+    layout = data.draw(layouts(["cpu/float32"] * len(sizes)))
+    owner = st.integers(0, world_size - 1).map(GroupRank)
+    before = data.draw(st.lists(owner, min_size=len(sizes), max_size=len(sizes)))
+    owners = owners_by_bucket(sizes, before, world_size, layout, split)
+    loads, largest = [0] * world_size, 0
+    for bucket in layout:
+        assert split or len({owners[param] for param in bucket}) <= 1
+        for param in bucket:
+            loads[owners[param]] += sizes[param]
+        items = [sizes[param] for param in bucket] if split else [sum(sizes[param] for param in bucket)]
+        largest = max([largest, *items])
+        assert max(loads) - min(loads) <= largest
+    other_owners = [GroupRank(world_size - 1 - rank) for rank in before]
+    again = owners_by_bucket(sizes, other_owners, world_size, [params[::-1] for params in layout], split)
+    for bucket in layout:
+        assert [again[param] for param in bucket] == [owners[param] for param in bucket]
 
 
 # A plan that was tampered with

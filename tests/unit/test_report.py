@@ -1,8 +1,8 @@
 import torch
 
 from ddp_zero.partition import GroupRank
-from ddp_zero.plan import ParameterSpec, ShardPlan, plan_standalone
-from ddp_zero.report import describe_shards, state_bytes
+from ddp_zero.plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
+from ddp_zero.report import describe_shards, draw_buckets, state_bytes
 
 
 def make_plan(numels: list[int], owners: list[int], world_size: int, frozen: tuple[int, ...] = ()) -> ShardPlan:
@@ -49,6 +49,20 @@ def test_a_plan_without_trainable_parameters_is_balanced() -> None:
     assert "imbalance: 1.000" in text
     assert "sync: 0 buckets, 0 bytes" in text
     assert "frozen: 2 parameters" in text
+
+
+def test_the_drawing_of_a_plan_has_a_row_for_each_bucket_and_a_column_for_each_rank() -> None:
+    plan = make_plan([1500, 500, 0, 700, 250], [0, 1, 1, 1, 2], world_size=3, frozen=(3,))
+    bytes_and_one = [*plan.specs, ParameterSpec(1_234_567, 1_234_567, "cpu/uint8")]
+    plan = plan_for_ddp(bytes_and_one, [*plan.owners, GroupRank(2)], 3, [[5], [], [4, 2, 1, 0]], 4_000)
+    assert draw_buckets(plan) == "\n".join(
+        [
+            "bucket               rank 0              rank 1              rank 2",
+            "     0                    -                   -      1,234,567 in 1",
+            "     1                    -                   -                   -",
+            "     2           1,500 in 1            500 in 2            250 in 1",
+        ]
+    )
 
 
 def test_state_bytes_counts_every_tensor_however_nested_and_nothing_else() -> None:

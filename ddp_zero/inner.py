@@ -1,0 +1,46 @@
+"""The inner optimizer: which classes can be sharded, and how one is built over a rank's parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from ddp_zero.local_step import ParamGroup, restrict_group
+
+
+def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
+    """Refuse classes that need all parameters or sparse gradients.
+
+    Raises:
+        TypeError: if it is nothing that could be called.
+        NotImplementedError: for LBFGS and SparseAdam.
+    """
+    if not callable(optimizer_class):
+        raise TypeError(f"Expected optimizer_class to be a torch.optim.Optimizer class, got {optimizer_class!r}.")
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
+        raise NotImplementedError(
+            "Expected an optimizer that treats parameters one by one, got LBFGS, which needs one flat view of all "
+            "parameters and their history. Use LBFGS itself on every rank."
+        )
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, SparseAdam):
+        raise NotImplementedError(
+            "Expected an optimizer for dense gradients, got SparseAdam. Use it unsharded for the sparse layers."
+        )
+
+
+def build_inner(
+    optimizer_class: Callable[..., Optimizer],
+    param_groups: list[ParamGroup],
+    owned: set[torch.Tensor],
+    defaults: dict[str, Any],
+) -> Optimizer:
+    """Build the optimizer over this rank's parameters: one group per exposed group, empty ones too.
+
+    Raises:
+        TypeError: if that builds no optimizer, or the class does not know one of the options.
+    """
+    inner = optimizer_class([restrict_group(group, owned) for group in param_groups], **defaults)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
+    return inner

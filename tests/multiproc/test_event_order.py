@@ -1,0 +1,121 @@
+"""What the hook does, in which order; the same on every rank whatever is slow, with the same numbers."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_zero.collectives import Communicator
+from ddp_zero.param_sync import ParameterSync
+from ddp_zero.sharded_step import ShardedStep
+from tests.multiproc.cases import assert_identical, batches, build_overlapped_twins, optimizer_case
+from tests.multiproc.harness import Setup, run_ranks
+
+Event = tuple[Any, ...]
+
+
+@contextmanager
+def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
+    """Log reductions, steps, syncs and messages as they are issued, pausing before each."""
+
+    def logged(name: str, original: Any, detail: Callable[..., Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            pause(name)
+            log.append((name, detail(*args, **kwargs)))
+            return original(*args, **kwargs)
+
+        return call
+
+    patches = [
+        mock.patch.object(dist, "all_reduce", logged("reduce", dist.all_reduce, lambda t, **_: t.numel())),
+        mock.patch.object(
+            ShardedStep, "step_bucket", logged("step", ShardedStep.step_bucket, lambda _, index, **__: index)
+        ),
+        mock.patch.object(ParameterSync, "start", logged("sync", ParameterSync.start, lambda _, b: b.index)),
+        mock.patch.object(ParameterSync, "finish", logged("finish", ParameterSync.finish, lambda *_: None)),
+        mock.patch.object(dist, "isend", logged("send", dist.isend, lambda t, group_dst, **_: (group_dst, t.numel()))),
+        mock.patch.object(
+            Communicator, "send_tree", logged("move", Communicator.send_tree, lambda *args, **_: args[-1])
+        ),
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def _train(setup: Setup, interleaved: bool, steps: int, pause: Callable[[str], None]) -> tuple[list[list[Event]], Any]:
+    """The events of each step, and the parameters at the end."""
+    twins = build_overlapped_twins(optimizer_case("SGD momentum"), interleaved=interleaved, bucket_cap_mb=0.0003)
+    events: list[list[Event]] = []
+    for inputs, targets in batches(setup.rank, steps):
+        log: list[Event] = []
+        with recorded(log, pause):
+            nn.functional.mse_loss(twins.model(inputs), targets).backward()
+            log.append(("backward done", None))
+            twins.opt.step()
+        twins.opt.zero_grad()
+        events.append(log)
+    return events, [param.detach().clone() for param in twins.model.parameters()]
+
+
+def _literal_orders(setup: Setup) -> None:
+    for interleaved in (False, True):
+        events, _ = _train(setup, interleaved, 4, lambda _: None)
+        visible = [[event[:2] for event in log if event[0] not in ("send", "move")] for log in events]
+        done = ("backward done", None)
+        assert visible[0] == [("reduce", 993), ("step", 0), ("sync", 0), ("finish", None), done]
+        sizes = [108, 544, 93, 248]
+        reduces = [("reduce", size) for size in sizes]
+        steps = [[("step", i), ("sync", i)] for i in range(4)]
+        deferred = [*reduces, *steps[0], *steps[1], *steps[2], *steps[3], ("finish", None), done]
+        first, second, third, last = reduces
+        overlapped = [first, second, *steps[0], third, *steps[1], last, *steps[2], *steps[3], ("finish", None), done]
+        assert visible[1] == deferred, visible[1]
+        assert visible[2] == visible[3] == (overlapped if interleaved else deferred), visible[2]
+        moves = [[event for event in log if event[0] == "move"] for log in events]
+        assert not moves[0]
+        assert not moves[2]
+        counts = [torch.zeros(1) for _ in range(setup.world_size)]
+        dist.all_gather(counts, torch.tensor([float(len(moves[1]))]))
+        assert sum(int(count) for count in counts) > 0, "state moved to its new owners when DDP rebuilt its buckets"
+
+
+def test_event_order_is_the_literal_one() -> None:
+    run_ranks(_literal_orders, 2)
+
+
+SCHEDULES = 200
+
+
+def _under_random_delays(setup: Setup, interleaved: bool) -> int:
+    expected_events, expected_params = _train(setup, interleaved, 3, lambda _: None)
+    assert any(event[0] == "send" for event in expected_events[2])
+    for schedule in range(SCHEDULES // 2):
+        generator = random.Random(1000 * schedule + setup.rank)
+        slow = random.Random(schedule).sample(["reduce", "step", "sync", "finish"], k=2)
+
+        def pause(name: str, generator: random.Random = generator, slow: list[str] = slow) -> None:
+            if name in slow and generator.random() < 0.5:
+                time.sleep(generator.random() * 0.01)
+
+        events, params = _train(setup, interleaved, 3, pause)
+        assert events == expected_events, f"schedule {schedule}"
+        assert_identical(expected_params, params, f"schedule {schedule}")
+    return SCHEDULES // 2
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_delays_change_neither_order_nor_numbers(interleaved: bool) -> None:
+    done = run_ranks(_under_random_delays, 3, interleaved, timeout=240)
+    assert done == [SCHEDULES // 2] * 3

@@ -1,0 +1,312 @@
+"""What reviews found, each with the test that would have caught it."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+from ddp_zero import ZeroRedundancyOptimizer, binding
+from tests.multiproc.cases import (
+    OptimizerCase,
+    assert_identical,
+    batches,
+    build_overlapped_twins,
+    build_twins,
+    optimizer_case,
+)
+from tests.multiproc.harness import Setup, run_ranks, run_ranks_to_end
+
+SIZES = (60, 40, 30, 20, 10, 5)
+
+
+class Pair:
+    """The same parameters twice, with the same gradients on every rank: one stepped plain, one sharded."""
+
+    def __init__(self, build: Callable[..., Any] = torch.optim.AdamW, as_views: bool = True, **options: Any) -> None:
+        torch.manual_seed(0)
+        tensors = [torch.randn(size) for size in SIZES]
+        self.plain_params, self.params = ([nn.Parameter(t.clone()) for t in tensors] for _ in range(2))
+        self.plain = build(self.plain_params, **options)
+        self.opt = ZeroRedundancyOptimizer(self.params, build, parameters_as_bucket_view=as_views, **options)
+
+    def set_gradients(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for one, other in zip(self.plain_params, self.params, strict=True):
+            if one.requires_grad:
+                one.grad = torch.randn(one.shape, generator=generator)
+                other.grad = one.grad.clone()
+
+    def step(self, seed: int) -> None:
+        self.set_gradients(seed)
+        self.plain.step()
+        self.opt.step()
+        self.compare()
+
+    def compare(self) -> None:
+        for index, (one, other) in enumerate(zip(self.plain_params, self.params, strict=True)):
+            assert_identical(one, other, f"parameter {index}")
+
+
+def _options_changed_since_the_last_step_survive(setup: Setup) -> None:
+    pair = Pair(lr=0.1)
+    pair.step(0)
+    for optimizer, params in ((pair.plain, pair.plain_params), (pair.opt, pair.params)):
+        optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.param_groups[0]["mine"] = "new"
+        params.append(nn.Parameter(torch.ones(7)))
+        optimizer.add_param_group({"params": params[-1:]})
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        assert optimizer.param_groups[0]["mine"] == "new"
+    pair.step(1)
+    pair.opt.param_groups[0]["lr"] = 0.5
+    clone = copy.deepcopy(pair.opt)
+    assert clone.param_groups[0]["lr"] == 0.5
+
+
+def _looking_up_the_state_of_others_does_no_harm(setup: Setup) -> None:
+    pair = Pair(lr=0.1)
+    pair.step(0)
+    assert [pair.opt.state[param].get("exp_avg") for param in pair.params]
+    pair.opt.consolidate_state_dict(to=0)
+    if setup.rank == 0:
+        assert_identical(pair.plain.state_dict(), pair.opt.state_dict(), "after looking")
+    pair.step(1)
+    pair.opt.consolidate_state_dict(to=1)
+    if setup.rank == 1:
+        assert_identical(pair.plain.state_dict(), pair.opt.state_dict(), "a step later")
+
+
+def _a_gradient_dropped_on_one_rank_changes_no_messages(setup: Setup) -> None:
+    for dropping in range(setup.world_size):
+        binding.BUCKET_CAP_BYTES = 100
+        pair = Pair(lr=0.1)
+        pair.step(0)
+        for params in (pair.plain_params, pair.params):
+            params[1].requires_grad_(False)
+        owner = pair.opt._sharded.binding.owners[1]
+        if setup.rank == dropping != owner:
+            pair.params[1].grad = None
+        pair.plain.step()
+        pair.opt.step()
+        pair.compare()
+        pair.step(1)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the state of no parameter, and in a tensor option."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.state["k"] = 0  # type: ignore[index]
+        for group in self.param_groups:
+            group["t"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] += 1  # type: ignore[index]
+        for group in self.param_groups:
+            group["t"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data -= group["lr"] * param.grad / self.state["k"] / group["t"]  # type: ignore[index]
+
+
+def _counters_count_once_per_step(setup: Setup) -> None:
+    binding.BUCKET_CAP_BYTES = 100
+    pair = Pair(Counting)
+    for seed in range(3):
+        pair.step(seed)
+    assert pair.opt.param_groups[0]["t"].item() == 3
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer and shares its groups, as such wrappers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.base = torch.optim.SGD(params, lr=lr, momentum=0.9)
+        super().__init__(self.base.param_groups, self.base.defaults)
+        self.param_groups = self.base.param_groups
+        self.state = self.base.state
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return self.base.step()
+
+
+def _wrappers_of_other_optimizers(setup: Setup) -> None:
+    binding.BUCKET_CAP_BYTES = 100
+    pair = Pair(Lookahead, lr=0.1)
+    for seed in range(4):
+        pair.plain.param_groups[0]["lr"] = pair.opt.param_groups[0]["lr"] = 0.1 / (seed + 1)
+        pair.step(seed)
+    assert vars(pair.opt.optim)["count"] == 4
+    twins = build_overlapped_twins(OptimizerCase("lookahead", Lookahead), interleaved=True)
+    twins.train(setup, 5)
+    assert "deferred to the end of backward: the optimizer wraps another one" in twins.opt.explain()
+    twins.assert_moved()
+
+
+class Hoarder(torch.optim.SGD):
+    """Keeps a list of parameters of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.hoard = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.hoard:
+            param.sub_(0.1)
+
+
+def _an_optimizer_with_a_list_of_its_own_is_told(setup: Setup) -> None:
+    binding.BUCKET_CAP_BYTES = 100
+    pair = Pair(Hoarder)
+    pair.set_gradients(0)
+    with pytest.raises(RuntimeError, match="keeps a list of parameters of its own"):
+        pair.opt.step()
+
+
+def _groups_edited_in_place_are_told(setup: Setup) -> None:
+    def append(opt: Any) -> None:
+        opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+
+    def remove(opt: Any) -> None:
+        del opt.param_groups[0]["params"][0]
+
+    def replace(opt: Any) -> None:
+        opt.param_groups[0]["params"][1] = nn.Parameter(torch.ones(40))
+
+    def add(opt: Any) -> None:
+        opt.param_groups.append({**opt.param_groups[0], "params": [nn.Parameter(torch.ones(2))]})
+
+    for edit in (append, remove, replace, add):
+        pair = Pair(lr=0.1)
+        pair.step(0)
+        edit(pair.opt)
+        with pytest.raises(RuntimeError, match=r"built with in group \d, got others. Use add_param_group"):
+            pair.opt.step()
+    pair = Pair(lr=0.1)
+    pair.step(0)
+    for optimizer in (pair.plain, pair.opt):
+        optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.5}]
+    pair.step(1)
+
+
+def _a_bad_receiver_on_one_rank_is_told_on_all(setup: Setup) -> None:
+    pair = Pair(lr=0.1)
+    last = setup.rank == setup.world_size - 1
+    with pytest.raises(ValueError if last else RuntimeError, match="rank below"):
+        pair.opt.consolidate_state_dict(to=99 if last else 0)
+    pair.step(0)
+
+
+def _options_that_cannot_travel_are_told_under_join(setup: Setup) -> None:
+    twins = build_twins(optimizer_case("SGD momentum"))
+    twins.opt.param_groups[0]["function"] = len
+
+    def train() -> None:
+        with Join([twins.model, twins.opt]):
+            for inputs, targets in batches(setup.rank, 2 - setup.rank):
+                nn.functional.mse_loss(twins.model(inputs), targets).backward()
+                twins.opt.step()
+
+    with pytest.raises((TypeError, RuntimeError), match="builtin_function"):
+        train()
+
+
+def _a_graph_that_needs_unstepped_parameters_goes_backward(setup: Setup) -> None:
+    for as_views in (False, True):
+        pair = Pair(lr=0.1, as_views=as_views)
+        for params, optimizer in ((pair.plain_params, pair.plain), (pair.params, pair.opt)):
+            loss = (params[0] * params[0]).sum()
+            params[1].grad = torch.ones(40)
+            optimizer.step()
+            loss.backward()
+        pair.compare()
+        loss = (pair.params[1] * pair.params[1]).sum()
+        pair.opt.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def _frozen_parameters_let_go_of_flat_storage(setup: Setup) -> None:
+    pair = Pair(lr=0.1)
+    pair.step(0)
+    pair.params[3].requires_grad_(False).grad = None
+    pair.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    pair.opt.step()
+    assert pair.params[3].untyped_storage().nbytes() == pair.params[3].numel() * 4
+    assert pair.opt.global_rank == setup.rank
+    assert pair.opt.parameters_as_bucket_view
+
+
+CASES: list[Callable[[Setup], None]] = [
+    _options_changed_since_the_last_step_survive,
+    _looking_up_the_state_of_others_does_no_harm,
+    _a_gradient_dropped_on_one_rank_changes_no_messages,
+    _counters_count_once_per_step,
+    _wrappers_of_other_optimizers,
+    _an_optimizer_with_a_list_of_its_own_is_told,
+    _groups_edited_in_place_are_told,
+    _a_bad_receiver_on_one_rank_is_told_on_all,
+    _options_that_cannot_travel_are_told_under_join,
+    _a_graph_that_needs_unstepped_parameters_goes_backward,
+    _frozen_parameters_let_go_of_flat_storage,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
+def test_regressions(case: Callable[[Setup], None]) -> None:
+    run_ranks(case, 2, group_timeout=20)
+
+
+def _goes_on_after_an_error_of_its_own(setup: Setup, how: str) -> list[str]:
+    binding.BUCKET_CAP_BYTES = 100
+    pair = Pair(torch.optim.SGD, lr=0.1)
+    told = []
+    step: Callable[..., Any] = pair.opt.optim.step
+    for seed in range(3):
+        pair.set_gradients(seed)
+        if how == "raises" and setup.rank == 1 and seed == 1:
+            pair.opt.optim.step = _raising_on_second_call(step)  # type: ignore[method-assign]
+        else:
+            pair.opt.optim.step = step  # type: ignore[method-assign]
+        if how == "freezes" and setup.rank == 1 and seed == 1:
+            pair.params[1].requires_grad_(False).grad = None
+        try:
+            pair.plain.step()
+            pair.opt.step()
+            pair.compare()
+            told.append("ok")
+        except (RuntimeError, KeyError) as error:
+            told.append(str(error))
+    return told
+
+
+def _raising_on_second_call(step: Callable[..., Any]) -> Callable[..., Any]:
+    calls = 0
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyError("a bug on rank 1")
+        return step(*args, **kwargs)
+
+    return stepping
+
+
+@pytest.mark.parametrize("how", ["raises", "freezes"])
+def test_ranks_out_of_step_never_take_each_others_bytes(how: str) -> None:
+    outcomes = run_ranks_to_end(_goes_on_after_an_error_of_its_own, 2, how, group_timeout=4, timeout=60)
+    for outcome in outcomes:
+        if outcome.error is None:
+            assert outcome.result[0] == "ok"
+            assert "ok" not in outcome.result[1:], "went on with another step's or another parameter's values"
+    told = [text for outcome in outcomes for text in (outcome.result or [outcome.error])]
+    assert any("to take part in the sync" in text for text in told), told
