@@ -48,7 +48,8 @@ class Binding:
         self._comm = comm
         self._table = table
         self._as_views = as_views
-        self._active = [param.requires_grad for param in table.params]
+        self._trainable = [param.requires_grad for param in table.params]
+        self._active = list(self._trainable)
         self.layout: Layout | None = None
         specs = table.specs(self._active)
         self.owners: list[GroupRank] = assign_owners(specs, [], comm.world_size)
@@ -58,7 +59,9 @@ class Binding:
         """A binding for a table that begins with the same parameters, which keep their owners."""
         clone = copy.copy(self)
         clone._table = table
-        clone._active = self._active + [param.requires_grad for param in table.params[len(self._active) :]]
+        added = [param.requires_grad for param in table.params[len(self._active) :]]
+        clone._trainable = self._trainable + added
+        clone._active = self._active + added
         specs = table.specs(clone._active)
         clone.owners = self.owners + assign_owners(specs, self.owners, self._comm.world_size)
         clone._bind(specs)
@@ -86,7 +89,9 @@ class Binding:
         """
         params = self._table.params
         woken = any(params[index].grad is not None for index in self._dormant)
-        if woken or [param.requires_grad for param in params] != self._trainable:
+        trainable = [param.requires_grad for param in params]
+        if woken or trainable != self._trainable:
+            self._trainable = trainable
             active = [param.requires_grad or param.grad is not None for param in params]
             flags = "".join(str(int(flag)) for flag in active)
             gathered = self._comm.all_gather_text(flags) if may_talk else [flags]
@@ -131,7 +136,6 @@ class Binding:
         self.digest = self.plan.digest()
         self.sync = ParameterSync(self._comm, storage, self.digest, in_flight)
         self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
-        self._trainable = [param.requires_grad for param in params]
         self._bound_places = self._places()
         logger.debug(
             "rank %d owns %d of %d parameters, %d buckets",
