@@ -276,11 +276,23 @@ class OverlapHook:
     @property
     def _ddp(self) -> DistributedDataParallel:
         ddp = self._ddp_reference()
-        assert ddp is not None  # it is calling us
+        assert ddp is not None, "the model whose reducer calls the hook is alive"
         return ddp
 
     def _device(self, index: int) -> torch.device:
         return self._arrived[index][0][0].device
+
+
+def check_has_no_hook(overlaps: bool, hook: OverlapHook | None) -> None:
+    """See that an optimizer can be given a hook.
+
+    Raises:
+        ValueError: if it was not built for overlap, or has a hook that was not reset.
+    """
+    if not overlaps:
+        raise ValueError("Expected an optimizer built with overlap_with_ddp=True, got one that steps in step().")
+    if hook is not None and not hook.may_be_replaced:
+        raise ValueError("Expected an optimizer without a hook, got one that has one. Build one hook per optimizer.")
 
 
 def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:

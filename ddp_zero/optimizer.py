@@ -24,7 +24,7 @@ from ddp_zero.agreement import Agreement
 from ddp_zero.binding import Binding
 from ddp_zero.checkpoint import State, gather_state, restrict_state_dict
 from ddp_zero.collectives import Communicator
-from ddp_zero.hook import CommHook, OverlapHook, check_model
+from ddp_zero.hook import CommHook, OverlapHook, check_has_no_hook, check_model
 from ddp_zero.inner import build_inner, check_can_be_sharded
 from ddp_zero.join import BorrowedGradients, ZeroJoinHook, serve_joined
 from ddp_zero.local_step import ParamGroup, copy_options, restrict_group
@@ -61,9 +61,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optim: the local optimizer, over this rank's parameters: one group per exposed group, in order, empty ones too.
         param_groups: the exposed groups with all parameters. Options set here reach the local optimizer at the next
             step, and what that adds shows up here.
-        rank: this process's rank in the group.
-        world_size: size of the group.
-        process_group: the group.
+        parameters_as_bucket_view: whether the parameters live in flat storage.
 
     Raises:
         ValueError: for an empty or repeated parameter, shared memory, or parameters that differ between ranks.
@@ -87,7 +85,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self._comm = Communicator(process_group)
-        self._as_views = parameters_as_bucket_view
+        self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlaps = overlap_with_ddp
         self._hook: OverlapHook | None = None
         self._is_packing = False
@@ -206,7 +204,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
     ) -> CommHook:
         """See `ddp_zero.api.hook_with_zero_step`."""
-        _check_has_no_hook(self._overlaps, self._hook)
+        check_has_no_hook(self._overlaps, self._hook)
         check_model(ddp, self._sharded)
         self._hook = OverlapHook(self._sharded, ddp, wrapped, split, lag, lambda: self._join_config.enable)
         return self._hook.on_bucket
@@ -333,7 +331,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
         clone._comm = self._comm
-        clone._as_views = self._as_views
+        clone.parameters_as_bucket_view = self.parameters_as_bucket_view
         clone._overlaps = self._overlaps
         clone._hook = None
         clone._is_packing = False
@@ -358,7 +356,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def explain(self) -> str:
         """What each rank owns, how balanced it is and what a step sends, as text. Never communicates."""
-        flat = "flat storage" if self._as_views else "storage of their own"
+        flat = "flat storage" if self.parameters_as_bucket_view else "storage of their own"
         mode = "overlapped with DDP" if self._overlaps else "standalone"
         lines = [
             f"ZeroRedundancyOptimizer({type(self.optim).__name__}), stage 1, {mode}: rank {self.rank} of "
@@ -390,11 +388,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._comm.global_rank(self._comm.group_rank)
 
     @property
-    def parameters_as_bucket_view(self) -> bool:
-        """Whether the parameters live in flat storage."""
-        return self._as_views
-
-    @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self._comm.world_size
@@ -403,10 +396,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def process_group(self) -> ProcessGroup:
         """The group whose ranks share the optimizer."""
         return self._comm.process_group
-
-
-def _check_has_no_hook(overlaps: bool, hook: OverlapHook | None) -> None:
-    if not overlaps:
-        raise ValueError("Expected an optimizer built with overlap_with_ddp=True, got one that steps in step().")
-    if hook is not None and not hook.may_be_replaced:
-        raise ValueError("Expected an optimizer without a hook, got one that has one. Build one hook per optimizer.")

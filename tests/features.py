@@ -18,6 +18,9 @@ WIRE = _HERE + "test_behaviour.py::test_a_sync_sends_n_minus_1_nth_of_the_parame
 JOIN = _HERE + "test_join.py::test_join_with_ddp_equals_the_plain_optimizer"
 MISUSE = _HERE + "test_misuse.py::test_misuse"
 DEAD = _HERE + "test_misuse.py::test_the_others_raise_within_the_time_out_and_name_the_rank"
+OVERLAP = _HERE + "test_overlap_parity.py::test_overlap_parity"
+SITUATIONS = _HERE + "test_overlap.py::test_overlap"
+DELAYS = _HERE + "test_event_order.py::test_delays_change_neither_order_nor_numbers"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 FEATURES: list[tuple[str, str, str]] = [
@@ -35,7 +38,13 @@ FEATURES: list[tuple[str, str, str]] = [
     ("`Join([ddp, opt])` and `Join([opt])` with uneven inputs", "yes", JOIN),
     ("Ranks that differ in parameters, or fail, are named on every rank; nothing hangs", "yes", MISUSE),
     ("A dead or stuck rank raises on the others within the group's time-out", "yes", DEAD),
-    ("Step inside backward (`overlap_with_ddp=True`)", "no: clear error", MISUSE),
+    ("Step inside backward, split or whole buckets, interleaved or not: bit-equal from the first step", "yes", OVERLAP),
+    (
+        "... with any wrapped hook, `no_sync`, closures, checkpointing, `torch.compile`, Join, added groups",
+        "yes",
+        SITUATIONS,
+    ),
+    ("... with the same order of messages under 200 random delay schedules", "yes", DELAYS),
     ("LBFGS, sparse gradients", "no: clear error", MISUSE),
     ("Stage 2 (gradients sharded)", "no", ""),
     ("NCCL, CUDA", "never run yet", CUDA),
