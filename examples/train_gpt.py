@@ -32,7 +32,6 @@ import torch.distributed as dist
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -56,13 +55,11 @@ BUCKETS = 8  # about as many gradient buckets as DDP makes of the model
 
 def build_ddp(model: DistributedDataParallel, lr: float) -> Optimizer:
     """AdamW as it is: every rank keeps the whole optimizer state."""
-    reduce_by_hook(model)
     return AdamW(parameter_groups(model), lr=lr, betas=(0.9, 0.95))
 
 
 def build_zero1(model: DistributedDataParallel, lr: float) -> Optimizer:
     """ZeRO stage 1: every rank keeps the optimizer state of its own parameters only."""
-    reduce_by_hook(model)
     return ZeroRedundancyOptimizer(
         parameter_groups(model), AdamW, parameters_as_bucket_view=True, lr=lr, betas=(0.9, 0.95)
     )
@@ -73,8 +70,7 @@ def build_overlapped(build_hook: Callable[..., Any], model: DistributedDataParal
     optimizer = ZeroRedundancyOptimizer(
         parameter_groups(model), AdamW, parameters_as_bucket_view=True, overlap_with_ddp=True, lr=lr, betas=(0.9, 0.95)
     )
-    hook = build_hook(allreduce_hook, model, optimizer, shard_buckets=True)
-    model.register_comm_hook(model.process_group, hook)
+    model.register_comm_hook(None, build_hook(None, model, optimizer, shard_buckets=True))
     return optimizer
 
 
@@ -84,14 +80,6 @@ MODES: Mapping[str, Callable[[DistributedDataParallel, float], Optimizer]] = {
     "zero1-overlap": partial(build_overlapped, hook_with_zero_step),
     "zero1-interleaved": partial(build_overlapped, hook_with_zero_step_interleaved),
 }
-
-
-def reduce_by_hook(model: DistributedDataParallel) -> None:
-    """Average gradients as the overlapped modes do, so that ``--compare`` is exact on any number of ranks.
-
-    Without a hook DDP multiplies by 1 / N, while `allreduce_hook` divides by N: equal only if N is a power of two.
-    """
-    model.register_comm_hook(model.process_group, allreduce_hook)
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:

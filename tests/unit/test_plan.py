@@ -273,6 +273,28 @@ def test_a_plan_for_ddp_is_its_buckets_and_then_the_standalone_plan_of_the_rest(
     assert (list(plan.specs), list(plan.owners)) == (case.specs, case.owners)
 
 
+def test_the_digest_is_that_of_an_equal_plan_and_differs_with_anything_that_travels() -> None:
+    specs = [spec(4), spec(4), spec(3, active=False)]
+
+    def digest(specs: list[ParameterSpec], owners: tuple[int, ...], layout: list[list[int]], world_size: int) -> int:
+        return plan_for_ddp(specs, ranks(*owners), world_size, layout, 1000).digest()
+
+    first = digest(specs, (0, 1, 0), [[1, 0]], 2)
+    assert first == digest(list(specs), (0, 1, 0), [[0, 1]], 2)
+    assert 0 <= first < 1 << 63
+    others = [
+        digest(specs, (1, 0, 0), [[1, 0]], 2),
+        digest(specs, (0, 1, 0), [[0], [1]], 2),
+        digest(specs, (0, 1, 0), [[1], [0]], 2),
+        digest(specs, (0, 1, 0), [[1, 0], []], 2),
+        digest(specs, (0, 1, 0), [[1, 0]], 3),
+        digest([spec(4), spec(5), specs[2]], (0, 1, 0), [[1, 0]], 2),
+        digest([spec(4, "cpu/bfloat16"), spec(4, "cpu/bfloat16"), specs[2]], (0, 1, 0), [[1, 0]], 2),
+        digest([spec(4), spec(4), spec(3)], (0, 1, 0), [[1, 0]], 2),
+    ]
+    assert len({first, *others}) == 1 + len(others)
+
+
 # Owners by bucket
 
 SIZES = [8, 4, 6, 2, 4, 6, 2]

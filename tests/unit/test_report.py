@@ -53,12 +53,13 @@ def test_a_plan_without_trainable_parameters_is_balanced() -> None:
 
 def test_the_drawing_of_a_plan_has_a_row_for_each_bucket_and_a_column_for_each_rank() -> None:
     plan = make_plan([1500, 500, 0, 700, 250], [0, 1, 1, 1, 2], world_size=3, frozen=(3,))
-    bytes_and_one = [*plan.specs, ParameterSpec(1_234_567, 1_234_567, "cpu/uint8")]
-    plan = plan_for_ddp(bytes_and_one, [*plan.owners, GroupRank(2)], 3, [[5], [], [4, 2, 1, 0]], 4_000)
+    specs = [*plan.specs, ParameterSpec(1_234_567, 1_234_567, "cpu/uint8"), ParameterSpec(0, 0, "cpu/uint8")]
+    owners = [*plan.owners, GroupRank(2), GroupRank(0)]
+    plan = plan_for_ddp(specs, owners, 3, [[6, 5], [], [4, 3, 2, 1, 0]], 4_000)
     assert draw_buckets(plan) == "\n".join(
         [
             "bucket               rank 0              rank 1              rank 2",
-            "     0                    -                   -      1,234,567 in 1",
+            "     0               0 in 1                   -      1,234,567 in 1",
             "     1                    -                   -                   -",
             "     2           1,500 in 1            500 in 2            250 in 1",
         ]
