@@ -67,8 +67,8 @@ class LocalStep:
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._stepped: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
-        self._numbers: dict[Any, Any] = {}
-        self._shared_numbers: dict[Any, Any] = {}
+        self._plain_counters: dict[Any, Any] = {}
+        self._shared_counters: dict[Any, Any] = {}
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._loss: Any = None
         self._has_closure = False
@@ -98,9 +98,9 @@ class LocalStep:
         self._stepped = []
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
-        self._numbers = _numbers_in(vars(self._inner))
-        self._shared_numbers = _numbers_in(self._inner.state)
-        self._counters = self._clone_counters() if len(self._groups_of_bucket) > 1 else []
+        self._plain_counters = _counters_in(vars(self._inner))
+        self._shared_counters = _counters_in(self._inner.state)
+        self._counters = self._clone_counters()
         return self._loss
 
     def step(self, bucket: int, **kwargs: Any) -> Any:
@@ -158,9 +158,9 @@ class LocalStep:
         if groups is not whole:
             for group, options in zip(groups, self._options, strict=True):
                 copy_options(options, group)
-        vars(inner).update(self._numbers)
+        vars(inner).update(self._plain_counters)
         if self._stepped:
-            inner.state.update(self._shared_numbers)
+            inner.state.update(self._shared_counters)
             for tensor, before in self._counters:
                 tensor.copy_(before)
         inner.param_groups = groups
@@ -183,15 +183,19 @@ class LocalStep:
         ]
 
     def _clone_counters(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors outside per-parameter state, which a step may change in place, and what they hold now."""
-        shared_state = {key: value for key, value in self._inner.state.items() if not isinstance(key, Tensor)}
-        holders: list[Mapping[Any, Any]] = [vars(self._inner), shared_state, *self._options]
+        """Tensors of one element outside per-parameter state, which a step may change in place; what they hold now."""
+        holders: list[Mapping[Any, Any]] = [self._plain_counters, self._shared_counters, *self._options]
         tensors = {id(v): v for holder in holders for v in holder.values() if isinstance(v, Tensor)}
-        return [(tensor, tensor.detach().clone()) for tensor in tensors.values() if not tensor.requires_grad]
+        counters = (tensor for tensor in tensors.values() if tensor.numel() == 1 and not tensor.requires_grad)
+        return [(tensor, tensor.detach().clone()) for tensor in counters]
 
 
-def _numbers_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in holder.items() if type(value) in (bool, int, float)}
+def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What may count steps, by name; a tensor may be replaced by another one or changed in place."""
+    plain = (bool, int, float, type(None))
+    return {
+        k: v for k, v in holder.items() if not isinstance(k, Tensor) and (type(v) in plain or isinstance(v, Tensor))
+    }
 
 
 def _once(loss: Any) -> Closure:

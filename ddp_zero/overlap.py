@@ -111,9 +111,11 @@ class OverlapMachine:
         if bucket == 0 and self.phase in (Phase.REST, Phase.STEPPED):
             self._start(deferred)
         if self.phase is not Phase.RUNNING or bucket != self._arrived:
+            turn = {Phase.RUNNING: f"bucket {self._arrived}", Phase.REDUCED: "the end of backward"}
+            expected = turn.get(self.phase, "bucket 0")
             raise RuntimeError(
-                f"Expected bucket {self._arrived if self.phase is Phase.RUNNING else 0} next, got bucket {bucket} "
-                f"({self._where}, phase {self.phase.name}). If a backward pass was interrupted, call opt.reset()."
+                f"Expected {expected} next, got bucket {bucket} ({self._where}, phase {self.phase.name}). If a "
+                "backward pass was interrupted, call opt.reset()."
             )
         self._arrived += 1
         self._matches &= matches_plan

@@ -106,7 +106,7 @@ class ShardPlan:
     def digest(self) -> int:
         """63 bits that differ where two plans differ in anything that travels."""
         layout = [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in self.buckets]
-        text = repr((self.world_size, [(spec.numel, spec.kind) for spec in self.specs], layout))
+        text = repr((self.world_size, self.owners, [(spec.numel, spec.kind) for spec in self.specs], layout))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def _check_bucket(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:

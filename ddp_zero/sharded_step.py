@@ -111,6 +111,7 @@ class ShardedStep:
         Raises:
             TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
+        self.binding.sync.finish()  # buckets that this iteration has stepped already: their memory is about to move
         migrate_state(self.comm, self.table, self.inner.state, self.order, self.binding.owners, owners)
         self.binding.adopt(layout, owners)
         self.local_step.own({self.table.params[index] for index in self.binding.owned()})

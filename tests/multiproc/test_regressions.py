@@ -245,6 +245,37 @@ def _frozen_parameters_let_go_of_flat_storage(setup: Setup) -> None:
     assert pair.opt.parameters_as_bucket_view
 
 
+class MixedDtypes(nn.Module):
+    """DDP's provisional layout has a bucket per dtype; some of them are the final ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.c = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+        self.d = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+        self.d.weight.data = self.d.weight.data.t().contiguous().t()  # is packed, not aliased
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.c(self.b(self.a(inputs[:, :4]).relu()).relu().double())
+        output: torch.Tensor = self.d(hidden.relu().bfloat16())[:, :3].float()
+        return output
+
+
+def _a_layout_that_changes_in_the_middle_of_an_iteration(setup: Setup) -> None:
+    for as_views in (False, True):
+        for interleaved in (False, True):
+            torch.manual_seed(0)
+            twins = build_overlapped_twins(
+                optimizer_case("SGD momentum"),
+                model=MixedDtypes(),
+                interleaved=interleaved,
+                as_views=as_views,
+                bucket_cap_mb=1e-6,
+            )
+            twins.train(setup, 6)
+            twins.assert_moved()
+
+
 CASES: list[Callable[[Setup], None]] = [
     _options_changed_since_the_last_step_survive,
     _looking_up_the_state_of_others_does_no_harm,
@@ -257,6 +288,7 @@ CASES: list[Callable[[Setup], None]] = [
     _options_that_cannot_travel_are_told_under_join,
     _a_graph_that_needs_unstepped_parameters_goes_backward,
     _frozen_parameters_let_go_of_flat_storage,
+    _a_layout_that_changes_in_the_middle_of_an_iteration,
 ]
 
 

@@ -1,0 +1,174 @@
+"""Step time of every mode against DDP + fused AdamW, side by side in one run.
+
+    python benchmarks/overlap.py
+    python benchmarks/overlap.py --model small --rounds 10
+
+All modes train the same model on the same data from the same seed, on Gloo ranks of one thread each on this machine.
+They take turns: each round times one step of every mode, in a random order that is the same on all ranks. A ratio is
+that of a mode's step to the step of DDP + fused AdamW in the same round; the table has the median over rounds.
+"""
+
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from train_gpt import GPT, VOCABULARY
+
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+
+RESULTS = Path(__file__).parent / "results"
+REFERENCE = "DDP + fused AdamW"
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
+MODELS = {
+    "26m": {"context": 64, "layers": 8, "width": 512, "heads": 8},
+    "small": {"context": 32, "layers": 2, "width": 64, "heads": 2},
+}
+WARM_UP = 4  # DDP rebuilds its buckets in the second step
+
+
+def torchs_zero(ddp: DistributedDataParallel, as_views: bool) -> Optimizer:
+    """Torch's own; importing it warns about its TorchScript."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+    return TorchZero(ddp.parameters(), AdamW, parameters_as_bucket_view=as_views, **OPTIONS)
+
+
+def standalone(ddp: DistributedDataParallel) -> Optimizer:
+    """The step after backward."""
+    return ZeroRedundancyOptimizer(ddp.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
+
+
+MODES: dict[str, tuple[bool, Callable[[DistributedDataParallel], Optimizer]]] = {
+    REFERENCE: (False, lambda ddp: AdamW(ddp.parameters(), **OPTIONS)),
+    "DDP + fused AdamW, bucket views": (True, lambda ddp: AdamW(ddp.parameters(), **OPTIONS)),
+    "torch ZeroRedundancyOptimizer": (True, lambda ddp: torchs_zero(ddp, as_views=False)),
+    "torch ZeroRedundancyOptimizer, bucket views": (True, lambda ddp: torchs_zero(ddp, as_views=True)),
+    "ddp_zero standalone": (True, standalone),
+    "ddp_zero overlapped": (True, lambda ddp: shard_optimizer(ddp, AdamW, **OPTIONS)),
+    "ddp_zero interleaved": (True, lambda ddp: shard_optimizer(ddp, AdamW, interleaved=True, **OPTIONS)),
+}
+
+
+class Contestant:
+    """A mode with its own copy of the model."""
+
+    def __init__(self, name: str, options: Namespace) -> None:
+        gradient_views, build = MODES[name]
+        torch.manual_seed(0)
+        self.context = MODELS[options.model]["context"]
+        model = GPT(**MODELS[options.model])
+        self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=gradient_views)
+        self.optimizer = build(self.ddp)
+        self.data = torch.Generator().manual_seed(1 + dist.get_rank())
+
+    def step(self, batch_size: int) -> float:
+        """One training step, with the data that every mode sees; returns its seconds on this rank."""
+        tokens = torch.randint(VOCABULARY, (batch_size, self.context + 1), generator=self.data)
+        dist.barrier()
+        started = time.perf_counter()
+        self.ddp(tokens[:, :-1], tokens[:, 1:]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - started
+
+
+def race(rank: int, options: Namespace, folder: str) -> None:
+    """What every rank runs; rank 0 leaves the slowest rank's seconds of every step in a file."""
+    torch.set_num_threads(1)
+    rendezvous = (Path(folder) / "rendezvous").as_uri()
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
+    contestants = {name: Contestant(name, options) for name in MODES}
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in MODES}
+    for turn in range(WARM_UP + options.rounds):
+        for name in order.sample(list(MODES), k=len(MODES)):
+            elapsed = torch.tensor([contestants[name].step(options.batch_size)])
+            dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+            if turn >= WARM_UP:
+                seconds[name].append(elapsed.item())
+    reference = contestants[REFERENCE].ddp
+    differences = {name: largest_difference(reference, one.ddp) for name, one in contestants.items()}
+    if rank == 0:
+        parameters = sum(param.numel() for param in reference.parameters())
+        found = {"parameters": parameters, "seconds": seconds, "differences": differences}
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    """Of any parameter, on this rank."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((first.detach() - second.detach()).abs().max()) for first, second in pairs)
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown: one row per mode."""
+    rows = ["| mode | median ms | ratio to DDP + fused AdamW (quartiles) | largest difference to it |"]
+    rows.append("| --- | --- | --- | --- |")
+    for name, seconds in found["seconds"].items():
+        ratios = [mine / base for mine, base in zip(seconds, found["seconds"][REFERENCE], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            f"| {name} | {1000 * statistics.median(seconds):.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) | "
+            f"{found['differences'][name]} |"
+        )
+    return "\n".join(rows)
+
+
+def processor() -> str:
+    """Its name, as Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def main() -> None:
+    """Run the race, print the table, store it with the raw seconds."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each mode")
+    parser.add_argument("--model", choices=MODELS, default="26m")
+    parser.add_argument("--batch-size", type=int, default=4, help="per rank")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(race, args=(options, folder), nprocs=options.ranks)
+        found = json.loads((Path(folder) / "found.json").read_text())
+    facts = [
+        f"date: {date.today()}",
+        f"command: python benchmarks/overlap.py {' '.join(sys.argv[1:])}".rstrip(),
+        f"versions: torch {torch.__version__}, Python {platform.python_version()}",
+        f"machine: {processor()}, {os.cpu_count()} cores; load average {load:.1f} before the run",
+        f"model: {options.model}, {found['parameters']:,} parameters, {options.ranks} Gloo ranks of one thread each, "
+        f"{options.batch_size} x {MODELS[options.model]['context']} tokens per rank, {options.rounds} rounds",
+    ]
+    text = "\n".join([*(f"- {fact}" for fact in facts), "", table(found), ""])
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    stem = f"overlap-{options.model}-{options.ranks}ranks"
+    (RESULTS / f"{stem}.md").write_text(text)
+    (RESULTS / f"{stem}.json").write_text(json.dumps({"facts": facts, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
