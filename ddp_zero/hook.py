@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,7 +47,7 @@ class OverlapHook:
         wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
         split: whether a bucket is spread over ranks, or goes whole to one.
         lag: how many buckets the step stays behind the reduction; None: until the last bucket has arrived.
-        join_is_on: whether the optimizer is inside an enabled Join context.
+        joinable: the optimizer, which Join tells whether it is on.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class OverlapHook:
         wrapped: CommHook | None,
         split: bool,
         lag: int | None,
-        join_is_on: Callable[[], bool],
+        joinable: Joinable,
     ) -> None:
         self.machine = OverlapMachine(lag, sharded.comm.name(sharded.comm.group_rank))
         self._sharded = sharded
@@ -64,13 +65,13 @@ class OverlapHook:
         self._wrapped = wrapped if wrapped is not None else _ddps_own(ddp.process_group)
         self._table = sharded.table
         self._split = split
-        self._join_is_on = join_is_on
+        self._joinable = weakref.ref(joinable)  # it holds the hook
         self._side = SideStream()
         self._arrived: list[tuple[list[Tensor], Future[Any]]] = []
         self._compositions: list[tuple[int, ...]] = []
         self._offsets: list[dict[int, int]] = []
         self._has_begun = False
-        self._published: list[tuple[int, Tensor, int]] = []
+        self._published: list[tuple[int, int, int]] = []  # parameter, place and version of its gradient: no reference
         self.may_be_replaced = False
         self._static_graph_has_unused: bool | None = None
         self.deferred_because: str | None = "no backward pass yet"
@@ -99,8 +100,9 @@ class OverlapHook:
             RuntimeError: if not, naming the parameter whose gradient was changed too late.
         """
         self.machine.step_called()
-        for index, grad, version in self._published:
-            if self._sharded.table.params[index].grad is grad and grad._version != version:
+        for index, place, version in self._published:
+            grad = self._sharded.table.params[index].grad
+            if grad is not None and grad.data_ptr() == place and grad._version != version:
                 raise RuntimeError(
                     f"Expected gradients as backward left them, since the step was taken inside it, got a changed one "
                     f"for {self._sharded.table.label(index)} (rank {self._sharded.comm.group_rank}). To clip, scale or "
@@ -174,8 +176,9 @@ class OverlapHook:
         if not self._has_begun:
             self._begin()
         _, future = self._arrived[index]
-        with self._side.running(self._device(index)), label("wait_reduce", bucket=index):
-            reduced = future.wait()
+        with self._side.running(self._device(index)):
+            with label("wait_reduce", bucket=index):
+                reduced = future.wait()
             reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
             self._side.keep(reduced)
             segment = sharded.binding.plan.buckets[index].segments[sharded.comm.group_rank]
@@ -209,7 +212,8 @@ class OverlapHook:
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred()
         grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
-        self._published = [(index, grad, grad._version) for index, grad in grads if grad is not None]
+        self._published = [(index, grad.data_ptr(), grad._version) for index, grad in grads if grad is not None]
+        self._arrived.clear()  # futures hold reduced buckets
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
         """Step from published gradients, or on a rank that has joined from those that a peer sends."""
@@ -278,6 +282,10 @@ class OverlapHook:
         ddp = self._ddp_reference()
         assert ddp is not None, "the model whose reducer calls the hook is alive"
         return ddp
+
+    def _join_is_on(self) -> bool:
+        joinable = self._joinable()
+        return joinable is not None and joinable._join_config.enable
 
     def _device(self, index: int) -> torch.device:
         return self._arrived[index][0][0].device

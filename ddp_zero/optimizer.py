@@ -89,8 +89,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._overlaps = overlap_with_ddp
         self._hook: OverlapHook | None = None
         self._is_packing = False
-        if overlap_with_ddp:
-            self._step_supports_amp_scaling = True  # so that GradScaler shows itself, see _join_overlapped_step
         Joinable.__init__(self)
         with Agreement(self._comm, "building ZeroRedundancyOptimizer") as agreement:
             check_can_be_sharded(optimizer_class)
@@ -104,7 +102,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             owned = {table.params[index] for index in binding.owned()}
             self.optim = build_inner(optimizer_class, self.param_groups, owned, defaults)
         self.defaults = self.optim.defaults
-        self._sharded = ShardedStep(self._comm, table, binding, self.optim, lambda: self.param_groups)
+        self._sharded = ShardedStep(self._comm, table, binding, self.optim, self)
         self._sharded.local_step.mirror_to_exposed()
         self._sharded.extend(table, binding)
 
@@ -200,13 +198,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # Overlap
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self._overlaps  # so that GradScaler shows itself, see _join_overlapped_step
+
     def _build_hook(
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
     ) -> CommHook:
         """See `ddp_zero.api.hook_with_zero_step`."""
         check_has_no_hook(self._overlaps, self._hook)
         check_model(ddp, self._sharded)
-        self._hook = OverlapHook(self._sharded, ddp, wrapped, split, lag, lambda: self._join_config.enable)
+        self._hook = OverlapHook(self._sharded, ddp, wrapped, split, lag, self)
         return self._hook.on_bucket
 
     def _overlap(self) -> OverlapHook:
@@ -341,7 +343,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Optimizer.__setstate__(clone, {"defaults": clone.optim.defaults, "param_groups": groups})
         table = ParameterTable(groups)
         binding = self._sharded.binding.extended(table)
-        clone._sharded = ShardedStep(self._comm, table, binding, clone.optim, lambda: clone.param_groups)
+        clone._sharded = ShardedStep(self._comm, table, binding, clone.optim, clone)
         clone._sharded.order = copy.deepcopy(self._sharded.order, memo)
         clone._sharded.extend(table, binding)
         return clone

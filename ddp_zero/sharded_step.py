@@ -1,5 +1,6 @@
 """One optimizer step over a plan: all buckets in one go, or bucket by bucket as backward delivers them."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class ShardedStep:
         table: the parameters.
         binding: the plan, attached to them.
         inner: the optimizer over this rank's parameters.
-        exposed: the groups that the user sees now; a user may replace the list.
+        exposed: the optimizer that the user sees, with all parameters; only its groups are read.
 
     Attributes:
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
@@ -37,14 +38,14 @@ class ShardedStep:
         table: ParameterTable,
         binding: Binding,
         inner: Optimizer,
-        exposed: Callable[[], list[ParamGroup]],
+        exposed: Optimizer,
     ) -> None:
         self.comm = comm
         self.table = table
         self.binding = binding
         self.inner = inner
-        self._exposed = exposed
-        self.local_step = LocalStep(inner, exposed)
+        self._exposed_groups = _groups_of(exposed)
+        self.local_step = LocalStep(inner, self._exposed_groups)
         self.order = StateOrder()
         self.snapshot: State | None = None
 
@@ -65,7 +66,7 @@ class ShardedStep:
             RuntimeError: if the parameters in the exposed groups are not those that are sharded.
         """
         self.snapshot = None
-        self.table.check_groups(self._exposed())
+        self.table.check_groups(self.param_groups)
         return self.local_step.begin(closure)
 
     def step_bucket(self, index: int, **kwargs: Any) -> Any:
@@ -92,7 +93,7 @@ class ShardedStep:
     @property
     def param_groups(self) -> list[ParamGroup]:
         """The exposed groups."""
-        return self._exposed()
+        return self._exposed_groups()
 
     # Changes of what is stepped
 
@@ -131,3 +132,15 @@ class ShardedStep:
         self.binding = binding
         self.order.note_new(self.inner.state, table)
         self.local_step.bind(binding.owned_of_bucket())
+
+
+def _groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:
+    """Its groups as they are when asked, held weakly: in a cycle, only the garbage collector could free a group."""
+    reference = weakref.ref(optimizer)
+
+    def groups() -> list[ParamGroup]:
+        alive = reference()
+        assert alive is not None, "an optimizer that steps is alive"
+        return alive.param_groups
+
+    return groups

@@ -109,7 +109,6 @@ def _plain_misuse(setup: Setup) -> None:
         ),
         (NotImplementedError, "LBFGS", lambda: _build([weight], torch.optim.LBFGS)),
         (NotImplementedError, "SparseAdam", lambda: _build([weight], torch.optim.SparseAdam)),
-        (NotImplementedError, "overlap_with_ddp", lambda: _build([weight], overlap_with_ddp=True)),
         (TypeError, "optimizer_class", lambda: _build([weight], None)),
         (TypeError, "to build a torch.optim.Optimizer, got dict", lambda: _build([weight], lambda params: {})),
         (

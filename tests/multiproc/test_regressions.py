@@ -1,6 +1,8 @@
 """What reviews found, each with the test that would have caught it."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -276,6 +278,21 @@ def _a_layout_that_changes_in_the_middle_of_an_iteration(setup: Setup) -> None:
             twins.assert_moved()
 
 
+def _nothing_but_the_user_keeps_an_optimizer_alive(setup: Setup) -> None:
+    build_twins(optimizer_case("SGD"))  # what torch imports for the first DDP model leaves a frame behind
+    gc.disable()
+    for twins in (build_twins(optimizer_case("AdamW foreach")), build_overlapped_twins(optimizer_case("SGD"))):
+        twins.train(setup, 4)
+        communicator, optimizer = weakref.ref(twins.opt._comm), weakref.ref(twins.opt)
+        del twins.opt
+        assert optimizer() is None
+        del twins.model  # its reducer holds the hook
+    del twins
+    gc.enable()
+    gc.collect()
+    assert communicator() is None
+
+
 CASES: list[Callable[[Setup], None]] = [
     _options_changed_since_the_last_step_survive,
     _looking_up_the_state_of_others_does_no_harm,
@@ -289,6 +306,7 @@ CASES: list[Callable[[Setup], None]] = [
     _a_graph_that_needs_unstepped_parameters_goes_backward,
     _frozen_parameters_let_go_of_flat_storage,
     _a_layout_that_changes_in_the_middle_of_an_iteration,
+    _nothing_but_the_user_keeps_an_optimizer_alive,
 ]
 
 
