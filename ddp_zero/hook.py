@@ -82,6 +82,8 @@ class OverlapHook:
         if index == 0 and self.machine.phase is not Phase.RUNNING:
             self._open_iteration()
         matches = self._matches_plan(index, params, bucket.is_last())
+        if not matches and bucket.buffer().layout is not torch.strided:
+            raise self._sparse(params)
         if index == 0:
             self.deferred_because = self._reason_to_defer(params, matches)
         actions = self.machine.bucket_arrived(index, bucket.is_last(), matches, self.deferred_because is not None)
@@ -286,6 +288,14 @@ class OverlapHook:
     def _join_is_on(self) -> bool:
         joinable = self._joinable()
         return joinable is not None and joinable._join_config.enable
+
+    def _sparse(self, params: list[Tensor]) -> NotImplementedError:
+        table = self._sharded.table
+        names = [table.label(table.index_of[param]) for param in params if param in table.index_of]
+        return NotImplementedError(
+            f"Expected dense gradients, got a sparse one for {', '.join(names) or 'a parameter of another optimizer'}. "
+            "Build the layer with sparse=False."
+        )
 
     def _device(self, index: int) -> torch.device:
         return self._arrived[index][0][0].device

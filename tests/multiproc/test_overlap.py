@@ -482,6 +482,13 @@ def _gradients_changed_too_late_are_told(setup: Setup) -> None:
         scaler.step(scaled.opt)
 
 
+def _sparse_gradients_are_told(setup: Setup) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
+    shard_optimizer(ddp, torch.optim.SGD, lr=0.1)
+    with pytest.raises(NotImplementedError, match=r"sparse one for parameter 0 'module.0.weight'"):
+        ddp(torch.arange(8)).sum().backward()
+
+
 # Exceptions
 
 
@@ -573,6 +580,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_a_hook_on_the_wrong_model_is_told, (2,)),
     (_another_backward_before_the_step_is_told, (2,)),
     (_gradients_changed_too_late_are_told, (2,)),
+    (_sparse_gradients_are_told, (2,)),
     (_exceptions_leave_an_optimizer_that_can_go_on, (2, 3)),
 ]
 

@@ -56,7 +56,7 @@ ROOMS = {
     "hook": room(
         3,
         "collectives join memory_layout overlap plan sharded_step side_stream tracing",
-        "torch.distributed.GradBucket torch.distributed.ProcessGroup",
+        "torch.distributed.GradBucket torch.distributed.ProcessGroup torch.distributed.algorithms.join.Joinable",
     ),
     "join": room(
         3,
