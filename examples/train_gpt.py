@@ -166,9 +166,16 @@ class World:
         return torch.stack(parts).cpu()
 
     def say(self, text: str) -> None:
-        """Print on rank 0 only."""
+        """Print on rank 0 only; on a terminal, over the updating line."""
         if self.rank == 0:
-            print(text, flush=True)
+            print(f"\r{text:<79}" if sys.stdout.isatty() else text, flush=True)
+
+    def update(self, text: str, is_due: bool) -> None:
+        """Report progress on rank 0: one updating line on a terminal, a plain line in a log when one is due."""
+        if self.rank == 0 and sys.stdout.isatty():
+            print(f"\r{text:<79}", end="", flush=True)
+        elif is_due:
+            self.say(text)
 
 
 # Data
@@ -332,8 +339,8 @@ def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result
         scheduler.step()
         optimizer.zero_grad()
         train_losses.append(world.gather(loss.detach()).mean().item())
-        if step == 1 or step % max(1, options.steps // LOG_LINES) == 0:
-            world.say(progress(step, train_losses[-1], time.perf_counter() - begin, options, world))
+        is_due = step == 1 or step % max(1, options.steps // LOG_LINES) == 0
+        world.update(progress(step, train_losses[-1], time.perf_counter() - begin, options, world), is_due)
         if step % options.eval_every == 0 or step == options.steps:
             validation_losses.append((step, evaluate(model, options.batch_size, corpus, world)))
             world.say(f"step {step:>5}/{options.steps}  validation loss {validation_losses[-1][1]:.3f}")

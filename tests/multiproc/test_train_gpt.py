@@ -1,6 +1,7 @@
 """The example, run as its users run it."""
 
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -151,3 +152,23 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     assert run.code == 2
     assert f"Expected at least 90 bytes of text for --context 8, got 10 from --text {text}." in run.errors
     assert run.output == ""
+
+
+def test_progress_is_one_updating_line_on_a_terminal() -> None:
+    terminal, slave = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, EXAMPLE, *TINY, "--steps=45", "--eval-every=45"]
+    process = subprocess.Popen(command, env=environment, stdout=slave, stderr=subprocess.DEVNULL)
+    os.close(slave)
+    written = b""
+    try:
+        while chunk := os.read(terminal, 65536):
+            written += chunk
+    except OSError:  # Linux says so when the other side has closed
+        pass
+    finally:
+        assert process.wait(timeout=TIMEOUT) == 0
+        os.close(terminal)
+    updates = re.findall(rb"\rstep +(\d+)/45  train loss", written)
+    assert [int(step) for step in updates] == list(range(1, 46)), "every step, where a log shows some"
+    assert rb"train loss" not in b"".join(re.findall(rb"train loss[^\r]*\n", written)), "none of them ends its line"
