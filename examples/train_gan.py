@@ -134,7 +134,13 @@ def run(options: Namespace) -> bool:
     plain_maker, plain_judge = train(sharded=False, options=options)
     difference = max(largest_difference(maker, plain_maker), largest_difference(judge, plain_judge))
     torch.manual_seed(options.seed)
-    moved = not torch.equal(layers(NOISE, options.width, 2)[0].weight, maker.model.module[0].weight)  # type: ignore[index]
+    untrained = (layers(NOISE, options.width, 2), layers(2, options.width, 1))
+    pairs = zip((maker, judge), untrained, strict=True)
+    moved = all(
+        not torch.equal(trained, before)
+        for player, model in pairs
+        for trained, before in zip(player.model.parameters(), model.parameters(), strict=True)
+    )
     say(f"largest parameter difference to DDP + Adam: {difference} (parameters moved: {moved})")
     return difference == 0 and moved
 
