@@ -6,7 +6,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero.hook import CommHook
+from ddp_zero.gradients import CommHook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 
 _INTERLEAVED_LAG = 1
@@ -22,9 +22,11 @@ def hook_with_zero_step(
 
     Args:
         hook: the reduction to extend, such as ``allreduce_hook``; it returns a future of the averaged bucket. None: the
-            reduction of DDP without a hook, whose last bits ``allreduce_hook`` gives only at 2, 4, 8 ... ranks.
+            reduction of DDP without a hook, whose last bits ``allreduce_hook`` gives only at 2, 4, 8 ... ranks; in
+            stage 2 the library's own, and nothing else.
         ddp: the model. Register the result on it: ``ddp.register_comm_hook(state, result)``.
-        zero: an optimizer over the model's parameters, built with ``overlap_with_ddp=True``.
+        zero: an optimizer over the model's parameters, built with ``overlap_with_ddp=True`` or ``stage=2``. In stage 2
+            without overlap the hook only reduces, and ``zero.step()`` takes the step.
         shard_buckets: spread each bucket over the ranks; if False, a bucket goes whole to the least loaded rank.
 
     Returns:
@@ -52,9 +54,10 @@ def shard_optimizer(
     optimizer_class: Callable[..., Optimizer],
     *,
     stage: int = 1,
+    overlap: bool = True,
     hook: CommHook | None = None,
     hook_state: Any = None,
-    interleaved: bool = False,
+    interleaved: bool | None = None,
     shard_buckets: bool = True,
     parameters_as_bucket_view: bool = True,
     **defaults: Any,
@@ -67,22 +70,22 @@ def shard_optimizer(
     Args:
         ddp: the model, without a communication hook.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
-        stage: 1 shards optimizer state; 2, gradients too, is not implemented yet.
+        stage: 1 shards optimizer state; 2 gradients too, of a model wrapped with ``gradient_as_bucket_view=True``.
+        overlap: step inside backward. If False, ``opt.step()`` takes the step: between it and backward, gradients can
+            be looked at, clipped and scaled, in stage 2 on the rank that owns them.
         hook: the reduction, such as ``fp16_compress_hook``; None: that of DDP without a hook.
         hook_state: handed to ``hook``; None: the model's process group, which the hooks of torch take.
-        interleaved: step buckets while backward still computes, see `hook_with_zero_step_interleaved`.
+        interleaved: step buckets while backward still computes, see `hook_with_zero_step_interleaved`; None: in
+            stage 2, where it spares the memory of the averaged gradients.
         shard_buckets: spread each bucket over the ranks.
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
-        **defaults: options for ``optimizer_class``.
+        **defaults: options for ``optimizer_class``, and ``grad_comm_dtype`` or ``gradient_predivide_factor`` for
+            `ZeroRedundancyOptimizer`.
 
     Raises:
-        NotImplementedError: for stage 2.
-        ValueError: for another stage, or as `ZeroRedundancyOptimizer` does.
+        TypeError: for another model than DDP's.
+        ValueError: for another stage, a model that does not fit it, or as `ZeroRedundancyOptimizer` does.
     """
-    if stage == 2:
-        raise NotImplementedError("Expected stage=1, got 2. Sharding gradients is not implemented yet.")
-    if stage != 1:
-        raise ValueError(f"Expected stage=1, got {stage!r}.")
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}. Wrap the model first.")
     zero = ZeroRedundancyOptimizer(
@@ -90,10 +93,16 @@ def shard_optimizer(
         optimizer_class,
         process_group=ddp.process_group,
         parameters_as_bucket_view=parameters_as_bucket_view,
-        overlap_with_ddp=True,
+        overlap_with_ddp=overlap,
+        stage=stage,
         **defaults,
     )
-    build = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
+    if not overlap and stage == 1:
+        if hook is not None:
+            ddp.register_comm_hook(ddp.process_group if hook_state is None else hook_state, hook)
+        return zero
+    is_interleaved = stage == 2 if interleaved is None else interleaved
+    build = hook_with_zero_step_interleaved if is_interleaved else hook_with_zero_step
     state = ddp.process_group if hook_state is None else hook_state
     ddp.register_comm_hook(state, build(hook, ddp, zero, shard_buckets))
     return zero

@@ -12,7 +12,7 @@ send padding); one broadcast per owner (as many bytes over all ranks, but relaye
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -55,17 +55,17 @@ def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
 
 
 class Exchange:
-    """An all-gather of segments in flight. The segment tensors must stay untouched until `wait` returns."""
+    """Messages in flight. The tensors they are read from and written to must stay untouched until `wait` returns."""
 
-    def __init__(self, works: Sequence[tuple[str, Work]], segments: Sequence[Tensor]) -> None:
+    def __init__(self, works: Sequence[tuple[str, Work]], tensors: Sequence[Tensor]) -> None:
         self._works = works
-        self._segments = segments  # keeps the memory alive that the backend reads and writes
+        self._tensors = tensors  # keeps the memory alive that the backend reads and writes
 
     def wait(self, what: str) -> None:
-        """Block until every segment has arrived and this rank's has left.
+        """Block until everything has arrived and left.
 
         Args:
-            what: what is exchanged, for the message.
+            what: what is exchanged, for the message, such as ``the sync of bucket 3``.
 
         Raises:
             RuntimeError: naming the peer, if one failed or the group's time-out passed.
@@ -75,7 +75,7 @@ class Exchange:
                 work.wait()
             except RuntimeError as error:
                 _abandoned.append(self)
-                raise RuntimeError(f"Expected {peer} to take part in the sync of {what}, got: {error}") from error
+                raise RuntimeError(f"Expected {peer} to take part in {what}, got: {error}") from error
 
     def abandon(self) -> None:
         """Never wait for it. Its memory is kept until the process ends, since the backend may still write there."""
@@ -97,7 +97,7 @@ class Communicator:
     Attributes:
         group_rank: this process's rank in the group.
         world_size: size of the group.
-        sent_bytes: bytes that this rank handed to its peers in parameter syncs so far.
+        sent_bytes: bytes that this rank handed to its peers so far, in parameter syncs and reductions of its own.
         round: number of steps synced or abandoned so far; part of what makes a message's tag.
     """
 
@@ -147,26 +147,15 @@ class Communicator:
         Returns:
             The exchange in flight.
         """
-        raw = [segment.detach().view(torch.uint8) for segment in segments]
-        device = next((segment.device for segment in raw if segment.numel()), torch.device("cpu"))
-        self.sent_bytes += raw[self.group_rank].numel() * (self.world_size - 1)
+        mine = segments[self.group_rank].detach()
+        device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
         if self.world_size == 1:
             return Exchange([], segments)
-        if device.type == "cpu" and self._backends.get("cpu") == "gloo":
-            return Exchange(self._exchange_directly(raw, _tag(self.round, *subject)), segments)
-        return Exchange(self._broadcast_each(raw), segments)
-
-    def _exchange_directly(self, raw: Sequence[Tensor], tag: int) -> list[tuple[str, Work]]:
-        group = self.process_group
-        peers = [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
-        works: list[tuple[str, Work]] = []
-        for peer in peers:
-            for chunk in _chunks(raw[peer]):
-                works.append((self.name(peer), _started(dist.irecv(chunk, group_src=peer, group=group, tag=tag))))
-        for peer in peers:
-            for chunk in _chunks(raw[self.group_rank]):
-                works.append((self.name(peer), _started(dist.isend(chunk, group_dst=peer, group=group, tag=tag))))
-        return works
+        if self.has_direct_messages(device):
+            received = {peer: [segments[peer].detach()] for peer in self.peers()}
+            return self.start_messages({peer: [mine] for peer in received}, received, subject)
+        self.sent_bytes += mine.nbytes * (self.world_size - 1)
+        return Exchange(self._broadcast_each([segment.detach().view(torch.uint8) for segment in segments]), segments)
 
     def _broadcast_each(self, raw: Sequence[Tensor]) -> list[tuple[str, Work]]:
         works: list[tuple[str, Work]] = []
@@ -175,6 +164,69 @@ class Communicator:
                 work = dist.broadcast(segment, group_src=owner, group=self.process_group, async_op=True)
                 works.append((self.name(GroupRank(owner)), _started(work)))
         return works
+
+    # Messages between pairs of ranks
+
+    def peers(self) -> list[GroupRank]:
+        """The other ranks, from the next one on, so that not all ranks talk to the same one first."""
+        return [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
+
+    def has_direct_messages(self, device: torch.device) -> bool:
+        """Whether `start_messages` works for memory of a device: Gloo's messages are CPU memory."""
+        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
+
+    def start_messages(
+        self,
+        sent: Mapping[GroupRank, Sequence[Tensor]],
+        received: Mapping[GroupRank, Sequence[Tensor]],
+        subject: tuple[int, ...],
+    ) -> Exchange:
+        """Post every receive, then every send, in chunks.
+
+        Args:
+            sent: for each peer 1-D contiguous tensors.
+            received: for each peer tensors to write, in the order in which it sends them, of the same sizes.
+            subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
+        """
+        group, tag = self.process_group, _tag(self.round, *subject)
+        works: list[tuple[str, Work]] = []
+        for peer, tensors in received.items():
+            for chunk in _chunks(tensors):
+                works.append((self.name(peer), _started(dist.irecv(chunk, group_src=peer, group=group, tag=tag))))
+        for peer, tensors in sent.items():
+            for chunk in _chunks(tensors):
+                works.append((self.name(peer), _started(dist.isend(chunk, group_dst=peer, group=group, tag=tag))))
+                self.sent_bytes += chunk.numel()
+        return Exchange(works, [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors])
+
+    # Sums
+
+    def start_sum(self, whole: Tensor, parts: Sequence[Tensor]) -> tuple[Exchange, Tensor]:
+        """Where messages are not direct, start a sum over ranks of which this one needs its own part.
+
+        On NCCL a reduce-scatter of unequal parts, which it carries out as coalesced reduces; elsewhere an all-reduce.
+
+        Args:
+            whole: 1-D, destroyed.
+            parts: windows of ``whole``, one per rank in rank order, of any sizes.
+
+        Returns:
+            The sum in flight, and where this rank's part of it will be.
+        """
+        mine = parts[self.group_rank]
+        if self._backends.get(whole.device.type) == "nccl":
+            mine = torch.empty_like(mine)
+            work = dist.reduce_scatter(mine, list(parts), group=self.process_group, async_op=True)
+        else:
+            work = dist.all_reduce(whole, group=self.process_group, async_op=True)
+        self.sent_bytes += whole.nbytes - mine.nbytes
+        return Exchange([("every rank", _started(work))], [whole, mine]), mine
+
+    def broadcast(self, tensor: Tensor, owner: GroupRank) -> None:
+        """Write the owner's values into a contiguous tensor on every rank."""
+        raw = as_bytes(tensor.detach())
+        if raw.numel():
+            dist.broadcast(raw, group_src=owner, group=self.process_group)
 
     # Agreement
 
@@ -263,8 +315,10 @@ def _tag(*facts: int) -> int:
     return zlib.crc32(repr(facts).encode()) & 0x3FFFFFFF | 0x40000000
 
 
-def _chunks(raw: Tensor) -> Sequence[Tensor]:
-    return torch.split(raw, _CHUNK_BYTES) if raw.numel() else ()
+def _chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Their bytes in pieces that a backend can have several of under way."""
+    filled = (tensor for tensor in tensors if tensor.numel())
+    return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), _CHUNK_BYTES)]
 
 
 def _started(work: Work | None) -> Work:

@@ -6,7 +6,7 @@ sends it the averaged gradients, and its group options with them (the joined ran
 steps and syncs as everybody does. Without Join nothing of this runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,13 +56,27 @@ def share_options(
 
 
 def serve_joined(
-    comm: Communicator, table: ParameterTable, binding: Binding, param_groups: Sequence[ParamGroup]
+    comm: Communicator,
+    table: ParameterTable,
+    binding: Binding,
+    param_groups: Sequence[ParamGroup],
+    gradients_are_there: bool,
 ) -> None:
-    """On a rank that still trains, before its step: send joined ranks what they need. A collective of the group."""
+    """On a rank that still trains, before its step: send joined ranks what they need. A collective of the group.
+
+    Args:
+        comm: the group.
+        table: the parameters.
+        binding: the plan.
+        param_groups: the exposed groups, whose options are sent.
+        gradients_are_there: whether joined ranks have reduced gradients, and need to know only which of them exist.
+    """
     for source, joined in _assign_sources(comm, binding, has_joined=False):
         if source == comm.group_rank:
             grads = {index: table.params[index].grad for index, owner in enumerate(binding.owners) if owner == joined}
-            _send(comm, [[options_of(group) for group in param_groups], grads], joined)
+            exist = {index: None if grad is None else True for index, grad in grads.items()}
+            options = [options_of(group) for group in param_groups]
+            _send(comm, [options, exist if gradients_are_there else grads], joined)
 
 
 class BorrowedGradients:
@@ -70,15 +84,28 @@ class BorrowedGradients:
 
     Inside the context the parameters that this rank owns have the gradients that were sent; after it, those they had.
     The group options stay: at the end of Join every rank has the same ones.
+
+    Args:
+        comm: the group.
+        table: the parameters.
+        binding: the plan.
+        param_groups: the exposed groups.
+        reduced: a parameter's gradient, by index, where the reduction has left it on this rank.
     """
 
     def __init__(
-        self, comm: Communicator, table: ParameterTable, binding: Binding, param_groups: list[ParamGroup]
+        self,
+        comm: Communicator,
+        table: ParameterTable,
+        binding: Binding,
+        param_groups: list[ParamGroup],
+        reduced: Callable[[int], torch.Tensor],
     ) -> None:
         self._comm = comm
         self._table = table
         self._binding = binding
         self._param_groups = param_groups
+        self._reduced = reduced
         self._before: dict[int, torch.Tensor | None] = {}
 
     def __enter__(self) -> None:
@@ -88,7 +115,7 @@ class BorrowedGradients:
                 _take_options(self._param_groups, options)
                 self._before = {index: self._table.params[index].grad for index in grads}
                 for index, grad in grads.items():
-                    self._table.params[index].grad = grad
+                    self._table.params[index].grad = self._reduced(index) if grad is True else grad
 
     def __exit__(self, *exc_info: object) -> None:
         for index, grad in self._before.items():

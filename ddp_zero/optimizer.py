@@ -10,7 +10,8 @@ A step, on every rank alike:
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.agreement import Agreement
 from ddp_zero.binding import Binding
-from ddp_zero.checkpoint import State, gather_state, restrict_state_dict
 from ddp_zero.collectives import Communicator
-from ddp_zero.hook import CommHook, OverlapHook, check_has_no_hook, check_model
+from ddp_zero.consolidation import ConsolidatesState
+from ddp_zero.grad_bucket import options_of_stage
+from ddp_zero.grad_partition import PartitionedGradients, check_can_partition, gather_gradient
+from ddp_zero.gradients import CommHook, Gradients, WholeGradients
+from ddp_zero.hook import OverlapHook, check_has_no_hook, check_model
 from ddp_zero.inner import build_inner, check_can_be_sharded
 from ddp_zero.join import BorrowedGradients, ZeroJoinHook, serve_joined
 from ddp_zero.local_step import ParamGroup, copy_options, restrict_group
@@ -33,14 +37,16 @@ from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GlobalRank, GroupRank
 from ddp_zero.report import describe_shards, draw_buckets, state_bytes
 from ddp_zero.sharded_step import ShardedStep
+from ddp_zero.side_stream import SideStream
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stage 1).
+class ZeroRedundancyOptimizer(ConsolidatesState, Joinable):
+    """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
     others; afterwards all ranks hold the same parameters. Gradients must have been averaged before, as
-    `DistributedDataParallel` does. The numbers are those of the unsharded optimizer, bit for bit. The idea is that of
+    `DistributedDataParallel` does; in stage 2 a rank keeps averaged gradients for what it owns only. The numbers are
+    those of the unsharded optimizer, bit for bit. The idea is that of
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019.
 
     A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank of the group must construct it, with the
@@ -55,6 +61,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             sync holds copies of up to two buckets (25 MiB each, or one parameter if that is larger).
         overlap_with_ddp: step inside backward, through a DDP communication hook from `hook_with_zero_step`. The
             training loop stays the same: ``step`` then only joins the iteration, and may be left out.
+        stage: 1 shards optimizer state; 2 gradients too, through a hook from ``hook_with_zero_step(None, ...)``. The
+            model must be wrapped with ``gradient_as_bucket_view=True``.
+        grad_comm_dtype: stage 2: dtype in which gradients travel, such as `torch.bfloat16`; they are summed in fp32.
+            None: their own dtype.
+        gradient_predivide_factor: stage 2: what gradients are divided by before they are summed; the rest of the
+            number of ranks is divided by afterwards. None: all of it before, as DDP does.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -82,21 +94,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group: ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        stage: int = 1,
+        grad_comm_dtype: torch.dtype | None = None,
+        gradient_predivide_factor: float | None = None,
         **defaults: Any,
     ) -> None:
         self._comm = Communicator(process_group)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlaps = overlap_with_ddp
         self._hook: OverlapHook | None = None
-        self._is_packing = False
         Joinable.__init__(self)
         with Agreement(self._comm, "building ZeroRedundancyOptimizer") as agreement:
+            self._reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
             check_can_be_sharded(optimizer_class)
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
             agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
             agreement.declare("overlap_with_ddp", overlap_with_ddp)
+            agreement.declare("stage", repr(self._reduction))
             agreement.declare_parameters(table)
             binding = Binding(self._comm, table, parameters_as_bucket_view)
             owned = {table.params[index] for index in binding.owned()}
@@ -151,12 +167,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._overlaps:
             return self._join_overlapped_step(closure, kwargs)
         Join.notify_join_context(self)
+        if self._reduction is not None:
+            self._overlap()
         sharded = self._sharded
         loss = sharded.begin(closure)
         sharded.table.check_gradients()
         sharded.refresh(may_talk=not self._join_config.enable)
         if self._join_config.enable:
-            serve_joined(self._comm, sharded.table, sharded.binding, self.param_groups)
+            gradients_are_there = self._reduction is not None
+            serve_joined(self._comm, sharded.table, sharded.binding, self.param_groups, gradients_are_there)
         result = sharded.run(**kwargs)
         return result if closure is None else loss
 
@@ -187,12 +206,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _step_joined(self) -> None:
         """The same as `step`, on a rank that has run out of inputs: without a closure, with gradients from a peer."""
-        if self._overlaps:
+        if self._takes_hook:
             self._overlap().step_joined()
             return
         sharded = self._sharded
         sharded.refresh(may_talk=not self._join_config.enable)
-        with BorrowedGradients(self._comm, sharded.table, sharded.binding, self.param_groups):
+        nothing = dict[int, torch.Tensor]().__getitem__
+        with BorrowedGradients(self._comm, sharded.table, sharded.binding, self.param_groups, nothing):
             sharded.begin()
             sharded.run()
 
@@ -206,16 +226,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
     ) -> CommHook:
         """See `ddp_zero.api.hook_with_zero_step`."""
-        check_has_no_hook(self._overlaps, self._hook)
+        check_has_no_hook(self._takes_hook, self._hook)
         check_model(ddp, self._sharded)
-        self._hook = OverlapHook(self._sharded, ddp, wrapped, split, lag, self)
+        side = SideStream()
+        gradients: Gradients
+        if self._reduction is None:
+            gradients = WholeGradients(self._sharded, ddp.process_group, wrapped, side)
+        else:
+            check_can_partition(ddp, self._sharded.table, wrapped)
+            gradients = PartitionedGradients(self._sharded, ddp, self._reduction, side)
+        self._hook = OverlapHook(
+            self._sharded, ddp, gradients, side, split=split, lag=lag, joinable=self, steps_inside=self._overlaps
+        )
         return self._hook.on_bucket
+
+    @property
+    def _takes_hook(self) -> bool:
+        return self._overlaps or self._reduction is not None
 
     def _overlap(self) -> OverlapHook:
         if self._hook is None:
             raise RuntimeError(
-                "Expected a DDP communication hook with overlap_with_ddp=True, got none. Build one with "
-                "hook_with_zero_step(hook, ddp, opt) and register it with ddp.register_comm_hook(state, hook)."
+                "Expected a DDP communication hook with overlap_with_ddp=True or stage=2, got none. Build one with "
+                "hook_with_zero_step(None, ddp, opt) and register it with ddp.register_comm_hook(None, hook)."
             )
         return self._hook
 
@@ -228,6 +261,51 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def overlap_phase(self) -> Phase:
         """Where the current iteration of the overlapped step is; REST without overlap."""
         return Phase.REST if self._hook is None else self._hook.machine.phase
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within this context backward passes only average gradients; the step is left to a later one.
+
+        Stage 2 adds them to what this rank owns and keeps nothing else, where ``ddp.no_sync()`` keeps gradients of full
+        size but sends nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
+
+        Raises:
+            RuntimeError: under Join, since ranks that have joined do not know of it.
+        """
+        if self._join_config.enable:
+            raise RuntimeError(
+                "Expected no opt.accumulate() under Join, got one: a rank that has joined would take a step. Use "
+                "ddp.no_sync()."
+            )
+        if not self._takes_hook:
+            yield
+            return
+        hook = self._overlap()
+        before, hook.accumulates = hook.accumulates, True
+        try:
+            yield
+        finally:
+            hook.accumulates = before
+
+    def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The whole averaged gradient of a parameter, on every rank. A collective in stage 2.
+
+        Args:
+            param: one of the optimizer's parameters, the same on every rank.
+
+        Returns:
+            A tensor of its own in the parameter's shape and dtype; None if there is no gradient.
+
+        Raises:
+            ValueError: if the parameter is not in the optimizer.
+            RuntimeError: if the step inside backward has used the gradient up.
+        """
+        index = self._sharded.table.index_of.get(param)
+        if index is None:
+            raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+        if self._reduction is None:
+            return None if param.grad is None else param.grad.detach().clone()
+        return gather_gradient(self._sharded, index)
 
     # Join
 
@@ -245,87 +323,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The group whose ranks may run out of inputs at different times."""
         return self._comm.process_group
 
-    # State dict
-
-    @property  # type: ignore[override]
-    def state(self) -> State:
-        """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer."""
-        if self._is_packing:
-            return self._whole_state()
-        return self.optim.state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        if hasattr(self, "optim"):  # Optimizer.__init__ sets an empty one before there is a local optimizer
-            self.optim.state = state  # type: ignore[assignment]
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on one rank, whose `state_dict` then returns it until the next step. A collective.
-
-        Args:
-            to: rank in the group that receives. It holds the whole state afterwards, on the devices where the unsharded
-                optimizer would; the other ranks send one parameter's state at a time.
-
-        Raises:
-            ValueError: if ``to`` is not a rank of the group or differs between ranks.
-            TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
-        """
-        sharded = self._sharded
-        sharded.local_step.mirror_to_inner()
-        sharded.snapshot = gather_state(
-            self._comm, sharded.table, sharded.binding.owners, self.optim.state, sharded.order, GroupRank(to)
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
-
-        With one rank nothing needs to be consolidated.
-
-        Raises:
-            RuntimeError: if the state as it is now was not consolidated to this rank.
-        """
-        if self._sharded.snapshot is None and self._comm.world_size > 1:
-            raise RuntimeError(
-                f"Expected the state after the last step to be consolidated on rank {self.rank}, got only its own "
-                f"shard. Call consolidate_state_dict(to={self.rank}) on all ranks first; a step, load_state_dict or "
-                "add_param_group makes it stale."
-            )
-        self._is_packing = True
-        try:
-            return super().state_dict()
-        finally:
-            self._is_packing = False
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the unsharded optimizer's state dict, of which this rank keeps what it owns. Never communicates.
-
-        Args:
-            state_dict: from the plain optimizer, from torch's ZeroRedundancyOptimizer or from this one, at any number
-                of ranks. Every rank loads the same. It is not modified, and later steps do not change its tensors.
-
-        Raises:
-            ValueError: if it does not fit, naming the group or the parameter and why. Nothing is changed then.
-        """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        sharded = self._sharded
-        local, indices = restrict_state_dict(state_dict, self.param_groups, sharded.table, self.optim)
-        self.optim.load_state_dict(local)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            if "param_names" in saved:
-                group["param_names"] = list(saved["param_names"])
-        sharded.loaded(indices)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _whole_state(self) -> State:
-        sharded = self._sharded
-        if sharded.snapshot is not None:
-            return sharded.snapshot
-        sharded.order.note_new(self.optim.state, sharded.table)
-        return sharded.order.sorted(self.optim.state)
-
     # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ZeroRedundancyOptimizer":
@@ -335,8 +332,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         clone._comm = self._comm
         clone.parameters_as_bucket_view = self.parameters_as_bucket_view
         clone._overlaps = self._overlaps
+        clone._reduction = self._reduction
         clone._hook = None
-        clone._is_packing = False
         Joinable.__init__(clone)
         clone.optim = copy.deepcopy(self.optim, memo)
         groups = copy.deepcopy(self.param_groups, memo)
@@ -361,11 +358,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         flat = "flat storage" if self.parameters_as_bucket_view else "storage of their own"
         mode = "overlapped with DDP" if self._overlaps else "standalone"
         lines = [
-            f"ZeroRedundancyOptimizer({type(self.optim).__name__}), stage 1, {mode}: rank {self.rank} of "
+            f"ZeroRedundancyOptimizer({type(self.optim).__name__}), stage {self.stage}, {mode}: rank {self.rank} of "
             f"{self.world_size}, parameters in {flat}"
         ]
         if self._hook is not None:
-            lines.append(self._hook.describe())
+            lines += self._hook.describe()
         plan = self._sharded.binding.plan
         lines += [describe_shards(plan, self.rank, state_bytes(self.optim.state)), draw_buckets(plan)]
         return "\n".join(lines)
@@ -378,6 +375,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
 
     # Properties
+
+    @property
+    def stage(self) -> int:
+        """1: optimizer state is sharded; 2: gradients too."""
+        return 1 if self._reduction is None else 2
 
     @property
     def rank(self) -> GroupRank:

@@ -10,6 +10,7 @@ carries out the actions. So the order of everything that communicates is a funct
     RUNNING    bucket_arrived(last)             STEPPED      StepBucket of all that are left, FinishSyncs
     RUNNING    bucket_arrived(last), deferred   REDUCED      none: the reducer must publish the gradients first
     REDUCED    backward_finished                STEPPED      StepAll
+    REDUCED    backward_finished, reduce only   REST         none: gradients wait for a later step
     STEPPED    step_called                      REST         none: the step has been taken
     any        reset                            REST         none: the iteration is dropped
 
@@ -46,6 +47,17 @@ class Phase(Enum):
     RUNNING = "running"
     REDUCED = "reduced"
     STEPPED = "stepped"
+
+
+class Regime(Enum):
+    """How an iteration steps; chosen at its first bucket."""
+
+    OVERLAPPED = "overlapped"
+    """Bucket by bucket inside backward."""
+    DEFERRED = "deferred"
+    """At the end of backward, from gradients that the reducer has published."""
+    REDUCE_ONLY = "reduce only"
+    """Not at all: gradients are averaged and wait."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +108,20 @@ class OverlapMachine:
         self._backwards_since_step = 0
         self._clear()
 
-    def bucket_arrived(self, bucket: int, is_last: bool, matches_plan: bool, deferred: bool) -> tuple[Action, ...]:
+    def bucket_arrived(self, bucket: int, is_last: bool, matches_plan: bool, regime: Regime) -> tuple[Action, ...]:
         """A bucket's gradients are ready on this rank and its reduction has been started.
 
         Args:
             bucket: its index; buckets arrive from 0 up.
             is_last: whether it is the last of this backward pass.
             matches_plan: whether the plan has exactly this bucket at this place.
-            deferred: whether this iteration steps after backward; read at bucket 0.
+            regime: how this iteration steps; read at bucket 0.
 
         Raises:
             RuntimeError: if it is not the bucket's turn, or a backward pass went unjoined by ``opt.step()``.
         """
         if bucket == 0 and self.phase in (Phase.REST, Phase.STEPPED):
-            self._start(deferred)
+            self._start(regime)
         if self.phase is not Phase.RUNNING or bucket != self._arrived:
             turn = {Phase.RUNNING: f"bucket {self._arrived}", Phase.REDUCED: "the end of backward"}
             expected = turn.get(self.phase, "bucket 0")
@@ -119,7 +131,7 @@ class OverlapMachine:
             )
         self._arrived += 1
         self._matches &= matches_plan
-        if self._deferred:
+        if self._regime is not Regime.OVERLAPPED:
             if is_last:
                 self.phase = Phase.REDUCED
             return ()
@@ -130,11 +142,15 @@ class OverlapMachine:
         return ()
 
     def backward_finished(self) -> tuple[Action, ...]:
-        """The reducer has published the gradients of a deferred iteration."""
+        """The reducer has published the gradients of an iteration that was not stepped in the hook."""
         if self.phase is not Phase.REDUCED:
             raise self._illegal("the end of backward", Phase.REDUCED)
+        adopt: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
+        if self._regime is Regime.REDUCE_ONLY:
+            self.phase = Phase.REST
+            return adopt
         self.phase = Phase.STEPPED
-        return (StepAll(),) if self._matches else (AdoptLayout(), StepAll())
+        return (*adopt, StepAll())
 
     def step_called(self) -> None:
         """The user calls ``opt.step()``: the iteration is joined.
@@ -173,7 +189,7 @@ class OverlapMachine:
         self._backwards_since_step = 0
         self._clear()
 
-    def _start(self, deferred: bool) -> None:
+    def _start(self, regime: Regime) -> None:
         if self.phase is Phase.STEPPED and self._user_calls_step:
             raise RuntimeError(
                 f"Expected opt.step() before the next backward pass, got a second one ({self._where}); the first has "
@@ -181,8 +197,8 @@ class OverlapMachine:
                 "gradients through this model without updating it, do the same or freeze it meanwhile."
             )
         self._clear()
-        self._deferred = deferred
-        self._backwards_since_step += 1
+        self._regime = regime
+        self._backwards_since_step += regime is not Regime.REDUCE_ONLY
         self.phase = Phase.RUNNING
 
     def _finish(self) -> tuple[Action, ...]:
@@ -199,7 +215,7 @@ class OverlapMachine:
         self._arrived = 0
         self._stepped = 0
         self._matches = True
-        self._deferred = False
+        self._regime = Regime.OVERLAPPED
 
     def _change_status(self, status: OverlapStatus) -> None:
         if (self.status, status) not in _STATUS_CHANGES:
@@ -213,7 +229,7 @@ class OverlapMachine:
             f"Expected phase {expected.name} at {event}, got {self.phase.name} ({self._where}). "
             + (
                 "No backward pass has stepped since: was forward run through the DDP model whose hook was registered "
-                "with ddp.register_comm_hook(), and backward outside ddp.no_sync()?"
+                "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()?"
                 if self.phase is Phase.REST
                 else "If a backward pass was interrupted, call opt.reset()."
             )

@@ -60,5 +60,5 @@ class ParameterSync:
     def _finish_oldest(self) -> None:
         bucket, segments, exchange = self._in_flight.popleft()
         with label("wait_sync", bucket=bucket.index):
-            exchange.wait(f"bucket {bucket.index}")
+            exchange.wait(f"the sync of bucket {bucket.index}")
         self._storage.publish(bucket, segments, self._comm.group_rank)

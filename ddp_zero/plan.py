@@ -222,7 +222,12 @@ def plan_for_ddp(
 
 
 def owners_by_bucket(
-    sizes: Sequence[int], owners: Sequence[GroupRank], world_size: int, layout: Sequence[Sequence[int]], split: bool
+    sizes: Sequence[int],
+    owners: Sequence[GroupRank],
+    world_size: int,
+    layout: Sequence[Sequence[int]],
+    split: bool,
+    decided: int = 0,
 ) -> list[GroupRank]:
     """Assign the parameters of each DDP bucket, carrying the loads from bucket to bucket.
 
@@ -232,12 +237,15 @@ def owners_by_bucket(
         world_size: number of ranks.
         layout: parameter indices of each DDP bucket.
         split: sorted greedy inside each bucket; if False, a bucket goes whole to the least loaded rank.
+        decided: the number of buckets, from the first on, whose owners stay: their gradients are on their way to them.
     """
     assigned = list(owners)
     loads = [0] * world_size
-    for bucket in layout:
+    for position, bucket in enumerate(layout):
         params = sorted(bucket)
-        if split:
+        if position < decided:
+            chosen = [owners[param] for param in params]
+        elif split:
             chosen = partition_greedy([sizes[param] for param in params], world_size, loads)
         else:
             chosen = partition_greedy([sum(sizes[param] for param in params)], world_size, loads) * len(params)

@@ -17,6 +17,7 @@ class SideStream:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._last_use: dict[int, torch.Event] = {}
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
@@ -35,6 +36,17 @@ class SideStream:
         """The side stream reads this tensor: its memory is not reused before that is done."""
         if tensor.device in self._streams:
             tensor.record_stream(self._streams[tensor.device])
+
+    def leave(self, tensor: Tensor) -> None:
+        """Everything issued so far is the last that uses this tensor's memory, until `wait_for`."""
+        if tensor.device.type != "cpu":
+            self._last_use[id(tensor)] = torch.accelerator.current_stream(tensor.device).record_event()
+
+    def wait_for(self, tensor: Tensor) -> None:
+        """The current stream waits for the last use of this tensor's memory."""
+        event = self._last_use.pop(id(tensor), None)
+        if event is not None:
+            torch.accelerator.current_stream(tensor.device).wait_event(event)
 
     def join(self) -> None:
         """The current streams wait for the side streams; the host does not."""

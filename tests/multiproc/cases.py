@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
-from ddp_zero.hook import CommHook
+from ddp_zero.gradients import CommHook
 from tests.multiproc.harness import Setup
 
 Groups = list[dict[str, Any]]

@@ -1,0 +1,72 @@
+"""What stands in ``param.grad`` where stage 2 keeps no gradient on this rank.
+
+None would be taken for "no gradient", and ``torch.nn.utils.clip_grad_norm_`` would clip by the norm of what is left,
+silently. An `AbsentGradient` has the parameter's shape and dtype and one element of memory; whoever computes with it is
+told where the gradient is.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HARMLESS = {
+    *("__get__", "zero_", "detach_", "requires_grad_", "size", "dim", "numel", "stride", "element_size", "data_ptr"),
+    *("is_floating_point", "is_complex", "is_contiguous", "untyped_storage", "storage_offset", "nelement", "__hash__"),
+    *("get_device", "ndimension", "__len__"),
+}
+"""What does not read values; setting to zero is what `zero_grad(set_to_none=False)` does to every gradient."""
+
+
+class AbsentGradient(Tensor):
+    """A gradient that is not here; any computation with it raises `RuntimeError` with the reason and the remedy.
+
+    Attributes:
+        consumed: whether it was used up by the step inside backward; if not, its owner has it.
+    """
+
+    consumed: bool
+    _reason: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Let attributes through, nothing else."""
+        if func.__name__ in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0] if func.__name__ == "zero_" else func(*args, **(kwargs or {}))
+        absent = _first_absent([*args, *(kwargs or {}).values()])
+        raise RuntimeError(f"Expected a gradient for {func.__name__}.") if absent is None else absent.error()
+
+    def error(self) -> RuntimeError:
+        """What a computation with it raises."""
+        return RuntimeError(self._reason)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Its reason, without values."""
+        return f"AbsentGradient({self._reason!r})"
+
+
+def absent_gradient(param: Tensor, consumed: bool, reason: str) -> AbsentGradient:
+    """Make one for a parameter.
+
+    Args:
+        param: whose shape, dtype and device it takes.
+        consumed: see `AbsentGradient`.
+        reason: the message of the error.
+    """
+    one_element = torch.full((), float("nan") if param.is_floating_point() else 0, dtype=param.dtype).to(param.device)
+    absent = one_element.expand(param.shape).as_subclass(AbsentGradient)
+    absent.consumed = consumed
+    absent._reason = reason
+    return absent
+
+
+def _first_absent(value: Any) -> AbsentGradient | None:
+    if isinstance(value, AbsentGradient):
+        return value
+    if isinstance(value, list | tuple):
+        return next((found for item in value if (found := _first_absent(item)) is not None), None)
+    return None

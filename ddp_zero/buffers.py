@@ -1,0 +1,95 @@
+"""Flat buffers that are used again and again, so that few of them serve all buckets."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class PoolStatistics:
+    """What a pool has held, in bytes and in buffers.
+
+    Attributes:
+        held_bytes: now, lent or free.
+        most_bytes: the most at any moment.
+        most_lent: the most buffers lent at once.
+    """
+
+    held_bytes: int = 0
+    most_bytes: int = 0
+    most_lent: int = 0
+
+
+class BufferPool:
+    """Lends 1-D byte tensors and takes them back.
+
+    A buffer's size is the largest expected one, halved as often as the request still fits. So buckets of about the same
+    size share buffers, and a small one never costs a large buffer unless that is free anyway. `lend` never refuses:
+    ``keep_bytes`` bounds what lies idle, not what is lent.
+
+    Args:
+        largest_bytes: the largest request that is expected.
+        keep_bytes: free buffers are dropped before the pool would hold more than this.
+    """
+
+    def __init__(self, largest_bytes: int, keep_bytes: int) -> None:
+        self._largest_bytes = largest_bytes
+        self._keep_bytes = keep_bytes
+        self._free: list[Tensor] = []
+        self._lent = 0
+        self._used: set[int] = set()
+        self.statistics = PoolStatistics()
+
+    def lend(self, nbytes: int, device: torch.device, like: Tensor | None = None) -> Tensor:
+        """A buffer of at least ``nbytes`` bytes; its content is arbitrary.
+
+        Args:
+            nbytes: how much is needed.
+            device: where.
+            like: prefer this very buffer if it is free, so that what points at it need not be moved.
+        """
+        fitting = [buffer for buffer in self._free if buffer.device == device and buffer.numel() >= nbytes]
+        preferred = [buffer for buffer in fitting if buffer is like]
+        if fitting:
+            chosen = preferred[0] if preferred else min(fitting, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not chosen]
+        else:
+            size = self._size_for(nbytes)
+            self._drop_free(self._keep_bytes - size)
+            chosen = torch.empty(size, dtype=torch.uint8, device=device)
+            self.statistics.held_bytes += size
+        self._lent += 1
+        self._used.add(id(chosen))
+        self.statistics.most_bytes = max(self.statistics.most_bytes, self.statistics.held_bytes)
+        self.statistics.most_lent = max(self.statistics.most_lent, self._lent)
+        return chosen
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a buffer that nobody uses any more."""
+        self._lent -= 1
+        self._free.append(buffer)
+
+    def forget(self, buffer: Tensor) -> None:
+        """Give up a buffer into which a peer that failed may still write."""
+        self._lent -= 1
+        self.statistics.held_bytes -= buffer.numel()
+
+    def trim(self) -> None:
+        """At the end of an iteration: drop the free buffers that it did not use, and those beyond ``keep_bytes``."""
+        unused = [buffer for buffer in self._free if id(buffer) not in self._used]
+        self._free = [buffer for buffer in self._free if id(buffer) in self._used]
+        self.statistics.held_bytes -= sum(buffer.numel() for buffer in unused)
+        self._drop_free(self._keep_bytes)
+        self._used.clear()
+
+    def _size_for(self, nbytes: int) -> int:
+        size = max(nbytes, self._largest_bytes)
+        while size // 2 >= nbytes and size // 2 > 0:
+            size //= 2
+        return size + -size % 16  # any dtype can be laid over it
+
+    def _drop_free(self, limit: int) -> None:
+        while self._free and self.statistics.held_bytes > limit:
+            smallest = min(range(len(self._free)), key=lambda position: self._free[position].numel())
+            self.statistics.held_bytes -= self._free.pop(smallest).numel()

@@ -1,0 +1,103 @@
+"""The state-dict half of `ZeroRedundancyOptimizer`: what a plain optimizer's ``state_dict`` would be, from shards."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ddp_zero.checkpoint import State, gather_state, restrict_state_dict
+from ddp_zero.collectives import Communicator
+from ddp_zero.partition import GroupRank
+from ddp_zero.sharded_step import ShardedStep
+
+
+class ConsolidatesState(Optimizer):
+    """An optimizer whose state is spread over ranks and consolidated on request.
+
+    Attributes:
+        optim: the local optimizer, over this rank's parameters.
+    """
+
+    optim: Optimizer
+    _comm: Communicator
+    _sharded: ShardedStep
+    _is_packing = False
+
+    @property  # type: ignore[override]
+    def state(self) -> State:
+        """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer."""
+        if self._is_packing:
+            return self._whole_state()
+        return self.optim.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if hasattr(self, "optim"):  # Optimizer.__init__ sets an empty one before there is a local optimizer
+            self.optim.state = state  # type: ignore[assignment]
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on one rank, whose `state_dict` then returns it until the next step. A collective.
+
+        Args:
+            to: rank in the group that receives. It holds the whole state afterwards, on the devices where the unsharded
+                optimizer would; the other ranks send one parameter's state at a time.
+
+        Raises:
+            ValueError: if ``to`` is not a rank of the group or differs between ranks.
+            TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
+        """
+        sharded = self._sharded
+        sharded.local_step.mirror_to_inner()
+        sharded.snapshot = gather_state(
+            self._comm, sharded.table, sharded.binding.owners, self.optim.state, sharded.order, GroupRank(to)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
+
+        With one rank nothing needs to be consolidated.
+
+        Raises:
+            RuntimeError: if the state as it is now was not consolidated to this rank.
+        """
+        rank = self._comm.group_rank
+        if self._sharded.snapshot is None and self._comm.world_size > 1:
+            raise RuntimeError(
+                f"Expected the state after the last step to be consolidated on rank {rank}, got only its own shard. "
+                f"Call consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or "
+                "add_param_group makes it stale."
+            )
+        self._is_packing = True
+        try:
+            return super().state_dict()
+        finally:
+            self._is_packing = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the unsharded optimizer's state dict, of which this rank keeps what it owns. Never communicates.
+
+        Args:
+            state_dict: from the plain optimizer, from torch's ZeroRedundancyOptimizer or from this one, at any number
+                of ranks. Every rank loads the same. It is not modified, and later steps do not change its tensors.
+
+        Raises:
+            ValueError: if it does not fit, naming the group or the parameter and why. Nothing is changed then.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        sharded = self._sharded
+        local, indices = restrict_state_dict(state_dict, self.param_groups, sharded.table, self.optim)
+        self.optim.load_state_dict(local)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            if "param_names" in saved:
+                group["param_names"] = list(saved["param_names"])
+        sharded.loaded(indices)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _whole_state(self) -> State:
+        sharded = self._sharded
+        if sharded.snapshot is not None:
+            return sharded.snapshot
+        sharded.order.note_new(self.optim.state, sharded.table)
+        return sharded.order.sorted(self.optim.state)

@@ -1,0 +1,192 @@
+"""Where averaged gradients come from and where they rest: what the hook asks of a stage, and stage 1's answer.
+
+Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borrows windows of the reduced bucket.
+`grad_partition.py` is stage 2's answer.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from ddp_zero.collectives import average_as_ddp
+from ddp_zero.reducer import offsets_in_bucket, window
+from ddp_zero.sharded_step import ShardedStep
+from ddp_zero.side_stream import SideStream
+
+CommHook = Callable[[Any, GradBucket], Future[Any]]
+
+
+class Arrival(Protocol):
+    """A bucket whose reduction was started in this iteration."""
+
+    params: list[Tensor]
+
+    def wait(self) -> None:
+        """Block until its averaged gradients are there."""
+
+    def gradient(self, index: int) -> Tensor:
+        """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
+
+    def release(self) -> None:
+        """The step has used its gradients."""
+
+
+class Gradients(Protocol):
+    """What the hook asks of a stage, in the order of an iteration."""
+
+    reach_joined: bool
+    """Whether a rank that has joined gets averaged gradients of what it owns by the reduction itself."""
+
+    def open(self) -> None:
+        """An iteration begins; whatever the one before it left is dropped."""
+
+    def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
+        """Start the reduction of a bucket.
+
+        Args:
+            state: what the hook was registered with.
+            bucket: what DDP hands to a hook.
+            is_planned: whether this and every earlier bucket of the iteration are the plan's.
+
+        Returns:
+            What the reducer gets, and what the step gets.
+        """
+
+    def settle(self) -> None:
+        """The step has used what it will in this call of the hook: bound the memory of what is left."""
+
+    def lend_all(self, has_joined: bool) -> None:
+        """In an iteration that was not stepped in the hook, after the reducer: finish every reduction.
+
+        Owned gradients are in ``param.grad`` then, but on a rank that has joined.
+        """
+
+    def publish(self, was_consumed: bool) -> None:
+        """The iteration is over on this rank: leave in ``param.grad`` what the user shall see.
+
+        Args:
+            was_consumed: whether the step was taken bucket by bucket as they arrived.
+        """
+
+    def adopted(self) -> None:
+        """A plan for the buckets of this iteration is in force, and final."""
+
+    def fits_plan(self) -> bool:
+        """Whether buckets can be reduced for the plan that is in force."""
+
+    def check_untouched(self) -> None:
+        """See that nobody has changed a gradient since `publish`, after a step that was taken before.
+
+        Raises:
+            RuntimeError: naming the first parameter whose gradient was changed too late.
+        """
+
+    def reset(self) -> None:
+        """Drop the iteration without waiting for anybody."""
+
+    def describe(self) -> list[str]:
+        """Lines for ``opt.explain()``."""
+
+
+class ReducedBucket:
+    """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
+
+    Args:
+        params: the bucket's parameters.
+        future: resolves to the averaged bucket.
+        sharded: knows our parameters.
+        side: the stream that reads it.
+    """
+
+    def __init__(self, params: list[Tensor], future: Future[Any], sharded: ShardedStep, side: SideStream) -> None:
+        self.params = params
+        self._future = future
+        self._sharded = sharded
+        self._side = side
+        self._reduced: Tensor | None = None
+        self._offsets: dict[int, int] = {}
+
+    def wait(self) -> None:
+        """Block until the reduction has resolved."""
+        if self._reduced is None:
+            reduced = self._future.wait()
+            self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
+            self._side.keep(self._reduced)
+            self._offsets = offsets_in_bucket(self.params, self._sharded.table.index_of)
+
+    def gradient(self, index: int) -> Tensor:
+        """A window of the reduced bucket."""
+        assert self._reduced is not None, "waited for first"
+        return window(self._reduced, self._sharded.table.params[index], self._offsets[index])
+
+    def release(self) -> None:
+        """The reducer still needs it."""
+
+
+class WholeGradients:
+    """Stage 1: the wrapped hook reduces, DDP publishes, every rank keeps all gradients.
+
+    Args:
+        sharded: the step.
+        group: the ranks.
+        wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
+        side: the stream that the step runs on.
+    """
+
+    reach_joined = False
+
+    def __init__(self, sharded: ShardedStep, group: ProcessGroup, wrapped: CommHook | None, side: SideStream) -> None:
+        self._sharded = sharded
+        self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
+        self._side = side
+        self._published: Sequence[tuple[int, int, int]] = ()  # parameter, place and version of its gradient
+
+    def open(self) -> None:
+        """Forget what the last iteration published."""
+        self._published = ()
+
+    def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
+        """Start the wrapped reduction."""
+        future = self._wrapped(state, bucket)
+        return future, ReducedBucket(bucket.parameters(), future, self._sharded, self._side)
+
+    def settle(self) -> None:
+        """The reducer keeps all gradients."""
+
+    def lend_all(self, has_joined: bool) -> None:
+        """The reducer has published them."""
+
+    def publish(self, was_consumed: bool) -> None:
+        """Note the gradients as they are: places and versions, no references."""
+        grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
+        self._published = [(index, grad.data_ptr(), grad._version) for index, grad in grads if grad is not None]
+
+    def adopted(self) -> None:
+        """Gradients stay where they are, whoever owns them."""
+
+    def fits_plan(self) -> bool:
+        """Whole buckets fit any plan."""
+        return True
+
+    def check_untouched(self) -> None:
+        """Compare places and versions."""
+        table = self._sharded.table
+        for index, place, version in self._published:
+            grad = table.params[index].grad
+            if grad is not None and grad.data_ptr() == place and grad._version != version:
+                raise RuntimeError(
+                    f"Expected gradients as backward left them, since the step was taken inside it, got a changed one "
+                    f"for {table.label(index)} (rank {self._sharded.comm.group_rank}). To clip, scale or unscale "
+                    "gradients before the step, build the optimizer with overlap_with_ddp=False."
+                )
+
+    def reset(self) -> None:
+        """Forget what was published."""
+        self._published = ()
+
+    def describe(self) -> list[str]:
+        """Nothing beyond the regime."""
+        return []

@@ -1,0 +1,152 @@
+"""What the library knows of DDP's reducer and of autograd's engine: the one file that relies on their internals.
+
+Facts, measured on torch 2.13.0, on which the callers stand:
+
+1. DDP calls the hook once per bucket, in index order, from the thread that runs backward, when each of the bucket's
+   parameters has been marked ready. With ``gradient_as_bucket_view=True``, ``param.grad`` *is* the reducer's view of
+   the bucket from then on, if the parameter got a gradient.
+2. ``bucket.buffer()`` is the reducer's own tensor. Where its ``data`` and that of the reducer's views are assigned, the
+   reducer writes that bucket's gradients there from then on, in whatever order they lie (`BucketViews`).
+3. A tensor hook runs before the gradient is accumulated, also for a gradient that is undefined (with None), but not for
+   a parameter that is not in the graph. Those the reducer sets to zero, through its views, right after the first
+   gradient of a backward pass has been accumulated and before that one is copied into its bucket.
+4. At the end of backward the reducer makes views of the tensor in the hook's future. It copies nothing if that shares
+   memory with its own views. Then it insists that each ``param.grad`` is None or its own view, and sets None to it.
+5. The reducer queues that for the end of backward after the hook for the last bucket has returned, and the engine runs
+   callbacks in the order in which they were queued, so a callback queued by a callback runs after the reducer.
+6. Under `torch.distributed.algorithms.Join` a joined rank has no backward; DDP calls the hook with zeros of its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.memory_layout import is_dense
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_id() -> int:
+    """A number for the backward pass that this thread runs; another one inside a reentrant checkpoint."""
+    return torch._C._current_graph_task_id()
+
+
+def after_the_reducer(callback: Callable[[], None]) -> None:
+    """Call back at the end of this backward pass, when the reducer has published the gradients."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
+
+
+def will_reduce(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward pass that starts now is meant to be reduced: it is not under ``no_sync()``."""
+    return ddp.require_backward_grad_sync
+
+
+def has_static_graph(ddp: DistributedDataParallel) -> bool:
+    """Whether the user has promised that every iteration uses the same parameters."""
+    return bool(ddp.static_graph)
+
+
+def finds_unused(ddp: DistributedDataParallel) -> bool:
+    """Whether parameters may go unused in any iteration, of which only the reducer knows; the layout is final then."""
+    return bool(ddp.find_unused_parameters and not ddp.static_graph)
+
+
+def gradients_are_views(ddp: DistributedDataParallel) -> bool:
+    """Whether ``param.grad`` is the reducer's view of its bucket."""
+    return bool(ddp.gradient_as_bucket_view)
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
+    """The parameters that DDP puts into buckets, with their names."""
+    return [
+        (name, param)
+        for name, param in ddp.module.named_parameters()
+        if param.requires_grad and name not in ddp.parameters_to_ignore
+    ]
+
+
+def offsets_in_bucket(params: Sequence[Tensor], index_of: Mapping[Tensor, int]) -> dict[int, int]:
+    """Where each of our parameters starts in DDP's bucket, in elements; DDP lays them end to end."""
+    offsets, start = {}, 0
+    for param in params:
+        if param in index_of:
+            offsets[index_of[param]] = start
+        start += param.numel()
+    return offsets
+
+
+def window(flat: Tensor, param: Tensor, offset: int) -> Tensor:
+    """A parameter's part of a 1-D tensor, laid out as DDP does: with its own strides if they are dense."""
+    if is_dense(param.shape, param.stride()):
+        return flat.as_strided(param.shape, param.stride(), int(flat.storage_offset()) + offset)
+    return flat[offset : offset + param.numel()].view(param.shape)
+
+
+class BucketViews:
+    """The reducer's own tensors of one bucket, which can be pointed at other memory.
+
+    Args:
+        buffer: what ``bucket.buffer()`` handed out.
+        offsets: where each parameter's gradient shall lie in memory of the bucket's size, in elements.
+        earlier: the same bucket's views, captured with other offsets.
+
+    Attributes:
+        flat: where the reducer writes now, 1-D; None while that is memory of its own.
+        scratch: the memory that ``flat`` is a part of.
+        offsets: as given.
+    """
+
+    def __init__(self, buffer: Tensor, offsets: Mapping[Tensor, int], earlier: "BucketViews | None" = None) -> None:
+        self.flat: Tensor | None = None
+        self.scratch: Tensor | None = None
+        self._buffer = buffer
+        self.offsets = offsets
+        self._views: dict[Tensor, Tensor] = {} if earlier is None else earlier._views
+
+    def capture(self, param: Tensor, view: Tensor) -> None:
+        """Take note of the reducer's view for a parameter: its ``grad`` once it has been marked ready."""
+        if param not in self._views:
+            self._views[param] = view
+            if self.flat is not None:
+                self._point(param, view, self.flat)
+
+    def is_captured(self, param: Tensor) -> bool:
+        """Whether the reducer's view for this parameter has been seen."""
+        return param in self._views
+
+    def are_of(self, buffer: Tensor) -> bool:
+        """Whether these are the views of the bucket that hands out this buffer."""
+        return self._buffer is buffer
+
+    def is_view(self, param: Tensor, grad: Tensor) -> bool:
+        """Whether a gradient is the reducer's view for this parameter."""
+        return self._views.get(param) is grad
+
+    def point_at(self, flat: Tensor, scratch: Tensor) -> None:
+        """Make the reducer write this bucket's gradients here from now on; nothing to do if it does already.
+
+        Args:
+            flat: 1-D contiguous, of the bucket's size and dtype.
+            scratch: what ``flat`` is a part of.
+        """
+        if self.scratch is scratch:
+            return
+        self.scratch = scratch
+        for param, view in self._views.items():
+            self._point(param, view, flat)
+        self._buffer.data = flat
+        self.flat = flat
+
+    def window(self, param: Tensor) -> Tensor:
+        """Where a parameter's gradient lies in the memory that the reducer writes to."""
+        assert self.flat is not None, "asked only once the bucket was pointed somewhere"
+        return window(self.flat, param, self.offsets[param])
+
+    def _point(self, param: Tensor, view: Tensor, flat: Tensor) -> None:
+        view.data = window(flat, param, self.offsets[param])
