@@ -44,7 +44,7 @@ class AbsentGradient(Tensor):
         """What a computation with it raises."""
         return RuntimeError(self._reason)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its reason, without values."""
         return f"AbsentGradient({self._reason!r})"
 

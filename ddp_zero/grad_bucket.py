@@ -144,6 +144,11 @@ class Workshop:
         return self.sharded.comm
 
     @property
+    def where(self) -> str:
+        """How messages call this rank."""
+        return self.comm.name(self.comm.group_rank)
+
+    @property
     def predivide_factor(self) -> float:
         """What gradients are divided by before they are summed."""
         return self.options.predivide_factor or self.comm.world_size

@@ -26,8 +26,8 @@ from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator
 from ddp_zero.consolidation import ConsolidatesState
 from ddp_zero.grad_bucket import options_of_stage
-from ddp_zero.grad_partition import PartitionedGradients, check_can_partition, gather_gradient
-from ddp_zero.gradients import CommHook, Gradients, WholeGradients
+from ddp_zero.grad_partition import gradients_of_stage
+from ddp_zero.gradients import CommHook
 from ddp_zero.hook import OverlapHook, check_has_no_hook, check_model
 from ddp_zero.inner import build_inner, check_can_be_sharded
 from ddp_zero.join import BorrowedGradients, ZeroJoinHook, serve_joined
@@ -38,6 +38,7 @@ from ddp_zero.partition import GlobalRank, GroupRank
 from ddp_zero.report import describe_shards, draw_buckets, state_bytes
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
+from ddp_zero.visible import gather_gradient
 
 
 class ZeroRedundancyOptimizer(ConsolidatesState, Joinable):
@@ -229,12 +230,7 @@ class ZeroRedundancyOptimizer(ConsolidatesState, Joinable):
         check_has_no_hook(self._takes_hook, self._hook)
         check_model(ddp, self._sharded)
         side = SideStream()
-        gradients: Gradients
-        if self._reduction is None:
-            gradients = WholeGradients(self._sharded, ddp.process_group, wrapped, side)
-        else:
-            check_can_partition(ddp, self._sharded.table, wrapped)
-            gradients = PartitionedGradients(self._sharded, ddp, self._reduction, side)
+        gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side)
         self._hook = OverlapHook(
             self._sharded, ddp, gradients, side, split=split, lag=lag, joinable=self, steps_inside=self._overlaps
         )

@@ -1,0 +1,203 @@
+"""Where the reducer writes gradients in stage 2: all of DDP's buckets in the few scratches of one pool.
+
+The words are those of [Note: gradients of stage 2] in `grad_partition.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from ddp_zero.grad_bucket import ScratchLayout, Workshop
+from ddp_zero.reducer import BucketViews, window
+from ddp_zero.tracing import logger
+
+
+class BucketMemory:
+    """The reducer's buckets and the scratches that they are pointed at.
+
+    A bucket's views are seen only when its gradients are ready, so they are captured at the end of the first iteration
+    that has its layout. A parameter that no rank has used by then is captured when it is; until then its view keeps the
+    bucket's own memory alive.
+
+    Args:
+        workshop: lends scratches.
+
+    Attributes:
+        layouts: of the plan's buckets; none before DDP's buckets are known.
+        follows: whether the reducer writes where its views point. Where not, its own memory is freed after backward.
+    """
+
+    def __init__(self, workshop: Workshop) -> None:
+        self.layouts: list[ScratchLayout] = []
+        self.follows = True
+        self._workshop = workshop
+        self._views: dict[int, BucketViews] = {}  # by bucket, once captured
+        self._lent: dict[int, Tensor] = {}  # scratches of buckets that are being filled
+        self._buffers: dict[int, Tensor] = {}  # the reducer's own, of this iteration
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+
+    # Before gradients land
+
+    def prepare(self) -> None:
+        """A backward pass that will be reduced begins."""
+        for storage, nbytes in self._freed:
+            storage.resize_(nbytes)
+        self._freed.clear()
+
+    def point(self, index: int) -> None:
+        """Make the reducer write a bucket into a scratch, unless it does already."""
+        if index in self._lent or not self._views or not self.follows:
+            return
+        layout, views = self.layouts[index], self._views[index]
+        scratch = self._workshop.scratches.lend(layout.nbytes, layout.device, like=views.scratch)
+        self._workshop.side.wait_for(scratch)
+        views.point_at(layout.flat(scratch), scratch)
+        self._lent[index] = scratch
+
+    # When a bucket is full
+
+    def note(self, index: int, buffer: Tensor) -> None:
+        """DDP hands out the buffer of a bucket; another one than before means that it has rebuilt its buckets."""
+        self._buffers[index] = buffer
+        if index in self._views and not self._views[index].are_of(buffer):
+            for scratch in self._lent.values():
+                self._workshop.give_back(scratch)
+            self._lent.clear()
+            self._views.clear()
+
+    def take(self, index: int, is_joined: bool) -> Tensor:
+        """The scratch with a bucket's gradients; the caller gives it back.
+
+        Args:
+            index: the bucket.
+            is_joined: whether this rank has joined, and has no gradients.
+        """
+        layout = self.layouts[index]
+        scratch = self._lent.pop(index, None)
+        has_landed = scratch is not None
+        if scratch is None:
+            scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
+            self._workshop.side.wait_for(scratch)
+        if is_joined:
+            layout.flat(scratch).zero_()
+        else:
+            self._collect(layout, layout.flat(scratch), has_landed)
+        return scratch
+
+    def collect_whole(self, index: int, buffer: Tensor) -> BucketViews | None:
+        """See that all of a bucket is in its buffer; the views if it is not in DDP's order there."""
+        views = self._views.get(index) if self.follows else None
+        if views is not None:
+            self.point(index)
+            self._collect(self.layouts[index], buffer, has_landed=True)
+        return views
+
+    def _collect(self, layout: ScratchLayout, flat: Tensor, has_landed: bool) -> None:
+        """See that every gradient of the bucket is in its scratch."""
+        views = self._views.get(layout.index)
+        start, size = flat.data_ptr(), flat.element_size()
+        for param in layout.params:
+            grad, offset = param.grad, layout.offsets[param]
+            if grad is None:
+                window(flat, param, offset).zero_()
+            elif grad.data_ptr() != start + offset * size and param.numel():
+                window(flat, param, offset).copy_(grad)
+                if views is not None and self.follows:
+                    self._note_elsewhere(views, param, grad, has_landed)
+
+    def _note_elsewhere(self, views: BucketViews, param: Tensor, grad: Tensor, has_landed: bool) -> None:
+        """A gradient has landed elsewhere: in a view not seen before, in memory given away, or the reducer is another.
+
+        Raises:
+            RuntimeError: if it may have been overwritten since.
+        """
+        if not views.is_captured(param):
+            if has_landed:
+                views.capture(param, grad)
+        elif has_landed:
+            logger.warning(
+                "DDP's reducer does not write gradients where its views point; its buckets are freed after backward "
+                "instead of being shared (%s)",
+                self._workshop.where,
+            )
+            self.follows = False
+        else:
+            table = self._workshop.sharded.table
+            raise RuntimeError(
+                f"Expected backward() outside ddp.no_sync() where forward was, got a gradient of "
+                f"{table.label(table.index_of[param])} in memory that was not prepared "
+                f"({self._workshop.where}). Run forward and backward in the same context."
+            )
+
+    # After backward
+
+    def capture(self) -> None:
+        """Get hold of the reducer's views, which are in ``param.grad`` now, and give its own memory back."""
+        if not self.follows:
+            return
+        for layout in self.layouts:
+            buffer = self._buffers.get(layout.index)
+            if buffer is None:
+                continue
+            views = self._views.get(layout.index)
+            if views is None or views.offsets is not layout.offsets:
+                views = BucketViews(buffer, layout.offsets, views)
+                self._views[layout.index] = views
+            for param in layout.params:
+                if param.grad is not None and _share_memory(param.grad, buffer):
+                    views.capture(param, param.grad)
+
+    def end_iteration(self, buckets: int) -> None:
+        """Give back what the iteration's buckets, from the first on, still hold."""
+        for index in range(buckets):
+            scratch = self._lent.pop(index, None)
+            if scratch is not None:
+                self._workshop.give_back(scratch)
+        if any(views.scratch is None for views in self._views.values()):
+            self._workshop.furnish(self.layouts)
+            self._park()
+        self._free_buckets()
+        self._buffers.clear()
+        self._workshop.scratches.trim()
+        self._workshop.rooms.trim()
+
+    def reset(self) -> None:
+        """Peers may still write into what was in flight: start with new scratches."""
+        self._lent.clear()
+        self._buffers.clear()
+        self._workshop.furnish(self.layouts)
+
+    def is_view(self, param: Tensor, grad: Tensor) -> bool:
+        """Whether a gradient is the reducer's view of it."""
+        return any(views.is_view(param, grad) for views in self._views.values())
+
+    def describe(self) -> str:
+        """How much memory the buckets have needed."""
+        scratches, rooms = self._workshop.scratches.statistics, self._workshop.rooms.statistics
+        how = "shared by DDP's buckets" if self.follows else "beside DDP's buckets, which are freed after backward"
+        most = scratches.most_bytes + rooms.most_bytes
+        return (
+            f"gradients: at most {scratches.most_lent} scratch buffers {how}, {rooms.most_lent} to receive into, "
+            f"{most:,} bytes in all"
+        )
+
+    def _park(self) -> None:
+        """Until its next iteration, each bucket shares one scratch with the others, and has no memory of its own."""
+        for index, views in self._views.items():
+            layout = self.layouts[index]
+            scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
+            views.point_at(layout.flat(scratch), scratch)
+            self._workshop.scratches.give_back(scratch)
+
+    def _free_buckets(self) -> None:
+        """Where the reducer does not follow: its memory is needed from the first gradient on, and no longer."""
+        if self.follows or not self._buffers:
+            return
+        self._freed = [
+            (buffer.untyped_storage(), buffer.untyped_storage().nbytes()) for buffer in self._buffers.values()
+        ]
+        for storage, _ in self._freed:
+            storage.resize_(0)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
