@@ -132,7 +132,8 @@ class OverlapHook:
 
     def describe(self) -> list[str]:
         """The regime of the last iteration, and why; what the gradients need."""
-        regime = f"deferred: {self.deferred_because}" if self.deferred_because else "overlapped"
+        until = "a later step" if self._regime() is Regime.REDUCE_ONLY else "the end of backward"
+        regime = f"deferred to {until}: {self.deferred_because}" if self.deferred_because else "overlapped"
         line = f"regime: {regime} ({self.machine.status.name}, {self.machine.phase.name})"
         return [line, *self._gradients.describe()]
 

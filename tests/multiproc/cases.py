@@ -1,13 +1,15 @@
 """Optimizers and models that multi-process tests share, and the reference they compare with."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -209,9 +211,18 @@ def build_overlapped_twins(
     split: bool = True,
     as_views: bool = True,
     bucket_cap_mb: float = 0.0015,
+    overlap: bool = True,
+    zero_options: Mapping[str, Any] | None = None,
     **ddp_options: Any,
 ) -> Twins:
-    """As `build_twins`, with the sharded optimizer stepped inside backward and the same hook on both models."""
+    """As `build_twins`, with the sharded optimizer stepped inside backward and the same hook on both models.
+
+    In stage 2 (see `at_stage`) the plain model sums gradients in rank order where the order can matter.
+    """
+    stage = _stage
+    if stage == 2:
+        ddp_options["gradient_as_bucket_view"] = True
+        zero_options = {"stage": 2, **(zero_options or {})}
     model = model if model is not None else build_model(matrices_only=case.matrices_only)
     ddp_options |= {"process_group": process_group, "bucket_cap_mb": bucket_cap_mb}
     plain_model = DistributedDataParallel(copy.deepcopy(model), **ddp_options)
@@ -222,16 +233,48 @@ def build_overlapped_twins(
         case.build,
         process_group=process_group,
         parameters_as_bucket_view=as_views,
-        overlap_with_ddp=True,
+        overlap_with_ddp=overlap,
+        **(zero_options or {}),
         **copy.deepcopy(case.options),
     )
     build = hook_with_zero_step_interleaved if interleaved else hook_with_zero_step
     plain_state, state = states if states is not None else (process_group, process_group)
     if wrapped is not None:
         plain_model.register_comm_hook(plain_state, _unnamed(wrapped))
+    elif stage == 2 and dist.get_world_size(process_group) > 2:
+        plain_model.register_comm_hook(process_group, sum_in_rank_order)
     sharded_model.register_comm_hook(state, build(wrapped, sharded_model, opt, split))
     before = [param.detach().clone() for param in sharded_model.parameters()]
     return Twins(plain_model, sharded_model, plain, opt, before)
+
+
+_stage = 1
+
+
+@contextmanager
+def at_stage(stage: int) -> Iterator[None]:
+    """What `build_overlapped_twins` builds meanwhile."""
+    global _stage
+    before, _stage = _stage, stage
+    try:
+        yield
+    finally:
+        _stage = before
+
+
+def sum_in_rank_order(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's averaging with a sum in rank order, written with an all-gather: the reference for stage 2."""
+    group = state if state is not None else dist.distributed_c10d._get_default_group()
+    ranks = dist.get_world_size(group)
+    mine = bucket.buffer().mul_(1.0 / ranks)
+    parts = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(parts, mine, group=group)
+    total = parts[0].float() if mine.dtype in (torch.float16, torch.bfloat16) else parts[0]
+    for part in parts[1:]:
+        total = total + part
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(total.to(mine.dtype))
+    return future
 
 
 def _unnamed(hook: CommHook) -> CommHook:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
-from tests.multiproc.cases import OptimizerCase, assert_equal_models, batches, optimizer_case
+from tests.multiproc.cases import OptimizerCase, assert_equal_models, batches, optimizer_case, sum_in_rank_order
 from tests.multiproc.harness import Setup, run_ranks
 
 STEPS = 10
@@ -55,6 +55,8 @@ class MuonWithAdamW(Optimizer):
                     param.addcdiv_(first, second.sqrt().add_(1e-8), value=-group["lr"] * correction)
 
 
+LAST, INTERLEAVED, OUTSIDE = "after the last bucket", "interleaved", "in opt.step()"
+
 OPTIMIZERS = [
     optimizer_case("SGD momentum"),
     optimizer_case("AdamW fused"),
@@ -89,8 +91,9 @@ class Branches(nn.Module):
 class Combination:
     """One row of the matrix."""
 
+    stage: int
     split: bool
-    interleaved: bool
+    step: str
     static_graph: bool
     bucket_view: bool
     unused: bool
@@ -98,8 +101,9 @@ class Combination:
 
     def __str__(self) -> str:
         words = [
+            f"{self.stage}",
             "split" if self.split else "whole bucket",
-            "interleaved" if self.interleaved else "after the last bucket",
+            self.step,
             "static graph" if self.static_graph else "dynamic graph",
             "bucket view" if self.bucket_view else "no bucket view",
             "unused parameters" if self.unused else "all used",
@@ -110,9 +114,12 @@ class Combination:
 
 def combinations() -> Iterator[Combination]:
     flags = (False, True)
-    for split, interleaved, static_graph, bucket_view, unused in product(flags, repeat=5):
+    for split, step, static_graph, bucket_view, unused in product(flags, (LAST, INTERLEAVED), flags, flags, flags):
         for case in OPTIMIZERS:
-            yield Combination(split, interleaved, static_graph, bucket_view, unused, case)
+            yield Combination(1, split, step, static_graph, bucket_view, unused, case)
+    for split, step, static_graph, unused in product(flags, (LAST, INTERLEAVED, OUTSIDE), flags, flags):
+        for case in OPTIMIZERS:
+            yield Combination(2, split, step, static_graph, True, unused, case)
 
 
 def _groups(model: nn.Module, case: OptimizerCase) -> list[dict[str, Any]]:
@@ -142,13 +149,18 @@ def _compare(setup: Setup, combination: Combination) -> None:
     opt = ZeroRedundancyOptimizer(
         _groups(ddp, case),
         case.build,
-        overlap_with_ddp=True,
+        overlap_with_ddp=combination.step != OUTSIDE,
+        stage=combination.stage,
         parameters_as_bucket_view=combination.split,
         **case.options,
     )
-    build = hook_with_zero_step_interleaved if combination.interleaved else hook_with_zero_step
-    plain_ddp.register_comm_hook(None, allreduce_hook)
-    ddp.register_comm_hook(None, build(allreduce_hook, ddp, opt, combination.split))
+    build = hook_with_zero_step_interleaved if combination.step == INTERLEAVED else hook_with_zero_step
+    wrapped = allreduce_hook if combination.stage == 1 else None
+    if combination.stage == 1:
+        plain_ddp.register_comm_hook(None, allreduce_hook)
+    elif setup.world_size > 2:  # at two ranks the reference is DDP without a hook
+        plain_ddp.register_comm_hook(None, sum_in_rank_order)
+    ddp.register_comm_hook(None, build(wrapped, ddp, opt, combination.split))
     regimes = []
     for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
         # a dynamic graph: the second head is used by some ranks in some steps, by nobody in others
@@ -161,7 +173,7 @@ def _compare(setup: Setup, combination: Combination) -> None:
         assert_equal_models(plain_ddp, ddp, f"after step {step}")
         assert any(not torch.equal(p, b) for p, b in zip(ddp.parameters(), before, strict=True)), f"step {step}: stuck"
         regimes.append("deferred" if "deferred" in opt.explain() else "overlapped")
-    expected = "deferred" if combination.unused else "overlapped"
+    expected = "deferred" if combination.unused or combination.step == OUTSIDE else "overlapped"
     assert regimes[4:] == [expected] * (STEPS - 4), regimes
     assert opt.overlap_status.name == "INITIALIZED"
 
@@ -182,7 +194,16 @@ WORLD_SIZES = (2, 3, 4)
 
 def report() -> str:
     """``docs/parity.md``: one row per combination, one column per number of ranks, all of them compared by the test."""
-    header = ["buckets", "step", "graph", "gradients", "parameters", "optimizer", *(f"N = {n}" for n in WORLD_SIZES)]
+    header = [
+        "stage",
+        "buckets",
+        "step",
+        "graph",
+        "gradients",
+        "parameters",
+        "optimizer",
+        *(f"N = {n}" for n in WORLD_SIZES),
+    ]
     rows = [[*str(combination).split(", "), *("0" for _ in WORLD_SIZES)] for combination in combinations()]
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(
@@ -192,6 +213,8 @@ def report() -> str:
             f"Largest difference of any parameter to DDP + the plain optimizer, at every one of {STEPS} steps from the",
             "first, in fp32, different data on every rank. `tests/multiproc/test_overlap_parity.py` writes this after",
             f"comparing every row ({len(rows)} rows, each at N = 2, 3 and 4 ranks, with several DDP buckets).",
+            "In stage 1 both use `allreduce_hook`. In stage 2 the reference is DDP without a hook at two ranks, and at",
+            "more DDP with a hook that sums the same addends in rank order, since the order of DDP's own sum is not.",
             "",
             *(f"| {' | '.join(cells)} |" for cells in lines),
             "",

@@ -19,12 +19,14 @@ from ddp_zero.overlap import (
     OverlapMachine,
     OverlapStatus,
     Phase,
+    Regime,
     StepAll,
     StepBucket,
 )
 
 REST, RUNNING, REDUCED, STEPPED = Phase
 UNINITIALIZED, REBUILT, INITIALIZED = OverlapStatus
+OVERLAPPED, DEFERRED, REDUCE_ONLY = Regime
 
 
 def new_machine(lag: int | None = 1) -> OverlapMachine:
@@ -36,11 +38,11 @@ def written(actions: Sequence[Action]) -> str:
     return " ".join(str(a.bucket) if isinstance(a, StepBucket) else words[a] for a in actions)
 
 
-def arrive(machine: OverlapMachine, matches: str, deferred: bool = False, count: int | None = None) -> list[str]:
+def arrive(machine: OverlapMachine, matches: str, regime: Regime = OVERLAPPED, count: int | None = None) -> list[str]:
     """Buckets arrive, one per character: ``+`` is as planned, ``-`` is not. All of them, or the first ``count``."""
     last = len(matches) - 1
     return [
-        written(machine.bucket_arrived(bucket, bucket == last, match == "+", deferred))
+        written(machine.bucket_arrived(bucket, bucket == last, match == "+", regime))
         for bucket, match in enumerate(matches[:count])
     ]
 
@@ -49,7 +51,7 @@ def machine_in(phase: Phase, lag: int | None = 1) -> OverlapMachine:
     """A machine in a phase: RUNNING has seen two buckets of four, the others are between iterations or at an end."""
     machine = new_machine(lag)
     if phase is not REST:
-        arrive(machine, "++++", deferred=phase is REDUCED, count=2 if phase is RUNNING else None)
+        arrive(machine, "++++", DEFERRED if phase is REDUCED else OVERLAPPED, count=2 if phase is RUNNING else None)
     assert machine.phase is phase
     return machine
 
@@ -58,12 +60,18 @@ def machine_in(phase: Phase, lag: int | None = 1) -> OverlapMachine:
 
 
 def last_bucket(machine: OverlapMachine) -> Sequence[Action]:
-    return [*machine.bucket_arrived(2, False, True, False), *machine.bucket_arrived(3, True, True, False)]
+    return [*machine.bucket_arrived(2, False, True, OVERLAPPED), *machine.bucket_arrived(3, True, True, OVERLAPPED)]
 
 
 def last_bucket_deferred() -> tuple[str, Phase]:
     machine = new_machine()
-    return " ".join(arrive(machine, "++", deferred=True)).strip(), machine.phase
+    return " ".join(arrive(machine, "++", DEFERRED)).strip(), machine.phase
+
+
+def reduced_only() -> tuple[str, Phase]:
+    machine = new_machine()
+    arrive(machine, "++", REDUCE_ONLY)
+    return written(machine.backward_finished()), machine.phase
 
 
 def after(phase: Phase, event: Callable[[OverlapMachine], Sequence[Action] | None]) -> tuple[str, Phase]:
@@ -72,7 +80,7 @@ def after(phase: Phase, event: Callable[[OverlapMachine], Sequence[Action] | Non
 
 
 def first_bucket(machine: OverlapMachine) -> Sequence[Action]:
-    return machine.bucket_arrived(0, False, True, False)
+    return machine.bucket_arrived(0, False, True, OVERLAPPED)
 
 
 ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
@@ -80,12 +88,13 @@ ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
     ("STEPPED", "bucket_arrived(0)", "RUNNING", lambda: after(STEPPED, first_bucket), ""),
     (
         *("RUNNING", "bucket_arrived(i)", "RUNNING"),
-        lambda: after(RUNNING, lambda machine: machine.bucket_arrived(2, False, True, False)),
+        lambda: after(RUNNING, lambda machine: machine.bucket_arrived(2, False, True, OVERLAPPED)),
         "1",
     ),
     ("RUNNING", "bucket_arrived(last)", "STEPPED", lambda: after(RUNNING, last_bucket), "1 2 3 finish"),
     ("RUNNING", "bucket_arrived(last), deferred", "REDUCED", last_bucket_deferred, ""),
     ("REDUCED", "backward_finished", "STEPPED", lambda: after(REDUCED, OverlapMachine.backward_finished), "all"),
+    ("REDUCED", "backward_finished, reduce only", "REST", reduced_only, ""),
     ("STEPPED", "step_called", "REST", lambda: after(STEPPED, OverlapMachine.step_called), ""),
     *(("any", "reset", "REST", lambda phase=phase: after(phase, OverlapMachine.reset), "") for phase in Phase),
 ]
@@ -176,7 +185,7 @@ def test_once_a_bucket_is_not_as_planned_nothing_is_stepped_before_the_layout_is
 def test_a_deferred_iteration_steps_all_at_once_after_backward(lag: int | None, matches: str, actions: str) -> None:
     machine = new_machine(lag)
     for _ in range(2):
-        assert arrive(machine, matches, deferred=True) == [""] * len(matches)
+        assert arrive(machine, matches, DEFERRED) == [""] * len(matches)
         assert machine.phase is REDUCED
         assert written(machine.backward_finished()) == actions
         assert machine.phase is STEPPED
@@ -184,13 +193,29 @@ def test_a_deferred_iteration_steps_all_at_once_after_backward(lag: int | None, 
     assert arrive(machine, "++")[-1] == "0 1 finish"
 
 
-@pytest.mark.parametrize("at_first", [False, True])
-def test_whether_an_iteration_is_deferred_is_read_at_its_first_bucket(at_first: bool) -> None:
+@pytest.mark.parametrize("at_first", Regime)
+def test_the_regime_of_an_iteration_is_read_at_its_first_bucket(at_first: Regime) -> None:
     machine = new_machine()
-    machine.bucket_arrived(0, False, True, deferred=at_first)
-    machine.bucket_arrived(1, False, True, deferred=not at_first)
-    assert written(machine.bucket_arrived(2, True, True, deferred=not at_first)) == ("" if at_first else "1 2 finish")
-    assert machine.phase is (REDUCED if at_first else STEPPED)
+    later = OVERLAPPED if at_first is not OVERLAPPED else DEFERRED
+    machine.bucket_arrived(0, False, True, at_first)
+    machine.bucket_arrived(1, False, True, later)
+    assert written(machine.bucket_arrived(2, True, True, later)) == ("1 2 finish" if at_first is OVERLAPPED else "")
+    assert machine.phase is (STEPPED if at_first is OVERLAPPED else REDUCED)
+
+
+@pytest.mark.parametrize(("matches", "actions"), [("+", ""), ("+++", ""), ("-", "adopt"), ("+-+", "adopt")])
+def test_an_iteration_that_only_reduces_steps_nothing_and_leaves_the_step_to_a_later_one(
+    matches: str, actions: str
+) -> None:
+    machine = new_machine()
+    for _ in range(3):
+        assert arrive(machine, matches, REDUCE_ONLY) == [""] * len(matches)
+        assert written(machine.backward_finished()) == actions
+        assert machine.phase is REST
+    with pytest.raises(RuntimeError, match=r"outside ddp\.no_sync\(\) and opt\.accumulate\(\)"):
+        machine.step_called()
+    assert arrive(machine, "++")[-1] == "0 1 finish"
+    machine.step_called()  # once for all of them
 
 
 @pytest.mark.parametrize("lag", [0, -1])
@@ -203,7 +228,7 @@ def test_a_lag_below_one_is_refused(lag: int) -> None:
 
 
 def bucket(index: int) -> Callable[[OverlapMachine], object]:
-    return lambda machine: machine.bucket_arrived(index, False, True, False)
+    return lambda machine: machine.bucket_arrived(index, False, True, OVERLAPPED)
 
 
 ILLEGAL: list[tuple[Phase, str, Callable[[OverlapMachine], object], str]] = [
@@ -232,7 +257,7 @@ def go_on(machine: OverlapMachine) -> str:
         actions = machine.backward_finished()
     elif machine.phase is REST:
         first_bucket(machine)
-        actions = machine.bucket_arrived(1, True, True, False)
+        actions = machine.bucket_arrived(1, True, True, OVERLAPPED)
     machine.step_called()
     return written(actions)
 
@@ -259,13 +284,13 @@ def test_a_step_is_joined_once() -> None:
         machine.step_called()
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_a_second_backward_is_refused_at_its_first_bucket_where_the_user_joins(deferred: bool) -> None:
+@pytest.mark.parametrize("regime", Regime)
+def test_a_second_backward_is_refused_at_its_first_bucket_where_the_user_joins(regime: Regime) -> None:
     machine = machine_in(STEPPED)
     machine.step_called()
     arrive(machine, "++")
     with pytest.raises(RuntimeError, match=r"opt\.step\(\) before the next backward.*\(rank 7\).*ddp\.no_sync\(\)"):
-        arrive(machine, "++", deferred)
+        arrive(machine, "++", regime)
     assert machine.phase is STEPPED
     machine.step_called()
     assert arrive(machine, "++") == ["", "0 1 finish"]
@@ -273,9 +298,9 @@ def test_a_second_backward_is_refused_at_its_first_bucket_where_the_user_joins(d
 
 def test_a_user_who_never_joins_is_never_refused() -> None:
     machine = new_machine()
-    for deferred in (False, True, False, True):
-        arrive(machine, "++", deferred)
-        if deferred:
+    for regime in (OVERLAPPED, DEFERRED, OVERLAPPED, DEFERRED):
+        arrive(machine, "++", regime)
+        if regime is DEFERRED:
             machine.backward_finished()
         assert machine.phase is STEPPED
 
@@ -336,7 +361,7 @@ def test_after_a_reset_in_any_phase_the_next_iteration_is_a_whole_one(phase: Pha
 
 def test_a_reset_forgets_the_mismatch_and_the_deferral_of_the_iteration() -> None:
     machine = new_machine()
-    arrive(machine, "---", deferred=True, count=2)
+    arrive(machine, "---", DEFERRED, count=2)
     machine.reset()
     assert arrive(machine, "+++") == ["", "0", "1 2 finish"]
 
@@ -401,22 +426,22 @@ class Loop(RuleBasedStateMachine):
         self.arrived = 0
 
     @precondition(lambda self: self.phase is REST or (self.phase is STEPPED and not self.joins))
-    @rule(matches=st.text("++-", min_size=1, max_size=6), deferred=st.booleans())
-    def backward(self, matches: str, deferred: bool) -> None:
-        self.matches, self.deferred, self.arrived = matches, deferred, 0
+    @rule(matches=st.text("++-", min_size=1, max_size=6), regime=st.sampled_from(Regime))
+    def backward(self, matches: str, regime: Regime) -> None:
+        self.matches, self.regime, self.arrived = matches, regime, 0
         self.stepped: list[int] = []
         self.has_adopted = False
         self.phase = RUNNING
-        self.unjoined += 1
+        self.unjoined += regime is not REDUCE_ONLY
         self.bucket()
 
     @precondition(lambda self: self.phase is RUNNING)
     @rule()
     def bucket(self) -> None:
         index, is_last = self.arrived, self.arrived == len(self.matches) - 1
-        actions = self.machine.bucket_arrived(index, is_last, self.matches[index] == "+", self.deferred)
+        actions = self.machine.bucket_arrived(index, is_last, self.matches[index] == "+", self.regime)
         self.arrived += 1
-        if self.deferred:
+        if self.regime is not OVERLAPPED:
             assert actions == ()
             self.phase = REDUCED if is_last else RUNNING
             return
@@ -451,9 +476,9 @@ class Loop(RuleBasedStateMachine):
     @precondition(lambda self: self.phase is REDUCED)
     @rule()
     def reducer_is_done(self) -> None:
-        expected = "adopt all" if "-" in self.matches else "all"
-        assert written(self.machine.backward_finished()) == expected
-        self.phase = STEPPED
+        expected = ["adopt"] * ("-" in self.matches) + ["all"] * (self.regime is DEFERRED)
+        assert written(self.machine.backward_finished()) == " ".join(expected)
+        self.phase = STEPPED if self.regime is DEFERRED else REST
 
     @precondition(lambda self: self.phase is STEPPED)
     @rule()
@@ -476,14 +501,14 @@ class Loop(RuleBasedStateMachine):
         self.machine.reset()
         self.phase, self.unjoined = REST, 0
 
-    @rule(index=st.integers(0, 7), is_last=st.booleans(), matches=st.booleans(), deferred=st.booleans())
-    def bucket_out_of_turn(self, index: int, is_last: bool, matches: bool, deferred: bool) -> None:
+    @rule(index=st.integers(0, 7), is_last=st.booleans(), matches=st.booleans(), regime=st.sampled_from(Regime))
+    def bucket_out_of_turn(self, index: int, is_last: bool, matches: bool, regime: Regime) -> None:
         if index == self.arrived and self.phase is RUNNING:
             return
         if index == 0 and (self.phase is REST or (self.phase is STEPPED and not self.joins)):
             return
         with pytest.raises(RuntimeError, match="rank 7"):
-            self.machine.bucket_arrived(index, is_last, matches, deferred)
+            self.machine.bucket_arrived(index, is_last, matches, regime)
 
     @precondition(lambda self: self.phase is not STEPPED)
     @rule()

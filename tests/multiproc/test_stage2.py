@@ -1,0 +1,759 @@
+"""Stage 2: gradients kept by their owners, in every situation; always equal to DDP with the plain optimizer."""
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
+from ddp_zero.absent import AbsentGradient
+from ddp_zero.reducer import BucketViews
+from tests.multiproc import test_overlap
+from tests.multiproc.cases import (
+    Twins,
+    assert_equal_models,
+    assert_identical,
+    at_stage,
+    batches,
+    build_model,
+    build_overlapped_twins,
+    optimizer_case,
+    sum_in_rank_order,
+)
+from tests.multiproc.harness import Setup, run_ranks
+
+ADAMW = optimizer_case("AdamW foreach")
+MOMENTUM = optimizer_case("SGD momentum")
+BOTH = (False, True)
+
+
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def _assert_overlapped(opt: ZeroRedundancyOptimizer) -> None:
+    assert "regime: overlapped (INITIALIZED" in opt.explain(), opt.explain()
+
+
+def _owns(opt: ZeroRedundancyOptimizer, param: Tensor) -> bool:
+    return any(param is owned for group in opt.optim.param_groups for owned in group["params"])
+
+
+# What stage 1 does in the same situations
+
+SHARED = [
+    (test_overlap._buckets_of_any_size, (1, 3)),
+    (test_overlap._no_sync_accumulates, (2, 3)),
+    (test_overlap._closures, (2,)),
+    (test_overlap._schedulers, (1, 3)),
+    (test_overlap._activation_checkpointing_and_tied_weights, (2, 3)),
+    (test_overlap._compiled, (2,)),
+    (test_overlap._two_models_in_one_process, (3,)),
+    (test_overlap._moved_parameters, (2,)),
+    (test_overlap._state_at_any_time, (1, 3)),
+    (test_overlap._uneven_inputs, (3,)),
+    (test_overlap._another_backward_before_the_step_is_told, (2,)),
+    (test_overlap._exceptions_leave_an_optimizer_that_can_go_on, (2, 3)),
+]
+
+
+def _at_stage_2(setup: Setup, case: Callable[[Setup], None]) -> None:
+    with at_stage(2):
+        case(setup)
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [pytest.param(case, n, id=f"{case.__name__.strip('_')}-{n}") for case, sizes in SHARED for n in sizes],
+)
+def test_what_holds_for_stage_1_holds_for_stage_2(case: Callable[[Setup], None], world_size: int) -> None:
+    run_ranks(_at_stage_2, world_size, case, group_timeout=30)
+
+
+# Memory and bytes
+
+
+class Tower(nn.Module):
+    """Layers of the same size, one DDP bucket each: gradients dwarf activations."""
+
+    width, depth = 128, 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(self.width, self.width, bias=False) for _ in range(self.depth)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        return inputs
+
+    @property
+    def layer_bytes(self) -> int:
+        return 4 * self.width * self.width
+
+
+def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
+    """The most gradient bytes alive at any moment of a step, one layer's size, and what `explain` says."""
+    torch.manual_seed(0)
+    model = Tower()
+    cap_mb = 1.5 * model.layer_bytes / 2**20
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb)
+    opt = shard_optimizer(ddp, torch.optim.SGD, stage=2, interleaved=interleaved, lr=0.01)
+
+    def step() -> None:
+        ddp(torch.randn(1, model.width)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    for _ in range(2):
+        step()
+    most = 0
+    for _ in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            step()
+        live = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                most = max(most, live)
+        assert abs(live) < model.layer_bytes, "a step leaves nothing behind"
+    buffers = sum(pool.statistics.held_bytes for pool in _pools(opt))
+    assert f"{sum(pool.statistics.most_bytes for pool in _pools(opt)):,} bytes" in opt.explain()
+    return most, buffers, model.layer_bytes
+
+
+def _pools(opt: ZeroRedundancyOptimizer) -> list[Any]:
+    workshop = opt._hook._gradients._workshop  # type: ignore[union-attr]
+    return [workshop.scratches, workshop.rooms]
+
+
+@pytest.mark.parametrize("interleaved", BOTH, ids=["after the last bucket", "interleaved"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_step_holds_three_bucket_buffers_and_its_own_shard_only_where_the_step_waits(
+    world_size: int, interleaved: bool
+) -> None:
+    for most, buffers, layer in run_ranks(_live_bytes, world_size, interleaved):
+        assert buffers <= 3 * layer  # lag + 2, between steps too
+        transient = 2.5 * layer  # one layer's gradient before it is copied, and activations
+        own = 0 if interleaved else Tower.depth * layer / world_size
+        assert most <= own + transient
+        assert most > own / 2, "counted something"
+
+
+def _wire(setup: Setup, **options: Any) -> tuple[int, int, int]:
+    from tests.multiproc.test_behaviour import _bytes_written
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(16)))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1.5)
+    opt = shard_optimizer(ddp, torch.optim.SGD, stage=2, lr=0.01, **options)
+
+    def step() -> None:
+        ddp(torch.randn(1, 300)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    for _ in range(3):
+        step()
+    dist.barrier()
+    counted, written = opt._comm.sent_bytes, _bytes_written()
+    step()
+    nbytes = sum(param.nbytes for param in model.parameters())
+    return nbytes, opt._comm.sent_bytes - counted, _bytes_written() - written
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes(world_size: int) -> None:
+    for nbytes, counted, written in run_ranks(_wire, world_size):
+        bound = 2 * (world_size - 1) / world_size * nbytes
+        assert counted == pytest.approx(bound, rel=0.001)
+        assert written == pytest.approx(bound, rel=0.01)
+
+
+def _wire_in_bf16(setup: Setup) -> tuple[int, int, int]:
+    return _wire(setup, grad_comm_dtype=torch.bfloat16)
+
+
+def test_gradients_in_bfloat16_cost_half_of_their_part() -> None:
+    for nbytes, counted, written in run_ranks(_wire_in_bf16, 2):
+        assert counted == pytest.approx(0.75 * nbytes, rel=0.001)
+        assert written == pytest.approx(0.75 * nbytes, rel=0.01)
+
+
+# Accumulation
+
+
+def _reference_step(twins: Twins, data: list[tuple[Tensor, Tensor]]) -> None:
+    """Averages each micro-batch by DDP on its own and adds the averages."""
+    sums: list[Tensor] | None = None
+    for inputs, targets in data:
+        twins.plain.zero_grad()
+        _loss(twins.plain_model, inputs, targets).backward()
+        grads = [param.grad.clone() for param in twins.plain_model.parameters() if param.grad is not None]
+        sums = grads if sums is None else [one + other for one, other in zip(sums, grads, strict=True)]
+    for param, total in zip(twins.plain_model.parameters(), sums or [], strict=True):
+        assert param.grad is not None
+        param.grad.copy_(total)
+    twins.plain.step()
+    twins.plain.zero_grad()
+
+
+def _accumulate(setup: Setup) -> None:
+    for overlap, interleaved, names_it in product(BOTH, BOTH, BOTH):
+        twins = build_overlapped_twins(MOMENTUM, interleaved=interleaved, overlap=overlap)
+        twins.train(setup, 3)
+        data = list(batches(setup.rank, 12, seed=1))
+        for first in range(0, 12, 3):
+            before = [param.detach().clone() for param in twins.model.parameters()]
+            _reference_step(twins, data[first : first + 3])
+            twins.opt.zero_grad()
+            for inputs, targets in data[first : first + 2]:
+                with twins.opt.accumulate() if names_it or overlap else nullcontext():
+                    _loss(twins.model, inputs, targets).backward()
+                assert all(map(torch.equal, before, twins.model.parameters())), "a step was taken"
+                for param in twins.model.parameters():
+                    assert isinstance(param.grad, AbsentGradient) is not _owns(twins.opt, param)
+            _loss(twins.model, *data[first + 2]).backward()
+            twins.opt.step()
+            assert_equal_models(twins.plain_model, twins.model, f"accumulated from {first}")
+        twins.assert_moved()
+
+
+def _accumulate_from_the_start(setup: Setup) -> None:
+    """While DDP's layouts are not final, gradients add up before they are averaged: equal but for rounding."""
+    for overlap in BOTH:
+        twins = build_overlapped_twins(MOMENTUM, overlap=overlap)
+        data = list(batches(setup.rank, 6))
+        for first in range(0, 6, 2):
+            _reference_step(twins, data[first : first + 2])
+            with twins.opt.accumulate():
+                _loss(twins.model, *data[first]).backward()
+            _loss(twins.model, *data[first + 1]).backward()
+            twins.opt.step()
+            twins.opt.zero_grad()
+        for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+        twins.assert_moved()
+
+
+def _both_policies_equal_one_large_batch(setup: Setup) -> None:
+    """To 1e-5: sums over samples associate otherwise."""
+    for policy in ("no_sync", "accumulate"):
+        twins = build_overlapped_twins(MOMENTUM)
+        for inputs, targets in batches(setup.rank, 6):
+            _loss(twins.plain_model, inputs, targets).backward()
+            twins.plain.step()
+            twins.plain.zero_grad()
+            halves = list(zip(inputs.split(3), targets.split(3), strict=True))
+            with twins.model.no_sync() if policy == "no_sync" else twins.opt.accumulate():
+                (_loss(twins.model, *halves[0]) / 2).backward()
+            (_loss(twins.model, *halves[1]) / 2).backward()
+            twins.opt.step()
+            twins.opt.zero_grad()
+            for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        twins.assert_moved()
+
+
+def _accumulate_in_low_precision(setup: Setup) -> None:
+    """Many small bf16 gradients after a large one: a bf16 sum would lose them, the fp32 sum does not."""
+    layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    nn.init.ones_(layer.weight)
+    ddp = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+    opt = shard_optimizer(ddp, torch.optim.SGD, stage=2, overlap=False, lr=1.0)
+    for _ in range(3):
+        ddp(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        opt.zero_grad()
+    (ddp(torch.ones(1, 4, dtype=torch.bfloat16)).sum() * 256).backward()
+    for _ in range(16):
+        (ddp(torch.ones(1, 4, dtype=torch.bfloat16)).sum() * 0.25).backward()
+    assert torch.equal(opt.full_grad(layer.weight), torch.full((4, 4), 260.0, dtype=torch.bfloat16))  # type: ignore[arg-type]
+
+
+# What users see
+
+
+def _gradients_wait_for_the_step(setup: Setup) -> None:
+    every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+    for options in every_options:
+        twins = build_overlapped_twins(ADAMW, overlap=False, **options)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+            for model in (twins.plain_model, twins.model):
+                _loss(model, inputs, targets).backward()
+            for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
+                if step >= 3 and not _owns(twins.opt, other):
+                    assert isinstance(other.grad, AbsentGradient)
+                    assert (other.grad.shape, other.grad.dtype) == (other.shape, other.dtype)
+                else:
+                    assert_identical(one.grad, other.grad, f"gradient at step {step}")
+                assert_identical(one.grad, twins.opt.full_grad(other), f"full gradient at step {step}")
+            for optimizer in (twins.plain, twins.opt):
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step != 4)
+            assert_equal_models(twins.plain_model, twins.model, f"after step {step}")
+            assert twins.opt.full_grad(next(twins.model.parameters())) is None or step == 4
+            twins.opt.zero_grad()
+            twins.plain.zero_grad()
+        twins.assert_moved()
+        with pytest.raises(ValueError, match="a parameter of this optimizer"):
+            twins.opt.full_grad(torch.ones(1))
+
+
+def _a_partial_norm_is_refused(setup: Setup) -> None:
+    for overlap in BOTH:
+        twins = build_overlapped_twins(ADAMW, overlap=overlap)
+        twins.train(setup, 3)
+        inputs, targets = next(batches(setup.rank, 1))
+        twins.opt.zero_grad()
+        _loss(twins.model, inputs, targets).backward()
+        params = list(twins.model.parameters())
+        remedy = "overlap_with_ddp=False" if overlap else r"keeps it on rank \d .*full_grad"
+        grads = [param.grad for param in params if param.grad is not None]
+        attempts: list[Callable[[], Any]] = [
+            partial(nn.utils.clip_grad_norm_, params, 1.0),
+            partial(nn.utils.clip_grad_norm_, params, 1.0, foreach=True),
+            partial(nn.utils.clip_grad_norm_, params, 1.0, norm_type=float("inf")),
+            partial(nn.utils.get_total_norm, grads),
+            partial(nn.utils.clip_grad_value_, params, 1.0),
+            partial(list, map(torch.norm, grads)),
+            partial(list, map(Tensor.tolist, grads)),
+        ]
+        for attempt in attempts:
+            with pytest.raises(RuntimeError, match=rf"Expected the gradient of parameter \d.*{remedy}"):
+                attempt()
+        if overlap:
+            with pytest.raises(RuntimeError, match="used it up"):
+                twins.opt.full_grad(params[0])
+        twins.opt.step()
+        assert "AbsentGradient" in repr([p.grad for p in params])
+
+
+def _a_missing_zero_grad_is_told(setup: Setup) -> None:
+    twins = build_overlapped_twins(ADAMW)
+    twins.train(setup, 3)
+    inputs, targets = next(batches(setup.rank, 1))
+    with pytest.raises(RuntimeError, match=r"Expected zero_grad\(\) between.*opt.accumulate\(\)"):
+        _loss(twins.model, inputs, targets).backward()
+
+    waiting = build_overlapped_twins(ADAMW, overlap=False)
+    waiting.train(setup, 3)
+    with waiting.model.no_sync(), pytest.raises(RuntimeError, match=r"no averaged gradients.*no_sync"):
+        _loss(waiting.model, inputs, targets).backward()
+
+
+def _without_zero_grad_gradients_add_up(setup: Setup) -> None:
+    """In the regime in which gradients are seen they behave as gradients do, also when they are set to zero."""
+    for set_to_none in BOTH:
+        twins = build_overlapped_twins(MOMENTUM, overlap=False)
+        twins.train(setup, 3)
+        twins.plain.zero_grad()
+        twins.opt.zero_grad()
+        data = list(batches(setup.rank, 3, seed=3))
+        for inputs, targets in data:
+            _loss(twins.model, inputs, targets).backward()
+        _reference_step(twins, data)
+        twins.opt.step()
+        assert_equal_models(twins.plain_model, twins.model, "three backward passes")
+        twins.opt.zero_grad(set_to_none=set_to_none)
+        _reference_step(twins, data[:1])
+        _loss(twins.model, *data[0]).backward()
+        twins.opt.step()
+        assert_equal_models(twins.plain_model, twins.model, "and one more")
+
+
+# Dtypes
+
+
+def _mixed_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 31),
+        nn.Tanh(),
+        Cast(torch.bfloat16),
+        nn.Linear(31, 17).to(torch.bfloat16),
+        nn.Tanh(),
+        Cast(torch.float64),
+        nn.Linear(17, 5).to(torch.float64),
+        Cast(torch.float32),
+        nn.Linear(5, 3),
+    )
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self.dtype)
+
+
+def _mixed_dtypes(setup: Setup) -> None:
+    for overlap, cap in product(BOTH, (0.0005, 25)):
+        twins = build_overlapped_twins(MOMENTUM, model=_mixed_model(), overlap=overlap, bucket_cap_mb=cap)
+        twins.train(setup, 6)
+        twins.assert_moved()
+
+
+def _rounding_hook(dtype: torch.dtype, predivide: float) -> Any:
+    """The reference for options of the reduction: round, sum in rank order in fp32, divide by the rest."""
+
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        ranks = dist.get_world_size()
+        mine = bucket.buffer().mul_(1.0 / predivide).to(dtype)
+        parts = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(parts, mine)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        if predivide != ranks:
+            total *= predivide / ranks
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(total)
+        return future
+
+    return hook
+
+
+def _options_of_the_reduction(setup: Setup) -> None:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, predivide, overlap in product(dtypes, (None, 1.5), BOTH):
+        model = build_model()
+        plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=True)
+        plain_ddp.register_comm_hook(None, _rounding_hook(dtype, predivide or setup.world_size))
+        plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.01)
+        opt = shard_optimizer(
+            ddp,
+            torch.optim.AdamW,
+            stage=2,
+            overlap=overlap,
+            lr=0.01,
+            grad_comm_dtype=dtype,
+            gradient_predivide_factor=predivide,
+        )
+        twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
+        twins.train(setup, 6)
+        twins.assert_moved()
+
+
+# Unused parameters
+
+
+class Maybe(nn.Module):
+    """Layers that are used or not as they are told; each is a DDP bucket or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 12)
+        self.branches = nn.ModuleList([nn.Linear(12, 12) for _ in range(5)])
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, inputs: Tensor, used: list[bool]) -> Tensor:
+        hidden = self.first(inputs)
+        for branch, is_used in zip(self.branches, used, strict=True):
+            if is_used:
+                hidden = hidden + torch.tanh(branch(hidden))
+        output: Tensor = self.last(hidden)
+        return output
+
+
+def _any_parameters_unused(setup: Setup) -> None:
+    """Other ones on every rank in every step, some by nobody; with gradients left over from ``no_sync``."""
+    for overlap, cap, seed in product(BOTH, (0.0003, 0.0012), range(3)):
+        torch.manual_seed(0)
+        twins = build_overlapped_twins(
+            ADAMW, model=Maybe(), overlap=overlap, bucket_cap_mb=cap, find_unused_parameters=True, as_views=seed == 1
+        )
+        everywhere, here = random.Random(seed), random.Random(100 * seed + setup.rank)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 12, seed)):
+            nobody = [everywhere.random() < 0.3 for _ in range(5)]
+            plans = [[here.random() < 0.5 and not none for none in nobody] for _ in range(2)]
+            unsynced = step % 4 == 3
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                optimizer.zero_grad()
+                if unsynced:
+                    with model.no_sync():
+                        nn.functional.mse_loss(model(inputs, plans[1]), targets).backward()
+                nn.functional.mse_loss(model(inputs, plans[0]), targets).backward()
+                optimizer.step()
+            assert_equal_models(twins.plain_model, twins.model, f"step {step}, seed {seed}, overlap {overlap}")
+        assert "find_unused" in twins.opt.explain() or not overlap
+
+
+class Stubborn(torch.autograd.Function):
+    """Takes a parameter and gives it no gradient: not unused, but undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, param: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Undefined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.stubborn = nn.Parameter(torch.ones(40))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(inputs))))
+        output: Tensor = self.last(Stubborn.apply(hidden, self.stubborn))  # type: ignore[no-untyped-call]
+        return output
+
+
+def _undefined_gradients(setup: Setup) -> None:
+    for overlap in BOTH:
+        torch.manual_seed(0)
+        twins = build_overlapped_twins(MOMENTUM, model=Undefined(), overlap=overlap, bucket_cap_mb=0.0003)
+        twins.train(setup, 6)
+
+
+# Changes while training
+
+
+def _frozen_and_thawed(setup: Setup) -> None:
+    for overlap in BOTH:
+        twins = build_overlapped_twins(ADAMW, overlap=overlap, find_unused_parameters=True)
+        twins.train(setup, 4)
+        for chosen in ([1], [0, 3], []):
+            for model in (twins.plain_model, twins.model):
+                for position, param in enumerate(model.parameters()):
+                    param.requires_grad_(position not in chosen)
+            twins.train(setup, 4, seed=len(chosen))
+        twins.assert_moved()
+
+
+def _frozen_before_the_first_step(setup: Setup) -> None:
+    """Its tensor hook must be there when it is trained for the first time."""
+    model = build_model()
+    options: dict[str, Any] = {"bucket_cap_mb": 0.0015, "find_unused_parameters": True}
+    plain_ddp = DistributedDataParallel(copy.deepcopy(model), **options)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+    if setup.world_size > 2:
+        plain_ddp.register_comm_hook(None, sum_in_rank_order)
+    plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.01)
+    for one in (plain_ddp, ddp):
+        list(one.parameters())[2].requires_grad_(False)
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, stage=2, lr=0.01)
+    ddp.register_comm_hook(None, hook_with_zero_step(None, ddp, opt, True))
+    twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
+    twins.train(setup, 4)
+    for one in (plain_ddp, ddp):
+        list(one.parameters())[2].requires_grad_(True)
+    twins.train(setup, 4, seed=1)
+    twins.assert_moved()
+
+
+def _a_group_added(setup: Setup) -> None:
+    """A parameter that DDP does not reduce: it is stepped with the gradient that the user gives it."""
+    for overlap in BOTH:
+        twins = build_overlapped_twins(ADAMW, overlap=overlap)
+        twins.train(setup, 4)
+        outside = [nn.Parameter(torch.ones(5)) for _ in range(2)]
+        for optimizer, param in zip((twins.plain, twins.opt), outside, strict=True):
+            optimizer.add_param_group({"params": [param], "lr": 0.02})
+        for inputs, targets in batches(setup.rank, 4, seed=1):
+            for model, optimizer, param in (
+                (twins.plain_model, twins.plain, outside[0]),
+                (twins.model, twins.opt, outside[1]),
+            ):
+                optimizer.zero_grad()
+                param.grad = torch.full((5,), 0.5)
+                _loss(model, inputs, targets).backward()
+                optimizer.step()
+            assert_equal_models(twins.plain_model, twins.model, "after adding a group")
+            assert_identical(outside[0], outside[1], "a parameter that DDP does not know")
+        assert not torch.equal(outside[1], torch.ones(5))
+
+
+def _one_line(setup: Setup) -> None:
+    model = build_model()
+    plain_ddp = DistributedDataParallel(copy.deepcopy(model))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if setup.world_size > 2:
+        plain_ddp.register_comm_hook(None, sum_in_rank_order)
+    plain = torch.optim.AdamW(plain_ddp.named_parameters(), lr=0.01)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, stage=2, lr=0.01)
+    twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
+    twins.train(setup, 5)
+    twins.assert_moved()
+    _assert_overlapped(opt)
+    assert "stage 2" in opt.explain()
+    opt.consolidate_state_dict()
+    if setup.rank == 0:
+        assert_identical(plain.state_dict(), opt.state_dict(), "state dict")
+
+
+# Misuse
+
+
+def _misuse_is_told(setup: Setup) -> None:
+    views: dict[str, Any] = {"gradient_as_bucket_view": True}
+    ddp = DistributedDataParallel(build_model(), **views)
+    with pytest.raises(ValueError, match=r"Expected gradient_as_bucket_view=True with stage=2, got False.*Wrap"):
+        shard_optimizer(DistributedDataParallel(build_model()), torch.optim.SGD, stage=2, lr=0.1)
+    for wrapped in (allreduce_hook, bf16_compress_hook):
+        with pytest.raises(ValueError, match=r"no communication hook to wrap with stage=2.*grad_comm_dtype"):
+            shard_optimizer(ddp, torch.optim.SGD, stage=2, hook=wrapped, lr=0.1)
+    half = ZeroRedundancyOptimizer(list(ddp.parameters())[:4], torch.optim.SGD, stage=2, lr=0.1)
+    with pytest.raises(ValueError, match=r"every parameter that DDP reduces.*got '2.bias' elsewhere, 5 in all"):
+        hook_with_zero_step(None, ddp, half)
+    with pytest.raises(ValueError, match="Expected stage 1 or 2, got 3"):
+        shard_optimizer(ddp, torch.optim.SGD, stage=3, lr=0.1)
+    with pytest.raises(ValueError, match="with stage=2 only"):
+        shard_optimizer(ddp, torch.optim.SGD, grad_comm_dtype=torch.bfloat16, lr=0.1)
+    with pytest.raises(TypeError, match="grad_comm_dtype to be a floating dtype"):
+        shard_optimizer(ddp, torch.optim.SGD, stage=2, grad_comm_dtype=torch.int8, lr=0.1)
+    with pytest.raises(ValueError, match="gradient_predivide_factor above 0"):
+        shard_optimizer(ddp, torch.optim.SGD, stage=2, gradient_predivide_factor=0.0, lr=0.1)
+    whole = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, stage=2, lr=0.1)
+    with pytest.raises(RuntimeError, match=r"stage=2, got none.*hook_with_zero_step\(None"):
+        whole.step()
+    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), **views)
+    shard_optimizer(sparse, torch.optim.SGD, stage=2, lr=0.1)
+    with pytest.raises(NotImplementedError, match=r"sparse one for parameter 0 'module.0.weight'"):
+        sparse(torch.arange(8)).sum().backward()
+
+
+def _stages_that_differ_are_told(setup: Setup) -> None:
+    ddp = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+    with pytest.raises(ValueError, match="stage"):
+        ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, stage=1 + setup.rank, lr=0.1)
+
+
+def _a_backward_in_another_context_than_forward_is_told(setup: Setup) -> None:
+    twins = build_overlapped_twins(ADAMW)
+    twins.train(setup, 3)
+    twins.opt.zero_grad()
+    loss = _loss(twins.model, *next(batches(setup.rank, 1)))
+    with twins.model.no_sync(), pytest.raises(RuntimeError, match=r"backward\(\) outside ddp.no_sync"):
+        loss.backward()
+
+
+def _a_grad_scaler_is_told(setup: Setup) -> None:
+    for overlap in BOTH:
+        twins = build_overlapped_twins(ADAMW, overlap=overlap)
+        twins.train(setup, 3)
+        twins.opt.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(_loss(twins.model, *next(batches(setup.rank, 1)))).backward()
+        with pytest.raises(RuntimeError, match="GradScaler" if overlap else "keeps it on rank"):
+            scaler.step(twins.opt)
+
+
+# The reducer
+
+
+def _a_reducer_that_does_not_follow(setup: Setup) -> None:
+    """Views that point nowhere: gradients land in DDP's own memory, are found there, and it is freed after backward."""
+
+    def point_at(self: BucketViews, flat: Tensor, scratch: Tensor) -> None:
+        self.flat, self.scratch = flat, scratch
+
+    every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}]
+    for overlap, options in product(BOTH, every_options):
+        with mock.patch.object(BucketViews, "point_at", point_at):
+            twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
+            twins.train(setup, 3)
+            twins.train(setup, 4, seed=1)
+            twins.assert_moved()
+        memory = twins.opt._hook._gradients._memory  # type: ignore[union-attr]
+        assert not memory.follows
+        assert memory._freed
+        assert all(storage.nbytes() == 0 for storage, _ in memory._freed)
+        assert "beside DDP's buckets, which are freed after backward" in twins.opt.explain()
+
+
+def _a_smaller_room(setup: Setup) -> None:
+    """One rank owns almost everything, so what its peers send does not fit at once."""
+    for numels in ([4001, 3, 2, 1], [5000], [1, 1, 1]):
+        torch.manual_seed(0)
+        model = Weights(numels)
+        twins = build_overlapped_twins(MOMENTUM, model=model, bucket_cap_mb=25)
+        for _ in range(5):
+            data = torch.randn(sum(numels))
+            for one, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                optimizer.zero_grad()
+                one(data).backward()
+                optimizer.step()
+            assert_equal_models(twins.plain_model, twins.model, str(numels))
+        twins.assert_moved()
+
+
+class Weights(nn.Module):
+    def __init__(self, numels: list[int]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(numel)) for numel in numels])
+
+    def forward(self, data: Tensor) -> Tensor:
+        return (torch.cat([*self.weights]) * data).tanh().sum()
+
+
+def _nothing_is_kept_alive(setup: Setup) -> None:
+    """No reference cycles: optimizer, buffers and hooks go with the last reference, without the garbage collector."""
+    twins = build_overlapped_twins(ADAMW)
+    twins.train(setup, 4)
+    gone: list[weakref.ref[Any]] = [weakref.ref(twins.opt), weakref.ref(twins.opt._hook), weakref.ref(twins.model)]
+    gone.append(weakref.ref(twins.opt._hook._gradients._workshop))  # type: ignore[union-attr]
+    gc.collect()
+    gc.disable()
+    params = list(twins.model.module.parameters())
+    del twins
+    assert [reference() for reference in gone] == [None] * 4
+    gc.enable()
+    params[0].grad = None
+    params[0].sum().backward()  # its tensor hook finds nobody
+    assert params[0].grad is not None
+
+
+CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
+    (_accumulate, (2, 3)),
+    (_accumulate_from_the_start, (2,)),
+    (_both_policies_equal_one_large_batch, (2,)),
+    (_accumulate_in_low_precision, (2,)),
+    (_gradients_wait_for_the_step, (2, 3)),
+    (_a_partial_norm_is_refused, (2, 3)),
+    (_a_missing_zero_grad_is_told, (2,)),
+    (_without_zero_grad_gradients_add_up, (1, 3)),
+    (_mixed_dtypes, (2, 3)),
+    (_options_of_the_reduction, (2, 3)),
+    (_any_parameters_unused, (2, 3)),
+    (_undefined_gradients, (2,)),
+    (_frozen_and_thawed, (2, 3)),
+    (_frozen_before_the_first_step, (2,)),
+    (_a_group_added, (2, 3)),
+    (_one_line, (1, 2, 3)),
+    (_misuse_is_told, (2,)),
+    (_stages_that_differ_are_told, (2,)),
+    (_a_backward_in_another_context_than_forward_is_told, (2,)),
+    (_a_grad_scaler_is_told, (2,)),
+    (_a_reducer_that_does_not_follow, (2, 3)),
+    (_a_smaller_room, (2, 3, 4)),
+    (_nothing_is_kept_alive, (2,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [pytest.param(case, n, id=f"{case.__name__.strip('_')}-{n}") for case, sizes in CASES for n in sizes],
+)
+def test_stage_2(case: Callable[[Setup], None], world_size: int) -> None:
+    run_ranks(_at_stage_2, world_size, case, group_timeout=30)
