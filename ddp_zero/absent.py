@@ -37,6 +37,9 @@ class AbsentGradient(Tensor):
         if func.__name__ in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return args[0] if func.__name__ == "zero_" else func(*args, **(kwargs or {}))
+        if func.__name__ == "_foreach_zero_":
+            func([grad for grad in args[0] if not isinstance(grad, AbsentGradient)] or [torch.empty(0)])
+            return None
         absent = _first_absent([*args, *(kwargs or {}).values()])
         raise RuntimeError(f"Expected a gradient for {func.__name__}.") if absent is None else absent.error()
 

@@ -99,7 +99,7 @@ class BucketMemory:
             grad, offset = param.grad, layout.offsets[param]
             if grad is None:
                 window(flat, param, offset).zero_()
-            elif grad.data_ptr() != start + offset * size and param.numel():
+            elif not has_landed or (grad.data_ptr() != start + offset * size and param.numel()):
                 window(flat, param, offset).copy_(grad)
                 if views is not None and self.follows:
                     self._note_elsewhere(views, param, grad, has_landed)

@@ -55,6 +55,9 @@ from ddp_zero.tracing import label
 from ddp_zero.visible import VisibleGradients
 
 
+_FINAL_IN_STATIC_GRAPH = 3  # the iteration
+
+
 class PartitionedGradients:
     """Stage 2: see the module docstring.
 
@@ -79,13 +82,16 @@ class PartitionedGradients:
         self._arrivals: list[ReducedSegment | WholeBucket] = []
         self._hooks: list[RemovableHandle] = []
         self._backward = -1
+        self._iterations = 0
         self._reduces = False
 
     # An iteration, in the order in which the hook asks
 
     def open(self) -> None:
         """Forget the buckets of the last iteration."""
-        self._end_iteration()
+        self._iterations += 1
+        if self._arrivals:
+            self._end_iteration()
 
     def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
         """Finish the reduction of the bucket before, start that of this one."""
@@ -156,8 +162,13 @@ class PartitionedGradients:
             self._hooks += [_register(param, on_gradient) for param in layout.params]
 
     def fits_plan(self) -> bool:
-        """Whether scratches, if any, are laid out for the plan in force: not after parameters were frozen or added."""
-        return not self._memory.layouts or self._digest == self._sharded.binding.digest
+        """Whether scratches are laid out for the plan in force: not at first, nor after parameters were frozen or added.
+
+        DDP's layout is final in the second iteration, with a static graph in the third.
+        """
+        if not self._memory.layouts and has_static_graph(self._ddp) and self._iterations < _FINAL_IN_STATIC_GRAPH:
+            return True  # whole buckets fit any plan
+        return self._digest == self._sharded.binding.digest
 
     def check_untouched(self) -> None:
         """Nothing was left to be changed: `AbsentGradient` refuses."""
@@ -170,6 +181,9 @@ class PartitionedGradients:
         self._arrivals.clear()
         self._workshop.carried.clear()
         self._memory.reset()
+
+    def detach(self) -> None:
+        """Take the tensor hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -87,6 +87,9 @@ class Gradients(Protocol):
     def reset(self) -> None:
         """Drop the iteration without waiting for anybody."""
 
+    def detach(self) -> None:
+        """Another hook takes over the model's parameters."""
+
     def describe(self) -> list[str]:
         """Lines for ``opt.explain()``."""
 
@@ -186,6 +189,9 @@ class WholeGradients:
     def reset(self) -> None:
         """Forget what was published."""
         self._published = ()
+
+    def detach(self) -> None:
+        """Nothing is attached to parameters."""
 
     def describe(self) -> list[str]:
         """Nothing beyond the regime."""

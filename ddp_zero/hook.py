@@ -130,6 +130,10 @@ class OverlapHook:
         self._gradients.reset()
         self._sharded.binding.sync.abandon()
 
+    def detach(self) -> None:
+        """Another hook takes over."""
+        self._gradients.detach()
+
     def describe(self) -> list[str]:
         """The regime of the last iteration, and why; what the gradients need."""
         until = "a later step" if self._regime() is Regime.REDUCE_ONLY else "the end of backward"

@@ -229,6 +229,8 @@ class ZeroRedundancyOptimizer(ConsolidatesState, Joinable):
         """See `ddp_zero.api.hook_with_zero_step`."""
         check_has_no_hook(self._takes_hook, self._hook)
         check_model(ddp, self._sharded)
+        if self._hook is not None:
+            self._hook.detach()
         side = SideStream()
         gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side)
         self._hook = OverlapHook(

@@ -57,10 +57,10 @@ class VisibleGradients:
             if isinstance(grad, AbsentGradient):
                 if grad.consumed:
                     raise RuntimeError(
-                        f"Expected zero_grad() between a step inside backward and the next backward pass, got "
-                        f"{table.label(index)} without it ({self._where}): DDP would have accumulated gradients, and "
-                        "stage 2 has used up the first. Call opt.zero_grad() after opt.step(); to accumulate, run "
-                        "all but the last backward pass in opt.accumulate()."
+                        f"Expected opt.step() and opt.zero_grad() before the next backward pass, got one while the "
+                        f"gradient of {table.label(index)} was not set to None ({self._where}). DDP would accumulate "
+                        "gradients, and the step inside backward has used up the first (stage 2). To accumulate, run "
+                        "all but the last backward pass in opt.accumulate() or ddp.no_sync()."
                     )
                 param.grad = None
             elif shown is not None:

@@ -171,6 +171,19 @@ class Twins:
             if after_step is not None:
                 after_step(step)
 
+    def zero_grad(self) -> None:
+        """Drop the gradients of both."""
+        self.plain.zero_grad()
+        self.opt.zero_grad()
+
+    def wrap_again(self, **ddp_options: Any) -> None:
+        """Put both models into new DDP wrappers."""
+        views = self.opt.stage == 2
+        self.plain_model = DistributedDataParallel(self.plain_model.module, **ddp_options)
+        if views and dist.get_world_size() > 2:
+            self.plain_model.register_comm_hook(None, sum_in_rank_order)
+        self.model = DistributedDataParallel(self.model.module, gradient_as_bucket_view=views, **ddp_options)
+
     def assert_moved(self) -> None:
         """Guard against a test that passes because nothing was stepped."""
         for param, before in zip(self.model.parameters(), self.before, strict=True):
