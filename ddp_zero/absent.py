@@ -6,7 +6,7 @@ told where the gradient is.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -41,11 +41,12 @@ class AbsentGradient(Tensor):
             func([grad for grad in args[0] if not isinstance(grad, AbsentGradient)] or [torch.empty(0)])
             return None
         absent = _first_absent([*args, *(kwargs or {}).values()])
-        raise RuntimeError(f"Expected a gradient for {func.__name__}.") if absent is None else absent.error()
+        assert absent is not None, "torch asks only where one is among the arguments"
+        return absent.refuse()
 
-    def error(self) -> RuntimeError:
-        """What a computation with it raises."""
-        return RuntimeError(self._reason)
+    def refuse(self) -> NoReturn:
+        """Raise `RuntimeError` with the reason."""
+        raise RuntimeError(self._reason)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its reason, without values."""

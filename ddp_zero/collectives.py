@@ -222,7 +222,7 @@ class Communicator:
         self.sent_bytes += whole.nbytes - mine.nbytes
         return Exchange([("every rank", _started(work))], [whole, mine]), mine
 
-    def broadcast(self, tensor: Tensor, owner: GroupRank) -> None:
+    def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
         """Write the owner's values into a contiguous tensor on every rank."""
         raw = as_bytes(tensor.detach())
         if raw.numel():
@@ -236,6 +236,13 @@ class Communicator:
         gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(gathered, mine, group=self.process_group)
         return [part.tolist() for part in gathered]
+
+    def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of the same shape and dtype, in rank order, on the device of this rank's."""
+        staged = mine.to(self._message_device(mine.device.type))
+        gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
+        dist.all_gather(gathered, staged, group=self.process_group)
+        return [part.to(mine.device) for part in gathered]
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, in rank order; compressed on the wire."""

@@ -262,20 +262,25 @@ class WholeBucket:
     Args:
         params: its parameters.
         window_of: where a parameter's gradient lies.
-        sharded: knows our parameters.
+        workshop: has what was accumulated before.
     """
 
-    def __init__(self, params: list[Tensor], window_of: Callable[[Tensor], Tensor], sharded: ShardedStep) -> None:
+    def __init__(self, params: list[Tensor], window_of: Callable[[Tensor], Tensor], workshop: Workshop) -> None:
         self.params = params
         self._window_of = window_of
-        self._sharded = sharded
+        self._workshop = workshop
 
     def wait(self) -> None:
-        """It was waited for when it was reduced."""
+        """It was waited for when it was reduced; add what had been accumulated before, on the rank that owns it."""
+        index_of = self._workshop.sharded.table.index_of
+        for index in (index_of[param] for param in self.params):
+            carried = self._workshop.carried.pop(index, None)
+            if carried is not None:
+                self.gradient(index).add_(carried)
 
     def gradient(self, index: int) -> Tensor:
         """A window of the bucket."""
-        return self._window_of(self._sharded.table.params[index])
+        return self._window_of(self._workshop.sharded.table.params[index])
 
     def release(self) -> None:
         """The reducer still needs it."""

@@ -54,7 +54,6 @@ from ddp_zero.side_stream import SideStream
 from ddp_zero.tracing import label
 from ddp_zero.visible import VisibleGradients
 
-
 _FINAL_IN_STATIC_GRAPH = 3  # the iteration
 
 
@@ -129,6 +128,9 @@ class PartitionedGradients:
                 for index in () if has_joined else arrival.layout.owned:
                     if params[index].grad is not None or index in carried:
                         self._visible.show(index, arrival.gradient(index), arrival.exact(index))
+            else:
+                for index in carried - set(self._workshop.carried):  # in the bucket, but used by nobody: not in grad
+                    params[index].grad = arrival.gradient(index) if params[index].grad is None else params[index].grad
 
     def publish(self, was_consumed: bool) -> None:
         """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
@@ -162,7 +164,7 @@ class PartitionedGradients:
             self._hooks += [_register(param, on_gradient) for param in layout.params]
 
     def fits_plan(self) -> bool:
-        """Whether scratches are laid out for the plan in force: not at first, nor after parameters were frozen or added.
+        """Whether scratches are laid out for the plan: not at first, nor after parameters were frozen or added.
 
         DDP's layout is final in the second iteration, with a static graph in the third.
         """
@@ -181,6 +183,10 @@ class PartitionedGradients:
         self._arrivals.clear()
         self._workshop.carried.clear()
         self._memory.reset()
+
+    def drop_carried(self) -> None:
+        """Forget what a backward pass that was not reduced has taken out."""
+        self._workshop.carried.clear()
 
     def detach(self) -> None:
         """Take the tensor hooks off the parameters."""
@@ -230,7 +236,7 @@ class PartitionedGradients:
         offsets = offsets_in_bucket(params, self._sharded.table.index_of)
         index_of = self._sharded.table.index_of
         window_of = views.window if views is not None else lambda param: window(buffer, param, offsets[index_of[param]])
-        return WholeBucket(params, window_of, self._sharded)
+        return WholeBucket(params, window_of, workshop)
 
     # The end of an iteration
 

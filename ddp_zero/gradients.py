@@ -87,6 +87,9 @@ class Gradients(Protocol):
     def reset(self) -> None:
         """Drop the iteration without waiting for anybody."""
 
+    def drop_carried(self) -> None:
+        """The user has dropped the gradients, also those that were taken out of ``param.grad`` for the next sum."""
+
     def detach(self) -> None:
         """Another hook takes over the model's parameters."""
 
@@ -189,6 +192,9 @@ class WholeGradients:
     def reset(self) -> None:
         """Forget what was published."""
         self._published = ()
+
+    def drop_carried(self) -> None:
+        """None is taken out of ``param.grad``."""
 
     def detach(self) -> None:
         """Nothing is attached to parameters."""

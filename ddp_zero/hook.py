@@ -130,6 +130,10 @@ class OverlapHook:
         self._gradients.reset()
         self._sharded.binding.sync.abandon()
 
+    def drop_carried(self) -> None:
+        """The user has dropped the gradients."""
+        self._gradients.drop_carried()
+
     def detach(self) -> None:
         """Another hook takes over."""
         self._gradients.detach()

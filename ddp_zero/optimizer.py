@@ -10,8 +10,7 @@ A step, on every rank alike:
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +34,13 @@ from ddp_zero.local_step import ParamGroup, copy_options, restrict_group
 from ddp_zero.overlap import OverlapStatus, Phase
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GlobalRank, GroupRank
+from ddp_zero.reach_gradients import ReachesGradients
 from ddp_zero.report import describe_shards, draw_buckets, state_bytes
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
-from ddp_zero.visible import gather_gradient
 
 
-class ZeroRedundancyOptimizer(ConsolidatesState, Joinable):
+class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
     """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
@@ -239,18 +238,6 @@ class ZeroRedundancyOptimizer(ConsolidatesState, Joinable):
         return self._hook.on_bucket
 
     @property
-    def _takes_hook(self) -> bool:
-        return self._overlaps or self._reduction is not None
-
-    def _overlap(self) -> OverlapHook:
-        if self._hook is None:
-            raise RuntimeError(
-                "Expected a DDP communication hook with overlap_with_ddp=True or stage=2, got none. Build one with "
-                "hook_with_zero_step(None, ddp, opt) and register it with ddp.register_comm_hook(None, hook)."
-            )
-        return self._hook
-
-    @property
     def overlap_status(self) -> OverlapStatus:
         """How far the plan of the overlapped step has come; UNINITIALIZED without overlap."""
         return OverlapStatus.UNINITIALIZED if self._hook is None else self._hook.machine.status
@@ -259,51 +246,6 @@ class ZeroRedundancyOptimizer(ConsolidatesState, Joinable):
     def overlap_phase(self) -> Phase:
         """Where the current iteration of the overlapped step is; REST without overlap."""
         return Phase.REST if self._hook is None else self._hook.machine.phase
-
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Within this context backward passes only average gradients; the step is left to a later one.
-
-        Stage 2 adds them to what this rank owns and keeps nothing else, where ``ddp.no_sync()`` keeps gradients of full
-        size but sends nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
-
-        Raises:
-            RuntimeError: under Join, since ranks that have joined do not know of it.
-        """
-        if self._join_config.enable:
-            raise RuntimeError(
-                "Expected no opt.accumulate() under Join, got one: a rank that has joined would take a step. Use "
-                "ddp.no_sync()."
-            )
-        if not self._takes_hook:
-            yield
-            return
-        hook = self._overlap()
-        before, hook.accumulates = hook.accumulates, True
-        try:
-            yield
-        finally:
-            hook.accumulates = before
-
-    def full_grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The whole averaged gradient of a parameter, on every rank. A collective in stage 2.
-
-        Args:
-            param: one of the optimizer's parameters, the same on every rank.
-
-        Returns:
-            A tensor of its own in the parameter's shape and dtype; None if there is no gradient.
-
-        Raises:
-            ValueError: if the parameter is not in the optimizer.
-            RuntimeError: if the step inside backward has used the gradient up.
-        """
-        index = self._sharded.table.index_of.get(param)
-        if index is None:
-            raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
-        if self._reduction is None:
-            return None if param.grad is None else param.grad.detach().clone()
-        return gather_gradient(self._sharded, index)
 
     # Join
 

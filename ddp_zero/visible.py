@@ -86,15 +86,15 @@ class VisibleGradients:
             if was_consumed:
                 reason = (
                     f"Expected the gradient of {name}, got none: the step inside backward has used it up (stage 2, "
-                    f"{self._where}). To look at gradients, or to clip or scale them before the step, build the "
-                    "optimizer with overlap_with_ddp=False."
+                    f"{self._where}). To look at gradients, or to clip them before the step by "
+                    "opt.clip_grad_norm_(max_norm), build the optimizer with overlap_with_ddp=False."
                 )
             else:
                 owner = self._sharded.comm.name(self._sharded.binding.owners[index])
                 reason = (
                     f"Expected the gradient of {name}, got none: stage 2 keeps it on {owner} only (this is "
-                    f"{self._where}). opt.full_grad(param) gets it on every rank; a norm over the parameters here "
-                    "would be that of a part of the model."
+                    f"{self._where}). opt.full_grad(param) gets it on every rank. A norm here would be that of a part "
+                    "of the model: opt.clip_grad_norm_(max_norm) clips by that of the whole."
                 )
             self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
         return self._absent[key]
@@ -118,8 +118,8 @@ def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
     if statements[owner] == [0]:
         return None
     if isinstance(grad, AbsentGradient) and statements[owner] == [2]:
-        raise grad.error()
+        grad.refuse()
     full = torch.empty_like(param) if is_absent or grad is None else grad.detach().clone()
     contiguous = full.contiguous()
-    comm.broadcast(contiguous, owner)
+    comm.send_to_all(contiguous, owner)
     return full.copy_(contiguous)

@@ -47,17 +47,35 @@ ROOMS = {
     "inner": room(1, "local_step"),
     "payload": room(1, "memory_layout"),
     "side_stream": room(1),
+    "absent": room(1),
+    "buffers": room(1),
+    "reducer": room(1, "memory_layout"),
     "tracing": room(1),
     "collectives": room(2, "partition payload"),
     "agreement": room(2, "collectives parameters partition"),
     "param_sync": room(2, "collectives flat plan tracing"),
+    "grad_reduce": room(2, "collectives partition"),
     "binding": room(3, "collectives flat param_sync parameters partition plan tracing"),
     "checkpoint": room(3, "agreement collectives local_step parameters partition payload"),
     "hook": room(
         3,
-        "collectives join memory_layout overlap plan sharded_step side_stream tracing",
-        "torch.distributed.GradBucket torch.distributed.ProcessGroup torch.distributed.algorithms.join.Joinable",
+        "gradients join overlap plan reducer sharded_step side_stream tracing",
+        "torch.distributed.GradBucket torch.distributed.algorithms.join.Joinable",
     ),
+    "gradients": room(
+        3,
+        "collectives reducer sharded_step side_stream",
+        "torch.distributed.GradBucket torch.distributed.ProcessGroup",
+    ),
+    "grad_bucket": room(3, "buffers collectives grad_reduce plan reducer sharded_step side_stream tracing"),
+    "bucket_memory": room(3, "grad_bucket reducer tracing"),
+    "visible": room(3, "absent grad_bucket sharded_step"),
+    "grad_partition": room(
+        3,
+        "bucket_memory grad_bucket grad_reduce gradients parameters reducer sharded_step side_stream tracing visible",
+        "torch.distributed.GradBucket",
+    ),
+    "clipping": room(3, "absent sharded_step"),
     "join": room(
         3,
         "binding collectives local_step parameters partition",
@@ -65,14 +83,18 @@ ROOMS = {
     ),
     "report": room(3, "plan"),
     "sharded_step": room(3, "binding checkpoint collectives local_step parameters partition tracing"),
+    "consolidation": room(4, "checkpoint collectives partition sharded_step"),
+    "reach_gradients": room(
+        4, "clipping grad_bucket hook sharded_step visible", "torch.distributed.algorithms.join._JoinConfig"
+    ),
     "optimizer": room(
         4,
-        "agreement binding checkpoint collectives hook inner join local_step overlap parameters partition report "
-        "sharded_step",
+        "agreement binding collectives consolidation grad_bucket grad_partition gradients hook inner join local_step "
+        "overlap parameters partition reach_gradients report sharded_step side_stream",
         "torch.distributed.ProcessGroup torch.distributed.algorithms.join.Join "
         "torch.distributed.algorithms.join.Joinable torch.distributed.algorithms.join.JoinHook",
     ),
-    "api": room(5, "hook optimizer"),
+    "api": room(5, "gradients optimizer"),
     "__init__": room(6, "api optimizer overlap"),
 }
 
@@ -325,13 +347,13 @@ def test_the_scan_lets_others_pass(code: str) -> None:
     assert communications(ast.parse(code)) == []
 
 
-# Who moves parameters
+# Who points tensors elsewhere
 
 
 @every_room
-def test_only_flat_points_parameters_at_other_memory(name: str) -> None:
-    if name == "flat":
-        assert len(moves(read(name))) >= 2
+def test_only_flat_moves_parameters_and_only_reducer_the_views_of_gradients(name: str) -> None:
+    if name in ("flat", "reducer"):
+        assert len(moves(read(name))) == 2
     else:
         assert moves(read(name)) == []
 
@@ -358,13 +380,16 @@ def test_the_scan_for_moves_sees_every_assignment(code: str, count: int) -> None
 
 
 @every_room
-def test_only_the_hook_looks_into_ddp_and_into_backward(name: str) -> None:
-    """Collectives names the type of what a hook is given, as its reduction is one."""
+def test_only_the_reducers_room_looks_into_ddp_and_into_backward(name: str) -> None:
+    """Reductions and hooks name the type of what a hook is given; absent gradients are a subclass of tensors."""
     found = internals(read(name))
-    if name == "hook":
-        assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph", "GradBucket"} <= found
+    if name == "reducer":
+        assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph"} <= found
+    elif name == "absent":
+        assert found == {"torch._C"}
     else:
-        assert found == ({"GradBucket"} if name == "collectives" else set())
+        takes_buckets = name in ("collectives", "gradients", "grad_partition", "hook")
+        assert found == ({"GradBucket"} if takes_buckets else set())
 
 
 def test_the_names_of_internals_are_names_of_this_torch() -> None:

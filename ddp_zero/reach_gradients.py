@@ -1,0 +1,124 @@
+"""The gradient half of `ZeroRedundancyOptimizer`: what users do to gradients, wherever they rest."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import _JoinConfig
+from torch.optim import Optimizer
+
+from ddp_zero.clipping import clip_partitioned
+from ddp_zero.grad_bucket import ReduceOptions
+from ddp_zero.hook import OverlapHook
+from ddp_zero.sharded_step import ShardedStep
+from ddp_zero.visible import gather_gradient
+
+
+class ReachesGradients(Optimizer):
+    """An optimizer whose gradients may be spread over ranks."""
+
+    _sharded: ShardedStep
+    _overlaps: bool
+    _reduction: ReduceOptions | None
+    _hook: OverlapHook | None
+    _join_config: _JoinConfig
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within this context backward passes only average gradients; the step is left to a later one.
+
+        Stage 2 adds them to what this rank owns and keeps nothing else, where ``ddp.no_sync()`` keeps gradients of full
+        size but sends nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
+
+        Raises:
+            RuntimeError: under Join, since ranks that have joined do not know of it.
+        """
+        if self._join_config.enable:
+            raise RuntimeError(
+                "Expected no opt.accumulate() under Join, got one: a rank that has joined would take a step. Use "
+                "ddp.no_sync()."
+            )
+        if not self._takes_hook:
+            yield
+            return
+        hook = self._overlap()
+        before, hook.accumulates = hook.accumulates, True
+        try:
+            yield
+        finally:
+            hook.accumulates = before
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, between backward and step. A collective in stage 2.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: of the p-norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: raise if the norm is not finite; otherwise it clips by it, as torch does.
+            parameters: some of the optimizer's parameters, the same on every rank, such as a group's; None: all.
+
+        Returns:
+            The norm of all gradients before clipping, a scalar, the same on every rank.
+
+        Raises:
+            ValueError: for a parameter that is not in the optimizer.
+            RuntimeError: if the step was taken inside backward; or as asked for.
+        """
+        table = self._sharded.table
+        params = table.params if parameters is None else list(parameters)
+        if any(param not in table.index_of for param in params):
+            raise ValueError("Expected parameters of this optimizer, got another one.")
+        if self._overlaps:
+            raise RuntimeError(
+                "Expected gradients that no step has used, got overlap_with_ddp=True: the step is taken inside "
+                "backward. Build the optimizer with overlap_with_ddp=False to clip between backward and step."
+            )
+        if self._reduction is None:
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        indices = [table.index_of[param] for param in params]
+        return clip_partitioned(self._sharded, indices, max_norm, norm_type, error_if_nonfinite)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients of all parameters, also those that wait to be added to the next sum."""
+        super().zero_grad(set_to_none)
+        if self._hook is not None:
+            self._hook.drop_carried()
+
+    def full_grad(self, param: Tensor) -> Tensor | None:
+        """The whole averaged gradient of a parameter, on every rank. A collective in stage 2.
+
+        Args:
+            param: one of the optimizer's parameters, the same on every rank.
+
+        Returns:
+            A tensor of its own in the parameter's shape and dtype; None if there is no gradient.
+
+        Raises:
+            ValueError: if the parameter is not in the optimizer.
+            RuntimeError: if the step inside backward has used the gradient up.
+        """
+        index = self._sharded.table.index_of.get(param)
+        if index is None:
+            raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+        if self._reduction is None:
+            return None if param.grad is None else param.grad.detach().clone()
+        return gather_gradient(self._sharded, index)
+
+    @property
+    def _takes_hook(self) -> bool:
+        return self._overlaps or self._reduction is not None
+
+    def _overlap(self) -> OverlapHook:
+        if self._hook is None:
+            raise RuntimeError(
+                "Expected a DDP communication hook with overlap_with_ddp=True or stage=2, got none. Build one with "
+                "hook_with_zero_step(None, ddp, opt) and register it with ddp.register_comm_hook(None, hook)."
+            )
+        return self._hook
