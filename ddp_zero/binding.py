@@ -7,7 +7,7 @@ no rank had a gradient at that moment has an owner but does not travel until it 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -78,7 +78,7 @@ class Binding:
         reduced = {param for bucket in self.layout or () for param in bucket}
         return next((index for index, spec in enumerate(self.plan.specs) if spec.active and index not in reduced), None)
 
-    def refresh(self, may_talk: bool) -> bool:
+    def refresh(self, may_talk: bool, held: Collection[int] = ()) -> bool:
         """Plan and bind again if a parameter was moved, frozen or unfrozen since; says whether it was.
 
         Where the set of trainable parameters has changed, on every rank before the same step as the loop that all run
@@ -86,13 +86,15 @@ class Binding:
 
         Args:
             may_talk: False under Join, where ranks that have joined do not see the change; `join` refuses it then.
+            held: parameters with a gradient on this rank that is not in ``param.grad`` at the moment.
         """
         params = self._table.params
         woken = any(params[index].grad is not None for index in self._dormant)
         trainable = [param.requires_grad for param in params]
         if woken or trainable != self._trainable:
             self._trainable = trainable
-            active = [param.requires_grad or param.grad is not None for param in params]
+            has_grad = [param.grad is not None or index in held for index, param in enumerate(params)]
+            active = [param.requires_grad or has for param, has in zip(params, has_grad, strict=True)]
             flags = "".join(str(int(flag)) for flag in active)
             gathered = self._comm.all_gather_text(flags) if may_talk else [flags]
             active = ["1" in column for column in zip(*gathered, strict=True)]

@@ -23,7 +23,7 @@ and it cannot be freed before backward ends; it is the fallback where the reduce
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -92,6 +92,10 @@ class PartitionedGradients:
         if self._arrivals:
             self._end_iteration()
 
+    def held(self) -> Collection[int]:
+        """What this rank carries over to the next sums."""
+        return self._workshop.carried
+
     def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
         """Finish the reduction of the bucket before, start that of this one."""
         for earlier in self._arrivals:
@@ -129,8 +133,9 @@ class PartitionedGradients:
                     if params[index].grad is not None or index in carried:
                         self._visible.show(index, arrival.gradient(index), arrival.exact(index))
             else:
-                for index in carried - set(self._workshop.carried):  # in the bucket, but used by nobody: not in grad
-                    params[index].grad = arrival.gradient(index) if params[index].grad is None else params[index].grad
+                for index in carried - set(self._workshop.carried):
+                    if params[index].grad is None:  # nobody has used it in this iteration
+                        params[index].grad = arrival.gradient(index)
 
     def publish(self, was_consumed: bool) -> None:
         """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""

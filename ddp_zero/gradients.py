@@ -4,7 +4,7 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 `grad_partition.py` is stage 2's answer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -42,6 +42,9 @@ class Gradients(Protocol):
 
     def open(self) -> None:
         """An iteration begins; whatever the one before it left is dropped."""
+
+    def held(self) -> Collection[int]:
+        """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
 
     def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
         """Start the reduction of a bucket.
@@ -153,6 +156,10 @@ class WholeGradients:
     def open(self) -> None:
         """Forget what the last iteration published."""
         self._published = ()
+
+    def held(self) -> Collection[int]:
+        """None: the reducer adds to what is in ``param.grad``."""
+        return ()
 
     def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
         """Start the wrapped reduction."""

@@ -153,7 +153,7 @@ class OverlapHook:
         self.may_be_replaced = False
         self._matching = 0
         self._has_begun = False
-        self._sharded.refresh(may_talk=not self._join_is_on())
+        self._sharded.refresh(not self._join_is_on(), held=self._gradients.held())
 
     def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
         known = self._compositions

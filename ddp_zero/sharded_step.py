@@ -1,7 +1,7 @@
 """One optimizer step over a plan: all buckets in one go, or bucket by bucket as backward delivers them."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -97,9 +97,9 @@ class ShardedStep:
 
     # Changes of what is stepped
 
-    def refresh(self, may_talk: bool = True) -> None:
+    def refresh(self, may_talk: bool = True, held: Collection[int] = ()) -> None:
         """Plan again if a parameter was moved, frozen or unfrozen since the last step; see `Binding.refresh`."""
-        if self.binding.refresh(may_talk):
+        if self.binding.refresh(may_talk, held):
             self.local_step.bind(self.binding.owned_of_bucket())
 
     def adopt(self, layout: Sequence[Sequence[int]], owners: list[GroupRank]) -> None:

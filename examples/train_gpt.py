@@ -5,8 +5,9 @@
     python examples/train_gpt.py --text my_book.txt --steps 2000
 
 `MODES` holds the few lines in which plain and sharded training differ: ``--optimizer zero1-overlap`` steps inside
-backward, ``zero1-interleaved`` while backward still computes. Every rank draws its own batches; the weights start from
-the same seed. The text is Python's language reference, unless ``--text`` names another file.
+backward, ``zero1-interleaved`` while backward still computes, ``zero2`` shards gradients as well. Every rank draws its
+own batches; the weights start from the same seed. The text is Python's language reference, unless ``--text`` names
+another file.
 """
 
 import math
@@ -74,11 +75,28 @@ def build_overlapped(build_hook: Callable[..., Any], model: DistributedDataParal
     return optimizer
 
 
+def build_zero2(model: DistributedDataParallel, lr: float) -> Optimizer:
+    """ZeRO stage 2: every rank keeps state and gradients of its own parameters only, stepped as backward computes."""
+    optimizer = ZeroRedundancyOptimizer(
+        parameter_groups(model),
+        AdamW,
+        stage=2,
+        parameters_as_bucket_view=True,
+        overlap_with_ddp=True,
+        lr=lr,
+        betas=(0.9, 0.95),
+    )
+    hook = hook_with_zero_step_interleaved(None, model, optimizer, shard_buckets=True)
+    model.register_comm_hook(None, hook)
+    return optimizer
+
+
 MODES: Mapping[str, Callable[[DistributedDataParallel, float], Optimizer]] = {
     "ddp": build_ddp,
     "zero1": build_zero1,
     "zero1-overlap": partial(build_overlapped, hook_with_zero_step),
     "zero1-interleaved": partial(build_overlapped, hook_with_zero_step_interleaved),
+    "zero2": build_zero2,
 }
 
 
@@ -294,6 +312,7 @@ class Usage:
     parameters: int
     elements: int
     state: int
+    gradients: int
     peak: int
 
 
@@ -330,11 +349,13 @@ def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result
     generator = torch.Generator().manual_seed(options.seed * world.size + world.rank)  # other data on every rank
     train_losses: list[float] = []
     validation_losses: list[tuple[int, float]] = []
+    gradients = 0
     begin = time.perf_counter()
 
     for step in range(1, options.steps + 1):
         loss = ddp(*corpus.draw(options.batch_size, generator, world.device))
         loss.backward()
+        gradients = gradient_bytes(ddp)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -347,9 +368,9 @@ def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result
 
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         for line in optimizer.explain().splitlines():
-            if line.startswith("regime"):
+            if line.startswith(("regime", "gradients")):
                 world.say(line)
-    usages = measure(optimizer, world)
+    usages = measure(optimizer, gradients, world)
     sample = model.generate(PROMPT, SAMPLE_BYTES, options.seed) if world.rank == 0 else b""
     return Result(mode, train_losses, validation_losses, initial, copy_parameters(model), usages, sample)
 
@@ -371,7 +392,7 @@ def evaluate(model: GPT, batch_size: int, corpus: Corpus, world: World) -> float
     return world.gather(total / EVAL_WINDOWS).mean().item()
 
 
-def measure(optimizer: Optimizer, world: World) -> list[Usage]:
+def measure(optimizer: Optimizer, gradients: int, world: World) -> list[Usage]:
     """What every rank holds. A collective."""
     local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer  # owns a part, or all
     params = [param for group in local.param_groups for param in group["params"]]
@@ -380,9 +401,16 @@ def measure(optimizer: Optimizer, world: World) -> list[Usage]:
         len(params),
         sum(param.numel() for param in params),
         sum(value.numel() * value.element_size() for value in state),
+        gradients,
         peak_memory(world.device),
     ]
     return [Usage(*row) for row in world.gather(torch.tensor(mine)).tolist()]
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of the memory that ``param.grad`` keeps alive, each storage once."""
+    storages = [param.grad.untyped_storage() for param in model.parameters() if param.grad is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def peak_memory(device: torch.device) -> int:
@@ -410,12 +438,20 @@ def progress(step: int, loss: float, seconds: float, options: Namespace, world: 
 
 def table(result: Result) -> str:
     """What every rank holds, and what it would hold unsharded."""
-    row = "{:>4} {:>11} {:>12} {:>14} {:>16} {:>14}".format
-    lines = [row("rank", "parameters", "elements", "state bytes", "unsharded bytes", "peak memory")]
+    row = "{:>4} {:>11} {:>12} {:>14} {:>16} {:>15} {:>14}".format
+    lines = [row("rank", "parameters", "elements", "state bytes", "unsharded bytes", "gradient bytes", "peak memory")]
     for rank, usage in enumerate(result.usages):
-        numbers = (usage.parameters, usage.elements, usage.state, result.unsharded_state, usage.peak)
+        numbers = (
+            usage.parameters,
+            usage.elements,
+            usage.state,
+            result.unsharded_state,
+            usage.gradients,
+            usage.peak,
+        )
         lines.append(row(rank, *(f"{number:,}" for number in numbers)))
     lines.append("parameters, elements: what the rank's optimizer owns; state bytes: what it keeps for them")
+    lines.append("gradient bytes: what param.grad keeps after backward; zero2 uses the buffers named above besides")
     lines.append(PEAK_NOTE)
     return "\n".join(lines)
 

@@ -353,6 +353,72 @@ def _a_partial_norm_is_refused(setup: Setup) -> None:
         assert "AbsentGradient" in repr([p.grad for p in params])
 
 
+def _clipping(setup: Setup) -> None:
+    for norm_type, largest in ((2.0, 0.05), (float("inf"), 0.01), (1.0, 1e6), (3, 0.1)):
+        twins = build_overlapped_twins(ADAMW, overlap=False)
+        for inputs, targets in batches(setup.rank, 6):
+            twins.zero_grad()
+            for model in (twins.plain_model, twins.model):
+                _loss(model, inputs, targets).backward()
+            expected = nn.utils.clip_grad_norm_(twins.plain_model.parameters(), largest, norm_type)
+            assert_identical(expected, twins.opt.clip_grad_norm_(largest, norm_type), f"norm {norm_type}")
+            twins.plain.step()
+            twins.opt.step()
+            assert_equal_models(twins.plain_model, twins.model, f"clipped by norm {norm_type}")
+        twins.assert_moved()
+
+
+def _clipping_a_part(setup: Setup) -> None:
+    twins = build_overlapped_twins(ADAMW, overlap=False)
+    twins.train(setup, 3)
+    twins.zero_grad()
+    assert twins.opt.clip_grad_norm_(1.0).item() == 0.0  # no gradients
+    inputs, targets = next(batches(setup.rank, 1))
+    for model in (twins.plain_model, twins.model):
+        _loss(model, inputs, targets).backward()
+    parts = [list(model.parameters())[1:4] for model in (twins.plain_model, twins.model)]
+    expected = nn.utils.clip_grad_norm_(parts[0], 0.01)
+    assert_identical(expected, twins.opt.clip_grad_norm_(0.01, parameters=parts[1]), "norm of a part")
+    for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
+        assert_identical(one.grad, twins.opt.full_grad(other), "clipped gradient")
+    owned = next(p for p in twins.opt.optim.param_groups[0]["params"])
+    if setup.rank == 0:
+        assert owned.grad is not None
+        owned.grad.fill_(float("inf"))
+    with pytest.raises(RuntimeError, match=r"Expected a finite norm of order 2.0 of all gradients, got inf"):
+        twins.opt.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="parameters of this optimizer"):
+        twins.opt.clip_grad_norm_(1.0, parameters=[torch.ones(1)])
+    overlapped = build_overlapped_twins(ADAMW)
+    with pytest.raises(RuntimeError, match="overlap_with_ddp=False to clip"):
+        overlapped.opt.clip_grad_norm_(1.0)
+
+
+def _accumulated_across_a_change_of_what_is_trained(setup: Setup) -> None:
+    """What was accumulated before a parameter is frozen still counts in the step after it."""
+    for overlap in BOTH:
+        twins = build_overlapped_twins(MOMENTUM, overlap=overlap, find_unused_parameters=True)
+        twins.train(setup, 3)
+        data = list(batches(setup.rank, 2, seed=1))
+        twins.zero_grad()
+        sums: list[Tensor | None] = [None] * len(list(twins.plain_model.parameters()))
+        for step, (inputs, targets) in enumerate(data):
+            twins.plain.zero_grad()
+            for position, model in product((1, 4), (twins.plain_model, twins.model)):
+                list(model.parameters())[position].requires_grad_(step == 0)
+            _loss(twins.plain_model, inputs, targets).backward()
+            for position, param in enumerate(twins.plain_model.parameters()):
+                total, grad = sums[position], param.grad
+                sums[position] = total if grad is None else grad.clone() if total is None else total + grad
+            with twins.opt.accumulate() if step == 0 else nullcontext():
+                _loss(twins.model, inputs, targets).backward()
+        for total, param in zip(sums, twins.plain_model.parameters(), strict=True):
+            param.grad = total
+        twins.plain.step()
+        twins.opt.step()
+        assert_equal_models(twins.plain_model, twins.model, "after the change")
+
+
 def _a_missing_zero_grad_is_told(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
@@ -744,6 +810,9 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_accumulate_in_low_precision, (2,)),
     (_gradients_wait_for_the_step, (2, 3)),
     (_a_partial_norm_is_refused, (2, 3)),
+    (_clipping, (1, 2, 3)),
+    (_clipping_a_part, (2,)),
+    (_accumulated_across_a_change_of_what_is_trained, (2, 3)),
     (_a_missing_zero_grad_is_told, (2,)),
     (_without_zero_grad_gradients_add_up, (1, 3)),
     (_mixed_dtypes, (2, 3)),

@@ -27,6 +27,7 @@ class Row:
     elements: int
     state: int
     unsharded: int
+    gradients: int
     peak: int
 
 
@@ -39,7 +40,7 @@ class Finished:
     errors: str
 
     def rows(self) -> list[Row]:
-        lines = re.findall(r"^ *\d+(?: +[\d,]+){5}$", self.output, re.MULTILINE)
+        lines = re.findall(r"^ *\d+(?: +[\d,]+){6}$", self.output, re.MULTILINE)
         return [Row(*(int(number.replace(",", "")) for number in line.split())) for line in lines]
 
     def numbers(self, pattern: str) -> list[str]:
@@ -108,6 +109,21 @@ def test_stepping_inside_backward_equals_ddp_with_adamw() -> None:
     whole, _, *sharded = run.rows()
     assert sum(row.elements for row in sharded) == whole.elements
     assert all(0 < row.elements < whole.elements for row in sharded)
+
+
+def test_stage_2_equals_ddp_with_adamw_and_keeps_no_gradients() -> None:
+    run = launch(*TORCHRUN, EXAMPLE, *TINY, "--steps=6", "--optimizer=zero2", "--compare")
+    assert run.code == 0, f"{run.output}\n{run.errors}"
+    assert run.numbers(r"^largest parameter difference to DDP \+ AdamW: (.*)$") == ["0.0"]
+    assert run.numbers(r"^regime: (\w+)") == ["overlapped"]
+    assert run.numbers(r"^gradients: at most (\d) scratch buffers shared by DDP's buckets, (\d) to receive") == [
+        ("2", "1")
+    ]
+    assert "Warning" not in run.output + run.errors
+    whole, _, *sharded = run.rows()
+    assert sum(row.elements for row in sharded) == whole.elements
+    assert whole.gradients == 4 * whole.elements
+    assert all(row.gradients <= 8 * whole.parameters for row in sharded), "an element each, to say where they are"
 
 
 def test_the_table_shows_what_each_rank_holds(comparison: Comparison) -> None:
