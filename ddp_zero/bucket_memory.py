@@ -3,6 +3,9 @@
 The words are those of [Note: gradients of stage 2] in `grad_partition.py`.
 """
 
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -14,8 +17,10 @@ from ddp_zero.tracing import logger
 class BucketMemory:
     """The reducer's buckets and the scratches that they are pointed at.
 
-    A bucket's views are seen only when its gradients are ready, so they are captured at the end of the first iteration
-    that has its layout. A parameter that no rank has used by then is captured when it is; until then its view keeps the
+    A bucket's views are seen only when its gradients are ready. In the iteration that shows DDP's final layout each
+    bucket is moved out of the reducer's own memory when it is full (`move_out`); at the end of backward the reducer
+    puts its view into ``param.grad``, and if it is not where it was moved, the reducer does not follow its views
+    (`capture`). A parameter that no rank has used by then is captured when it is; until then its view keeps the
     bucket's own memory alive.
 
     Args:
@@ -33,6 +38,8 @@ class BucketMemory:
         self._views: dict[int, BucketViews] = {}  # by bucket, once captured
         self._lent: dict[int, Tensor] = {}  # scratches of buckets that are being filled
         self._buffers: dict[int, Tensor] = {}  # the reducer's own, of this iteration
+        self._moved: list[BucketViews] = []  # in this iteration
+        self._emptied: list[Tensor] = []  # memory of whole buckets that were moved, needed until the iteration ends
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
 
     # Before gradients land
@@ -45,7 +52,7 @@ class BucketMemory:
 
     def point(self, index: int) -> None:
         """Make the reducer write a bucket into a scratch, unless it does already."""
-        if index in self._lent or not self._views or not self.follows:
+        if index in self._lent or index not in self._views or not self.follows:
             return
         layout, views = self.layouts[index], self._views[index]
         scratch = self._workshop.scratches.lend(layout.nbytes, layout.device, like=views.scratch)
@@ -81,7 +88,18 @@ class BucketMemory:
             layout.flat(scratch).zero_()
         else:
             self._collect(layout, layout.flat(scratch), has_landed)
+            if index not in self._views and self.follows:
+                self._move(index, self._buffers[index], layout.offsets, layout.flat(scratch), scratch)
         return scratch
+
+    def move_out(self, index: int, params: Sequence[Tensor], buffer: Tensor) -> BucketViews | None:
+        """Move a full bucket out of the reducer's own memory, in DDP's order; its views, unless it was before."""
+        if index in self._views or not self.follows:
+            return self.collect_whole(index, buffer)
+        starts = accumulate((param.numel() for param in params), initial=0)
+        moved = buffer.clone()
+        self._emptied.append(moved)
+        return self._move(index, buffer, dict(zip(params, starts, strict=False)), moved, moved)
 
     def collect_whole(self, index: int, buffer: Tensor) -> BucketViews | None:
         """See that all of a bucket is in its buffer; the views if it is not in DDP's order there."""
@@ -114,12 +132,7 @@ class BucketMemory:
             if has_landed:
                 views.capture(param, grad)
         elif has_landed:
-            logger.warning(
-                "DDP's reducer does not write gradients where its views point; its buckets are freed after backward "
-                "instead of being shared (%s)",
-                self._workshop.where,
-            )
-            self.follows = False
+            self._give_up()
         else:
             table = self._workshop.sharded.table
             raise RuntimeError(
@@ -128,23 +141,54 @@ class BucketMemory:
                 f"({self._workshop.where}). Run forward and backward in the same context."
             )
 
+    def _move(
+        self, index: int, buffer: Tensor, offsets: Mapping[Tensor, int], flat: Tensor, scratch: Tensor
+    ) -> BucketViews:
+        """Capture a full bucket's views and point them at memory that has its gradients already."""
+        views = BucketViews(buffer, offsets)
+        for param in offsets:
+            if param.grad is not None:
+                views.capture(param, param.grad)
+        views.point_at(flat, scratch)
+        for param in offsets:
+            param.grad = None  # the reducer will set it to what it takes for its view
+        self._views[index] = views
+        self._moved.append(views)
+        return views
+
     # After backward
 
     def capture(self) -> None:
-        """Get hold of the reducer's views, which are in ``param.grad`` now, and give its own memory back."""
+        """After the reducer, which has put its views into ``param.grad``: get hold of those not seen before."""
+        for views in self._moved:
+            self._check_follows(views)
+        self._moved.clear()
         if not self.follows:
+            self._note_own_memory()
             return
-        for layout in self.layouts:
-            buffer = self._buffers.get(layout.index)
-            if buffer is None:
-                continue
-            views = self._views.get(layout.index)
-            if views is None or views.offsets is not layout.offsets:
-                views = BucketViews(buffer, layout.offsets, views)
-                self._views[layout.index] = views
-            for param in layout.params:
-                if param.grad is not None and _share_memory(param.grad, buffer):
-                    views.capture(param, param.grad)
+        for index, views in self._views.items():
+            if index in self._buffers:
+                for param in views.offsets:
+                    if param.grad is not None:
+                        views.capture(param, param.grad)
+
+    def _check_follows(self, views: BucketViews) -> None:
+        """See that the reducer has found its views where they were moved."""
+        for param, view in views.captured():
+            if param.grad is None:
+                param.grad = view  # from an earlier pass, used by nobody in this one: the reducer leaves it alone
+            elif param.numel() and param.grad.data_ptr() != views.window(param).data_ptr():
+                self._give_up()
+                return
+
+    def _give_up(self) -> None:
+        if self.follows:
+            logger.warning(
+                "DDP's reducer does not write gradients where its views point; its buckets are freed after backward "
+                "instead of being shared (%s)",
+                self._workshop.where,
+            )
+        self.follows = False
 
     def end_iteration(self, buckets: int) -> None:
         """Give back what the iteration's buckets, from the first on, still hold."""
@@ -152,10 +196,14 @@ class BucketMemory:
             scratch = self._lent.pop(index, None)
             if scratch is not None:
                 self._workshop.give_back(scratch)
-        if any(views.scratch is None for views in self._views.values()):
+        if self.follows and any(self._has_other_layout(index) for index in self._views):
             self._workshop.furnish(self.layouts)
             self._park()
-        self._free_buckets()
+            for moved in self._emptied:
+                moved.untyped_storage().resize_(0)  # the reducer holds views of it until the end of the next iteration
+        self._emptied.clear()
+        for storage, _ in self._freed:
+            storage.resize_(0)
         self._buffers.clear()
         self._workshop.scratches.trim()
         self._workshop.rooms.trim()
@@ -164,6 +212,8 @@ class BucketMemory:
         """Peers may still write into what was in flight: start with new scratches."""
         self._lent.clear()
         self._buffers.clear()
+        self._moved.clear()
+        self._emptied.clear()
         self._workshop.furnish(self.layouts)
 
     def is_view(self, param: Tensor, grad: Tensor) -> bool:
@@ -180,24 +230,25 @@ class BucketMemory:
             f"{most:,} bytes in all"
         )
 
+    def _has_other_layout(self, index: int) -> bool:
+        return self._views[index].offsets is not self.layouts[index].offsets
+
     def _park(self) -> None:
         """Until its next iteration, each bucket shares one scratch with the others, and has no memory of its own."""
-        for index, views in self._views.items():
+        for index in self._views:
             layout = self.layouts[index]
+            views = BucketViews(self._views[index].buffer, layout.offsets, self._views[index])
+            self._views[index] = views
             scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
             views.point_at(layout.flat(scratch), scratch)
             self._workshop.scratches.give_back(scratch)
 
-    def _free_buckets(self) -> None:
+    def _note_own_memory(self) -> None:
         """Where the reducer does not follow: its memory is needed from the first gradient on, and no longer."""
-        if self.follows or not self._buffers:
+        if self._freed:
             return
+        grads = [param.grad for layout in self.layouts for param in layout.params]
+        storages = [grad.untyped_storage() for grad in grads if grad is not None and grad.numel()]
         self._freed = [
-            (buffer.untyped_storage(), buffer.untyped_storage().nbytes()) for buffer in self._buffers.values()
+            (storage, storage.nbytes()) for storage in {storage.data_ptr(): storage for storage in storages}.values()
         ]
-        for storage, _ in self._freed:
-            storage.resize_(0)
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

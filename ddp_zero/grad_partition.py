@@ -83,12 +83,14 @@ class PartitionedGradients:
         self._backward = -1
         self._iterations = 0
         self._reduces = False
+        self._shows_final_layout = False
 
     # An iteration, in the order in which the hook asks
 
-    def open(self) -> None:
+    def open(self, shows_final_layout: bool) -> None:
         """Forget the buckets of the last iteration."""
         self._iterations += 1
+        self._shows_final_layout = shows_final_layout
         if self._arrivals:
             self._end_iteration()
 
@@ -108,7 +110,7 @@ class PartitionedGradients:
             layout = self._memory.layouts[index]
             arrival: ReducedSegment | WholeBucket = ReducedSegment(self._workshop, layout, scratch)
         else:
-            arrival = self._start_whole(bucket)
+            arrival = self._start_whole(bucket, moves_out=self._shows_final_layout and not is_planned)
         self._arrivals.append(arrival)
         published: Future[Tensor] = Future()
         published.set_result(bucket.buffer())  # the reducer copies nothing: it is in its own memory
@@ -151,6 +153,10 @@ class PartitionedGradients:
                     self._visible.show(index, whole[index])
                 elif params[index].grad is not None and (was_consumed or not self._is_owned(index)):
                     self._visible.hide(index, was_consumed)
+        self._end_iteration()
+
+    def close(self) -> None:
+        """Give back what the iteration holds."""
         self._end_iteration()
 
     def adopted(self) -> None:
@@ -229,10 +235,18 @@ class PartitionedGradients:
 
     # A bucket
 
-    def _start_whole(self, bucket: GradBucket) -> WholeBucket:
-        """Average a bucket on every rank, where it is: the plan does not know it yet."""
+    def _start_whole(self, bucket: GradBucket, moves_out: bool) -> WholeBucket:
+        """Average a bucket on every rank: the plan does not know it yet.
+
+        Args:
+            bucket: what DDP hands to a hook.
+            moves_out: whether its layout is final, and the reducer's own memory can be given up.
+        """
         params, buffer, workshop = bucket.parameters(), bucket.buffer(), self._workshop
-        views = self._memory.collect_whole(bucket.index(), buffer) if in_backward() else None
+        views = None
+        if in_backward():
+            index, memory = bucket.index(), self._memory
+            views = memory.move_out(index, params, buffer) if moves_out else memory.collect_whole(index, buffer)
         with label("reduce_whole", bucket=bucket.index()):
             buffer.mul_(1.0 / workshop.predivide_factor)
             after = workshop.predivide_factor / workshop.comm.world_size

@@ -40,8 +40,12 @@ class Gradients(Protocol):
     reach_joined: bool
     """Whether a rank that has joined gets averaged gradients of what it owns by the reduction itself."""
 
-    def open(self) -> None:
-        """An iteration begins; whatever the one before it left is dropped."""
+    def open(self, shows_final_layout: bool) -> None:
+        """An iteration begins; whatever the one before it left is dropped.
+
+        Args:
+            shows_final_layout: whether DDP's buckets, if they are not the plan's, are not expected to change again.
+        """
 
     def held(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
@@ -73,6 +77,9 @@ class Gradients(Protocol):
         Args:
             was_consumed: whether the step was taken bucket by bucket as they arrived.
         """
+
+    def close(self) -> None:
+        """The iteration is over on a rank that has joined, where there is nothing to publish."""
 
     def adopted(self) -> None:
         """A plan for the buckets of this iteration is in force, and final."""
@@ -153,7 +160,7 @@ class WholeGradients:
         self._side = side
         self._published: Sequence[tuple[int, int, int]] = ()  # parameter, place and version of its gradient
 
-    def open(self) -> None:
+    def open(self, shows_final_layout: bool) -> None:
         """Forget what the last iteration published."""
         self._published = ()
 
@@ -176,6 +183,9 @@ class WholeGradients:
         """Note the gradients as they are: places and versions, no references."""
         grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
         self._published = [(index, grad.data_ptr(), grad._version) for index, grad in grads if grad is not None]
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def adopted(self) -> None:
         """Gradients stay where they are, whoever owns them."""

@@ -119,7 +119,7 @@ class OverlapHook:
         if not self._steps_inside:
             self._step_all(has_joined=True)
         self.machine.step_shadowed()
-        self._gradients.open()
+        self._gradients.close()
         self._arrived.clear()
 
     def reset(self) -> None:
@@ -149,7 +149,7 @@ class OverlapHook:
 
     def _open_iteration(self) -> None:
         self._arrived.clear()
-        self._gradients.open()
+        self._gradients.open(self._layout_is_final())
         self.may_be_replaced = False
         self._matching = 0
         self._has_begun = False
@@ -271,7 +271,7 @@ class OverlapHook:
         sharded, machine = self._sharded, self.machine
         index_of = sharded.table.index_of
         layout = [[index_of[param] for param in one.params if param in index_of] for one in self._arrived]
-        is_final = bool(self._compositions) or finds_unused(self._ddp)
+        is_final = self._layout_is_final()
         owners = list(sharded.binding.owners)
         if is_final:
             machine.buckets_rebuilt()
@@ -284,6 +284,9 @@ class OverlapHook:
         if is_final:
             machine.layout_adopted()
             self._gradients.adopted()
+
+    def _layout_is_final(self) -> bool:
+        return bool(self._compositions) or finds_unused(self._ddp)
 
     def _regime(self) -> Regime:
         if self.accumulates or not self._steps_inside:

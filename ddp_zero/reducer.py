@@ -17,7 +17,7 @@ Facts, measured on torch 2.13.0, on which the callers stand:
 6. Under `torch.distributed.algorithms.Join` a joined rank has no backward; DDP calls the hook with zeros of its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -97,6 +97,7 @@ class BucketViews:
         earlier: the same bucket's views, captured with other offsets.
 
     Attributes:
+        buffer: as given.
         flat: where the reducer writes now, 1-D; None while that is memory of its own.
         scratch: the memory that ``flat`` is a part of.
         offsets: as given.
@@ -105,7 +106,7 @@ class BucketViews:
     def __init__(self, buffer: Tensor, offsets: Mapping[Tensor, int], earlier: "BucketViews | None" = None) -> None:
         self.flat: Tensor | None = None
         self.scratch: Tensor | None = None
-        self._buffer = buffer
+        self.buffer = buffer
         self.offsets = offsets
         self._views: dict[Tensor, Tensor] = {} if earlier is None else earlier._views
 
@@ -116,13 +117,17 @@ class BucketViews:
             if self.flat is not None:
                 self._point(param, view, self.flat)
 
+    def captured(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Parameters whose view was captured, with that view."""
+        return self._views.items()
+
     def is_captured(self, param: Tensor) -> bool:
         """Whether the reducer's view for this parameter has been seen."""
         return param in self._views
 
     def are_of(self, buffer: Tensor) -> bool:
         """Whether these are the views of the bucket that hands out this buffer."""
-        return self._buffer is buffer
+        return self.buffer is buffer
 
     def is_view(self, param: Tensor, grad: Tensor) -> bool:
         """Whether a gradient is the reducer's view for this parameter."""
@@ -140,7 +145,7 @@ class BucketViews:
         self.scratch = scratch
         for param, view in self._views.items():
             self._point(param, view, flat)
-        self._buffer.data = flat
+        self.buffer.data = flat
         self.flat = flat
 
     def window(self, param: Tensor) -> Tensor:

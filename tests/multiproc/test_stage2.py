@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
 from ddp_zero.absent import AbsentGradient
+from ddp_zero.bucket_memory import BucketMemory
 from ddp_zero.reducer import BucketViews
 from tests.multiproc import test_overlap
 from tests.multiproc.cases import (
@@ -119,8 +121,18 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
         opt.step()
         opt.zero_grad()
 
-    for _ in range(2):
+    step()
+    ddps_own: list[StorageWeakRef] = []
+    note = BucketMemory.note
+
+    def noted(self: BucketMemory, index: int, buffer: Tensor) -> None:
+        ddps_own.append(StorageWeakRef(buffer.untyped_storage()))
+        note(self, index, buffer)
+
+    with mock.patch.object(BucketMemory, "note", noted):
         step()
+    assert len(ddps_own) == model.depth
+    assert all(storage.expired() for storage in ddps_own), "DDP's own buckets are gone after the second iteration"
     most = 0
     for iteration in range(3):
         at_start = sum(pool.statistics.held_bytes for pool in _pools(opt))
@@ -142,7 +154,7 @@ def _memory_of_ddps_buckets(opt: ZeroRedundancyOptimizer) -> set[int]:
     """Where the reducer's own buffers and views are."""
     tensors = []
     for views in opt._hook._gradients._memory._views.values():  # type: ignore[union-attr]
-        tensors += [views._buffer, *views._views.values()]
+        tensors += [views.buffer, *views._views.values()]
     assert len(tensors) == 2 * Tower.depth
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
@@ -733,7 +745,7 @@ def _a_grad_scaler_is_told(setup: Setup) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         scaler.scale(_loss(twins.model, *next(batches(setup.rank, 1)))).backward()
         with pytest.raises(
-            RuntimeError, match="used it up.*scale them before the step" if overlap else "keeps it on rank"
+            RuntimeError, match="used it up.*overlap_with_ddp=False" if overlap else "keeps it on rank"
         ):
             scaler.step(twins.opt)
 

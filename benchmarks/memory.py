@@ -1,0 +1,181 @@
+"""Peak memory of every mode, each in processes of its own, on a model of 256 MiB of parameters.
+
+    python benchmarks/memory.py
+    python benchmarks/memory.py --ranks 4 --layers 16
+
+Every mode trains the same model on the same data from the same seed on Gloo ranks of this machine. A rank notes its
+resident memory when the library is imported and the group is formed, before there is a model: the baseline. The peak is
+the kernel's high-water mark of resident memory, over all steps and from the third step on, less the baseline. What
+gradients need in stage 2 by formula is printed beside it: (lag + 2) buckets, with a lag of 1.
+"""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import warnings
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+
+RESULTS = Path(__file__).parent / "results"
+WIDTH = 2048  # a layer of it is 16 MiB in fp32
+MIB = 2**20
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
+FIRST_STEPS = 2  # in which DDP shows its buckets
+
+
+def torchs_zero(ddp: DistributedDataParallel) -> Optimizer:
+    """Torch's own, with bucket views; importing it warns about its TorchScript."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+    return TorchZero(ddp.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
+
+
+def standalone(ddp: DistributedDataParallel) -> Optimizer:
+    """Stage 1, stepped after backward."""
+    return ZeroRedundancyOptimizer(ddp.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
+
+
+MODES: dict[str, Callable[[DistributedDataParallel], Optimizer]] = {
+    "DDP + fused AdamW": lambda ddp: AdamW(ddp.parameters(), **OPTIONS),
+    "torch ZeroRedundancyOptimizer, bucket views": torchs_zero,
+    "ddp_zero stage 1": standalone,
+    "ddp_zero stage 1, overlapped": lambda ddp: shard_optimizer(ddp, AdamW, **OPTIONS),
+    "ddp_zero stage 2": lambda ddp: shard_optimizer(ddp, AdamW, stage=2, **OPTIONS),
+    "ddp_zero stage 2, step after backward": lambda ddp: shard_optimizer(ddp, AdamW, stage=2, overlap=False, **OPTIONS),
+}
+
+
+class Tower(nn.Module):
+    """Wide layers and few samples: parameters, gradients and state are nearly all there is."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """One layer after the other."""
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        return inputs
+
+
+def resident(field: str) -> int:
+    """Bytes of this process's resident memory: ``VmRSS`` now, ``VmHWM`` at most since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def forget_peak() -> None:
+    """Make the high-water mark start again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(rank: int, mode: str, options: Namespace, folder: str) -> None:
+    """What a rank runs; it leaves its bytes in a file."""
+    torch.set_num_threads(1)
+    rendezvous = (Path(folder) / "rendezvous").as_uri()
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
+    dist.barrier()
+    baseline = resident("VmRSS")
+    forget_peak()
+    torch.manual_seed(0)
+    model = Tower(options.layers)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = MODES[mode](ddp)
+    data = torch.Generator().manual_seed(rank)
+    peak_at_first = 0
+    for step in range(FIRST_STEPS + options.steps):
+        if step == FIRST_STEPS:
+            peak_at_first = resident("VmHWM")
+            forget_peak()
+        ddp(torch.randn(2, WIDTH, generator=data)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = resident("VmHWM")
+    found = {
+        "whole run": max(peak, peak_at_first) - baseline,
+        "from the third step": peak - baseline,
+        "parameters": sum(param.nbytes for param in model.parameters()),
+        "own state": state_bytes(optimizer),
+        "explained": optimizer.explain().splitlines()[:3] if isinstance(optimizer, ZeroRedundancyOptimizer) else [],
+        "checksum": float(torch.stack([param.detach().double().sum() for param in model.parameters()]).sum()),
+    }
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of optimizer state that this rank keeps."""
+    local = getattr(optimizer, "optim", optimizer)
+    return sum(
+        value.nbytes for values in local.state.values() for value in values.values() if isinstance(value, Tensor)
+    )
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: one row per mode; MiB of the rank that needs most."""
+    rows = [
+        "| mode | peak over the whole run | peak from the third step | parameters + own state |",
+        "| --- | --- | --- | --- |",
+    ]
+    for mode, ranks in found.items():
+        cells = [
+            max(rank["whole run"] for rank in ranks),
+            max(rank["from the third step"] for rank in ranks),
+            max(rank["parameters"] + rank["own state"] for rank in ranks),
+        ]
+        rows.append(f"| {mode} | {' | '.join(f'{cell / MIB:.0f}' for cell in cells)} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Measure every mode, print the table, store it with the raw bytes."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=16, help="of 16 MiB each")
+    parser.add_argument("--steps", type=int, default=4, help="after the first two")
+    options = parser.parse_args()
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("Expected Linux, whose /proc/self/clear_refs resets the peak of resident memory.")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for mode in MODES:
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(measure, args=(mode, options, folder), nprocs=options.ranks)
+            found[mode] = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(options.ranks)]
+    parameters = found["DDP + fused AdamW"][0]["parameters"]
+    sums = {mode: {rank["checksum"] for rank in ranks} for mode, ranks in found.items()}
+    agree = "all modes and ranks end with the same parameters" if len(set.union(*sums.values())) == 1 else f"{sums}"
+    facts = [
+        f"date: {date.today()}",
+        f"command: python benchmarks/memory.py {' '.join(sys.argv[1:])}".rstrip(),
+        f"versions: torch {torch.__version__}, Python {platform.python_version()}; {os.cpu_count()} cores",
+        f"model: {parameters / MIB:.0f} MiB of parameters in layers of 16 MiB, DDP's default buckets, {options.ranks} "
+        "Gloo ranks; MiB of resident memory above a rank's own before there is a model, of the rank that needs most",
+        f"sums of the parameters after the run: {agree}",
+    ]
+    text = "\n".join([*(f"- {fact}" for fact in facts), "", table(found), ""])
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    stem = f"memory-{options.ranks}ranks"
+    (RESULTS / f"{stem}.md").write_text(text)
+    (RESULTS / f"{stem}.json").write_text(json.dumps({"facts": facts, "found": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
