@@ -50,6 +50,7 @@ class Binding:
         self._as_views = as_views
         self._trainable = [param.requires_grad for param in table.params]
         self._active = list(self._trainable)
+        self._is_settled = True
         self.layout: Layout | None = None
         specs = table.specs(self._active)
         self.owners: list[GroupRank] = assign_owners(specs, [], comm.world_size)
@@ -67,11 +68,25 @@ class Binding:
         clone._bind(specs)
         return clone
 
-    def adopt(self, layout: Layout, owners: list[GroupRank]) -> None:
-        """Follow these DDP buckets from now on, with these owners."""
+    def adopt(self, layout: Layout, owners: list[GroupRank], moves_later: bool) -> None:
+        """Follow these DDP buckets from now on, with these owners.
+
+        Args:
+            layout: parameter indices of each bucket.
+            owners: one per parameter.
+            moves_later: whether parameters move into flat storage only at `settle`: for the time of a move there are
+                two copies of them, which an iteration that holds whole gradients has no room for.
+        """
         self.layout = layout
         self.owners = owners
+        self._is_settled = not (self._as_views and moves_later)
         self._bind(self._table.specs(self._active))
+
+    def settle(self) -> None:
+        """Move the parameters into flat storage if that was put off."""
+        if not self._is_settled:
+            self._is_settled = True
+            self._bind(self._table.specs(self._active))
 
     def not_reduced(self) -> int | None:
         """The first active parameter in none of the DDP buckets that the plan follows, or None."""
@@ -103,8 +118,9 @@ class Binding:
                     [param for param, was, now in zip(params, self._active, active, strict=True) if was and not now]
                 )
             self._active = active
-        elif self._places() == self._bound_places:
+        elif self._is_settled and self._places() == self._bound_places:
             return False
+        self._is_settled = True
         self._bind(self._table.specs(self._active))
         return True
 
@@ -129,7 +145,7 @@ class Binding:
         else:
             self.plan = plan_for_ddp(specs, self.owners, ranks, self.layout, BUCKET_CAP_BYTES)
         storage: ParameterStorage
-        if self._as_views:
+        if self._as_views and self._is_settled:
             storage = ViewStorage(self.plan, params, self._table.label)
             in_flight = max(1, len(self.plan.buckets))
         else:

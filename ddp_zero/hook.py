@@ -234,6 +234,7 @@ class OverlapHook:
             self._finish_deferred()
         self._gradients.publish(was_consumed=self._has_begun and self.deferred_because is None)
         self._arrived.clear()  # they hold reduced buckets
+        self._sharded.binding.settle()
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
         """Step from published gradients, or on a rank that has joined from those that a peer sends."""
@@ -278,7 +279,7 @@ class OverlapHook:
             sizes = [spec.nbytes for spec in sharded.binding.plan.specs]
             owners = owners_by_bucket(sizes, owners, sharded.comm.world_size, layout, self._split, self._matching)
         logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
-        sharded.adopt(layout, owners)
+        sharded.adopt(layout, owners, moves_later=is_final)
         self._table = sharded.table
         self._compositions = [tuple(map(id, one.params)) for one in self._arrived]
         if is_final:

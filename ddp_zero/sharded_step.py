@@ -102,19 +102,20 @@ class ShardedStep:
         if self.binding.refresh(may_talk, held):
             self.local_step.bind(self.binding.owned_of_bucket())
 
-    def adopt(self, layout: Sequence[Sequence[int]], owners: list[GroupRank]) -> None:
+    def adopt(self, layout: Sequence[Sequence[int]], owners: list[GroupRank], moves_later: bool) -> None:
         """Take over a layout of buckets, and move state to its new owners. A collective.
 
         Args:
             layout: parameter indices of each DDP bucket.
             owners: one per parameter.
+            moves_later: see `Binding.adopt`.
 
         Raises:
             TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
         self.binding.sync.finish()  # buckets that this iteration has stepped already: their memory is about to move
         migrate_state(self.comm, self.table, self.inner.state, self.order, self.binding.owners, owners)
-        self.binding.adopt(layout, owners)
+        self.binding.adopt(layout, owners, moves_later)
         self.local_step.own({self.table.params[index] for index in self.binding.owned()})
         self.local_step.bind(self.binding.owned_of_bucket())
 

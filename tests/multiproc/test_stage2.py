@@ -744,9 +744,7 @@ def _a_grad_scaler_is_told(setup: Setup) -> None:
         twins.opt.zero_grad()
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         scaler.scale(_loss(twins.model, *next(batches(setup.rank, 1)))).backward()
-        with pytest.raises(
-            RuntimeError, match="used it up.*overlap_with_ddp=False" if overlap else "keeps it on rank"
-        ):
+        with pytest.raises(RuntimeError, match="used it up.*overlap_with_ddp=False" if overlap else "keeps it on rank"):
             scaler.step(twins.opt)
 
 
