@@ -18,6 +18,9 @@ _HARMLESS = {
 }
 """What does not read values; setting to zero is what `zero_grad(set_to_none=False)` does to every gradient."""
 
+_TENSORS_OF_A_TENSOR = [getattr(Tensor, name) for name in ("data", "_base", "real", "imag", "T", "H", "mT", "mH")]
+"""Properties through which values could be read or written."""
+
 
 class AbsentGradient(Tensor):
     """A gradient that is not here; any computation with it raises `RuntimeError` with the reason and the remedy.
@@ -34,7 +37,7 @@ class AbsentGradient(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Let attributes through, nothing else."""
-        if func.__name__ in _HARMLESS:
+        if func.__name__ in _HARMLESS and getattr(func, "__self__", None) not in _TENSORS_OF_A_TENSOR:
             with torch._C.DisableTorchFunctionSubclass():
                 return args[0] if func.__name__ == "zero_" else func(*args, **(kwargs or {}))
         if func.__name__ == "_foreach_zero_":

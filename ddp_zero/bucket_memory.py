@@ -4,13 +4,12 @@ The words are those of [Note: gradients of stage 2] in `grad_partition.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ddp_zero.grad_bucket import ScratchLayout, Workshop
-from ddp_zero.reducer import BucketViews, window
+from ddp_zero.reducer import BucketViews, Place, places_in_bucket
 from ddp_zero.tracing import logger
 
 
@@ -60,6 +59,14 @@ class BucketMemory:
         views.point_at(layout.flat(scratch), scratch)
         self._lent[index] = scratch
 
+    def give_back_unfilled(self) -> None:
+        """A backward pass that DDP does not reduce is over: take back scratches into which no gradient has landed."""
+        for index, scratch in list(self._lent.items()):
+            views = self._views[index]
+            if not any(param.grad is not None and views.is_view(param, param.grad) for param in views.places):
+                del self._lent[index]
+                self._workshop.give_back(scratch)
+
     # When a bucket is full
 
     def note(self, index: int, buffer: Tensor) -> None:
@@ -89,17 +96,16 @@ class BucketMemory:
         else:
             self._collect(layout, layout.flat(scratch), has_landed)
             if index not in self._views and self.follows:
-                self._move(index, self._buffers[index], layout.offsets, layout.flat(scratch), scratch)
+                self._move(index, self._buffers[index], layout.places, layout.flat(scratch), scratch)
         return scratch
 
     def move_out(self, index: int, params: Sequence[Tensor], buffer: Tensor) -> BucketViews | None:
         """Move a full bucket out of the reducer's own memory, in DDP's order; its views, unless it was before."""
         if index in self._views or not self.follows:
             return self.collect_whole(index, buffer)
-        starts = accumulate((param.numel() for param in params), initial=0)
         moved = buffer.clone()
         self._emptied.append(moved)
-        return self._move(index, buffer, dict(zip(params, starts, strict=False)), moved, moved)
+        return self._move(index, buffer, places_in_bucket(params), moved, moved)
 
     def collect_whole(self, index: int, buffer: Tensor) -> BucketViews | None:
         """See that all of a bucket is in its buffer; the views if it is not in DDP's order there."""
@@ -114,11 +120,11 @@ class BucketMemory:
         views = self._views.get(layout.index)
         start, size = flat.data_ptr(), flat.element_size()
         for param in layout.params:
-            grad, offset = param.grad, layout.offsets[param]
+            grad, place = param.grad, layout.places[param]
             if grad is None:
-                window(flat, param, offset).zero_()
-            elif not has_landed or (grad.data_ptr() != start + offset * size and param.numel()):
-                window(flat, param, offset).copy_(grad)
+                place.window(flat).zero_()
+            elif not has_landed or (grad.data_ptr() != start + place.offset * size and param.numel()):
+                place.window(flat).copy_(grad)
                 if views is not None and self.follows:
                     self._note_elsewhere(views, param, grad, has_landed)
 
@@ -142,15 +148,15 @@ class BucketMemory:
             )
 
     def _move(
-        self, index: int, buffer: Tensor, offsets: Mapping[Tensor, int], flat: Tensor, scratch: Tensor
+        self, index: int, buffer: Tensor, places: Mapping[Tensor, Place], flat: Tensor, scratch: Tensor
     ) -> BucketViews:
         """Capture a full bucket's views and point them at memory that has its gradients already."""
-        views = BucketViews(buffer, offsets)
-        for param in offsets:
+        views = BucketViews(buffer, places)
+        for param in places:
             if param.grad is not None:
                 views.capture(param, param.grad)
         views.point_at(flat, scratch)
-        for param in offsets:
+        for param in places:
             param.grad = None  # the reducer will set it to what it takes for its view
         self._views[index] = views
         self._moved.append(views)
@@ -168,7 +174,7 @@ class BucketMemory:
             return
         for index, views in self._views.items():
             if index in self._buffers:
-                for param in views.offsets:
+                for param in views.places:
                     if param.grad is not None:
                         views.capture(param, param.grad)
 
@@ -231,13 +237,13 @@ class BucketMemory:
         )
 
     def _has_other_layout(self, index: int) -> bool:
-        return self._views[index].offsets is not self.layouts[index].offsets
+        return self._views[index].places is not self.layouts[index].places
 
     def _park(self) -> None:
         """Until its next iteration, each bucket shares one scratch with the others, and has no memory of its own."""
         for index in self._views:
             layout = self.layouts[index]
-            views = BucketViews(self._views[index].buffer, layout.offsets, self._views[index])
+            views = BucketViews(self._views[index].buffer, layout.places, self._views[index])
             self._views[index] = views
             scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
             views.point_at(layout.flat(scratch), scratch)

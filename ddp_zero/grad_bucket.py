@@ -13,7 +13,7 @@ from ddp_zero.buffers import BufferPool
 from ddp_zero.collectives import Communicator
 from ddp_zero.grad_reduce import SegmentReduction, room_numel, sum_dtype
 from ddp_zero.plan import Bucket
-from ddp_zero.reducer import window
+from ddp_zero.reducer import Place
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
 from ddp_zero.tracing import label
@@ -31,7 +31,7 @@ class ReduceOptions:
             ranks, as DDP does.
 
     Raises:
-        TypeError: for a ``comm_dtype`` that is not a floating dtype.
+        TypeError: for a ``comm_dtype`` that is not a floating dtype of at least 16 bits.
         ValueError: for a ``predivide_factor`` that is not positive.
     """
 
@@ -39,9 +39,10 @@ class ReduceOptions:
     predivide_factor: float | None = None
 
     def __post_init__(self) -> None:
-        dtype = self.comm_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"Expected grad_comm_dtype to be a floating dtype or None, got {dtype!r}.")
+        if self.comm_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise TypeError(
+                f"Expected grad_comm_dtype to be a floating dtype of at least 16 bits or None, got {self.comm_dtype!r}."
+            )
         if self.predivide_factor is not None and not self.predivide_factor > 0:
             raise ValueError(f"Expected gradient_predivide_factor above 0, got {self.predivide_factor!r}.")
 
@@ -81,20 +82,23 @@ class ScratchLayout:
         self.params = params
         self.numel = sum(param.numel() for param in params)
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.offsets: dict[Tensor, int] = {}
+        self.places: dict[Tensor, Place] = {}
         self.ranges: list[tuple[int, int]] = []
         start = 0
         for segment in bucket.segments:
             for index, offset in zip(segment.params, segment.offsets, strict=True):
-                self.offsets[table.params[index]] = start + offset
+                self.places[table.params[index]] = Place.of(table.params[index], start + offset)
             self.ranges.append((start, start + segment.numel))
             start += segment.numel
         for param in params:
-            if param not in self.offsets:
-                self.offsets[param] = start
+            if param not in self.places:
+                self.places[param] = Place.of(param, start)
                 start += param.numel()
-        self.owned = bucket.segments[sharded.comm.group_rank].params
-        self.own_offsets = dict(zip(self.owned, bucket.segments[sharded.comm.group_rank].offsets, strict=True))
+        own = bucket.segments[sharded.comm.group_rank]
+        self.owned = own.params
+        self.own_places = {
+            index: Place.of(table.params[index], offset) for index, offset in zip(own.params, own.offsets, strict=True)
+        }
 
     @property
     def nbytes(self) -> int:
@@ -253,7 +257,7 @@ class ReducedSegment:
 
     def _window(self, index: int) -> Tensor:
         assert self._sum is not None, "asked before it is released"
-        return window(self._sum, self._workshop.sharded.table.params[index], self.layout.own_offsets[index])
+        return self.layout.own_places[index].window(self._sum)
 
 
 class WholeBucket:

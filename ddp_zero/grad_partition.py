@@ -39,15 +39,15 @@ from ddp_zero.grad_reduce import sum_whole
 from ddp_zero.gradients import Arrival, CommHook, Gradients, WholeGradients
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.reducer import (
+    at_end_of_backward,
     backward_id,
     finds_unused,
     gradients_are_views,
     has_static_graph,
     in_backward,
-    offsets_in_bucket,
+    places_in_bucket,
     reduced_parameters,
     will_reduce,
-    window,
 )
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
@@ -125,19 +125,19 @@ class PartitionedGradients:
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction; show the sums of what this rank owns, where anybody has used the parameter."""
         self._memory.capture()
-        params = self._sharded.table.params
+        table, taken = self._sharded.table, self._visible.taken
+        params = table.params
         for arrival in self._arrivals:
-            carried = set(self._workshop.carried)
             arrival.wait()
             if isinstance(arrival, ReducedSegment):
                 arrival.keep()
                 for index in () if has_joined else arrival.layout.owned:
-                    if params[index].grad is not None or index in carried:
+                    if params[index].grad is not None or index in taken:
                         self._visible.show(index, arrival.gradient(index), arrival.exact(index))
             else:
-                for index in carried - set(self._workshop.carried):
-                    if params[index].grad is None:  # nobody has used it in this iteration
-                        params[index].grad = arrival.gradient(index)
+                for index in taken.intersection(table.index_of[param] for param in arrival.params):
+                    if params[index].grad is None and not has_joined:  # nobody has used it in this iteration
+                        self._visible.show(index, arrival.gradient(index).clone())
 
     def publish(self, was_consumed: bool) -> None:
         """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
@@ -192,12 +192,12 @@ class PartitionedGradients:
             if isinstance(arrival, ReducedSegment):
                 arrival.abandon()
         self._arrivals.clear()
-        self._workshop.carried.clear()
+        self._visible.forget_taken()
         self._memory.reset()
 
     def drop_carried(self) -> None:
         """Forget what a backward pass that was not reduced has taken out."""
-        self._workshop.carried.clear()
+        self._visible.forget_taken()
 
     def detach(self) -> None:
         """Take the tensor hooks off the parameters."""
@@ -222,9 +222,13 @@ class PartitionedGradients:
 
     def _begin_backward(self) -> None:
         """Take out what earlier passes have left in ``param.grad``; have scratches for what may be copied at once."""
-        ddp = self._ddp
+        ddp = self._ddp_reference()
+        if ddp is None:  # its module lives on without it
+            self._reduces = False
+            return
+        at_end_of_backward(self._end_backward)
         self._reduces = will_reduce(ddp)
-        left = self._visible.take_out(self._reduces)
+        left = self._visible.take_out(self._reduces, self._memory.is_view)
         if not self._reduces:
             return
         self._memory.prepare()
@@ -232,6 +236,17 @@ class PartitionedGradients:
         if may_have_unused and any(not self._memory.is_view(param, grad) for param, grad in left):
             for index in range(len(self._arrivals), len(self._memory.layouts)):
                 self._memory.point(index)  # the reducer copies gradients of unused parameters at once
+
+    def _end_backward(self) -> None:
+        """If DDP does not reduce this pass after all, ``param.grad`` is again what it was, and what the pass has added.
+
+        Such are a second backward pass through one forward, one past DDP, and `torch.autograd.grad`. A reentrant
+        checkpoint's own pass ends here too; the next gradient of the outer one takes everything out again.
+        """
+        self._backward = -1
+        if not self._arrivals:
+            self._visible.put_back(self._memory.is_view)
+            self._memory.give_back_unfilled()
 
     # A bucket
 
@@ -252,9 +267,8 @@ class PartitionedGradients:
             after = workshop.predivide_factor / workshop.comm.world_size
             subject = (self._sharded.binding.digest, bucket.index())
             sum_whole(workshop.comm, buffer, subject, workshop.options.comm_dtype, after)
-        offsets = offsets_in_bucket(params, self._sharded.table.index_of)
-        index_of = self._sharded.table.index_of
-        window_of = views.window if views is not None else lambda param: window(buffer, param, offsets[index_of[param]])
+        places = places_in_bucket(params) if views is None else {}
+        window_of = views.window if views is not None else lambda param: places[param].window(buffer)
         return WholeBucket(params, window_of, workshop)
 
     # The end of an iteration
@@ -271,6 +285,7 @@ class PartitionedGradients:
             arrival.release()
         self._memory.end_iteration(len(self._arrivals))
         self._arrivals.clear()
+        self._visible.forget_taken()
 
     # Questions
 

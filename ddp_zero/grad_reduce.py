@@ -65,6 +65,7 @@ class SegmentReduction:
         self._subject = (*subject, _REDUCE)
         self._what = f"the reduction of bucket {subject[1]}"
         self._sum: Tensor | None = None
+        self._is_done = False
         self._windows = [_cut(part.numel(), _window(part.numel(), comm.world_size, limit)) for part in parts]
         self._sent: Exchange | None = None
         self._received: Exchange | None = None
@@ -85,6 +86,9 @@ class SegmentReduction:
         Raises:
             RuntimeError: naming the peer, if one failed or the group's time-out passed.
         """
+        if self._is_done:
+            return self._out
+        self._is_done = True
         if self._sum is None and self._received is not None:
             for position, (start, stop) in enumerate(self._windows[self._comm.group_rank]):
                 if position:

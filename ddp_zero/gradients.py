@@ -4,7 +4,7 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 `grad_partition.py` is stage 2's answer.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defi
 from torch.futures import Future
 
 from ddp_zero.collectives import average_as_ddp
-from ddp_zero.reducer import offsets_in_bucket, window
+from ddp_zero.reducer import Place, places_in_bucket
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
 
@@ -111,19 +111,21 @@ class ReducedBucket:
     """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
 
     Args:
-        params: the bucket's parameters.
+        places: the bucket's parameters, and where DDP lays their gradients.
         future: resolves to the averaged bucket.
         sharded: knows our parameters.
         side: the stream that reads it.
     """
 
-    def __init__(self, params: list[Tensor], future: Future[Any], sharded: ShardedStep, side: SideStream) -> None:
-        self.params = params
+    def __init__(
+        self, places: Mapping[Tensor, Place], future: Future[Any], sharded: ShardedStep, side: SideStream
+    ) -> None:
+        self.params = list(places)
+        self._places = places
         self._future = future
         self._sharded = sharded
         self._side = side
         self._reduced: Tensor | None = None
-        self._offsets: dict[int, int] = {}
 
     def wait(self) -> None:
         """Block until the reduction has resolved."""
@@ -131,12 +133,11 @@ class ReducedBucket:
             reduced = self._future.wait()
             self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
             self._side.keep(self._reduced)
-            self._offsets = offsets_in_bucket(self.params, self._sharded.table.index_of)
 
     def gradient(self, index: int) -> Tensor:
         """A window of the reduced bucket."""
         assert self._reduced is not None, "waited for first"
-        return window(self._reduced, self._sharded.table.params[index], self._offsets[index])
+        return self._places[self._sharded.table.params[index]].window(self._reduced)
 
     def release(self) -> None:
         """The reducer still needs it."""
@@ -158,6 +159,7 @@ class WholeGradients:
         self._sharded = sharded
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
         self._side = side
+        self._places: dict[int, dict[Tensor, Place]] = {}  # of each bucket when it was first seen
         self._published: Sequence[tuple[int, int, int]] = ()  # parameter, place and version of its gradient
 
     def open(self, shows_final_layout: bool) -> None:
@@ -171,7 +173,11 @@ class WholeGradients:
     def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
         """Start the wrapped reduction."""
         future = self._wrapped(state, bucket)
-        return future, ReducedBucket(bucket.parameters(), future, self._sharded, self._side)
+        index, params = bucket.index(), bucket.parameters()
+        places = self._places.get(index)
+        if places is None or list(map(id, places)) != list(map(id, params)):
+            places = self._places[index] = places_in_bucket(params)
+        return future, ReducedBucket(places, future, self._sharded, self._side)
 
     def settle(self) -> None:
         """The reducer keeps all gradients."""

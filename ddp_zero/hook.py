@@ -154,6 +154,11 @@ class OverlapHook:
         self._matching = 0
         self._has_begun = False
         self._sharded.refresh(not self._join_is_on(), held=self._gradients.held())
+        if self._join_is_on() and self._gradients.held():
+            raise RuntimeError(
+                "Expected zero_grad() before every backward pass under Join with stage=2, got averaged gradients of an "
+                f"earlier one ({self.machine.where}): a rank that has joined cannot add to its own."
+            )
 
     def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
         known = self._compositions
@@ -350,10 +355,18 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
 
     Raises:
         TypeError: if it is no DDP model.
+        NotImplementedError: for a complex parameter.
         ValueError: if optimizer and model share no parameter, or not the same ranks.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
+    complex_params = [index for param, index in sharded.table.index_of.items() if param.is_complex()]
+    if complex_params:
+        raise NotImplementedError(
+            f"Expected real parameters, got {sharded.table.label(complex_params[0])} of dtype "
+            f"{sharded.table.params[complex_params[0]].dtype}: DDP hands hooks real views of complex buckets. Build "
+            "the optimizer with overlap_with_ddp=False and stage=1."
+        )
     if not any(param in sharded.table.index_of for param in ddp.parameters()):
         raise ValueError("Expected an optimizer over the parameters of this DDP model, got none in common.")
     if not sharded.comm.has_same_ranks(ddp.process_group):

@@ -95,6 +95,7 @@ class OverlapMachine:
     Attributes:
         phase: where the current iteration is.
         status: how far the plan has come.
+        where: how messages call this rank.
     """
 
     def __init__(self, lag: int | None, where: str) -> None:
@@ -103,7 +104,7 @@ class OverlapMachine:
         self.phase = Phase.REST
         self.status = OverlapStatus.UNINITIALIZED
         self._lag = lag
-        self._where = where
+        self.where = where
         self._user_calls_step = False
         self._backwards_since_step = 0
         self._clear()
@@ -126,7 +127,7 @@ class OverlapMachine:
             turn = {Phase.RUNNING: f"bucket {self._arrived}", Phase.REDUCED: "the end of backward"}
             expected = turn.get(self.phase, "bucket 0")
             raise RuntimeError(
-                f"Expected {expected} next, got bucket {bucket} ({self._where}, phase {self.phase.name}). If a "
+                f"Expected {expected} next, got bucket {bucket} ({self.where}, phase {self.phase.name}). If a "
                 "backward pass was interrupted, call opt.reset()."
             )
         self._arrived += 1
@@ -166,7 +167,7 @@ class OverlapMachine:
         if backwards > 1:
             raise RuntimeError(
                 f"Expected opt.step() after every backward pass or never, got it after {backwards}, each of which has "
-                f"updated the parameters ({self._where}). To accumulate gradients, run all but the last under "
+                f"updated the parameters ({self.where}). To accumulate gradients, run all but the last under "
                 "ddp.no_sync()."
             )
 
@@ -192,7 +193,7 @@ class OverlapMachine:
     def _start(self, regime: Regime) -> None:
         if self.phase is Phase.STEPPED and self._user_calls_step:
             raise RuntimeError(
-                f"Expected opt.step() before the next backward pass, got a second one ({self._where}); the first has "
+                f"Expected opt.step() before the next backward pass, got a second one ({self.where}); the first has "
                 "updated the parameters. To accumulate gradients, run all but the last under ddp.no_sync(); to get "
                 "gradients through this model without updating it, do the same or freeze it meanwhile."
             )
@@ -220,13 +221,13 @@ class OverlapMachine:
     def _change_status(self, status: OverlapStatus) -> None:
         if (self.status, status) not in _STATUS_CHANGES:
             raise RuntimeError(
-                f"Expected a legal change of status, got {self.status.name} to {status.name} ({self._where})."
+                f"Expected a legal change of status, got {self.status.name} to {status.name} ({self.where})."
             )
         self.status = status
 
     def _illegal(self, event: str, expected: Phase) -> RuntimeError:
         return RuntimeError(
-            f"Expected phase {expected.name} at {event}, got {self.phase.name} ({self._where}). "
+            f"Expected phase {expected.name} at {event}, got {self.phase.name} ({self.where}). "
             + (
                 "No backward pass has stepped since: was forward run through the DDP model whose hook was registered "
                 "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()?"

@@ -18,6 +18,8 @@ Facts, measured on torch 2.13.0, on which the callers stand:
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,6 +42,11 @@ def after_the_reducer(callback: Callable[[], None]) -> None:
     """Call back at the end of this backward pass, when the reducer has published the gradients."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back at the end of this backward pass, before the reducer if its last bucket is not full yet."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def will_reduce(ddp: DistributedDataParallel) -> bool:
@@ -71,21 +78,37 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]
     ]
 
 
-def offsets_in_bucket(params: Sequence[Tensor], index_of: Mapping[Tensor, int]) -> dict[int, int]:
-    """Where each of our parameters starts in DDP's bucket, in elements; DDP lays them end to end."""
-    offsets, start = {}, 0
-    for param in params:
-        if param in index_of:
-            offsets[index_of[param]] = start
-        start += param.numel()
-    return offsets
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter's gradient lies in a 1-D tensor; fixed when the layout is made, as DDP fixes its own.
+
+    A parameter's strides may change later (``model.to(memory_format=...)``); those of its place do not.
+
+    Attributes:
+        offset: of its first element.
+        shape: the parameter's.
+        stride: the parameter's if it is dense; otherwise contiguous.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: Tensor, offset: int) -> "Place":
+        """A parameter's place at an offset, laid out as DDP does."""
+        like = param if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta")
+        return cls(offset, tuple(param.shape), tuple(like.stride()))
+
+    def window(self, flat: Tensor) -> Tensor:
+        """That part of a 1-D contiguous tensor."""
+        return flat.as_strided(self.shape, self.stride, int(flat.storage_offset()) + self.offset)
 
 
-def window(flat: Tensor, param: Tensor, offset: int) -> Tensor:
-    """A parameter's part of a 1-D tensor, laid out as DDP does: with its own strides if they are dense."""
-    if is_dense(param.shape, param.stride()):
-        return flat.as_strided(param.shape, param.stride(), int(flat.storage_offset()) + offset)
-    return flat[offset : offset + param.numel()].view(param.shape)
+def places_in_bucket(params: Sequence[Tensor]) -> dict[Tensor, Place]:
+    """Where DDP lays the parameters of a bucket: end to end."""
+    starts = accumulate((param.numel() for param in params), initial=0)
+    return {param: Place.of(param, start) for param, start in zip(params, starts, strict=False)}
 
 
 class BucketViews:
@@ -93,21 +116,21 @@ class BucketViews:
 
     Args:
         buffer: what ``bucket.buffer()`` handed out.
-        offsets: where each parameter's gradient shall lie in memory of the bucket's size, in elements.
-        earlier: the same bucket's views, captured with other offsets.
+        places: where each parameter's gradient shall lie in memory of the bucket's size.
+        earlier: the same bucket's views, captured with other places.
 
     Attributes:
         buffer: as given.
         flat: where the reducer writes now, 1-D; None while that is memory of its own.
         scratch: the memory that ``flat`` is a part of.
-        offsets: as given.
+        places: as given.
     """
 
-    def __init__(self, buffer: Tensor, offsets: Mapping[Tensor, int], earlier: "BucketViews | None" = None) -> None:
+    def __init__(self, buffer: Tensor, places: Mapping[Tensor, Place], earlier: "BucketViews | None" = None) -> None:
         self.flat: Tensor | None = None
         self.scratch: Tensor | None = None
         self.buffer = buffer
-        self.offsets = offsets
+        self.places = places
         self._views: dict[Tensor, Tensor] = {} if earlier is None else earlier._views
 
     def capture(self, param: Tensor, view: Tensor) -> None:
@@ -151,7 +174,7 @@ class BucketViews:
     def window(self, param: Tensor) -> Tensor:
         """Where a parameter's gradient lies in the memory that the reducer writes to."""
         assert self.flat is not None, "asked only once the bucket was pointed somewhere"
-        return window(self.flat, param, self.offsets[param])
+        return self.places[param].window(self.flat)
 
     def _point(self, param: Tensor, view: Tensor, flat: Tensor) -> None:
-        view.data = window(flat, param, self.offsets[param])
+        view.data = self.places[param].window(flat)

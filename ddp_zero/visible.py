@@ -1,5 +1,7 @@
 """What users see in ``param.grad`` between iterations of stage 2, and how it is taken up by the next backward pass."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,13 +16,19 @@ class VisibleGradients:
 
     Args:
         workshop: takes gradients that are carried over to the next sum.
+
+    Attributes:
+        taken: parameters whose averaged gradient was taken out for the sums of this iteration.
     """
 
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
         self._sharded = workshop.sharded
         self._shown = WeakTensorKeyDictionary()  # our tensors in param.grad: their exact sum, their version
+        self._showing: set[int] = set()  # parameters whose grad is one of ours, unless users have replaced it
+        self._hidden: set[int] = set()  # parameters whose `AbsentGradient` was taken out
         self._absent: dict[tuple[int, bool], AbsentGradient] = {}
+        self.taken: set[int] = set()
 
     def show(self, index: int, grad: Tensor, exact: Tensor | None = None) -> None:
         """Put an averaged gradient into ``param.grad``.
@@ -32,6 +40,7 @@ class VisibleGradients:
         """
         self._sharded.table.params[index].grad = grad
         self._shown[grad] = (exact, grad._version)
+        self._showing.add(index)
 
     def hide(self, index: int, was_consumed: bool) -> None:
         """Say in ``param.grad`` where the gradient is."""
@@ -41,8 +50,12 @@ class VisibleGradients:
         """Owners have changed."""
         self._absent.clear()
 
-    def take_out(self, will_be_reduced: bool) -> list[tuple[Tensor, Tensor]]:
+    def take_out(self, will_be_reduced: bool, is_view: Callable[[Tensor, Tensor], bool]) -> list[tuple[Tensor, Tensor]]:
         """Carry averaged gradients over to the next sums; what is left, as pairs of parameter and gradient.
+
+        Args:
+            will_be_reduced: whether this backward pass is meant to be reduced.
+            is_view: whether a parameter's gradient is the reducer's own view.
 
         Raises:
             RuntimeError: if a step has used up gradients that were not set to None since, or if averaged gradients
@@ -53,30 +66,66 @@ class VisibleGradients:
             grad = param.grad
             if grad is None:
                 continue
-            shown = None if isinstance(grad, AbsentGradient) else self._shown.get(grad)
             if isinstance(grad, AbsentGradient):
-                if grad.consumed:
-                    raise RuntimeError(
-                        f"Expected opt.step() and opt.zero_grad() before the next backward pass, got one while the "
-                        f"gradient of {table.label(index)} was not set to None ({self._where}). DDP would accumulate "
-                        "gradients, and the step inside backward has used up the first (stage 2). To accumulate, run "
-                        "all but the last backward pass in opt.accumulate() or ddp.no_sync()."
-                    )
-                param.grad = None
-            elif shown is not None:
-                exact, version = shown
-                carried[index] = grad if exact is None or grad._version != version else exact
-                param.grad = None
+                self._check_not_consumed(grad, index)
+                self._hidden.add(index)
+            elif index in self._showing and not is_view(param, grad):
+                carried[index] = self._exact(grad)
+                self.taken.add(index)
             else:
                 left.append((param, grad))
                 continue
+            param.grad = None
             if not will_be_reduced:
                 raise RuntimeError(
                     f"Expected no averaged gradients at a backward pass under ddp.no_sync(), got one for "
                     f"{table.label(index)} ({self._where}): this rank's own would be added to them. Call "
-                    "opt.zero_grad() before, or accumulate in opt.accumulate() instead of ddp.no_sync()."
+                    "opt.zero_grad(set_to_none=True) before, or accumulate in opt.accumulate() instead of "
+                    "ddp.no_sync()."
                 )
+        self._showing.clear()
         return left
+
+    def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
+        """No reduction came: averaged gradients are in ``param.grad`` again, with what was added to it meanwhile."""
+        for index, param in enumerate(self._sharded.table.params):
+            if param.grad is not None and is_view(param, param.grad):
+                continue  # of a reduction that is still to come
+            if index in self._hidden:
+                self.hide(index, was_consumed=False)
+            elif index in self._workshop.carried:
+                total = self._workshop.carried[index]
+                total = total if param.grad is None else total + param.grad
+                is_exact = total.dtype != param.dtype
+                self.show(index, total.to(param.dtype), total if is_exact else None)
+            else:
+                continue
+            self._hidden.discard(index)
+            self.taken.discard(index)
+            self._workshop.carried.pop(index, None)
+
+    def forget_taken(self) -> None:
+        """What was taken out is in the sums, or dropped."""
+        self._workshop.carried.clear()
+        self._hidden.clear()
+        self.taken.clear()
+
+    def _exact(self, grad: Tensor) -> Tensor:
+        """A shown gradient in the dtype of its sum, unless it was changed or replaced since."""
+        exact, version = self._shown.get(grad, (None, None))
+        if exact is None or grad._version != version or not torch.equal(exact.to(grad.dtype), grad):
+            return grad
+        kept: Tensor = exact
+        return kept
+
+    def _check_not_consumed(self, grad: AbsentGradient, index: int) -> None:
+        if grad.consumed:
+            raise RuntimeError(
+                f"Expected opt.step() and opt.zero_grad() before the next backward pass, got one while the gradient of "
+                f"{self._sharded.table.label(index)} was not set to None ({self._where}). DDP would accumulate "
+                "gradients, and the step inside backward has used up the first (stage 2). To accumulate, run all but "
+                "the last backward pass in opt.accumulate() or ddp.no_sync()."
+            )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
         key = (index, was_consumed)
@@ -93,8 +142,8 @@ class VisibleGradients:
                 owner = self._sharded.comm.name(self._sharded.binding.owners[index])
                 reason = (
                     f"Expected the gradient of {name}, got none: stage 2 keeps it on {owner} only (this is "
-                    f"{self._where}). opt.full_grad(param) gets it on every rank. A norm here would be that of a part "
-                    "of the model: opt.clip_grad_norm_(max_norm) clips by that of the whole."
+                    f"{self._where}). opt.zero_grad() drops it, opt.full_grad(param) gets it on every rank. A norm here "
+                    "would be that of a part of the model: opt.clip_grad_norm_(max_norm) clips by that of the whole."
                 )
             self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
         return self._absent[key]
@@ -117,8 +166,11 @@ def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
     statements = comm.all_gather_ints([int(grad is not None) + int(is_absent)])
     if statements[owner] == [0]:
         return None
-    if isinstance(grad, AbsentGradient) and statements[owner] == [2]:
-        grad.refuse()
+    if statements[owner] == [2]:
+        raise RuntimeError(
+            f"Expected the gradient of {sharded.table.label(index)}, got none: the step inside backward has used it up "
+            f"(stage 2, {comm.name(comm.group_rank)}). Build the optimizer with overlap_with_ddp=False to keep it."
+        )
     full = torch.empty_like(param) if is_absent or grad is None else grad.detach().clone()
     contiguous = full.contiguous()
     comm.send_to_all(contiguous, owner)

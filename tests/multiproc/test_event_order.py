@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_zero.collectives import Communicator
+from ddp_zero.grad_reduce import SegmentReduction
 from ddp_zero.param_sync import ParameterSync
 from ddp_zero.sharded_step import ShardedStep
-from tests.multiproc.cases import assert_identical, batches, build_overlapped_twins, optimizer_case
+from tests.multiproc.cases import assert_identical, at_stage, batches, build_overlapped_twins, optimizer_case
 from tests.multiproc.harness import Setup, run_ranks
 
 Event = tuple[Any, ...]
@@ -36,6 +37,10 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
     patches = [
         mock.patch.object(dist, "all_reduce", logged("reduce", dist.all_reduce, lambda t, **_: t.numel())),
         mock.patch.object(
+            SegmentReduction, "__init__", logged("reduce", SegmentReduction.__init__, lambda *a, **_: a[6][1])
+        ),
+        mock.patch.object(SegmentReduction, "wait", logged("sum", SegmentReduction.wait, lambda one: one._subject[1])),
+        mock.patch.object(
             ShardedStep, "step_bucket", logged("step", ShardedStep.step_bucket, lambda _, index, **__: index)
         ),
         mock.patch.object(ParameterSync, "start", logged("sync", ParameterSync.start, lambda _, b: b.index)),
@@ -54,9 +59,12 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
             patch.stop()
 
 
-def _train(setup: Setup, interleaved: bool, steps: int, pause: Callable[[str], None]) -> tuple[list[list[Event]], Any]:
+def _train(
+    setup: Setup, interleaved: bool, steps: int, pause: Callable[[str], None], stage: int = 1
+) -> tuple[list[list[Event]], Any]:
     """The events of each step, and the parameters at the end."""
-    twins = build_overlapped_twins(optimizer_case("SGD momentum"), interleaved=interleaved, bucket_cap_mb=0.0003)
+    with at_stage(stage):
+        twins = build_overlapped_twins(optimizer_case("SGD momentum"), interleaved=interleaved, bucket_cap_mb=0.0003)
     events: list[list[Event]] = []
     for inputs, targets in batches(setup.rank, steps):
         log: list[Event] = []
@@ -96,27 +104,52 @@ def test_event_order_is_the_literal_one() -> None:
     run_ranks(_literal_orders, 2)
 
 
+def _literal_orders_of_stage_2(setup: Setup) -> None:
+    for interleaved in (False, True):
+        events, _ = _train(setup, interleaved, 4, lambda _: None, stage=2)
+        visible = [[event for event in log if event[0] not in ("send", "move")] for log in events]
+        done, finish = ("backward done", None), ("finish", None)
+        reduces, sums, steps, syncs = ([(name, i) for i in range(4)] for name in ("reduce", "sum", "step", "sync"))
+        whole = [event for i in range(4) for event in (reduces[i], sums[i])]
+        stepped = [event for i in range(4) for event in (steps[i], syncs[i])]
+        assert visible[0] == [*whole[:2], finish, *stepped[:2], finish, done], visible[0]
+        assert visible[1] == [*whole, finish, *stepped, finish, done], visible[1]
+        expected = [reduces[0]]
+        for i in (1, 2, 3):  # the bucket before is summed, this one is sent, then that one is stepped
+            expected += [sums[i - 1], reduces[i], *([steps[i - 1], syncs[i - 1]] if interleaved else [])]
+        if interleaved:
+            expected += [sums[3], steps[3], syncs[3]]
+        else:
+            expected += [*stepped[:6], sums[3], *stepped[6:]]
+        assert visible[2] == visible[3] == [*expected, finish, done], visible[2]
+
+
+def test_event_order_of_stage_2_is_the_literal_one() -> None:
+    run_ranks(_literal_orders_of_stage_2, 2)
+
+
 SCHEDULES = 200
 
 
-def _under_random_delays(setup: Setup, interleaved: bool) -> int:
-    expected_events, expected_params = _train(setup, interleaved, 3, lambda _: None)
+def _under_random_delays(setup: Setup, interleaved: bool, stage: int) -> int:
+    expected_events, expected_params = _train(setup, interleaved, 3, lambda _: None, stage)
     assert any(event[0] == "send" for event in expected_events[2])
     for schedule in range(SCHEDULES // 2):
         generator = random.Random(1000 * schedule + setup.rank)
-        slow = random.Random(schedule).sample(["reduce", "step", "sync", "finish"], k=2)
+        slow = random.Random(schedule).sample(["reduce", "sum", "step", "sync", "finish"], k=2)
 
         def pause(name: str, generator: random.Random = generator, slow: list[str] = slow) -> None:
             if name in slow and generator.random() < 0.5:
                 time.sleep(generator.random() * 0.01)
 
-        events, params = _train(setup, interleaved, 3, pause)
+        events, params = _train(setup, interleaved, 3, pause, stage)
         assert events == expected_events, f"schedule {schedule}"
         assert_identical(expected_params, params, f"schedule {schedule}")
     return SCHEDULES // 2
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_delays_change_neither_order_nor_numbers(interleaved: bool) -> None:
-    done = run_ranks(_under_random_delays, 3, interleaved, timeout=240)
+def test_delays_change_neither_order_nor_numbers(interleaved: bool, stage: int) -> None:
+    done = run_ranks(_under_random_delays, 3, interleaved, stage, timeout=240)
     assert done == [SCHEDULES // 2] * 3

@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -615,7 +616,163 @@ def _undefined_gradients(setup: Setup) -> None:
         twins.train(setup, 6)
 
 
+def _accumulated_but_unused_in_the_last_pass(setup: Setup) -> None:
+    """Found by a review: what only an earlier pass has used is stepped all the same, in any bucket."""
+    for overlap, cap in product(BOTH, (0.0003, 25)):
+        torch.manual_seed(0)
+        twins = build_overlapped_twins(
+            MOMENTUM, model=Maybe(), overlap=overlap, bucket_cap_mb=cap, find_unused_parameters=True
+        )
+        everything, little = [True] * 5, [False, True, False, False, False]
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+            twins.zero_grad()
+            sums: list[Tensor | None] = [None] * 14
+            for used in (everything, little):
+                twins.plain.zero_grad()
+                nn.functional.mse_loss(twins.plain_model(inputs, used), targets).backward()
+                grads = [param.grad for param in twins.plain_model.parameters()]
+                sums = [
+                    total if grad is None else grad.clone() if total is None else total + grad
+                    for total, grad in zip(sums, grads, strict=True)
+                ]
+            for param, total in zip(twins.plain_model.parameters(), sums, strict=True):
+                param.grad = total
+            with twins.opt.accumulate():
+                nn.functional.mse_loss(twins.model(inputs, everything), targets).backward()
+            nn.functional.mse_loss(twins.model(inputs, little), targets).backward()
+            twins.plain.step()
+            twins.opt.step()
+            if step < 2:  # until DDP's layout is final, gradients add up before they are averaged
+                with torch.no_grad():
+                    for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
+                        torch.testing.assert_close(one, other)
+                        one.copy_(other)
+                twins.plain.load_state_dict(_whole_state(twins.opt, setup))
+            else:
+                assert_equal_models(twins.plain_model, twins.model, f"step {step}, overlap {overlap}, cap {cap}")
+
+
+def _whole_state(opt: ZeroRedundancyOptimizer, setup: Setup) -> dict[str, Any]:
+    """On every rank."""
+    state: dict[str, Any] = {}
+    for rank in range(setup.world_size):
+        opt.consolidate_state_dict(to=rank)
+        if setup.rank == rank:
+            state = copy.deepcopy(opt.state_dict())
+    return state
+
+
+def _first_used_when_the_plan_changes(setup: Setup) -> None:
+    """Found by a review: by one rank that is not its owner, in the iteration after another parameter was frozen."""
+    for overlap, branch in product(BOTH, range(5)):
+        torch.manual_seed(0)
+        twins = build_overlapped_twins(
+            MOMENTUM, model=Maybe(), overlap=overlap, bucket_cap_mb=0.0003, find_unused_parameters=True
+        )
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+            used = [step > 1 and index == branch and setup.rank == step % setup.world_size for index in range(5)]
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                optimizer.zero_grad()
+                next(model.parameters()).requires_grad_(step < 2)
+                nn.functional.mse_loss(model(inputs, used), targets).backward()
+                optimizer.step()
+            assert_equal_models(twins.plain_model, twins.model, f"step {step}, branch {branch}")
+
+
+def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
+    """Found by a review: between the backward pass and the step they leave averaged gradients as they were."""
+
+    def penalty(model: nn.Module) -> Tensor:
+        return 0.01 * torch.stack([param.square().sum() for param in model.parameters()]).sum()
+
+    for kind in ("penalty", "autograd.grad"):
+        twins = build_overlapped_twins(MOMENTUM, overlap=False)
+        for inputs, targets in batches(setup.rank, 6):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                optimizer.zero_grad()
+                _loss(model, inputs, targets).backward()
+                if kind == "penalty":
+                    penalty(model).backward()
+                else:
+                    grads = torch.autograd.grad(penalty(model), list(model.parameters()))
+                    assert all(torch.equal(g, 0.02 * p) for g, p in zip(grads, model.parameters(), strict=True))
+                optimizer.step()
+            for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
+                if _owns(twins.opt, other):
+                    assert_identical(one.grad, other.grad, "gradient")
+            assert_equal_models(twins.plain_model, twins.model, kind)
+        twins.zero_grad()
+        assert all(not pool.statistics.held_bytes or pool._lent == 0 for pool in _pools(twins.opt))
+
+
 # Changes while training
+
+
+def _strides_changed(setup: Setup) -> None:
+    """Found by a review: ``model.to(memory_format=...)`` in mid-training."""
+    warnings.simplefilter("ignore")  # DDP says that its buckets keep the old strides
+    for stage, overlap in ((1, True), (2, True), (2, False)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 2), nn.Flatten(), nn.Linear(16, 3))
+        with at_stage(stage):
+            twins = build_overlapped_twins(
+                MOMENTUM, model=model, overlap=overlap, as_views=overlap, gradient_as_bucket_view=stage == 2
+            )
+        data = torch.Generator().manual_seed(setup.rank)
+        for step in range(8):
+            inputs, targets = torch.randn(2, 3, 5, 5, generator=data), torch.randn(2, 3, generator=data)
+            for one, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                optimizer.zero_grad()
+                if step == 4:
+                    one.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                _loss(one, inputs, targets).backward()
+                optimizer.step()
+            assert_equal_models(twins.plain_model, twins.model, f"step {step}, overlap {overlap}")
+
+
+def _gradients_replaced_by_the_user(setup: Setup) -> None:
+    """Found by a review: another tensor in ``param.grad`` of the owner is accumulated on as the one before."""
+    twins = build_overlapped_twins(MOMENTUM, overlap=False)
+    twins.train(setup, 3)
+    twins.zero_grad()
+    data = list(batches(setup.rank, 2, seed=4))
+    _loss(twins.model, *data[0]).backward()
+    for param in twins.model.parameters():
+        if param.grad is not None and not isinstance(param.grad, AbsentGradient):
+            param.grad = param.grad * 0.5
+    _loss(twins.model, *data[1]).backward()
+    grads = []
+    for inputs, targets in data:
+        twins.plain.zero_grad()
+        _loss(twins.plain_model, inputs, targets).backward()
+        grads.append([param.grad.clone() for param in twins.plain_model.parameters() if param.grad is not None])
+    for param, first, second in zip(twins.plain_model.parameters(), *grads, strict=True):
+        param.grad = first * 0.5 + second
+    twins.plain.step()
+    twins.opt.step()
+    assert_equal_models(twins.plain_model, twins.model, "after a replaced gradient")
+
+    layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    ddp = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+    opt = shard_optimizer(ddp, torch.optim.SGD, stage=2, overlap=False, lr=0.0)
+    for _ in range(5):
+        if layer.weight.grad is not None and not isinstance(layer.weight.grad, AbsentGradient):
+            layer.weight.grad.data.zero_()  # counts no version
+        elif layer.weight.grad is not None:
+            layer.weight.grad.zero_()
+        ddp(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert torch.equal(opt.full_grad(layer.weight), torch.ones(4, 4, dtype=torch.bfloat16))  # type: ignore[arg-type]
+
+
+def _the_module_outlives_its_wrapper(setup: Setup) -> None:
+    twins = build_overlapped_twins(MOMENTUM)
+    twins.train(setup, 3)
+    twins.zero_grad()
+    module = twins.model.module
+    del twins.model
+    gc.collect()
+    _loss(module, *next(batches(setup.rank, 1))).backward()
+    assert all(param.grad is not None for param in module.parameters())
 
 
 def _frozen_and_thawed(setup: Setup) -> None:
@@ -716,6 +873,12 @@ def _misuse_is_told(setup: Setup) -> None:
     whole = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, stage=2, lr=0.1)
     with pytest.raises(RuntimeError, match=r"stage=2, got none.*hook_with_zero_step\(None"):
         whole.step()
+    with pytest.raises(TypeError, match="at least 16 bits"):
+        shard_optimizer(ddp, torch.optim.SGD, stage=2, grad_comm_dtype=torch.float8_e4m3fn, lr=0.1)
+    for stage in (1, 2):
+        complex_model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64)) for _ in range(2)])
+        with pytest.raises(NotImplementedError, match=r"Expected real parameters.*complex64.*overlap_with_ddp=False"):
+            shard_optimizer(DistributedDataParallel(complex_model, **views), torch.optim.SGD, stage=stage, lr=0.1)
     sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), **views)
     shard_optimizer(sparse, torch.optim.SGD, stage=2, lr=0.1)
     with pytest.raises(NotImplementedError, match=r"sparse one for parameter 0 'module.0.weight'"):
@@ -828,7 +991,13 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_mixed_dtypes, (2, 3)),
     (_options_of_the_reduction, (2, 3)),
     (_any_parameters_unused, (2, 3)),
+    (_accumulated_but_unused_in_the_last_pass, (2, 3)),
+    (_first_used_when_the_plan_changes, (2, 3)),
+    (_passes_that_ddp_does_not_reduce, (2, 3)),
     (_undefined_gradients, (2,)),
+    (_strides_changed, (2,)),
+    (_gradients_replaced_by_the_user, (2, 3)),
+    (_the_module_outlives_its_wrapper, (2,)),
     (_frozen_and_thawed, (2, 3)),
     (_frozen_before_the_first_step, (2,)),
     (_a_group_added, (2, 3)),

@@ -1,0 +1,104 @@
+"""The reduce-scatter of unequal slices: any sizes, dtypes and room, always the sum in rank order, bit for bit."""
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_zero import collectives, grad_reduce
+from ddp_zero.collectives import Communicator
+from ddp_zero.grad_reduce import SegmentReduction, room_numel, sum_dtype, sum_whole
+from tests.multiproc.harness import Setup, run_ranks
+
+
+def _expected(mine: Tensor) -> Tensor:
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    total = parts[0].to(sum_dtype(mine.dtype))
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _random_reductions(setup: Setup) -> int:
+    comm = Communicator(None)
+    everywhere = random.Random(0)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+    for trial in range(40):
+        sizes = [everywhere.choice([0, 0, 1, 3, 50, 1000]) for _ in range(setup.world_size)]
+        numel, dtype = sum(sizes), everywhere.choice(dtypes)
+        chunk = everywhere.choice([512, 4 << 20])
+        whole = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(100 * trial + setup.rank))
+        expected = _expected(whole)
+        parts = list(whole.split(sizes))
+        start = sum(sizes[: setup.rank])
+        own = parts[setup.rank]
+        out = own if sum_dtype(dtype) == dtype else torch.empty(own.numel(), dtype=sum_dtype(dtype))
+        needed = room_numel(sizes, comm.group_rank)
+        assert needed <= max(numel, setup.world_size - 1), "never more than the bucket"
+        with mock.patch.object(collectives, "_CHUNK_BYTES", chunk):
+            room = torch.empty(needed, dtype=dtype)
+            reduction = SegmentReduction(comm, whole, parts, out, room, (7, trial), limit=numel)
+            result = reduction.wait()
+        assert torch.equal(result, expected[start : start + sizes[setup.rank]]), f"trial {trial}: {sizes} {dtype}"
+        assert result.data_ptr() == out.data_ptr()
+        assert reduction.wait() is result or not sizes[setup.rank], "asked twice"
+    return 40
+
+
+def _whole_sums(setup: Setup) -> int:
+    comm = Communicator(None)
+    for trial, (numel, dtype) in enumerate(
+        (numel, dtype) for numel in (0, 1, 2, 5, 4097) for dtype in (torch.float32, torch.bfloat16)
+    ):
+        whole = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(10 * trial + setup.rank))
+        expected = (_expected(whole) * 0.5).to(dtype)
+        with mock.patch.object(grad_reduce, "_WHOLE_ROOM_BYTES", 64):
+            sum_whole(comm, whole, (3, trial), comm_dtype=None, after=0.5)
+        assert torch.equal(whole, expected), f"{numel} {dtype}"
+    rounded = torch.full((10,), 1.0 + 2**-12)
+    sum_whole(comm, rounded, (3, 99), comm_dtype=torch.bfloat16, after=1.0)
+    assert torch.equal(rounded, torch.full((10,), float(setup.world_size))), "lost on the wire"
+    return 10
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_sums_in_rank_order(world_size: int) -> None:
+    assert run_ranks(_random_reductions, world_size) == [40] * world_size
+    assert run_ranks(_whole_sums, world_size) == [10] * world_size
+
+
+def _without_direct_messages(setup: Setup) -> None:
+    comm = Communicator(None)
+    comm._backends = {"cpu": "another backend"}
+    whole = torch.arange(10.0) * (setup.rank + 1)
+    parts = list(whole.split([3, 7]))
+    expected = (torch.arange(10.0) * 3).split([3, 7])[setup.rank]
+    out = parts[setup.rank].clone()
+    reduction = SegmentReduction(comm, whole, parts, out, whole.new_empty(0), (1, 1), limit=10)
+    assert torch.equal(reduction.wait(), expected)
+    whole = torch.arange(10.0) * (setup.rank + 1)
+    sum_whole(comm, whole, (1, 2), None, 1.0)
+    assert torch.equal(whole, torch.arange(10.0) * 3)
+
+
+def test_backends_without_direct_messages_sum_all_the_same() -> None:
+    run_ranks(_without_direct_messages, 2)
+
+
+def _ranks_that_disagree(setup: Setup) -> None:
+    """Another bucket matches no message: an error when the group's time-out passes, never the wrong bytes."""
+    comm = Communicator(None)
+    whole = torch.ones(8)
+    parts = list(whole.split(4))
+    reduction = SegmentReduction(comm, whole, parts, parts[setup.rank], torch.empty(4), (1, setup.rank), limit=8)
+    with pytest.raises(RuntimeError, match=rf"Expected rank {1 - setup.rank} .*the reduction of bucket {setup.rank}"):
+        reduction.wait()
+    reduction.abandon()
+
+
+def test_ranks_that_disagree_about_the_bucket_are_told() -> None:
+    run_ranks(_ranks_that_disagree, 2, group_timeout=3)
