@@ -143,7 +143,7 @@ class VisibleGradients:
                 reason = (
                     f"Expected the gradient of {name}, got none: stage 2 keeps it on {owner} only (this is "
                     f"{self._where}). opt.zero_grad() drops it, opt.full_grad(param) gets it on every rank. A norm "
-                    "here would be that of a part of the model: opt.clip_grad_norm_(max_norm) clips by that of the whole."
+                    "here would be that of a part of the model; opt.clip_grad_norm_(max_norm) knows that of all."
                 )
             self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
         return self._absent[key]
