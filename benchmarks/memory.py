@@ -5,8 +5,12 @@
 
 Every mode trains the same model on the same data from the same seed on Gloo ranks of this machine. A rank notes its
 resident memory when the library is imported and the group is formed, before there is a model: the baseline. The peak is
-the kernel's high-water mark of resident memory, over all steps and from the third step on, less the baseline. What
-gradients need in stage 2 by formula is printed beside it: (lag + 2) buckets, with a lag of 1.
+the kernel's high-water mark of resident memory, over all steps and from the third step on, less the baseline. Beside
+it stands what parameters, state and gradients need by formula from then on: in stage 2 three buckets, and the rank's
+shard where the step waits for the end of backward.
+
+Memory that is freed goes back to the kernel at once (glibc's ``MALLOC_MMAP_THRESHOLD_`` is set to 1 MiB), so that what
+is resident is what is in use. ``--keep-malloc`` leaves glibc as it is; it then keeps some of what is freed.
 """
 
 import json
@@ -33,6 +37,7 @@ from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 2048  # a layer of it is 16 MiB in fp32
 MIB = 2**20
+BUCKET_BYTES = 32 * MIB  # DDP's default of 25 MiB, filled up by layers of 16
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 FIRST_STEPS = 2  # in which DDP shows its buckets
 
@@ -128,17 +133,26 @@ def state_bytes(optimizer: Optimizer) -> int:
     )
 
 
+def gradients(mode: str, rank: dict[str, Any]) -> int:
+    """Bytes that gradients need from the third step on, by formula."""
+    whole: int = rank["parameters"]
+    if "stage 2" not in mode:
+        return whole
+    buckets = 3 * BUCKET_BYTES
+    return buckets + (rank["own state"] // 2 if "after backward" in mode else 0)
+
+
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown: one row per mode; MiB of the rank that needs most."""
     rows = [
-        "| mode | peak over the whole run | peak from the third step | parameters + own state |",
+        "| mode | peak over the whole run | peak from the third step | by formula: parameters + state + gradients |",
         "| --- | --- | --- | --- |",
     ]
     for mode, ranks in found.items():
         cells = [
             max(rank["whole run"] for rank in ranks),
             max(rank["from the third step"] for rank in ranks),
-            max(rank["parameters"] + rank["own state"] for rank in ranks),
+            max(rank["parameters"] + rank["own state"] + gradients(mode, rank) for rank in ranks),
         ]
         rows.append(f"| {mode} | {' | '.join(f'{cell / MIB:.0f}' for cell in cells)} |")
     return "\n".join(rows)
@@ -150,7 +164,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16, help="of 16 MiB each")
     parser.add_argument("--steps", type=int, default=4, help="after the first two")
+    parser.add_argument("--keep-malloc", action="store_true", help="leave glibc's allocator as it is")
     options = parser.parse_args()
+    if not options.keep_malloc:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     if not Path("/proc/self/clear_refs").exists():
         parser.error("Expected Linux, whose /proc/self/clear_refs resets the peak of resident memory.")
     found: dict[str, list[dict[str, Any]]] = {}
@@ -172,7 +189,7 @@ def main() -> None:
     text = "\n".join([*(f"- {fact}" for fact in facts), "", table(found), ""])
     print(text)
     RESULTS.mkdir(exist_ok=True)
-    stem = f"memory-{options.ranks}ranks"
+    stem = f"memory-{options.ranks}ranks{'-keep-malloc' if options.keep_malloc else ''}"
     (RESULTS / f"{stem}.md").write_text(text)
     (RESULTS / f"{stem}.json").write_text(json.dumps({"facts": facts, "found": found}, indent=1) + "\n")
 

@@ -68,6 +68,15 @@ MODES: dict[str, tuple[bool, Callable[[DistributedDataParallel], Optimizer]]] = 
     "ddp_zero standalone": (True, standalone),
     "ddp_zero overlapped": (True, lambda ddp: shard_optimizer(ddp, AdamW, **OPTIONS)),
     "ddp_zero interleaved": (True, lambda ddp: shard_optimizer(ddp, AdamW, interleaved=True, **OPTIONS)),
+    "ddp_zero stage 2": (True, lambda ddp: shard_optimizer(ddp, AdamW, stage=2, **OPTIONS)),
+    "ddp_zero stage 2, after the last bucket": (
+        True,
+        lambda ddp: shard_optimizer(ddp, AdamW, stage=2, interleaved=False, **OPTIONS),
+    ),
+    "ddp_zero stage 2, step after backward": (
+        True,
+        lambda ddp: shard_optimizer(ddp, AdamW, stage=2, overlap=False, **OPTIONS),
+    ),
 }
 
 

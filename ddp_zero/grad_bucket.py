@@ -167,14 +167,14 @@ class ReducedSegment:
         self._workshop = workshop
         self._scratch: Tensor | None = scratch
         self._rooms: list[Tensor] = []
-        self._is_summed = False
         self._sum: Tensor | None = None
-        self._reduction = self._start(layout.flat(scratch))
+        self._reduction: SegmentReduction | None = self._start(layout.flat(scratch))
 
     def _start(self, flat: Tensor) -> SegmentReduction:
         workshop, layout = self._workshop, self.layout
         comm, options = workshop.comm, workshop.options
-        flat.mul_(1.0 / workshop.predivide_factor)
+        if workshop.predivide_factor != 1:
+            flat.mul_(1.0 / workshop.predivide_factor)
         start, stop = layout.ranges[comm.group_rank]
         wire = flat
         if options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize:
@@ -196,7 +196,7 @@ class ReducedSegment:
 
     def wait(self) -> None:
         """Block until the sum is there, with what had been accumulated before."""
-        if self._is_summed:
+        if self._reduction is None:
             return
         workshop = self._workshop
         with workshop.side.running(self.layout.device), label("wait_reduce", bucket=self.layout.index):
@@ -210,7 +210,7 @@ class ReducedSegment:
         for room in self._rooms:
             workshop.rooms.give_back(room)
         self._rooms.clear()
-        self._is_summed = True
+        self._reduction = None  # it holds on to memory
 
     def keep(self) -> None:
         """Free the scratch, for a step that comes later."""
@@ -243,13 +243,13 @@ class ReducedSegment:
 
     def abandon(self) -> None:
         """After an error: peers may still read and write what this bucket uses."""
-        if not self._is_summed:
+        if self._reduction is not None:
             self._reduction.abandon()
 
     @property
     def is_summed(self) -> bool:
         """Whether it was waited for."""
-        return self._is_summed
+        return self._reduction is None
 
     def _lend_room(self, nbytes: int) -> Tensor:
         self._rooms.append(self._workshop.rooms.lend(nbytes, self.layout.device))

@@ -40,7 +40,8 @@ class SideStream:
     def leave(self, tensor: Tensor) -> None:
         """Everything issued so far is the last that uses this tensor's memory, until `wait_for`."""
         if tensor.device.type != "cpu":
-            self._last_use[id(tensor)] = torch.accelerator.current_stream(tensor.device).record_event()
+            current = torch.accelerator.current_stream(tensor.device)
+            self._last_use[id(tensor)] = self._streams.get(tensor.device, current).record_event()
 
     def wait_for(self, tensor: Tensor) -> None:
         """The current stream waits for the last use of this tensor's memory."""

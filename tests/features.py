@@ -21,6 +21,11 @@ DEAD = _HERE + "test_misuse.py::test_the_others_raise_within_the_time_out_and_na
 OVERLAP = _HERE + "test_overlap_parity.py::test_overlap_parity"
 SITUATIONS = _HERE + "test_overlap.py::test_overlap"
 DELAYS = _HERE + "test_event_order.py::test_delays_change_neither_order_nor_numbers"
+_STAGE_2 = _HERE + "test_stage2.py::"
+SITUATIONS_2 = _STAGE_2 + "test_what_holds_for_stage_1_holds_for_stage_2"
+MEMORY_2 = _STAGE_2 + "test_a_step_holds_three_bucket_buffers_and_its_own_shard_only_where_the_step_waits"
+WIRE_2 = _STAGE_2 + "test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes"
+STAGE_2 = _STAGE_2 + "test_stage_2"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 FEATURES: list[tuple[str, str, str]] = [
@@ -45,8 +50,26 @@ FEATURES: list[tuple[str, str, str]] = [
         SITUATIONS,
     ),
     ("... with the same order of messages under 200 random delay schedules", "yes", DELAYS),
+    ("Stage 2: bit-equal to DDP at 2 ranks; at 3 and 4 to DDP with a sum in rank order", "yes", OVERLAP),
+    (
+        "... in the situations of stage 1: Join, `no_sync`, static graph, checkpointing, `torch.compile`",
+        "yes",
+        SITUATIONS_2,
+    ),
+    (
+        "... gradients need three buffers of the largest bucket, and the rank's shard where the step waits",
+        "yes",
+        MEMORY_2,
+    ),
+    ("... a step sends 2 (N - 1)/N of the parameter bytes per rank", "yes", WIRE_2),
+    (
+        "... `accumulate()`, `full_grad`, `clip_grad_norm_`, bf16 gradients on the wire, unused parameters",
+        "yes",
+        STAGE_2,
+    ),
+    ("... a norm of a part of the gradients is refused, with the remedy", "yes", STAGE_2),
     ("LBFGS, sparse gradients", "no: clear error", MISUSE),
-    ("Stage 2 (gradients sharded)", "no", ""),
+    ("Complex parameters with overlap or stage 2", "no: clear error", STAGE_2),
     ("NCCL, CUDA", "never run yet", CUDA),
 ]
 

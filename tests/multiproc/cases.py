@@ -142,6 +142,16 @@ def batches(rank: int, steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Tens
         yield torch.randn(6, 8, generator=generator), torch.randn(6, 3, generator=generator)
 
 
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss that tests train with."""
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def assert_overlapped(opt: ZeroRedundancyOptimizer) -> None:
+    """The last iteration stepped as its buckets arrived, with the final plan."""
+    assert "regime: overlapped (INITIALIZED" in opt.explain(), opt.explain()
+
+
 def split_groups(model: nn.Module, groups: int) -> Groups:
     """The model's parameters in one group, or in two with options of their own."""
     params = list(model.parameters())

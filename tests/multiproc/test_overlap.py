@@ -28,9 +28,12 @@ from tests.multiproc.cases import (
     Twins,
     assert_equal_models,
     assert_identical,
+    assert_overlapped,
+    at_stage,
     batches,
     build_model,
     build_overlapped_twins,
+    loss_of,
     optimizer_case,
 )
 from tests.multiproc.harness import Setup, run_ranks
@@ -39,14 +42,6 @@ ADAMW = optimizer_case("AdamW foreach")
 SGD = optimizer_case("SGD")
 MOMENTUM = optimizer_case("SGD momentum")
 BOTH = (False, True)
-
-
-def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.mse_loss(model(inputs), targets)
-
-
-def _assert_overlapped(opt: ZeroRedundancyOptimizer) -> None:
-    assert "regime: overlapped (INITIALIZED" in opt.explain(), opt.explain()
 
 
 # Hooks
@@ -71,7 +66,7 @@ def _any_wrapped_hook(setup: Setup) -> None:
                 )
                 twins.train(setup, 6)
                 twins.assert_moved()
-                _assert_overlapped(twins.opt)
+                assert_overlapped(twins.opt)
 
 
 def _power_sgd(setup: Setup) -> None:
@@ -85,7 +80,7 @@ def _power_sgd(setup: Setup) -> None:
     )
     twins.train(setup, 6)
     twins.assert_moved()
-    _assert_overlapped(twins.opt)
+    assert_overlapped(twins.opt)
 
 
 def _buckets_of_any_size(setup: Setup) -> None:
@@ -98,7 +93,7 @@ def _buckets_of_any_size(setup: Setup) -> None:
             if not split:
                 assert all(sum(bool(segment.params) for segment in b.segments) == 1 for b in plan.buckets)
             assert f"{'bucket':>6}" in twins.opt.explain()
-            _assert_overlapped(twins.opt)
+            assert_overlapped(twins.opt)
 
 
 # Loops
@@ -113,16 +108,16 @@ def _no_sync_accumulates(setup: Setup) -> None:
             for model in (twins.plain_model, twins.model):
                 with model.no_sync():
                     for inputs, targets in data[first : first + 2]:
-                        _loss(model, inputs, targets).backward()
+                        loss_of(model, inputs, targets).backward()
             for param, old in zip(twins.model.parameters(), before, strict=True):
                 assert torch.equal(param, old)
             for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                _loss(model, *data[first + 2]).backward()
+                loss_of(model, *data[first + 2]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             assert_equal_models(twins.plain_model, twins.model, f"after {first}")
         twins.assert_moved()
-        _assert_overlapped(twins.opt)
+        assert_overlapped(twins.opt)
 
 
 def _step_may_be_left_out_and_gradients_kept(setup: Setup) -> None:
@@ -131,7 +126,7 @@ def _step_may_be_left_out_and_gradients_kept(setup: Setup) -> None:
             twins = build_overlapped_twins(MOMENTUM, gradient_as_bucket_view=bucket_view)
             for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
                 for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                    loss = _loss(model, inputs, targets)
+                    loss = loss_of(model, inputs, targets)
                     if step != 3:  # once, gradients of two steps add up, as with plain DDP
                         optimizer.zero_grad(set_to_none=set_to_none)
                     loss.backward()
@@ -150,7 +145,7 @@ def _closures(setup: Setup) -> None:
 
             def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
                 optimizer.zero_grad()
-                loss = _loss(model, inputs, targets)  # noqa: B023
+                loss = loss_of(model, inputs, targets)  # noqa: B023
                 loss.backward()
                 return loss
 
@@ -224,7 +219,7 @@ def _activation_checkpointing_and_tied_weights(setup: Setup) -> None:
             )
             twins.train(setup, 6)
             twins.assert_moved()
-            _assert_overlapped(twins.opt)
+            assert_overlapped(twins.opt)
 
 
 def _compiled(setup: Setup) -> None:
@@ -238,7 +233,7 @@ def _compiled(setup: Setup) -> None:
             optimizer.step()
         assert_equal_models(twins.plain_model, twins.model, "compiled")
     twins.assert_moved()
-    _assert_overlapped(twins.opt)
+    assert_overlapped(twins.opt)
 
 
 def _two_models_in_one_process(setup: Setup) -> None:
@@ -264,7 +259,7 @@ def _several_optimizers_on_one_model(setup: Setup) -> None:
     ddp.register_comm_hook(None, hook_with_zero_step(inner, ddp, opts[1]))
     for inputs, targets in batches(setup.rank, 5):
         for one, optimizers in ((plain_ddp, plain), (ddp, opts)):
-            _loss(one, inputs, targets).backward()
+            loss_of(one, inputs, targets).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -311,7 +306,7 @@ def _a_group_added_while_overlapped(setup: Setup) -> None:
         ddp.register_comm_hook(None, build(None, ddp, opt, True))
         twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in second])
         twins.train(setup, 4)
-        _assert_overlapped(opt)
+        assert_overlapped(opt)
         outside = [nn.Parameter(torch.ones(5)) for _ in range(2)]
         plain.add_param_group({"params": [*first[4:], outside[0]], "lr": 0.02})
         opt.add_param_group({"params": [*second[4:], outside[1]], "lr": 0.02})
@@ -319,7 +314,7 @@ def _a_group_added_while_overlapped(setup: Setup) -> None:
             param.grad = torch.full((5,), 0.5)
         for inputs, targets in batches(setup.rank, 4, seed=1):
             for one, optimizer in ((plain_ddp, plain), (ddp, opt)):
-                _loss(one, inputs, targets).backward()
+                loss_of(one, inputs, targets).backward()
                 optimizer.step()
                 for param in one.parameters():
                     param.grad = None
@@ -330,7 +325,7 @@ def _a_group_added_while_overlapped(setup: Setup) -> None:
         outside[1].requires_grad_(False).grad = None
         outside[0].requires_grad_(False).grad = None
         twins.train(setup, 2, seed=2)
-        _assert_overlapped(opt)
+        assert_overlapped(opt)
         twins.assert_moved()
 
 
@@ -392,7 +387,7 @@ def _one_epoch(setup: Setup, twins: Twins, steps: int, seed: int, calls_step: bo
         with Join(joinables):
             for inputs, targets in batches(setup.rank, steps, seed):
                 optimizer.zero_grad()
-                _loss(model, inputs, targets).backward()
+                loss_of(model, inputs, targets).backward()
                 if calls_step or optimizer is twins.plain:
                     optimizer.step()
                 if scheduler is not None:
@@ -423,14 +418,14 @@ def _a_hook_that_never_fires_is_told(setup: Setup) -> None:
     with pytest.raises(RuntimeError, match="register"):
         ddp.register_comm_hook(None, hook)
     inputs, targets = next(batches(setup.rank, 1))
-    _loss(model, inputs, targets).backward()  # past DDP
+    loss_of(model, inputs, targets).backward()  # past DDP
     with pytest.raises(RuntimeError, match=r"No backward pass has stepped.*forward run through the DDP model"):
         opt.step()
     with ddp.no_sync():
-        _loss(ddp, inputs, targets).backward()
+        loss_of(ddp, inputs, targets).backward()
     with pytest.raises(RuntimeError, match=r"outside ddp.no_sync"):
         opt.step()
-    _loss(ddp, inputs, targets).backward()
+    loss_of(ddp, inputs, targets).backward()
     opt.step()
     with pytest.raises(RuntimeError, match="got REST"):
         opt.step()
@@ -443,7 +438,7 @@ def _a_hook_on_the_wrong_model_is_told(setup: Setup) -> None:
     opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     other.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, opt))
     with pytest.raises(RuntimeError, match="parameters of another one"):
-        _loss(other, *next(batches(setup.rank, 1))).backward()
+        loss_of(other, *next(batches(setup.rank, 1))).backward()
 
 
 def _another_backward_before_the_step_is_told(setup: Setup) -> None:
@@ -451,13 +446,13 @@ def _another_backward_before_the_step_is_told(setup: Setup) -> None:
     twins.train(setup, 3)
     twins.zero_grad()
     inputs, targets = next(batches(setup.rank, 1))
-    _loss(twins.model, inputs, targets).backward()
+    loss_of(twins.model, inputs, targets).backward()
     with pytest.raises(RuntimeError, match=r"before the next backward pass.*no_sync"):
-        _loss(twins.model, inputs, targets).backward()
+        loss_of(twins.model, inputs, targets).backward()
 
     fresh = build_overlapped_twins(MOMENTUM)
     for _ in range(2):
-        _loss(fresh.model, inputs, targets).backward()
+        loss_of(fresh.model, inputs, targets).backward()
     with pytest.raises(RuntimeError, match="after every backward pass or never, got it after 2"):
         fresh.opt.step()
 
@@ -465,7 +460,7 @@ def _another_backward_before_the_step_is_told(setup: Setup) -> None:
 def _gradients_changed_too_late_are_told(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
-        _loss(twins.model, inputs, targets).backward()
+        loss_of(twins.model, inputs, targets).backward()
         if step == 2:
             nn.utils.clip_grad_norm_(twins.model.parameters(), 0.1)
             with pytest.raises(RuntimeError, match=r"parameter 0 \(group 0.*overlap_with_ddp=False"):
@@ -476,7 +471,7 @@ def _gradients_changed_too_late_are_told(setup: Setup) -> None:
 
     scaled = build_overlapped_twins(ADAMW)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(_loss(scaled.model, *next(batches(setup.rank, 1)))).backward()
+    scaler.scale(loss_of(scaled.model, *next(batches(setup.rank, 1)))).backward()
     with pytest.raises(RuntimeError, match="GradScaler"):
         scaler.step(scaled.opt)
 
@@ -523,7 +518,7 @@ class Fused(nn.Module):
 
 def _blow(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     with pytest.raises(ValueError, match="fuse"):
-        _loss(model, inputs, targets).backward()
+        loss_of(model, inputs, targets).backward()
 
 
 def _exceptions_leave_an_optimizer_that_can_go_on(setup: Setup) -> None:
@@ -553,7 +548,7 @@ def _exceptions_leave_an_optimizer_that_can_go_on(setup: Setup) -> None:
         twins.zero_grad()
         twins.train(setup, 4, seed=1)
         twins.assert_moved()
-        _assert_overlapped(twins.opt)
+        assert_overlapped(twins.opt)
 
 
 CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
@@ -591,16 +586,20 @@ def test_overlap(case: Callable[[Setup], None], world_size: int) -> None:
     run_ranks(case, world_size, group_timeout=30)
 
 
-def _in_a_subgroup(setup: Setup, members: list[int]) -> None:
+def _in_a_subgroup(setup: Setup, members: list[int], stage: int) -> None:
     group = dist.new_group(members)
-    if setup.rank not in members:
-        return
+    if setup.rank in members:
+        with at_stage(stage):
+            _train_in_a_group(setup, members, group)
+
+
+def _train_in_a_group(setup: Setup, members: list[int], group: Any) -> None:
     for interleaved in BOTH:
         for split in BOTH:
             twins = build_overlapped_twins(ADAMW, 2, process_group=group, interleaved=interleaved, split=split)
             twins.train(setup, 5)
             twins.assert_moved()
-            _assert_overlapped(twins.opt)
+            assert_overlapped(twins.opt)
     wrong = DistributedDataParallel(build_model(), process_group=group)
     if members != list(range(setup.world_size)):
         other = dist.new_group([setup.rank], use_local_synchronization=True)
@@ -611,6 +610,9 @@ def _in_a_subgroup(setup: Setup, members: list[int]) -> None:
             hook_with_zero_step(allreduce_hook, wrong, opt)
 
 
-@pytest.mark.parametrize(("members", "world_size"), [([2, 3], 4), ([1, 2], 3), ([0, 1], 2)])
-def test_overlap_in_groups_whose_ranks_are_not_those_of_the_job(members: list[int], world_size: int) -> None:
-    run_ranks(_in_a_subgroup, world_size, members)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("members", "world_size"), [([2, 3], 4), ([1, 2], 3), ([0, 1], 2), ([1, 2, 3], 4)])
+def test_overlap_in_groups_whose_ranks_are_not_those_of_the_job(
+    members: list[int], world_size: int, stage: int
+) -> None:
+    run_ranks(_in_a_subgroup, world_size, members, stage)

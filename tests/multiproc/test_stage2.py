@@ -30,26 +30,20 @@ from tests.multiproc.cases import (
     Twins,
     assert_equal_models,
     assert_identical,
+    assert_overlapped,
     at_stage,
     batches,
     build_model,
     build_overlapped_twins,
+    loss_of,
     optimizer_case,
     sum_in_rank_order,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
 
 ADAMW = optimizer_case("AdamW foreach")
 MOMENTUM = optimizer_case("SGD momentum")
 BOTH = (False, True)
-
-
-def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.mse_loss(model(inputs), targets)
-
-
-def _assert_overlapped(opt: ZeroRedundancyOptimizer) -> None:
-    assert "regime: overlapped (INITIALIZED" in opt.explain(), opt.explain()
 
 
 def _owns(opt: ZeroRedundancyOptimizer, param: Tensor) -> bool:
@@ -225,7 +219,7 @@ def _reference_step(twins: Twins, data: list[tuple[Tensor, Tensor]]) -> None:
     sums: list[Tensor] | None = None
     for inputs, targets in data:
         twins.plain.zero_grad()
-        _loss(twins.plain_model, inputs, targets).backward()
+        loss_of(twins.plain_model, inputs, targets).backward()
         grads = [param.grad.clone() for param in twins.plain_model.parameters() if param.grad is not None]
         sums = grads if sums is None else [one + other for one, other in zip(sums, grads, strict=True)]
     for param, total in zip(twins.plain_model.parameters(), sums or [], strict=True):
@@ -246,11 +240,11 @@ def _accumulate(setup: Setup) -> None:
             twins.opt.zero_grad()
             for inputs, targets in data[first : first + 2]:
                 with twins.opt.accumulate() if names_it or overlap else nullcontext():
-                    _loss(twins.model, inputs, targets).backward()
+                    loss_of(twins.model, inputs, targets).backward()
                 assert all(map(torch.equal, before, twins.model.parameters())), "a step was taken"
                 for param in twins.model.parameters():
                     assert isinstance(param.grad, AbsentGradient) is not _owns(twins.opt, param)
-            _loss(twins.model, *data[first + 2]).backward()
+            loss_of(twins.model, *data[first + 2]).backward()
             twins.opt.step()
             assert_equal_models(twins.plain_model, twins.model, f"accumulated from {first}")
         twins.assert_moved()
@@ -264,8 +258,8 @@ def _accumulate_from_the_start(setup: Setup) -> None:
         for first in range(0, 6, 2):
             _reference_step(twins, data[first : first + 2])
             with twins.opt.accumulate():
-                _loss(twins.model, *data[first]).backward()
-            _loss(twins.model, *data[first + 1]).backward()
+                loss_of(twins.model, *data[first]).backward()
+            loss_of(twins.model, *data[first + 1]).backward()
             twins.opt.step()
             twins.opt.zero_grad()
         for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
@@ -278,13 +272,13 @@ def _both_policies_equal_one_large_batch(setup: Setup) -> None:
     for policy in ("no_sync", "accumulate"):
         twins = build_overlapped_twins(MOMENTUM)
         for inputs, targets in batches(setup.rank, 6):
-            _loss(twins.plain_model, inputs, targets).backward()
+            loss_of(twins.plain_model, inputs, targets).backward()
             twins.plain.step()
             twins.plain.zero_grad()
             halves = list(zip(inputs.split(3), targets.split(3), strict=True))
             with twins.model.no_sync() if policy == "no_sync" else twins.opt.accumulate():
-                (_loss(twins.model, *halves[0]) / 2).backward()
-            (_loss(twins.model, *halves[1]) / 2).backward()
+                (loss_of(twins.model, *halves[0]) / 2).backward()
+            (loss_of(twins.model, *halves[1]) / 2).backward()
             twins.opt.step()
             twins.opt.zero_grad()
             for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
@@ -316,7 +310,7 @@ def _gradients_wait_for_the_step(setup: Setup) -> None:
         twins = build_overlapped_twins(ADAMW, overlap=False, **options)
         for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
             for model in (twins.plain_model, twins.model):
-                _loss(model, inputs, targets).backward()
+                loss_of(model, inputs, targets).backward()
             for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
                 if isinstance(other.grad, AbsentGradient):
                     assert not _owns(twins.opt, other)
@@ -343,7 +337,7 @@ def _a_partial_norm_is_refused(setup: Setup) -> None:
         twins.train(setup, 3)
         inputs, targets = next(batches(setup.rank, 1))
         twins.opt.zero_grad()
-        _loss(twins.model, inputs, targets).backward()
+        loss_of(twins.model, inputs, targets).backward()
         params = list(twins.model.parameters())
         remedy = "overlap_with_ddp=False" if overlap else r"keeps it on rank \d .*full_grad"
         grads = [param.grad for param in params if param.grad is not None]
@@ -372,7 +366,7 @@ def _clipping(setup: Setup) -> None:
         for inputs, targets in batches(setup.rank, 6):
             twins.zero_grad()
             for model in (twins.plain_model, twins.model):
-                _loss(model, inputs, targets).backward()
+                loss_of(model, inputs, targets).backward()
             expected = nn.utils.clip_grad_norm_(twins.plain_model.parameters(), largest, norm_type)
             assert_identical(expected, twins.opt.clip_grad_norm_(largest, norm_type), f"norm {norm_type}")
             twins.plain.step()
@@ -388,7 +382,7 @@ def _clipping_a_part(setup: Setup) -> None:
     assert twins.opt.clip_grad_norm_(1.0).item() == 0.0  # no gradients
     inputs, targets = next(batches(setup.rank, 1))
     for model in (twins.plain_model, twins.model):
-        _loss(model, inputs, targets).backward()
+        loss_of(model, inputs, targets).backward()
     parts = [list(model.parameters())[1:4] for model in (twins.plain_model, twins.model)]
     expected = nn.utils.clip_grad_norm_(parts[0], 0.01)
     assert_identical(expected, twins.opt.clip_grad_norm_(0.01, parameters=parts[1]), "norm of a part")
@@ -419,12 +413,12 @@ def _accumulated_across_a_change_of_what_is_trained(setup: Setup) -> None:
             twins.plain.zero_grad()
             for position, model in product((1, 4), (twins.plain_model, twins.model)):
                 list(model.parameters())[position].requires_grad_(step == 0)
-            _loss(twins.plain_model, inputs, targets).backward()
+            loss_of(twins.plain_model, inputs, targets).backward()
             for position, param in enumerate(twins.plain_model.parameters()):
                 total, grad = sums[position], param.grad
                 sums[position] = total if grad is None else grad.clone() if total is None else total + grad
             with twins.opt.accumulate() if step == 0 else nullcontext():
-                _loss(twins.model, inputs, targets).backward()
+                loss_of(twins.model, inputs, targets).backward()
         for total, param in zip(sums, twins.plain_model.parameters(), strict=True):
             param.grad = total
         twins.plain.step()
@@ -437,12 +431,12 @@ def _a_missing_zero_grad_is_told(setup: Setup) -> None:
     twins.train(setup, 3)
     inputs, targets = next(batches(setup.rank, 1))
     with pytest.raises(RuntimeError, match=r"Expected opt.step\(\) and opt.zero_grad\(\) before.*opt.accumulate\(\)"):
-        _loss(twins.model, inputs, targets).backward()
+        loss_of(twins.model, inputs, targets).backward()
 
     waiting = build_overlapped_twins(ADAMW, overlap=False)
     waiting.train(setup, 3)
     with waiting.model.no_sync(), pytest.raises(RuntimeError, match=r"no averaged gradients.*no_sync"):
-        _loss(waiting.model, inputs, targets).backward()
+        loss_of(waiting.model, inputs, targets).backward()
 
 
 def _without_zero_grad_gradients_add_up(setup: Setup) -> None:
@@ -454,13 +448,13 @@ def _without_zero_grad_gradients_add_up(setup: Setup) -> None:
         twins.opt.zero_grad()
         data = list(batches(setup.rank, 3, seed=3))
         for inputs, targets in data:
-            _loss(twins.model, inputs, targets).backward()
+            loss_of(twins.model, inputs, targets).backward()
         _reference_step(twins, data)
         twins.opt.step()
         assert_equal_models(twins.plain_model, twins.model, "three backward passes")
         twins.opt.zero_grad(set_to_none=set_to_none)
         _reference_step(twins, data[:1])
-        _loss(twins.model, *data[0]).backward()
+        loss_of(twins.model, *data[0]).backward()
         twins.opt.step()
         assert_equal_models(twins.plain_model, twins.model, "and one more")
 
@@ -690,7 +684,7 @@ def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
         for inputs, targets in batches(setup.rank, 6):
             for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
                 optimizer.zero_grad()
-                _loss(model, inputs, targets).backward()
+                loss_of(model, inputs, targets).backward()
                 if kind == "penalty":
                     penalty(model).backward()
                 else:
@@ -728,7 +722,7 @@ def _strides_changed(setup: Setup) -> None:
                 optimizer.zero_grad()
                 if step == 4:
                     one.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-                _loss(one, inputs, targets).backward()
+                loss_of(one, inputs, targets).backward()
                 optimizer.step()
             assert_equal_models(twins.plain_model, twins.model, f"step {step}, overlap {overlap}")
 
@@ -739,15 +733,15 @@ def _gradients_replaced_by_the_user(setup: Setup) -> None:
     twins.train(setup, 3)
     twins.zero_grad()
     data = list(batches(setup.rank, 2, seed=4))
-    _loss(twins.model, *data[0]).backward()
+    loss_of(twins.model, *data[0]).backward()
     for param in twins.model.parameters():
         if param.grad is not None and not isinstance(param.grad, AbsentGradient):
             param.grad = param.grad * 0.5
-    _loss(twins.model, *data[1]).backward()
+    loss_of(twins.model, *data[1]).backward()
     grads = []
     for inputs, targets in data:
         twins.plain.zero_grad()
-        _loss(twins.plain_model, inputs, targets).backward()
+        loss_of(twins.plain_model, inputs, targets).backward()
         grads.append([param.grad.clone() for param in twins.plain_model.parameters() if param.grad is not None])
     for param, first, second in zip(twins.plain_model.parameters(), *grads, strict=True):
         param.grad = first * 0.5 + second
@@ -774,7 +768,7 @@ def _the_module_outlives_its_wrapper(setup: Setup) -> None:
     module = twins.model.module
     del twins.model
     gc.collect()
-    _loss(module, *next(batches(setup.rank, 1))).backward()
+    loss_of(module, *next(batches(setup.rank, 1))).backward()
     assert all(param.grad is not None for param in module.parameters())
 
 
@@ -826,7 +820,7 @@ def _a_group_added(setup: Setup) -> None:
             ):
                 optimizer.zero_grad()
                 param.grad = torch.full((5,), 0.5)
-                _loss(model, inputs, targets).backward()
+                loss_of(model, inputs, targets).backward()
                 optimizer.step()
             assert_equal_models(twins.plain_model, twins.model, "after adding a group")
             assert_identical(outside[0], outside[1], "a parameter that DDP does not know")
@@ -844,7 +838,7 @@ def _one_line(setup: Setup) -> None:
     twins = Twins(plain_ddp, ddp, plain, opt, [p.detach().clone() for p in ddp.parameters()])
     twins.train(setup, 5)
     twins.assert_moved()
-    _assert_overlapped(opt)
+    assert_overlapped(opt)
     assert "stage 2" in opt.explain()
     opt.consolidate_state_dict()
     if setup.rank == 0:
@@ -898,7 +892,7 @@ def _a_backward_in_another_context_than_forward_is_told(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
     twins.opt.zero_grad()
-    loss = _loss(twins.model, *next(batches(setup.rank, 1)))
+    loss = loss_of(twins.model, *next(batches(setup.rank, 1)))
     with twins.model.no_sync(), pytest.raises(RuntimeError, match=r"backward\(\) outside ddp.no_sync"):
         loss.backward()
 
@@ -909,7 +903,7 @@ def _a_grad_scaler_is_told(setup: Setup) -> None:
         twins.train(setup, 3)
         twins.opt.zero_grad()
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(_loss(twins.model, *next(batches(setup.rank, 1)))).backward()
+        scaler.scale(loss_of(twins.model, *next(batches(setup.rank, 1)))).backward()
         with pytest.raises(RuntimeError, match="used it up.*overlap_with_ddp=False" if overlap else "keeps it on rank"):
             scaler.step(twins.opt)
 
@@ -977,6 +971,28 @@ def _nothing_is_kept_alive(setup: Setup) -> None:
     params[0].grad = None
     params[0].sum().backward()  # its tensor hook finds nobody
     assert params[0].grad is not None
+
+
+def _train_until_a_rank_dies(setup: Setup) -> str:
+    with at_stage(2):
+        twins = build_overlapped_twins(MOMENTUM, interleaved=True)
+    for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+        try:
+            if setup.rank == 1 and step == 4:
+                kill_this_process()
+            twins.opt.zero_grad()
+            loss_of(twins.model, inputs, targets).backward()
+            twins.opt.step()
+        except RuntimeError as error:
+            return str(error)
+    raise AssertionError(f"rank {setup.rank} never noticed")
+
+
+def test_a_dead_rank_is_named_by_the_others() -> None:
+    outcomes = run_ranks_to_end(_train_until_a_rank_dies, 3, group_timeout=5, timeout=60)
+    assert outcomes[1].killed
+    messages = [str(outcomes[rank].result or outcomes[rank].error) for rank in (0, 2)]
+    assert any("Expected rank 1 (global rank 1) to take part in the reduction of bucket 0" in m for m in messages)
 
 
 CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [

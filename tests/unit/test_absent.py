@@ -70,6 +70,7 @@ def test_no_property_leads_to_a_tensor_with_values() -> None:
     assert grad is not None
     names = [name for name in dir(Tensor) if type(getattr(Tensor, name)).__name__ in ("getset_descriptor", "property")]
     assert len(names) > 20
+    names.remove("volatile")  # only warns
     for name in names:
         try:
             value = getattr(grad, name)
