@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, bucket_memory, hook_with_zero_step, shard_optimizer
 from ddp_zero.absent import AbsentGradient
 from ddp_zero.bucket_memory import BucketMemory
 from ddp_zero.reducer import BucketViews
@@ -919,11 +919,13 @@ def _a_reducer_that_does_not_follow(setup: Setup) -> None:
 
     every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}]
     for overlap, options in product(BOTH, every_options):
-        with mock.patch.object(BucketViews, "point_at", point_at):
+        warning = mock.patch.object(bucket_memory.logger, "warning")
+        with mock.patch.object(BucketViews, "point_at", point_at), warning as told:
             twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
             twins.train(setup, 3)
             twins.train(setup, 4, seed=1)
             twins.assert_moved()
+        told.assert_called_once()
         memory = twins.opt._hook._gradients._memory  # type: ignore[union-attr]
         assert not memory.follows
         assert memory._freed
