@@ -543,6 +543,13 @@ def main() -> int:
         print(f"train_gpt.py: error: {error}", file=sys.stderr)
         return 2
     world = World.join()
+    if options.compare and options.optimizer == "zero2" and world.size > 2:
+        world.say(
+            "train_gpt.py: error: Expected at most 2 ranks for --optimizer zero2 --compare: at more, it sums in rank"
+        )
+        world.say("order, which is another order than DDP's. tests/multiproc/test_overlap_parity.py compares those.")
+        dist.destroy_process_group()
+        return 2
     try:
         return 0 if run(options, corpus, world) else 1
     finally:

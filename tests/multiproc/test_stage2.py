@@ -21,10 +21,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import ZeroRedundancyOptimizer, bucket_memory, hook_with_zero_step, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
 from ddp_zero.absent import AbsentGradient
 from ddp_zero.bucket_memory import BucketMemory
 from ddp_zero.reducer import BucketViews
+from ddp_zero.tracing import logger
 from tests.multiproc import test_overlap
 from tests.multiproc.cases import (
     Twins,
@@ -199,6 +200,31 @@ def test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes(world_size: int) -
         bound = 2 * (world_size - 1) / world_size * nbytes
         assert counted == pytest.approx(bound, rel=0.001)
         assert written == pytest.approx(bound, rel=0.01)
+
+
+def _wire_of_torchs_own(setup: Setup) -> tuple[int, int]:
+    from tests.multiproc.test_behaviour import _bytes_written
+
+    warnings.simplefilter("ignore")  # importing it warns about its TorchScript
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(16)))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1.5)
+    opt = TorchZero(ddp.parameters(), torch.optim.SGD, parameters_as_bucket_view=True, lr=0.01)
+    for step in range(4):
+        dist.barrier()
+        written = _bytes_written() if step == 3 else 0
+        ddp(torch.randn(1, 300)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return sum(param.nbytes for param in model.parameters()), _bytes_written() - written
+
+
+def test_torchs_own_sends_half_as_much_again() -> None:
+    """The other side of the comparison that the documentation makes."""
+    for nbytes, written in run_ranks(_wire_of_torchs_own, 2):
+        assert written == pytest.approx(1.5 * nbytes, rel=0.01)
 
 
 def _wire_in_bf16(setup: Setup) -> tuple[int, int, int]:
@@ -919,7 +945,7 @@ def _a_reducer_that_does_not_follow(setup: Setup) -> None:
 
     every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}]
     for overlap, options in product(BOTH, every_options):
-        warning = mock.patch.object(bucket_memory.logger, "warning")
+        warning = mock.patch.object(logger, "warning")
         with mock.patch.object(BucketViews, "point_at", point_at), warning as told:
             twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
             twins.train(setup, 3)
