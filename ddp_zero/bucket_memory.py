@@ -237,12 +237,13 @@ class BucketMemory:
         )
 
     def _has_other_layout(self, index: int) -> bool:
-        return self._views[index].places is not self.layouts[index].places
+        return index < len(self.layouts) and self._views[index].places is not self.layouts[index].places
 
     def _park(self) -> None:
         """Until its next iteration, each bucket shares one scratch with the others, and has no memory of its own."""
-        for index in self._views:
-            layout = self.layouts[index]
+        for index, layout in enumerate(self.layouts):
+            if index not in self._views:
+                continue
             views = BucketViews(self._views[index].buffer, layout.places, self._views[index])
             self._views[index] = views
             scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)

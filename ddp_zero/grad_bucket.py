@@ -208,6 +208,7 @@ class ReducedSegment:
                 if carried is not None:
                     self._window(index).add_(carried)
         for room in self._rooms:
+            workshop.side.leave(room)
             workshop.rooms.give_back(room)
         self._rooms.clear()
         self._reduction = None  # it holds on to memory
@@ -252,8 +253,10 @@ class ReducedSegment:
         return self._reduction is None
 
     def _lend_room(self, nbytes: int) -> Tensor:
-        self._rooms.append(self._workshop.rooms.lend(nbytes, self.layout.device))
-        return self._rooms[-1]
+        room = self._workshop.rooms.lend(nbytes, self.layout.device)
+        self._workshop.side.wait_for(room)
+        self._rooms.append(room)
+        return room
 
     def _window(self, index: int) -> Tensor:
         assert self._sum is not None, "asked before it is released"

@@ -196,8 +196,8 @@ class PartitionedGradients:
         self._memory.reset()
 
     def drop_carried(self) -> None:
-        """Forget what a backward pass that was not reduced has taken out."""
-        self._visible.forget_taken()
+        """Forget what was shown, and what a backward pass that was not reduced has taken out."""
+        self._visible.forget_all()
 
     def detach(self) -> None:
         """Take the tensor hooks off the parameters."""

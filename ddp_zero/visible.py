@@ -61,33 +61,29 @@ class VisibleGradients:
             RuntimeError: if a step has used up gradients that were not set to None since, or if averaged gradients
                 would be mixed with those of this rank alone.
         """
-        table, carried, left = self._sharded.table, self._workshop.carried, list[tuple[Tensor, Tensor]]()
-        for index, param in enumerate(table.params):
+        carried, left = self._workshop.carried, list[tuple[Tensor, Tensor]]()
+        for index, param in enumerate(self._sharded.table.params):
             grad = param.grad
             if grad is None:
                 continue
-            if isinstance(grad, AbsentGradient):
-                self._check_not_consumed(grad, index)
-                self._hidden.add(index)
-            elif index in self._showing and not is_view(param, grad):
-                carried[index] = self._exact(grad)
-                self.taken.add(index)
-            else:
+            is_ours = index in self._showing and not is_view(param, grad)
+            if not isinstance(grad, AbsentGradient) and not is_ours:
                 left.append((param, grad))
                 continue
+            self._check_may_be_taken(index, grad, will_be_reduced)
+            if isinstance(grad, AbsentGradient):
+                self._hidden.add(index)
+            else:
+                carried[index] = self._exact(grad)
+                self.taken.add(index)
             param.grad = None
-            if not will_be_reduced:
-                raise RuntimeError(
-                    f"Expected no averaged gradients at a backward pass under ddp.no_sync(), got one for "
-                    f"{table.label(index)} ({self._where}): this rank's own would be added to them. Call "
-                    "opt.zero_grad(set_to_none=True) before, or accumulate in opt.accumulate() instead of "
-                    "ddp.no_sync()."
-                )
         self._showing.clear()
         return left
 
     def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
         """No reduction came: averaged gradients are in ``param.grad`` again, with what was added to it meanwhile."""
+        if not self._hidden and not self._workshop.carried:
+            return
         for index, param in enumerate(self._sharded.table.params):
             if param.grad is not None and is_view(param, param.grad):
                 continue  # of a reduction that is still to come
@@ -110,6 +106,11 @@ class VisibleGradients:
         self._hidden.clear()
         self.taken.clear()
 
+    def forget_all(self) -> None:
+        """The user has dropped or zeroed every gradient: whatever is in ``param.grad`` from now on is this rank's."""
+        self.forget_taken()
+        self._showing.clear()
+
     def _exact(self, grad: Tensor) -> Tensor:
         """A shown gradient in the dtype of its sum, unless it was changed or replaced since."""
         exact, version = self._shown.get(grad, (None, None))
@@ -118,13 +119,20 @@ class VisibleGradients:
         kept: Tensor = exact
         return kept
 
-    def _check_not_consumed(self, grad: AbsentGradient, index: int) -> None:
-        if grad.consumed:
+    def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
+        name = self._sharded.table.label(index)
+        if isinstance(grad, AbsentGradient) and grad.consumed:
             raise RuntimeError(
                 f"Expected opt.step() and opt.zero_grad() before the next backward pass, got one while the gradient of "
-                f"{self._sharded.table.label(index)} was not set to None ({self._where}). DDP would accumulate "
-                "gradients, and the step inside backward has used up the first (stage 2). To accumulate, run all but "
-                "the last backward pass in opt.accumulate() or ddp.no_sync()."
+                f"{name} was not set to None ({self._workshop.where}). DDP would accumulate gradients, and the step "
+                "inside backward has used up the first (stage 2). To accumulate, run all but the last backward pass in "
+                "opt.accumulate() or ddp.no_sync()."
+            )
+        if not will_be_reduced:
+            raise RuntimeError(
+                f"Expected no averaged gradients at a backward pass under ddp.no_sync(), got one for {name} "
+                f"({self._workshop.where}): this rank's own would be added to them. Call "
+                "opt.zero_grad(set_to_none=True) before, or accumulate in opt.accumulate() instead of ddp.no_sync()."
             )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
@@ -135,22 +143,18 @@ class VisibleGradients:
             if was_consumed:
                 reason = (
                     f"Expected the gradient of {name}, got none: the step inside backward has used it up (stage 2, "
-                    f"{self._where}). To look at gradients, or to clip them before the step by "
+                    f"{self._workshop.where}). To look at gradients, or to clip them before the step by "
                     "opt.clip_grad_norm_(max_norm), build the optimizer with overlap_with_ddp=False."
                 )
             else:
                 owner = self._sharded.comm.name(self._sharded.binding.owners[index])
                 reason = (
                     f"Expected the gradient of {name}, got none: stage 2 keeps it on {owner} only (this is "
-                    f"{self._where}). opt.zero_grad() drops it, opt.full_grad(param) gets it on every rank. A norm "
-                    "here would be that of a part of the model; opt.clip_grad_norm_(max_norm) knows that of all."
+                    f"{self._workshop.where}). opt.zero_grad() drops it, opt.full_grad(param) gets it on every "
+                    "rank. A norm here would be that of a part; opt.clip_grad_norm_(max_norm) knows that of all."
                 )
             self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
         return self._absent[key]
-
-    @property
-    def _where(self) -> str:
-        return self._workshop.where
 
 
 def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:

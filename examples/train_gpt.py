@@ -545,9 +545,9 @@ def main() -> int:
     world = World.join()
     if options.compare and options.optimizer == "zero2" and world.size > 2:
         world.say(
-            "train_gpt.py: error: Expected at most 2 ranks for --optimizer zero2 --compare: at more, it sums in rank"
+            "train_gpt.py: error: Expected at most 2 ranks for --optimizer zero2 --compare: at more, zero2 sums in\n"
+            "rank order, which is another order than DDP's. tests/multiproc/test_overlap_parity.py compares those."
         )
-        world.say("order, which is another order than DDP's. tests/multiproc/test_overlap_parity.py compares those.")
         dist.destroy_process_group()
         return 2
     try:
