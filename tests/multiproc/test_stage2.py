@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.algorithms.join import Join
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
@@ -787,6 +788,40 @@ def _gradients_replaced_by_the_user(setup: Setup) -> None:
     assert torch.equal(opt.full_grad(layer.weight), torch.ones(4, 4, dtype=torch.bfloat16))  # type: ignore[arg-type]
 
 
+def _uneven_inputs_stepped_outside(setup: Setup) -> None:
+    every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}]
+    for case, options in product((MOMENTUM, ADAMW), every_options):
+        for inputs_of_rank in ((3, 0, 5), (5, 4, 1)):
+            twins = build_overlapped_twins(case, 2, overlap=False, **options)
+            steps = inputs_of_rank[setup.rank]
+            test_overlap._one_epoch(setup, twins, steps, seed=0, calls_step=True, scheduled=True)
+            assert_equal_models(twins.plain_model, twins.model, f"{case.name} {options} {inputs_of_rank}")
+            twins.assert_moved()
+
+
+def _gradients_kept_under_join(setup: Setup) -> str:
+    """A rank that has joined could not add to its own: told where the others would go on without it."""
+    with at_stage(2):
+        twins = build_overlapped_twins(MOMENTUM, overlap=False)
+    twins.train(setup, 3)
+    try:
+        with Join([twins.model, twins.opt]):
+            for inputs, targets in batches(setup.rank, 2 + setup.rank, seed=1):
+                loss_of(twins.model, inputs, targets).backward()
+                twins.opt.step()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("nobody was told")
+
+
+def test_gradients_kept_under_join_are_told() -> None:
+    outcomes = run_ranks_to_end(_gradients_kept_under_join, 2, group_timeout=5, timeout=60)
+    messages = [str(outcome.result or outcome.error) for outcome in outcomes]
+    assert any("Expected zero_grad() before every backward pass under Join with stage=2" in m for m in messages), (
+        messages
+    )
+
+
 def _the_module_outlives_its_wrapper(setup: Setup) -> None:
     twins = build_overlapped_twins(MOMENTUM)
     twins.train(setup, 3)
@@ -1044,6 +1079,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_undefined_gradients, (2,)),
     (_strides_changed, (2,)),
     (_gradients_replaced_by_the_user, (2, 3)),
+    (_uneven_inputs_stepped_outside, (3,)),
     (_the_module_outlives_its_wrapper, (2,)),
     (_frozen_and_thawed, (2, 3)),
     (_frozen_before_the_first_step, (2,)),
