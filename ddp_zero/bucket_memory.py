@@ -111,7 +111,10 @@ class BucketMemory:
         """See that all of a bucket is in its buffer; the views if it is not in DDP's order there."""
         views = self._views.get(index) if self.follows else None
         if views is not None:
-            self.point(index)
+            # Averages stay where they are until the iteration ends. Views that point where they pointed last, into the
+            # same scratch, would set them to zero for parameters that go unused.
+            for other in range(index, len(self.layouts)):
+                self.point(other)
             self._collect(self.layouts[index], buffer, has_landed=True)
         return views
 

@@ -700,6 +700,38 @@ def _first_used_when_the_plan_changes(setup: Setup) -> None:
             assert_equal_models(twins.plain_model, twins.model, f"step {step}, branch {branch}")
 
 
+class Skipped(nn.Module):
+    """All layers but the first can go unused; the others' buckets are reduced before that of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.others = nn.ModuleList([nn.Linear(8, 8) for _ in range(9)])
+
+    def forward(self, inputs: Tensor, uses_others: bool) -> Tensor:
+        hidden: Tensor = self.first(inputs)
+        for layer in self.others if uses_others else ():
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+def _a_rank_that_uses_little_when_the_plan_changes(setup: Setup) -> None:
+    """Found by a review: its buckets are averaged while the reducer still sets others to zero."""
+    for overlap, _ in product(BOTH, range(3)):
+        torch.manual_seed(0)
+        twins = build_overlapped_twins(
+            MOMENTUM, model=Skipped(), overlap=overlap, bucket_cap_mb=0.0002, find_unused_parameters=True
+        )
+        for step in range(5):
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + setup.rank))
+            for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                optimizer.zero_grad()
+                ddp.module.first.bias.requires_grad_(step < 3)
+                ddp(inputs, setup.rank == 1 or step < 2).square().mean().backward()
+                optimizer.step()
+            assert_equal_models(twins.plain_model, twins.model, f"step {step}, overlap {overlap}")
+
+
 def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
     """Found by a review: between the backward pass and the step they leave averaged gradients as they were."""
 
@@ -1075,6 +1107,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_any_parameters_unused, (2, 3)),
     (_accumulated_but_unused_in_the_last_pass, (2, 3)),
     (_first_used_when_the_plan_changes, (2, 3)),
+    (_a_rank_that_uses_little_when_the_plan_changes, (2, 3)),
     (_passes_that_ddp_does_not_reduce, (2, 3)),
     (_undefined_gradients, (2,)),
     (_strides_changed, (2,)),
