@@ -1,7 +1,8 @@
-"""Clipping by the norm of all gradients where a rank has only its own: one small collective, the same bits.
+"""Clipping by the norm of all gradients where a rank has only its own: one small collective.
 
 A parameter's gradient lies whole on its owner, so each owner computes the norms of its own, all ranks get all of them,
-and each combines them in the order of the parameters, as `torch.nn.utils.clip_grad_norm_` does on one rank.
+and each combines them in the order of the parameters, as `torch.nn.utils.clip_grad_norm_` does on one rank: to the same
+bits where all gradients have one dtype. (Of several, torch combines them dtype by dtype.)
 """
 
 from collections.abc import Sequence

@@ -200,10 +200,11 @@ class PartitionedGradients:
         self._visible.forget_all()
 
     def detach(self) -> None:
-        """Take the tensor hooks off the parameters."""
+        """Take the tensor hooks off the parameters, and what is ours out of their gradients."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._visible.drop()
 
     def describe(self) -> list[str]:
         """How much memory the buckets have needed."""
@@ -224,6 +225,7 @@ class PartitionedGradients:
         """Take out what earlier passes have left in ``param.grad``; have scratches for what may be copied at once."""
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
+            self._visible.drop()
             self._reduces = False
             return
         at_end_of_backward(self._end_backward)

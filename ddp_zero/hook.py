@@ -130,6 +130,18 @@ class OverlapHook:
         self._gradients.reset()
         self._sharded.binding.sync.abandon()
 
+    def check_complete(self) -> None:
+        """The user takes the step: see that no interrupted backward pass has left gradients out of ``param.grad``.
+
+        Raises:
+            RuntimeError: if one has.
+        """
+        if self._gradients.held():
+            raise RuntimeError(
+                f"Expected all averaged gradients in param.grad at opt.step(), got some that an interrupted backward "
+                f"pass has taken out ({self.machine.where}). Call opt.zero_grad(), or opt.reset() and start anew."
+            )
+
     def drop_carried(self) -> None:
         """The user has dropped the gradients."""
         self._gradients.drop_carried()

@@ -167,10 +167,11 @@ class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
         if self._overlaps:
             return self._join_overlapped_step(closure, kwargs)
         Join.notify_join_context(self)
-        if self._reduction is not None:
-            self._overlap()
+        hook = self._overlap() if self._reduction is not None else None
         sharded = self._sharded
         loss = sharded.begin(closure)
+        if hook is not None:
+            hook.check_complete()
         sharded.table.check_gradients()
         sharded.refresh(may_talk=not self._join_config.enable)
         if self._join_config.enable:

@@ -54,7 +54,7 @@ class ReachesGradients(Optimizer):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-        parameters: Iterable[Tensor] | None = None,
+        parameters: Tensor | Iterable[Tensor] | None = None,
     ) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, between backward and step. A collective in stage 2.
 
@@ -72,6 +72,7 @@ class ReachesGradients(Optimizer):
             RuntimeError: if the step was taken inside backward; or as asked for.
         """
         table = self._sharded.table
+        parameters = [parameters] if isinstance(parameters, Tensor) else parameters
         params = table.params if parameters is None else list(parameters)
         if any(param not in table.index_of for param in params):
             raise ValueError("Expected parameters of this optimizer, got another one.")

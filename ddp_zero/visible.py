@@ -26,6 +26,8 @@ class VisibleGradients:
         self._sharded = workshop.sharded
         self._shown = WeakTensorKeyDictionary()  # our tensors in param.grad: their exact sum, their version
         self._showing: set[int] = set()  # parameters whose grad is one of ours, unless users have replaced it
+        self._standing_in: set[int] = set()  # parameters with an `AbsentGradient`, unless users have dropped it
+        self._mixed: set[int] = set()  # parameters with an average to which a pass that was not reduced has added
         self._hidden: set[int] = set()  # parameters whose `AbsentGradient` was taken out
         self._absent: dict[tuple[int, bool], AbsentGradient] = {}
         self.taken: set[int] = set()
@@ -45,6 +47,7 @@ class VisibleGradients:
     def hide(self, index: int, was_consumed: bool) -> None:
         """Say in ``param.grad`` where the gradient is."""
         self._sharded.table.params[index].grad = self._absence(index, was_consumed)
+        self._standing_in.add(index)
 
     def forget(self) -> None:
         """Owners have changed."""
@@ -59,7 +62,7 @@ class VisibleGradients:
 
         Raises:
             RuntimeError: if a step has used up gradients that were not set to None since, or if averaged gradients
-                would be mixed with those of this rank alone.
+                would be, or were, mixed with those of this rank alone.
         """
         carried, left = self._workshop.carried, list[tuple[Tensor, Tensor]]()
         for index, param in enumerate(self._sharded.table.params):
@@ -77,7 +80,7 @@ class VisibleGradients:
                 carried[index] = self._exact(grad)
                 self.taken.add(index)
             param.grad = None
-        self._showing.clear()
+        self._clear()
         return left
 
     def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
@@ -87,6 +90,8 @@ class VisibleGradients:
         for index, param in enumerate(self._sharded.table.params):
             if param.grad is not None and is_view(param, param.grad):
                 continue  # of a reduction that is still to come
+            if param.grad is not None and (index in self._hidden or index in self._workshop.carried):
+                self._mixed.add(index)
             if index in self._hidden:
                 self.hide(index, was_consumed=False)
             elif index in self._workshop.carried:
@@ -109,7 +114,18 @@ class VisibleGradients:
     def forget_all(self) -> None:
         """The user has dropped or zeroed every gradient: whatever is in ``param.grad`` from now on is this rank's."""
         self.forget_taken()
+        self._clear()
+
+    def drop(self) -> None:
+        """Another hook takes over, or DDP is gone: what is ours, or a new wrapper's copy of it, leaves ``param.grad``."""
+        for index in self._showing | self._standing_in:
+            self._sharded.table.params[index].grad = None
+        self.forget_all()
+
+    def _clear(self) -> None:
         self._showing.clear()
+        self._standing_in.clear()
+        self._mixed.clear()
 
     def _exact(self, grad: Tensor) -> Tensor:
         """A shown gradient in the dtype of its sum, unless it was changed or replaced since."""
@@ -127,6 +143,13 @@ class VisibleGradients:
                 f"{name} was not set to None ({self._workshop.where}). DDP would accumulate gradients, and the step "
                 "inside backward has used up the first (stage 2). To accumulate, run all but the last backward pass in "
                 "opt.accumulate() or ddp.no_sync()."
+            )
+        if index in self._mixed:
+            raise RuntimeError(
+                f"Expected opt.step() and opt.zero_grad() after a backward pass that DDP does not reduce, got another "
+                f"pass on top of both its gradient and an averaged one of {name} ({self._workshop.where}): DDP would "
+                "average the former, which only its rank knows here. Add what it computes to the loss of a pass that "
+                "is reduced."
             )
         if not will_be_reduced:
             raise RuntimeError(

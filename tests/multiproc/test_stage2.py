@@ -423,6 +423,9 @@ def _clipping_a_part(setup: Setup) -> None:
         twins.opt.clip_grad_norm_(1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="parameters of this optimizer"):
         twins.opt.clip_grad_norm_(1.0, parameters=[torch.ones(1)])
+    with pytest.raises(ValueError, match="parameters of this optimizer"):
+        twins.opt.clip_grad_norm_(1.0, parameters=torch.ones(1))
+    assert twins.opt.clip_grad_norm_(1.0, parameters=parts[1][0]).isfinite()
     overlapped = build_overlapped_twins(ADAMW)
     with pytest.raises(RuntimeError, match="overlap_with_ddp=False to clip"):
         overlapped.opt.clip_grad_norm_(1.0)
@@ -854,15 +857,63 @@ def test_gradients_kept_under_join_are_told() -> None:
     )
 
 
+def _local_gradients_on_top_of_averages_are_told(setup: Setup) -> None:
+    """Found by a review: a pass past DDP adds what differs between ranks, and only the owner's would count."""
+    twins = build_overlapped_twins(MOMENTUM, overlap=False)
+    twins.train(setup, 3)
+    twins.zero_grad()
+    data = list(batches(setup.rank, 3, seed=4))
+    loss_of(twins.model, *data[0]).backward()
+    loss_of(twins.model.module, *data[1]).backward()
+    with pytest.raises(RuntimeError, match=r"after a backward pass that DDP does not reduce.*Add what it computes"):
+        loss_of(twins.model, *data[2]).backward()
+
+
+def _an_interrupted_pass_is_told_at_the_step(setup: Setup) -> None:
+    """Found by a review: the pass has taken averaged gradients out and was never reduced."""
+    twins = build_overlapped_twins(MOMENTUM, overlap=False)
+    twins.train(setup, 3)
+    twins.zero_grad()
+    loss_of(twins.model, *next(batches(setup.rank, 1))).backward()
+    hidden = torch.ones(6, 8, requires_grad=True)
+    hidden.register_hook(_blow)
+    with pytest.raises(ValueError, match="the fuse"):
+        twins.model.module(hidden.clone()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"interrupted backward pass has taken out.*opt.zero_grad\(\)"):
+        twins.opt.step()
+    twins.zero_grad()
+    twins.train(setup, 2, seed=2)
+
+
+def _blow(grad: Tensor) -> Tensor:
+    raise ValueError("the fuse has blown")
+
+
+def _another_hook_starts_without_gradients(setup: Setup) -> None:
+    """Found by a review: stand-ins for gradients must not be there when nobody takes them out."""
+    for overlap in BOTH:
+        twins = build_overlapped_twins(MOMENTUM, overlap=overlap)
+        twins.train(setup, 4)
+        if not overlap:
+            twins.zero_grad()
+            with twins.opt.accumulate():
+                loss_of(twins.model, *next(batches(setup.rank, 1))).backward()
+        twins.opt.reset()
+        twins.wrap_again(bucket_cap_mb=0.0015)
+        twins.model.register_comm_hook(None, hook_with_zero_step(None, twins.model, twins.opt, True))
+        assert all(param.grad is None for param in twins.model.parameters())
+        twins.train(setup, 4, seed=1)
+
+
 def _the_module_outlives_its_wrapper(setup: Setup) -> None:
     twins = build_overlapped_twins(MOMENTUM)
     twins.train(setup, 3)
-    twins.zero_grad()
     module = twins.model.module
+    assert any(isinstance(param.grad, AbsentGradient) for param in module.parameters())
     del twins.model
     gc.collect()
     loss_of(module, *next(batches(setup.rank, 1))).backward()
-    assert all(param.grad is not None for param in module.parameters())
+    assert all(param.grad is not None and param.grad.isfinite().all() for param in module.parameters())
 
 
 def _frozen_and_thawed(setup: Setup) -> None:
@@ -1114,6 +1165,9 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_gradients_replaced_by_the_user, (2, 3)),
     (_uneven_inputs_stepped_outside, (3,)),
     (_the_module_outlives_its_wrapper, (2,)),
+    (_local_gradients_on_top_of_averages_are_told, (2,)),
+    (_another_hook_starts_without_gradients, (2,)),
+    (_an_interrupted_pass_is_told_at_the_step, (1,)),
     (_frozen_and_thawed, (2, 3)),
     (_frozen_before_the_first_step, (2,)),
     (_a_group_added, (2, 3)),
