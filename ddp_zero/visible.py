@@ -117,7 +117,7 @@ class VisibleGradients:
         self._clear()
 
     def drop(self) -> None:
-        """Another hook takes over, or DDP is gone: what is ours, or was copied by a new wrapper, leaves ``param.grad``."""
+        """Another hook takes over, or DDP is gone: what is ours leaves ``param.grad``, copies in new buckets too."""
         for index in self._showing | self._standing_in:
             self._sharded.table.params[index].grad = None
         self.forget_all()
