@@ -70,11 +70,6 @@ class BufferPool:
         self._lent -= 1
         self._free.append(buffer)
 
-    def forget(self, buffer: Tensor) -> None:
-        """Give up a buffer into which a peer that failed may still write."""
-        self._lent -= 1
-        self.statistics.held_bytes -= buffer.numel()
-
     def trim(self) -> None:
         """At the end of an iteration: drop the free buffers that it did not use, and those beyond ``keep_bytes``."""
         unused = [buffer for buffer in self._free if id(buffer) not in self._used]

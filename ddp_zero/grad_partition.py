@@ -100,7 +100,7 @@ class PartitionedGradients:
 
     def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
         """Finish the reduction of the bucket before, start that of this one."""
-        for earlier in self._arrivals:
+        for earlier in self._arrivals[-1:]:
             earlier.wait()
         index = bucket.index()
         if in_backward():
@@ -118,7 +118,7 @@ class PartitionedGradients:
 
     def settle(self) -> None:
         """Keep what has been summed and not used."""
-        for arrival in self._arrivals:
+        for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
             if isinstance(arrival, ReducedSegment) and arrival.is_summed:
                 arrival.keep()
 
