@@ -5,7 +5,7 @@ silently. An `AbsentGradient` has the parameter's shape and dtype and one elemen
 told where the gradient is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,9 +27,11 @@ class AbsentGradient(Tensor):
 
     Attributes:
         consumed: whether it was used up by the step inside backward; if not, its owner has it.
+        told: where a `GradScaler` notes that it has found a gradient that is not finite, if it has looked.
     """
 
     consumed: bool
+    told: Tensor | None
     _reason: str
 
     @classmethod
@@ -43,6 +45,8 @@ class AbsentGradient(Tensor):
         if func.__name__ == "_foreach_zero_":
             func([grad for grad in args[0] if not isinstance(grad, AbsentGradient)] or [torch.empty(0)])
             return None
+        if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale_present(func, *args)
         absent = _first_absent([*args, *(kwargs or {}).values()])
         assert absent is not None, "torch asks only where one is among the arguments"
         return absent.refuse()
@@ -67,8 +71,33 @@ def absent_gradient(param: Tensor, consumed: bool, reason: str) -> AbsentGradien
     one_element = torch.full((), float("nan") if param.is_floating_point() else 0, dtype=param.dtype).to(param.device)
     absent = one_element.expand(param.shape).as_subclass(AbsentGradient)
     absent.consumed = consumed
+    absent.told = None
     absent._reason = reason
     return absent
+
+
+def tell_nonfinite(grads: Iterable[Tensor | None]) -> None:
+    """Some rank has found a gradient that is not finite: have this rank's `GradScaler` know it, too.
+
+    A rank all of whose gradients are present has seen what there is to see.
+    """
+    for grad in grads:
+        if isinstance(grad, AbsentGradient) and grad.told is not None:
+            grad.told.fill_(1.0)
+
+
+def _unscale_present(func: Any, grads: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
+    """What a `GradScaler` does to gradients, to those that are here; the optimizer's step asks the other ranks."""
+    present = []
+    for grad in grads:
+        if not isinstance(grad, AbsentGradient):
+            present.append(grad)
+        elif grad.consumed:
+            grad.refuse()
+        else:
+            grad.told = found
+    if present:
+        func(present, found, inverse_scale)
 
 
 def _first_absent(value: Any) -> AbsentGradient | None:

@@ -98,8 +98,9 @@ def shard_optimizer(
         **defaults,
     )
     if not overlap and stage == 1:
-        if hook is not None:
-            ddp.register_comm_hook(ddp.process_group if hook_state is None else hook_state, hook)
+        if hook is None and not zero._decision.watch.is_on:
+            return zero  # DDP's own reduction, and nobody will ask for more
+        ddp.register_comm_hook(ddp.process_group if hook_state is None else hook_state, zero._build_watch(ddp, hook))
         return zero
     is_interleaved = stage == 2 if interleaved is None else interleaved
     build = hook_with_zero_step_interleaved if is_interleaved else hook_with_zero_step

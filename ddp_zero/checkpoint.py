@@ -6,7 +6,7 @@ that asked.
 """
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -18,36 +18,40 @@ from ddp_zero.local_step import ParamGroup
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
 from ddp_zero.payload import copy_tree, flatten
+from ddp_zero.precision import SteppedTensors, check_masters
 
 Birth = tuple[int, int]
 State = MutableMapping[Any, Any]
+
+MASTER_KEY = "master_weight"
+"""Where the fp32 master of a parameter is in its state."""
 
 
 class StateOrder:
     """The order in which the unsharded optimizer would have created its per-parameter states.
 
     `torch.optim` keeps states in the order of creation: by step, then by parameter index. A rank sees only its own, so
-    each notes when its states were born and the gathered ones are sorted by that.
+    each notes when its states were born and the gathered ones are sorted by that. States are keyed by what is stepped.
     """
 
     def __init__(self) -> None:
         self._births: dict[Tensor, Birth] = {}
         self._step = 0
 
-    def after_step(self, state: Mapping[Any, Any], table: ParameterTable) -> None:
+    def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
         """Note the states that a step created."""
         self._step += 1
-        self.note_new(state, table)
+        self.note_new(state, index_of)
 
-    def note_new(self, state: Mapping[Any, Any], table: ParameterTable) -> None:
+    def note_new(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
         """Note the states that are there and were not before; some optimizers create theirs at construction."""
-        params = [key for key in state if isinstance(key, Tensor)]
-        self._births = {param: self._births.get(param, (self._step, table.index_of[param])) for param in params}
+        keys = [key for key in state if isinstance(key, Tensor)]
+        self._births = {key: self._births.get(key) or (self._step, index_of(key)) for key in keys}
 
-    def loaded(self, indices: Sequence[int], table: ParameterTable, state: Mapping[Any, Any]) -> None:
-        """Forget everything; states are now in the order of the state dict, given as parameter indices."""
-        position = {table.params[index]: place for place, index in enumerate(indices)}
-        self._births = {param: (self._step, position[param]) for param in state if param in position}
+    def loaded(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
+        """Forget everything; states are now in the order of the state dict, given as what is stepped."""
+        position = {key: place for place, key in enumerate(stepped)}
+        self._births = {key: (self._step, position[key]) for key in state if key in position}
 
     def sorted(self, state: State) -> State:
         """A state in the unsharded order; states that belong to no parameter first."""
@@ -55,9 +59,9 @@ class StateOrder:
         others = [key for key in state if not isinstance(key, Tensor)]
         return {key: state[key] for key in [*others, *born]}
 
-    def of(self, param: Tensor) -> Birth:
-        """When a state was born: (step, place within the step)."""
-        return self._births[param]
+    def of(self, param: Tensor, index: int = 0) -> Birth:
+        """When a state was born: (step, place within the step); now, if it was not."""
+        return self._births.get(param, (self._step, index))
 
     def give(self, param: Tensor) -> Birth:
         """Forget a state that moves to another rank, and say when it was born."""
@@ -74,6 +78,7 @@ def gather_state(
     owners: Sequence[GroupRank],
     state: Mapping[Any, Any],
     order: StateOrder,
+    stepped: SteppedTensors,
     to: GroupRank,
 ) -> dict[Any, Any] | None:
     """Gather every rank's per-parameter state on one rank. A collective.
@@ -82,8 +87,9 @@ def gather_state(
         comm: the group.
         table: the parameters.
         owners: the owner of each.
-        state: this rank's state, keyed by its own parameters.
+        state: this rank's state, keyed by what it steps.
         order: when each state was born.
+        stepped: what is stepped for each parameter; masters are part of their state.
         to: the rank that receives.
 
     Returns:
@@ -98,21 +104,21 @@ def gather_state(
         if not 0 <= to < comm.world_size:
             raise ValueError(f"Expected `to` to be a rank below {comm.world_size}, got {to}.")
         agreement.declare("argument `to`", to)
-        order.note_new(state, table)
+        order.note_new(state, stepped.index_of)
         owned = {  # looking up the state of somebody else's parameter leaves an empty one behind
-            table.index_of[key]: value
-            for key, value in state.items()
-            if isinstance(key, Tensor) and owners[table.index_of[key]] == comm.group_rank
+            index: value
+            for index, value in with_masters(state, stepped).items()
+            if isinstance(index, int) and owners[index] == comm.group_rank
         }
         for index, value in owned.items():
             _check_can_travel(value, table.label(index))
     counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
     if comm.group_rank != to:
         for index, value in owned.items():
-            comm.send_tree((index, order.of(table.params[index]), value), to)
+            comm.send_tree((index, order.of(stepped[index], index), value), to)
         return None
 
-    born = [(order.of(table.params[index]), index, copy_tree(value)) for index, value in owned.items()]
+    born = [(order.of(stepped[index], index), index, copy_tree(value)) for index, value in owned.items()]
     for source in map(GroupRank, range(comm.world_size)):
         for _ in range(counts[source] if source != to else 0):
             index, birth, value = comm.receive_tree(source, table.accelerator())
@@ -128,6 +134,7 @@ def migrate_state(
     table: ParameterTable,
     state: State,
     order: StateOrder,
+    stepped: SteppedTensors,
     old_owners: Sequence[GroupRank],
     new_owners: Sequence[GroupRank],
 ) -> None:
@@ -146,17 +153,21 @@ def migrate_state(
     with Agreement(comm, "moving optimizer state to new owners") as agreement:
         agreement.declare("moves", moves)
         for index, old, _ in moves:
-            if old == comm.group_rank and table.params[index] in state:
-                _check_can_travel(state[table.params[index]], table.label(index))
+            if old == comm.group_rank and stepped[index] in state:
+                _check_can_travel(state[stepped[index]], table.label(index))
     for index, old, new in moves:
-        param = table.params[index]
         if comm.group_rank == old:
-            comm.send_tree((order.give(param), state.pop(param)) if param in state else None, new)
+            key, master = stepped[index], stepped.give(index)
+            born = (order.give(key), state.pop(key)) if key in state else None
+            comm.send_tree((None if master is None else master.detach(), born), new)
         elif comm.group_rank == new:
-            received = comm.receive_tree(old, table.accelerator())
-            if received is not None:
-                birth, state[param] = received
-                order.take(param, birth)
+            master, born = comm.receive_tree(old, table.accelerator())
+            if master is not None:
+                stepped.take(index, master)
+            if born is not None:
+                key = stepped[index]
+                birth, state[key] = born
+                order.take(key, birth)
 
 
 def restrict_state_dict(
@@ -164,7 +175,8 @@ def restrict_state_dict(
     param_groups: Sequence[ParamGroup],
     table: ParameterTable,
     inner: torch.optim.Optimizer,
-) -> tuple[dict[str, Any], list[int]]:
+    stepped: SteppedTensors,
+) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
     """The part of a whole state dict that an inner optimizer over some of the parameters can load.
 
     The result shares no tensor with the argument, so later steps do not change the caller's.
@@ -174,9 +186,11 @@ def restrict_state_dict(
         param_groups: the exposed groups.
         table: their parameters.
         inner: the optimizer over this rank's parameters.
+        stepped: what is stepped for each of them.
 
     Returns:
-        The inner optimizer's state dict, and the indices of all parameters that have a state, in the order found.
+        The inner optimizer's state dict, the indices of all parameters that have a state, in the order found, and the
+        masters of this rank.
 
     Raises:
         ValueError: if it does not fit, naming the group or the parameter and why.
@@ -188,6 +202,7 @@ def restrict_state_dict(
     local_id = {param: i for i, param in enumerate(param for group in inner.param_groups for param in group["params"])}
 
     local_state: dict[Any, Any] = {}
+    masters: dict[int, Tensor] = {}
     for saved_id, value in state_dict["state"].items():
         if isinstance(saved_id, str):
             local_state[saved_id] = copy.deepcopy(value)
@@ -196,21 +211,53 @@ def restrict_state_dict(
             raise ValueError(f"Expected state for parameters 0 to {len(saved_ids) - 1}, got some for {saved_id!r}.")
         index = index_of_id[saved_id]
         _check_state(value, table, index, type(inner))
-        if table.params[index] in local_id:
-            local_state[local_id[table.params[index]]] = copy.deepcopy(value)
+        if MASTER_KEY in value:
+            masters[index] = _checked_master(value, table, index, stepped)
+            value = {key: item for key, item in value.items() if key != MASTER_KEY}
+        if stepped[index] in local_id and (value or index not in masters):
+            local_state[local_id[stepped[index]]] = copy.deepcopy(value)
+    check_masters(table, masters)
 
+    owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
     local_groups = [
-        _localise_group(saved, exposed, inner_group, local_id)
+        _localise_group(saved, exposed, inner_group, local_id, owned)
         for saved, exposed, inner_group in zip(saved_groups, param_groups, inner.param_groups, strict=True)
     ]
     indices = [index_of_id[saved_id] for saved_id in state_dict["state"] if saved_id in index_of_id]
-    return {"state": local_state, "param_groups": local_groups}, indices
+    own_masters = {index: master for index, master in masters.items() if stepped[index] in local_id}
+    return {"state": local_state, "param_groups": local_groups}, indices, own_masters
+
+
+def with_masters(state: Mapping[Any, Any], stepped: SteppedTensors) -> dict[Any, Any]:
+    """A state keyed by parameter index instead of by what is stepped, with masters among its values."""
+    by_index = {stepped.index_of(key) if isinstance(key, Tensor) else key: value for key, value in state.items()}
+    for index, master in stepped.masters.items():
+        by_index[index] = {**by_index.get(index, {}), MASTER_KEY: master.detach()}
+    return by_index
+
+
+def _checked_master(value: Mapping[str, Any], table: ParameterTable, index: int, stepped: SteppedTensors) -> Tensor:
+    master = value[MASTER_KEY]
+    if not stepped.wants_master(index):
+        raise ValueError(
+            f"Expected state without {MASTER_KEY!r} for {table.label(index)}, which is stepped in "
+            f"{table.params[index].dtype}, got some. Build the optimizer with master_weights=True over a model in low "
+            f"precision, or leave {MASTER_KEY!r} out of the state to lose it."
+        )
+    if not isinstance(master, Tensor) or master.dtype != torch.float32:
+        kind = master.dtype if isinstance(master, Tensor) else type(master).__name__
+        raise ValueError(f"Expected {MASTER_KEY!r} of {table.label(index)} to be an fp32 tensor, got {kind}.")
+    return master
 
 
 def _localise_group(
-    saved: Mapping[str, Any], exposed: ParamGroup, inner_group: ParamGroup, local_id: Mapping[Tensor, int]
+    saved: Mapping[str, Any],
+    exposed: ParamGroup,
+    inner_group: ParamGroup,
+    local_id: Mapping[Tensor, int],
+    owned: Collection[Tensor],
 ) -> ParamGroup:
-    kept = [position for position, param in enumerate(exposed["params"]) if param in local_id]
+    kept = [position for position, param in enumerate(exposed["params"]) if param in owned]
     per_parameter = {"params": [local_id[param] for param in inner_group["params"]]}
     if "param_names" in saved:
         per_parameter["param_names"] = [saved["param_names"][position] for position in kept]

@@ -1,69 +1,139 @@
-"""Clipping by the norm of all gradients where a rank has only its own: one small collective.
+"""Norms of gradients where a rank has only its own: one small collective, and the same bits as on one rank.
 
 A parameter's gradient lies whole on its owner, so each owner computes the norms of its own, all ranks get all of them,
 and each combines them in the order of the parameters, as `torch.nn.utils.clip_grad_norm_` does on one rank: to the same
-bits where all gradients have one dtype. (Of several, torch combines them dtype by dtype.)
+bits where all gradients have one dtype. (Of several, torch combines them dtype by dtype, and those of fp16 and bf16 in
+fp16 and bf16; here they are fp32.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ddp_zero.absent import AbsentGradient
+from ddp_zero.precision import LOW_PRECISION
 from ddp_zero.sharded_step import ShardedStep
 
+_NO_GRADIENT = -1.0  # no norm is negative
 
-def clip_partitioned(
-    sharded: ShardedStep, indices: Sequence[int], max_norm: float, norm_type: float, error_if_nonfinite: bool
-) -> Tensor:
-    """Scale the gradients that this rank owns so that the norm of all ranks' together is at most ``max_norm``.
+
+def norms_of(grads: Mapping[int, Tensor], norm_type: float) -> dict[int, Tensor]:
+    """The norm of each gradient, in fp32 for those of low precision, else in their dtype."""
+    plain = [grad for grad in grads.values() if grad.dtype not in LOW_PRECISION]
+    if plain and plain[0].device.type != "cpu" and len(plain) == len(grads):
+        return dict(zip(grads, torch._foreach_norm(plain, norm_type), strict=True))
+    return {index: norm_of(grad, norm_type) for index, grad in grads.items()}
+
+
+def norm_of(grad: Tensor, norm_type: float) -> Tensor:
+    """As `norms_of`, of one gradient."""
+    dtype = torch.float32 if grad.dtype in LOW_PRECISION else None
+    if not grad.numel():  # which has no largest element
+        return grad.new_zeros((), dtype=dtype or grad.dtype.to_real())
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+    return norm
+
+
+def gather_norms(
+    sharded: ShardedStep, norms: Mapping[int, Tensor], flag: Tensor | float = 0.0, may_have_joined: bool = False
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Every parameter's norm from its owner. A collective.
+
+    Args:
+        sharded: knows who owns what.
+        norms: of this rank's parameters that have a gradient, by index.
+        flag: something to tell the others, not negative.
+        may_have_joined: whether there may be ranks that do not know which parameters have gradients. If so, or if some
+            have none, the device is waited for.
+
+    Returns:
+        The norms of all parameters that have a gradient, by index, in order, and the sum of all ranks' flags.
+    """
+    table, comm = sharded.table, sharded.comm
+    positions: list[int] = []
+    counts = [0] * comm.world_size
+    for owner in sharded.binding.owners:
+        positions.append(counts[owner])
+        counts[owner] += 1
+    device = next(iter(norms.values())).device if norms else table.accelerator()
+    mine = torch.full((1 + max(counts),), _NO_GRADIENT, dtype=torch.float64, device=device)
+    mine[0] = flag
+    if norms:
+        places = torch.tensor([1 + positions[index] for index in norms], device=device)
+        mine[places] = torch.stack([norm.to(device, torch.float64) for norm in norms.values()])
+    gathered = torch.stack(comm.all_gather_tensor(mine))
+    has_gradient = None
+    if may_have_joined or any(param.grad is None for param in table.params):
+        has_gradient = (gathered != _NO_GRADIENT).tolist()
+    found = {}
+    for index, owner in enumerate(sharded.binding.owners):
+        if has_gradient is None or has_gradient[owner][1 + positions[index]]:
+            dtype = table.params[index].dtype
+            norm = gathered[owner, 1 + positions[index]]
+            found[index] = norm.to(torch.float32 if dtype in LOW_PRECISION else dtype.to_real())
+    return found, gathered[:, 0].sum()
+
+
+def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of several norms; 0 of none."""
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    return total
+
+
+def coefficient_of(total: Tensor, max_norm: float) -> Tensor:
+    """What to multiply gradients by so that their norm is at most ``max_norm``, as torch computes it."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+def clip_gradients(
+    sharded: ShardedStep,
+    indices: Sequence[int],
+    max_norm: float,
+    norm_type: float,
+    *,
+    is_partitioned: bool,
+    inverse_scale: float | None,
+    check: Callable[[Tensor], None],
+) -> tuple[Tensor, Tensor]:
+    """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
 
     Args:
         sharded: knows who owns what.
         indices: the parameters to clip, the same on every rank.
         max_norm: the largest norm.
         norm_type: of the p-norm; ``inf`` for the largest absolute value.
-        error_if_nonfinite: raise, on every rank, if the norm is not finite.
+        is_partitioned: whether a rank has gradients of what it owns only; then this is a collective.
+        inverse_scale: what gradients must be multiplied by to be what their norm is asked of; None: nothing.
+        check: is shown the norm before anything is changed, and may raise.
 
     Returns:
-        The norm before clipping, a scalar, the same on every rank.
+        The norm before clipping and the coefficient, scalars, the same on every rank.
 
     Raises:
-        RuntimeError: if gradients were used up by a step inside backward, or as asked for.
+        RuntimeError: if gradients were used up by a step inside backward.
     """
-    table, rank = sharded.table, sharded.comm.group_rank
-    owned = [index for index in indices if sharded.binding.owners[index] == rank]
-    grads = {index: grad for index in owned if (grad := table.params[index].grad) is not None}
+    table, owners, rank = sharded.table, sharded.binding.owners, sharded.comm.group_rank
+    held = {index: table.params[index].grad for index in indices if not is_partitioned or owners[index] == rank}
+    grads = {index: grad for index, grad in held.items() if grad is not None}
     for grad in grads.values():
         if isinstance(grad, AbsentGradient):
             grad.refuse()
-    norms = {index: torch.linalg.vector_norm(grad, norm_type) for index, grad in grads.items()}
-    every = _gather(sharded, indices, norms)
-    if not every:
-        return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(every), norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"Expected a finite norm of order {norm_type} of all gradients, got {total.item()} "
-            f"({sharded.comm.name(rank)}). Pass error_if_nonfinite=False to clip by it all the same."
-        )
-    torch.nn.utils.clip_grads_with_norm_([table.params[index] for index in grads], max_norm, total)
-    return total
-
-
-def _gather(sharded: ShardedStep, indices: Sequence[int], norms: dict[int, Tensor]) -> list[Tensor]:
-    """Every parameter's norm from its owner, those without a gradient left out, in the dtype that it had there."""
-    device = next(iter(norms.values())).device if norms else sharded.table.accelerator()
-    mine = torch.zeros(2, len(indices), dtype=torch.float64, device=device)
-    for position, index in enumerate(indices):
-        if index in norms:
-            mine[0, position] = 1.0
-            mine[1, position] = norms[index]
-    gathered = sharded.comm.all_gather_tensor(mine)
-    found = []
-    for position, index in enumerate(indices):
-        has_grad, norm = gathered[sharded.binding.owners[index]][:, position]
-        if has_grad:
-            found.append(norm.to(sharded.table.params[index].dtype.to_real()))
-    return found
+    if inverse_scale is None:
+        norms = norms_of(grads, norm_type)
+    else:
+        norms = {index: norm_of(grad * inverse_scale, norm_type) for index, grad in grads.items()}
+    if is_partitioned:
+        chosen = set(indices)
+        everyone, _ = gather_norms(sharded, norms)
+        every = [everyone[index] for index in indices if index in everyone and index in chosen]
+    else:
+        every = list(norms.values())
+    total = total_norm(every, norm_type)
+    check(total)
+    coefficient = coefficient_of(total, max_norm)
+    if grads:
+        torch._foreach_mul_(list(grads.values()), coefficient.to(next(iter(grads.values())).device))
+    return total, coefficient

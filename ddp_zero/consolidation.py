@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ddp_zero.checkpoint import State, gather_state, restrict_state_dict
+from ddp_zero.checkpoint import State, gather_state, restrict_state_dict, with_masters
 from ddp_zero.collectives import Communicator
 from ddp_zero.partition import GroupRank
 from ddp_zero.sharded_step import ShardedStep
@@ -24,9 +24,16 @@ class ConsolidatesState(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> State:
-        """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer."""
+        """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer.
+
+        With master weights a dict made for the occasion, with them in it; without, the local optimizer's own.
+        """
         if self._is_packing:
             return self._whole_state()
+        if hasattr(self, "_sharded") and self._sharded.stepped.has_masters:
+            params = self._sharded.table.params
+            by_index = with_masters(self.optim.state, self._sharded.stepped)
+            return {params[key] if isinstance(key, int) else key: value for key, value in by_index.items()}
         return self.optim.state
 
     @state.setter
@@ -48,7 +55,13 @@ class ConsolidatesState(Optimizer):
         sharded = self._sharded
         sharded.local_step.mirror_to_inner()
         sharded.snapshot = gather_state(
-            self._comm, sharded.table, sharded.binding.owners, self.optim.state, sharded.order, GroupRank(to)
+            self._comm,
+            sharded.table,
+            sharded.binding.owners,
+            self.optim.state,
+            sharded.order,
+            sharded.stepped,
+            GroupRank(to),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,8 +99,11 @@ class ConsolidatesState(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         sharded = self._sharded
-        local, indices = restrict_state_dict(state_dict, self.param_groups, sharded.table, self.optim)
+        local, indices, masters = restrict_state_dict(
+            state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped
+        )
         self.optim.load_state_dict(local)
+        sharded.stepped.refresh(masters)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if "param_names" in saved:
                 group["param_names"] = list(saved["param_names"])
@@ -99,5 +115,14 @@ class ConsolidatesState(Optimizer):
         sharded = self._sharded
         if sharded.snapshot is not None:
             return sharded.snapshot
-        sharded.order.note_new(self.optim.state, sharded.table)
-        return sharded.order.sorted(self.optim.state)
+        sharded.order.note_new(self.optim.state, sharded.stepped.index_of)
+        if not sharded.stepped.has_masters:
+            return sharded.order.sorted(self.optim.state)
+        params = sharded.table.params
+        by_index = with_masters(self.optim.state, sharded.stepped)
+        born = sorted((key for key in by_index if isinstance(key, int)), key=self._birth_of)
+        others = {key: value for key, value in by_index.items() if not isinstance(key, int)}
+        return {**others, **{params[index]: by_index[index] for index in born}}
+
+    def _birth_of(self, index: int) -> tuple[int, int]:
+        return self._sharded.order.of(self._sharded.stepped[index], index)

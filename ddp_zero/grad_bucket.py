@@ -203,6 +203,8 @@ class ReducedSegment:
             total = self._reduction.wait()
             if workshop.predivide_factor != workshop.comm.world_size:
                 total.mul_(workshop.predivide_factor / workshop.comm.world_size)
+            if total.dtype != self.layout.dtype:
+                total.copy_(total.to(self.layout.dtype))  # as DDP's average would be; several add up in fp32
             for index in self.layout.owned:
                 carried = workshop.carried.pop(index, None)
                 if carried is not None:
@@ -288,6 +290,9 @@ class WholeBucket:
     def gradient(self, index: int) -> Tensor:
         """A window of the bucket."""
         return self._window_of(self._workshop.sharded.table.params[index])
+
+    def exact(self, index: int) -> None:
+        """It is in the parameter's dtype."""
 
     def release(self) -> None:
         """The reducer still needs it."""

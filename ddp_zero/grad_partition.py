@@ -183,8 +183,10 @@ class PartitionedGradients:
             return True  # whole buckets fit any plan
         return self._digest == self._sharded.binding.digest
 
-    def check_untouched(self) -> None:
-        """Nothing was left to be changed: `AbsentGradient` refuses."""
+    def exact(self, index: int) -> Tensor | None:
+        """The sum that ``param.grad`` shows, unless users have changed it."""
+        grad = self._sharded.table.params[index].grad
+        return None if grad is None else self._visible.exact(grad)
 
     def reset(self) -> None:
         """Drop the iteration; peers may still write into what was in flight."""

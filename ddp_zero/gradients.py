@@ -4,7 +4,7 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 `grad_partition.py` is stage 2's answer.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from ddp_zero.collectives import average_as_ddp
 from ddp_zero.reducer import Place, places_in_bucket
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
+from ddp_zero.watch import LocalWatch
 
 CommHook = Callable[[Any, GradBucket], Future[Any]]
 
@@ -29,6 +30,9 @@ class Arrival(Protocol):
 
     def gradient(self, index: int) -> Tensor:
         """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
+
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of the sum, where that is another one."""
 
     def release(self) -> None:
         """The step has used its gradients."""
@@ -87,12 +91,8 @@ class Gradients(Protocol):
     def fits_plan(self) -> bool:
         """Whether buckets can be reduced for the plan that is in force."""
 
-    def check_untouched(self) -> None:
-        """See that nobody has changed a gradient since `publish`, after a step that was taken before.
-
-        Raises:
-            RuntimeError: naming the first parameter whose gradient was changed too late.
-        """
+    def exact(self, index: int) -> Tensor | None:
+        """What is in ``param.grad`` of an owned parameter, in the dtype of its sum, where that is another one."""
 
     def reset(self) -> None:
         """Drop the iteration without waiting for anybody."""
@@ -139,6 +139,9 @@ class ReducedBucket:
         assert self._reduced is not None, "waited for first"
         return self._places[self._sharded.table.params[index]].window(self._reduced)
 
+    def exact(self, index: int) -> None:
+        """It is summed in its own dtype."""
+
     def release(self) -> None:
         """The reducer still needs it."""
 
@@ -160,11 +163,9 @@ class WholeGradients:
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
         self._side = side
         self._places: dict[int, dict[Tensor, Place]] = {}  # of each bucket when it was first seen
-        self._published: Sequence[tuple[int, int, int]] = ()  # parameter, place and version of its gradient
 
     def open(self, shows_final_layout: bool) -> None:
-        """Forget what the last iteration published."""
-        self._published = ()
+        """Nothing is left of the last iteration."""
 
     def held(self) -> Collection[int]:
         """None: the reducer adds to what is in ``param.grad``."""
@@ -186,9 +187,7 @@ class WholeGradients:
         """The reducer has published them."""
 
     def publish(self, was_consumed: bool) -> None:
-        """Note the gradients as they are: places and versions, no references."""
-        grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
-        self._published = [(index, grad.data_ptr(), grad._version) for index, grad in grads if grad is not None]
+        """The reducer has published them."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -200,21 +199,11 @@ class WholeGradients:
         """Whole buckets fit any plan."""
         return True
 
-    def check_untouched(self) -> None:
-        """Compare places and versions."""
-        table = self._sharded.table
-        for index, place, version in self._published:
-            grad = table.params[index].grad
-            if grad is not None and grad.data_ptr() == place and grad._version != version:
-                raise RuntimeError(
-                    f"Expected gradients as backward left them, since the step was taken inside it, got a changed one "
-                    f"for {table.label(index)} (rank {self._sharded.comm.group_rank}). To clip, scale or unscale "
-                    "gradients before the step, build the optimizer with overlap_with_ddp=False."
-                )
+    def exact(self, index: int) -> None:
+        """DDP sums in the parameter's dtype."""
 
     def reset(self) -> None:
-        """Forget what was published."""
-        self._published = ()
+        """Nothing is held."""
 
     def drop_carried(self) -> None:
         """None is taken out of ``param.grad``."""
@@ -225,3 +214,13 @@ class WholeGradients:
     def describe(self) -> list[str]:
         """Nothing beyond the regime."""
         return []
+
+
+def watching(watch: LocalWatch, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
+    """A hook that only looks at gradients before they are averaged by another one, or as DDP does without."""
+
+    def hook(state: Any, bucket: GradBucket) -> Future[Any]:
+        watch.note(bucket.parameters(), bucket.buffer())
+        return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
+
+    return hook

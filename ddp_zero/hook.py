@@ -15,7 +15,9 @@ after the hook for the last bucket returns, and the engine runs callbacks in the
 On a rank that has joined (`torch.distributed.algorithms.Join`) there is no backward; DDP calls the hook with zeros.
 """
 
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,14 +27,19 @@ from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_zero.admission import check_bucket_of, sparse_gradient
 from ddp_zero.gradients import Arrival, Gradients
 from ddp_zero.join import BorrowedGradients, serve_joined, share_options
 from ddp_zero.overlap import Action, AdoptLayout, FinishSyncs, OverlapMachine, Phase, Regime, StepAll, StepBucket
 from ddp_zero.plan import owners_by_bucket
+from ddp_zero.published import PublishedGradients
 from ddp_zero.reducer import after_the_reducer, finds_unused, has_static_graph, in_backward
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
+from ddp_zero.step_record import StepRecord, StepRegime
+from ddp_zero.take_back import StepMemory
 from ddp_zero.tracing import label, logger
+from ddp_zero.watch import LocalWatch
 
 
 class OverlapHook:
@@ -46,10 +53,15 @@ class OverlapHook:
         split: whether a bucket is spread over ranks, or goes whole to one.
         lag: how many buckets the step stays behind the reduction; None: until the last bucket has arrived.
         joinable: the optimizer, which Join tells whether it is on.
-        steps_inside: whether the step is taken inside backward; if not, the hook only reduces.
+        overlaps: whether the user asked for steps inside backward.
+        why_wait: why the hook only reduces and the step waits for ``opt.step()``, or None; the same on every rank.
+        watch: looks at each bucket before it is averaged.
 
     Attributes:
-        accumulates: whether backward passes only reduce for now, whatever ``steps_inside`` says.
+        accumulates: whether backward passes only reduce for now, whatever ``why_wait`` says.
+        memory: of the very first step, as long as it may be taken back.
+        published: gradients as backward left them after a step inside it.
+        exact: what ``param.grad`` shows of an owned parameter, in the dtype of its sum, where that is another one.
     """
 
     def __init__(
@@ -62,22 +74,30 @@ class OverlapHook:
         split: bool,
         lag: int | None,
         joinable: Joinable,
-        steps_inside: bool,
+        overlaps: bool,
+        why_wait: Callable[[], str | None],
+        watch: LocalWatch,
     ) -> None:
         self.machine = OverlapMachine(lag, sharded.comm.name(sharded.comm.group_rank))
         self.accumulates = False
         self._sharded = sharded
         self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
         self._gradients = gradients
+        self.exact = gradients.exact
         self._table = sharded.table
         self._split = split
         self._joinable = weakref.ref(joinable)  # it holds the hook
-        self._steps_inside = steps_inside
+        self._overlaps = overlaps
+        self._why_wait = why_wait
+        self._watch = watch
+        self.memory: StepMemory | None = None
+        self.published = PublishedGradients(sharded)
         self._side = side
         self._arrived: list[Arrival] = []
         self._compositions: list[tuple[int, ...]] = []
         self._matching = 0
         self._has_begun = False
+        self._has_accumulated = False
         self.may_be_replaced = False
         self._static_graph_has_unused: bool | None = None
         self.deferred_because: str | None = "no backward pass yet"
@@ -89,11 +109,12 @@ class OverlapHook:
             self._open_iteration()
         matches = self._matching == index and self._matches_plan(index, params, is_last)
         if not matches and bucket.buffer().layout is not torch.strided:
-            raise self._sparse(params)
+            raise sparse_gradient(self._table, params)
         if index == 0:
             self.deferred_because = self._reason_to_defer(params, matches)
         actions = self.machine.bucket_arrived(index, is_last, matches, self._regime())
         self._matching += matches
+        self._watch.note(params, bucket.buffer())
         with label("reduce", bucket=index):
             future, arrival = self._gradients.start(state, bucket, matches)
         self._arrived.append(arrival)
@@ -110,14 +131,34 @@ class OverlapHook:
             RuntimeError: if not, naming the parameter whose gradient was changed too late.
         """
         self.machine.step_called()
-        self._gradients.check_untouched()
+        self.memory = None
+        self.published.check_unchanged()
 
-    def step_joined(self) -> None:
-        """On a rank that has joined, after DDP's own shadow: finish a deferred step with a peer's gradients."""
+    def take_back(self) -> None:
+        """The first step was too early: undo it, and let its gradients wait. A collective."""
+        memory, self.memory = self.memory, None
+        assert memory is not None, "asked before"
+        memory.take_back()
+        self.machine.taken_back()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether averaged gradients wait for ``opt.step()``."""
+        return self.machine.phase is Phase.WAITING
+
+    def step_joined(self, take: Callable[[], object]) -> None:
+        """On a rank that has joined, after DDP's own shadow: finish the iteration with a peer's gradients.
+
+        Args:
+            take: takes a step that has waited for all gradients.
+        """
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred(has_joined=True)
-        if not self._steps_inside:
-            self._step_all(has_joined=True)
+        if self.is_waiting:
+            with BorrowedGradients(self._sharded, self._reduced_gradient):
+                take()
+        else:
+            self._record()
         self.machine.step_shadowed()
         self._gradients.close()
         self._arrived.clear()
@@ -128,6 +169,8 @@ class OverlapHook:
         self.may_be_replaced = True
         self._arrived.clear()
         self._gradients.reset()
+        self._watch.clear()
+        self.memory = None
         self._sharded.binding.sync.abandon()
 
     def check_complete(self) -> None:
@@ -145,6 +188,8 @@ class OverlapHook:
     def drop_carried(self) -> None:
         """The user has dropped the gradients."""
         self._gradients.drop_carried()
+        self._watch.clear()
+        self.machine.gradients_dropped()
 
     def detach(self) -> None:
         """Another hook takes over."""
@@ -152,7 +197,7 @@ class OverlapHook:
 
     def describe(self) -> list[str]:
         """The regime of the last iteration, and why; what the gradients need."""
-        until = "a later step" if self._regime() is Regime.REDUCE_ONLY else "the end of backward"
+        until = "opt.step()" if self._regime() is Regime.REDUCE_ONLY else "the end of backward"
         regime = f"deferred to {until}: {self.deferred_because}" if self.deferred_because else "overlapped"
         line = f"regime: {regime} ({self.machine.status.name}, {self.machine.phase.name})"
         return [line, *self._gradients.describe()]
@@ -160,7 +205,16 @@ class OverlapHook:
     # An iteration
 
     def _open_iteration(self) -> None:
+        adds_up, self._has_accumulated = self.accumulates or self._has_accumulated, self.accumulates
+        if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
+            warnings.warn(
+                f"Expected opt.step(), for which the step waits ({self._why_wait()}), before the second backward "
+                "pass, got none. To add up gradients, use opt.accumulate() or ddp.no_sync().",
+                stacklevel=2,
+            )
         self._arrived.clear()
+        self.published.forget()
+        self.memory = None  # nobody has objected
         self._gradients.open(self._layout_is_final())
         self.may_be_replaced = False
         self._matching = 0
@@ -181,14 +235,17 @@ class OverlapHook:
     def _reason_to_defer(self, params: list[Tensor], matches: bool) -> str | None:
         """Why this iteration cannot step as buckets arrive, or None; the same on every rank."""
         if not self._compositions:
-            self._check_model(params)
+            check_bucket_of(self._ddp, params)
             return "the first backward pass shows DDP's buckets"
         if not matches:
             return "DDP has rebuilt its buckets, or parameters were added, frozen or unfrozen"
-        if not self._steps_inside:
-            return "opt.step() takes the step"
+        waits = self._why_wait()
+        if waits is not None:
+            return waits
         if self.accumulates:
             return "opt.accumulate() leaves the step to a later backward pass"
+        if self._sharded.last_step is None:
+            return "the first step of all, which may be taken back"
         if has_static_graph(self._ddp):
             if self._static_graph_has_unused is not False:
                 return "the static graph has parameters that no rank uses"
@@ -224,18 +281,16 @@ class OverlapHook:
             for place, param in params.items():
                 param.grad = arrival.gradient(place)
             try:
-                sharded.step_bucket(index)
+                sharded.step_bucket(index, arrival.exact)
             finally:
                 for param, grad in zip(params.values(), published, strict=True):
                     param.grad = grad  # the reducer insists on its own tensor
         arrival.release()
 
     def _begin(self) -> None:
-        sharded = self._sharded
         if self._join_is_on():
-            groups = sharded.param_groups
-            share_options(sharded.comm, sharded.table, sharded.binding, groups, has_joined=not in_backward())
-        sharded.begin()
+            share_options(self._sharded, has_joined=not in_backward())
+        self._sharded.begin()
         self._has_begun = True
 
     def _finish_syncs(self) -> None:
@@ -252,6 +307,15 @@ class OverlapHook:
         self._gradients.publish(was_consumed=self._has_begun and self.deferred_because is None)
         self._arrived.clear()  # they hold reduced buckets
         self._sharded.binding.settle()
+        if self.machine.phase is Phase.STEPPED:
+            self._record()
+            self.published.note()
+
+    def _record(self) -> None:
+        """A step was taken inside backward."""
+        regime = StepRegime.OVERLAPPED if self.deferred_because is None else StepRegime.DEFERRED
+        self._sharded.last_step = StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because)
+        self._watch.clear()
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
         """Step from published gradients, or on a rank that has joined from those that a peer sends."""
@@ -260,22 +324,23 @@ class OverlapHook:
             if isinstance(action, AdoptLayout):
                 self._adopt_layout()  # before gradients are lent: they go to the new owners
             elif isinstance(action, StepAll):
+                if self._sharded.last_step is None and not self._join_is_on():
+                    self.memory = StepMemory(self._sharded)
                 self._step_all(has_joined)
         if has_static_graph(self._ddp) and self._static_graph_has_unused is None:
             self._static_graph_has_unused = self._ask_for_unused(has_run=not has_joined)
 
     def _step_all(self, has_joined: bool) -> None:
         sharded = self._sharded
-        lent = (sharded.comm, sharded.table, sharded.binding, sharded.param_groups)
         if has_joined:
-            with BorrowedGradients(*lent, self._reduced_gradient):
+            with BorrowedGradients(self._sharded, self._reduced_gradient):
                 sharded.begin()
-                sharded.run()
+                sharded.run(self._gradients.exact)
             return
         if self._join_is_on():
-            serve_joined(*lent, self._gradients.reach_joined)
+            serve_joined(sharded, self._gradients.reach_joined)
         sharded.begin()
-        sharded.run()
+        sharded.run(self._gradients.exact)
 
     def _reduced_gradient(self, index: int) -> Tensor:
         """What the reduction left on this rank for a parameter that it owns."""
@@ -307,7 +372,7 @@ class OverlapHook:
         return bool(self._compositions) or finds_unused(self._ddp)
 
     def _regime(self) -> Regime:
-        if self.accumulates or not self._steps_inside:
+        if self.accumulates or self._why_wait() is not None:
             return Regime.REDUCE_ONLY
         return Regime.OVERLAPPED if self.deferred_because is None else Regime.DEFERRED
 
@@ -316,15 +381,6 @@ class OverlapHook:
         reduced = {param for bucket in self._sharded.binding.layout or () for param in bucket}
         unused = has_run and any(self._sharded.table.params[param].grad is None for param in reduced)
         return any(flag for (flag,) in self._sharded.comm.all_gather_ints([int(unused)]))
-
-    def _check_model(self, params: list[Tensor]) -> None:
-        own = set(self._ddp.parameters())
-        if any(param not in own for param in params):
-            raise RuntimeError(
-                "Expected the hook to be registered on the DDP model that it was built for, got a bucket with "
-                "parameters of another one. Pass the same model to hook_with_zero_step() and call its "
-                "register_comm_hook()."
-            )
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -336,53 +392,5 @@ class OverlapHook:
         joinable = self._joinable()
         return joinable is not None and joinable._join_config.enable
 
-    def _sparse(self, params: list[Tensor]) -> NotImplementedError:
-        table = self._sharded.table
-        names = [table.label(table.index_of[param]) for param in params if param in table.index_of]
-        return NotImplementedError(
-            f"Expected dense gradients, got a sparse one for {', '.join(names) or 'a parameter of another optimizer'}. "
-            "Build the layer with sparse=False."
-        )
-
     def _device(self, index: int) -> torch.device:
         return self._arrived[index].params[0].device
-
-
-def check_has_no_hook(takes_hook: bool, hook: OverlapHook | None) -> None:
-    """See that an optimizer can be given a hook.
-
-    Raises:
-        ValueError: if it needs none, or has one that was not reset.
-    """
-    if not takes_hook:
-        raise ValueError(
-            "Expected an optimizer built with overlap_with_ddp=True or stage=2, got one that steps in step()."
-        )
-    if hook is not None and not hook.may_be_replaced:
-        raise ValueError("Expected an optimizer without a hook, got one that has one. Build one hook per optimizer.")
-
-
-def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
-    """See that an optimizer can be stepped by the hook of a model.
-
-    Raises:
-        TypeError: if it is no DDP model.
-        NotImplementedError: for a complex parameter.
-        ValueError: if optimizer and model share no parameter, or not the same ranks.
-    """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
-    complex_params = [index for param, index in sharded.table.index_of.items() if param.is_complex()]
-    if complex_params:
-        raise NotImplementedError(
-            f"Expected real parameters, got {sharded.table.label(complex_params[0])} of dtype "
-            f"{sharded.table.params[complex_params[0]].dtype}: DDP hands hooks real views of complex buckets. Build "
-            "the optimizer with overlap_with_ddp=False and stage=1."
-        )
-    if not any(param in sharded.table.index_of for param in ddp.parameters()):
-        raise ValueError("Expected an optimizer over the parameters of this DDP model, got none in common.")
-    if not sharded.comm.has_same_ranks(ddp.process_group):
-        raise ValueError(
-            "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
-            "process_group=ddp.process_group to the optimizer."
-        )

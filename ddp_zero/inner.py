@@ -1,12 +1,13 @@
 """The inner optimizer: which classes can be sharded, and how one is built over a rank's parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from ddp_zero.local_step import ParamGroup, restrict_group
+from ddp_zero.local_step import ParamGroup
+from ddp_zero.precision import localise_group
 
 
 def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
@@ -32,15 +33,21 @@ def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
 def build_inner(
     optimizer_class: Callable[..., Optimizer],
     param_groups: list[ParamGroup],
-    owned: set[torch.Tensor],
+    stepped: Mapping[torch.Tensor, torch.Tensor],
     defaults: dict[str, Any],
 ) -> Optimizer:
     """Build the optimizer over this rank's parameters: one group per exposed group, empty ones too.
 
+    Args:
+        optimizer_class: builds it.
+        param_groups: the exposed groups.
+        stepped: for each parameter that this rank owns, what is stepped for it.
+        defaults: options for ``optimizer_class``.
+
     Raises:
         TypeError: if that builds no optimizer, or the class does not know one of the options.
     """
-    inner = optimizer_class([restrict_group(group, owned) for group in param_groups], **defaults)
+    inner = optimizer_class([localise_group(group, stepped) for group in param_groups], **defaults)
     if not isinstance(inner, Optimizer):
         raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
     return inner

@@ -6,7 +6,7 @@ sends it the averaged gradients, and its group options with them (the joined ran
 steps and syncs as everybody does. Without Join nothing of this runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from ddp_zero.collectives import Communicator
 from ddp_zero.local_step import ParamGroup, copy_options, options_of
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
+from ddp_zero.sharded_step import ShardedStep
 
 
 class JoinsSteps(Protocol):
@@ -44,38 +45,29 @@ class ZeroJoinHook(JoinHook):
         )
 
 
-def share_options(
-    comm: Communicator, table: ParameterTable, binding: Binding, param_groups: list[ParamGroup], has_joined: bool
-) -> None:
+def share_options(sharded: ShardedStep, has_joined: bool) -> None:
     """Before a step that has its gradients already: joined ranks take over group options. A collective of the group."""
-    for source, joined in _assign_sources(comm, binding, has_joined):
+    comm = sharded.comm
+    for source, joined in _assign_sources(comm, sharded.binding, has_joined):
         if source == comm.group_rank:
-            _send(comm, [options_of(group) for group in param_groups], joined)
+            _send(comm, [options_of(group) for group in sharded.param_groups], joined)
         elif joined == comm.group_rank:
-            _take_options(param_groups, _receive(comm, source, table))
+            _take_options(sharded.param_groups, _receive(comm, source, sharded.table))
 
 
-def serve_joined(
-    comm: Communicator,
-    table: ParameterTable,
-    binding: Binding,
-    param_groups: Sequence[ParamGroup],
-    gradients_are_there: bool,
-) -> None:
+def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
     """On a rank that still trains, before its step: send joined ranks what they need. A collective of the group.
 
     Args:
-        comm: the group.
-        table: the parameters.
-        binding: the plan.
-        param_groups: the exposed groups, whose options are sent.
+        sharded: the step; the options of its groups are sent.
         gradients_are_there: whether joined ranks have reduced gradients, and need to know only which of them exist.
     """
+    comm, table, binding = sharded.comm, sharded.table, sharded.binding
     for source, joined in _assign_sources(comm, binding, has_joined=False):
         if source == comm.group_rank:
             grads = {index: table.params[index].grad for index, owner in enumerate(binding.owners) if owner == joined}
             exist = {index: None if grad is None else True for index, grad in grads.items()}
-            options = [options_of(group) for group in param_groups]
+            options = [options_of(group) for group in sharded.param_groups]
             _send(comm, [options, exist if gradients_are_there else grads], joined)
 
 
@@ -86,40 +78,28 @@ class BorrowedGradients:
     The group options stay: at the end of Join every rank has the same ones.
 
     Args:
-        comm: the group.
-        table: the parameters.
-        binding: the plan.
-        param_groups: the exposed groups.
+        sharded: the step.
         reduced: a parameter's gradient, by index, where the reduction has left it on this rank.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        table: ParameterTable,
-        binding: Binding,
-        param_groups: list[ParamGroup],
-        reduced: Callable[[int], torch.Tensor],
-    ) -> None:
-        self._comm = comm
-        self._table = table
-        self._binding = binding
-        self._param_groups = param_groups
+    def __init__(self, sharded: ShardedStep, reduced: Callable[[int], torch.Tensor]) -> None:
+        self._sharded = sharded
         self._reduced = reduced
         self._before: dict[int, torch.Tensor | None] = {}
 
     def __enter__(self) -> None:
-        for source, joined in _assign_sources(self._comm, self._binding, has_joined=True):
-            if joined == self._comm.group_rank:
-                options, grads = _receive(self._comm, source, self._table)
-                _take_options(self._param_groups, options)
-                self._before = {index: self._table.params[index].grad for index in grads}
+        sharded, comm, table = self._sharded, self._sharded.comm, self._sharded.table
+        for source, joined in _assign_sources(comm, sharded.binding, has_joined=True):
+            if joined == comm.group_rank:
+                options, grads = _receive(comm, source, table)
+                _take_options(sharded.param_groups, options)
+                self._before = {index: table.params[index].grad for index in grads}
                 for index, grad in grads.items():
-                    self._table.params[index].grad = self._reduced(index) if grad is True else grad
+                    table.params[index].grad = self._reduced(index) if grad is True else grad
 
     def __exit__(self, *exc_info: object) -> None:
         for index, grad in self._before.items():
-            self._table.params[index].grad = grad
+            self._sharded.table.params[index].grad = grad
 
 
 def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:

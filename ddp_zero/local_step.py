@@ -80,10 +80,15 @@ class LocalStep:
             for bucket, params in params_of_bucket.items()
         }
 
-    def own(self, params: Collection[Tensor]) -> None:
-        """Change which parameters this rank owns; their state is the caller's to move. `bind` must follow."""
+    def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
+        """Change which parameters this rank owns; their state is the caller's to move. `bind` must follow.
+
+        Args:
+            stepped: for each owned parameter the tensor that the inner optimizer steps for it.
+        """
         for exposed, group in zip(self._exposed(), self._inner.param_groups, strict=True):
-            owned = restrict_group(exposed, params)
+            owned = restrict_group(exposed, stepped)
+            owned["params"] = [stepped[param] for param in owned["params"]]
             for key in _PER_PARAMETER_KEYS:
                 if key in group:
                     group[key][:] = owned[key]  # in place: a wrapped optimizer may hold the same list
@@ -141,6 +146,18 @@ class LocalStep:
             if source is not group:
                 copy_options(source, group)
         self.mirror_to_exposed()
+
+    def take_back(self) -> None:
+        """Options and counters are again what they were at `begin`; per-parameter state is the caller's to restore."""
+        for options, group, exposed in zip(self._options, self._inner.param_groups, self._exposed(), strict=True):
+            copy_options(options, group)
+            copy_options(options, exposed)
+        attributes = vars(self._inner)
+        for name in _counters_in(attributes).keys() - self._plain_counters.keys():
+            del attributes[name]
+        attributes.update(self._plain_counters)
+        for tensor, before in self._counters:
+            tensor.copy_(before)
 
     def mirror_to_inner(self) -> None:
         """Make the inner groups show the options that the user set on the exposed ones."""

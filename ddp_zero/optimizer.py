@@ -1,46 +1,43 @@
-"""`ZeroRedundancyOptimizer`: the façade that users hold.
-
-A step, on every rank alike:
-
-1. evaluate the closure, if any; refuse sparse gradients;
-2. bind again if parameters were moved, frozen or unfrozen since the last step;
-3. under Join, send gradients to ranks that have run out of inputs;
-4. for each bucket in plan order: step what this rank owns of it, start its sync;
-5. finish all syncs; show the options that the step left.
-"""
+"""`ZeroRedundancyOptimizer`: the façade that users hold. Its step is in `take_step.py`."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ddp_zero.admission import check_has_no_hook, check_model
 from ddp_zero.agreement import Agreement
 from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator
+from ddp_zero.config import StepOptions
 from ddp_zero.consolidation import ConsolidatesState
+from ddp_zero.decision import Decision
 from ddp_zero.grad_bucket import options_of_stage
 from ddp_zero.grad_partition import gradients_of_stage
-from ddp_zero.gradients import CommHook
-from ddp_zero.hook import OverlapHook, check_has_no_hook, check_model
+from ddp_zero.gradients import CommHook, watching
+from ddp_zero.hook import OverlapHook
 from ddp_zero.inner import build_inner, check_can_be_sharded
-from ddp_zero.join import BorrowedGradients, ZeroJoinHook, serve_joined
-from ddp_zero.local_step import ParamGroup, copy_options, restrict_group
+from ddp_zero.join import ZeroJoinHook
+from ddp_zero.local_step import ParamGroup, copy_options
+from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.overlap import OverlapStatus, Phase
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GlobalRank, GroupRank
-from ddp_zero.reach_gradients import ReachesGradients
+from ddp_zero.precision import SteppedTensors, localise_group
 from ddp_zero.report import describe_shards, draw_buckets, state_bytes
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
+from ddp_zero.take_step import TakesSteps
 
 
-class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
+class ZeroRedundancyOptimizer(ConsolidatesState, TakesSteps):
     """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
@@ -67,6 +64,14 @@ class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
             None: their own dtype.
         gradient_predivide_factor: stage 2: what gradients are divided by before they are summed; the rest of the
             number of ranks is divided by afterwards. None: all of it before, as DDP does.
+        max_grad_norm: clip the norm of all gradients to this inside the step. Parameter groups that have a
+            ``max_grad_norm`` of their own are clipped by their own norm instead; one of None is not clipped.
+        norm_type: of the p-norm that ``max_grad_norm`` means; ``inf`` for the largest absolute value.
+        nonfinite: what a step does about gradients that are not finite: ``"skip"`` leaves no trace and says so in
+            ``last_step``, ``"raise"`` raises on every rank, ``"step"`` steps as DDP would. None: skip where the step
+            waits for all gradients anyway, else step.
+        loss_scale: what `scale` multiplies the loss by, a number or a `DynamicLossScale`.
+        master_weights: step fp16 and bf16 parameters in fp32: their owner keeps an fp32 copy and state in fp32.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -97,15 +102,22 @@ class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
         stage: int = 1,
         grad_comm_dtype: torch.dtype | None = None,
         gradient_predivide_factor: float | None = None,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        nonfinite: str | None = None,
+        loss_scale: DynamicLossScale | float | None = None,
+        master_weights: bool = False,
         **defaults: Any,
     ) -> None:
         self._comm = Communicator(process_group)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlaps = overlap_with_ddp
         self._hook: OverlapHook | None = None
+        self._waits_because: str | None = None
         Joinable.__init__(self)
         with Agreement(self._comm, "building ZeroRedundancyOptimizer") as agreement:
             self._reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
+            options = StepOptions(max_grad_norm, norm_type, nonfinite, loss_scale, master_weights)
             check_can_be_sharded(optimizer_class)
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
@@ -113,12 +125,14 @@ class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
             agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
             agreement.declare("overlap_with_ddp", overlap_with_ddp)
             agreement.declare("stage", repr(self._reduction))
+            agreement.declare("step options", repr(options))
             agreement.declare_parameters(table)
             binding = Binding(self._comm, table, parameters_as_bucket_view)
-            owned = {table.params[index] for index in binding.owned()}
-            self.optim = build_inner(optimizer_class, self.param_groups, owned, defaults)
+            stepped = SteppedTensors(table, master_weights)
+            self.optim = build_inner(optimizer_class, self.param_groups, stepped.own(binding.owned()), defaults)
         self.defaults = self.optim.defaults
-        self._sharded = ShardedStep(self._comm, table, binding, self.optim, self)
+        self._sharded = ShardedStep(self._comm, table, binding, self.optim, self, stepped)
+        self._decision = Decision(self._sharded, options)
         self._sharded.local_step.mirror_to_exposed()
         self._sharded.extend(table, binding)
 
@@ -140,103 +154,47 @@ class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
                 table = ParameterTable(self.param_groups)
                 agreement.declare_parameters(table)
                 binding = sharded.binding.extended(table)
-                owned = {table.params[index] for index in binding.owned()}
-                self.optim.add_param_group(restrict_group(self.param_groups[-1], owned))
+                sharded.stepped.extend(table)
+                stepped = sharded.stepped.own(binding.owned())
+                self.optim.add_param_group(localise_group(self.param_groups[-1], stepped))
         except Exception:
+            sharded.stepped.extend(sharded.table)
+            sharded.stepped.own(sharded.binding.owned())
             del self.param_groups[groups_before[0] :], self.optim.param_groups[groups_before[1] :]
             raise
         copy_options(self.optim.param_groups[-1], self.param_groups[-1])
         sharded.extend(table, binding)
 
-    # Runtime
-
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step this rank's parameters and get the others' from their owners. A collective.
-
-        Args:
-            closure: evaluated once, with gradients enabled, before anything is stepped.
-            **kwargs: handed to the local optimizer's ``step``.
-
-        Returns:
-            The closure's result, or what the local optimizer returned for the last bucket it stepped.
-
-        Raises:
-            NotImplementedError: for a gradient that is not dense, naming the parameter.
-            RuntimeError: if a peer failed or the group's time-out passed; parameters may then be half updated.
-        """
-        if self._overlaps:
-            return self._join_overlapped_step(closure, kwargs)
-        Join.notify_join_context(self)
-        hook = self._overlap() if self._reduction is not None else None
-        sharded = self._sharded
-        loss = sharded.begin(closure)
-        if hook is not None:
-            hook.check_complete()
-        sharded.table.check_gradients()
-        sharded.refresh(may_talk=not self._join_config.enable)
-        if self._join_config.enable:
-            gradients_are_there = self._reduction is not None
-            serve_joined(self._comm, sharded.table, sharded.binding, self.param_groups, gradients_are_there)
-        result = sharded.run(**kwargs)
-        return result if closure is None else loss
-
-    def reset(self) -> None:
-        """After an exception in forward or backward of an overlapped step: drop the iteration and start afresh.
-
-        Buckets that were stepped before the exception stay stepped; with `hook_with_zero_step` none is. If DDP itself
-        cannot go on, as after an exception in the middle of backward, wrap the model again and build a new hook.
-        """
-        if self._hook is not None:
-            self._hook.reset()
-
-    def _join_overlapped_step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        """The step has been taken inside backward; see that it was, and that it was taken once."""
-        if kwargs:
-            raise TypeError(f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}.")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if hasattr(self, "grad_scale"):  # set by GradScaler, which believes `_step_supports_amp_scaling`
-            raise RuntimeError(
-                "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped already "
-                "with scaled ones. Build the optimizer with overlap_with_ddp=False."
-            )
-        self._overlap().check_joined()
-        return loss
-
-    def _step_joined(self) -> None:
-        """The same as `step`, on a rank that has run out of inputs: without a closure, with gradients from a peer."""
-        if self._takes_hook:
-            self._overlap().step_joined()
-            return
-        sharded = self._sharded
-        sharded.refresh(may_talk=not self._join_config.enable)
-        nothing = dict[int, torch.Tensor]().__getitem__
-        with BorrowedGradients(self._comm, sharded.table, sharded.binding, self.param_groups, nothing):
-            sharded.begin()
-            sharded.run()
-
     # Overlap
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return self._overlaps  # so that GradScaler shows itself, see _join_overlapped_step
 
     def _build_hook(
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
     ) -> CommHook:
         """See `ddp_zero.api.hook_with_zero_step`."""
-        check_has_no_hook(self._takes_hook, self._hook)
+        hook = self._hook
+        check_has_no_hook(self._takes_hook, hook is not None, hook is not None and hook.may_be_replaced)
         check_model(ddp, self._sharded)
         if self._hook is not None:
             self._hook.detach()
         side = SideStream()
         gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side)
         self._hook = OverlapHook(
-            self._sharded, ddp, gradients, side, split=split, lag=lag, joinable=self, steps_inside=self._overlaps
+            self._sharded,
+            ddp,
+            gradients,
+            side,
+            split=split,
+            lag=lag,
+            joinable=self,
+            overlaps=self._overlaps,
+            why_wait=_weakly(self),
+            watch=self._decision.watch,
         )
         return self._hook.on_bucket
+
+    def _build_watch(self, ddp: DistributedDataParallel, wrapped: CommHook | None) -> CommHook:
+        """A hook that only looks at gradients before they are averaged, if anybody will ask, for ``last_step``."""
+        return watching(self._decision.watch, ddp.process_group, wrapped)
 
     @property
     def overlap_status(self) -> OverlapStatus:
@@ -274,6 +232,7 @@ class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
         clone.parameters_as_bucket_view = self.parameters_as_bucket_view
         clone._overlaps = self._overlaps
         clone._reduction = self._reduction
+        clone._waits_because = self._waits_because
         clone._hook = None
         Joinable.__init__(clone)
         clone.optim = copy.deepcopy(self.optim, memo)
@@ -281,7 +240,12 @@ class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
         Optimizer.__setstate__(clone, {"defaults": clone.optim.defaults, "param_groups": groups})
         table = ParameterTable(groups)
         binding = self._sharded.binding.extended(table)
-        clone._sharded = ShardedStep(self._comm, table, binding, clone.optim, clone)
+        stepped = SteppedTensors(table, self._sharded.stepped.has_masters)
+        for index, master in self._sharded.stepped.masters.items():
+            stepped.put(index, copy.deepcopy(master, memo))
+        clone._sharded = ShardedStep(self._comm, table, binding, clone.optim, clone, stepped)
+        clone._decision = Decision(clone._sharded, self._decision.options)
+        clone._decision.loss_scale = copy.deepcopy(self._decision.loss_scale, memo)
         clone._sharded.order = copy.deepcopy(self._sharded.order, memo)
         clone._sharded.extend(table, binding)
         return clone
@@ -341,3 +305,14 @@ class ZeroRedundancyOptimizer(ConsolidatesState, ReachesGradients, Joinable):
     def process_group(self) -> ProcessGroup:
         """The group whose ranks share the optimizer."""
         return self._comm.process_group
+
+
+def _weakly(optimizer: ZeroRedundancyOptimizer) -> Callable[[], str | None]:
+    """Why its steps wait, asked by a hook that it holds: a cycle that only the garbage collector could free."""
+    reference = weakref.ref(optimizer)
+
+    def why_wait() -> str | None:
+        alive = reference()
+        return None if alive is None else alive._why_wait()
+
+    return why_wait

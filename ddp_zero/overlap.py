@@ -10,8 +10,12 @@ carries out the actions. So the order of everything that communicates is a funct
     RUNNING    bucket_arrived(last)             STEPPED      StepBucket of all that are left, FinishSyncs
     RUNNING    bucket_arrived(last), deferred   REDUCED      none: the reducer must publish the gradients first
     REDUCED    backward_finished                STEPPED      StepAll
-    REDUCED    backward_finished, reduce only   REST         none: gradients wait for a later step
+    REDUCED    backward_finished, reduce only   WAITING      none: gradients wait for opt.step(), or for more
+    WAITING    bucket_arrived(0)                RUNNING      as below: more gradients
+    WAITING    step_taken                       REST         none: opt.step() has used them
+    WAITING    gradients_dropped                REST         none: nobody will
     STEPPED    step_called                      REST         none: the step has been taken
+    STEPPED    taken_back                       WAITING      none: the step is as if it had not been taken
     any        reset                            REST         none: the iteration is dropped
 
 When a bucket's composition is not the plan's, no bucket is stepped before the last one has arrived; then AdoptLayout
@@ -46,6 +50,7 @@ class Phase(Enum):
     REST = "rest"
     RUNNING = "running"
     REDUCED = "reduced"
+    WAITING = "waiting"
     STEPPED = "stepped"
 
 
@@ -96,6 +101,7 @@ class OverlapMachine:
         phase: where the current iteration is.
         status: how far the plan has come.
         where: how messages call this rank.
+        user_calls_step: whether ``opt.step()`` was ever called.
     """
 
     def __init__(self, lag: int | None, where: str) -> None:
@@ -105,7 +111,7 @@ class OverlapMachine:
         self.status = OverlapStatus.UNINITIALIZED
         self._lag = lag
         self.where = where
-        self._user_calls_step = False
+        self.user_calls_step = False
         self._backwards_since_step = 0
         self._clear()
 
@@ -121,7 +127,7 @@ class OverlapMachine:
         Raises:
             RuntimeError: if it is not the bucket's turn, or a backward pass went unjoined by ``opt.step()``.
         """
-        if bucket == 0 and self.phase in (Phase.REST, Phase.STEPPED):
+        if bucket == 0 and self.phase in (Phase.REST, Phase.WAITING, Phase.STEPPED):
             self._start(regime)
         if self.phase is not Phase.RUNNING or bucket != self._arrived:
             turn = {Phase.RUNNING: f"bucket {self._arrived}", Phase.REDUCED: "the end of backward"}
@@ -148,10 +154,28 @@ class OverlapMachine:
             raise self._illegal("the end of backward", Phase.REDUCED)
         adopt: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
         if self._regime is Regime.REDUCE_ONLY:
-            self.phase = Phase.REST
+            self.phase = Phase.WAITING
             return adopt
         self.phase = Phase.STEPPED
         return (*adopt, StepAll())
+
+    def step_taken(self) -> None:
+        """The user has called ``opt.step()``, which has used whatever gradients have waited for it."""
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.REST
+        self.user_calls_step = True
+
+    def gradients_dropped(self) -> None:
+        """The user has dropped all gradients, also those that have waited, if any have."""
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.REST
+
+    def taken_back(self) -> None:
+        """The step inside backward was taken back: its gradients wait for ``opt.step()``."""
+        if self.phase is not Phase.STEPPED:
+            raise self._illegal("taking a step back", Phase.STEPPED)
+        self._backwards_since_step = 0
+        self.phase = Phase.WAITING
 
     def step_called(self) -> None:
         """The user calls ``opt.step()``: the iteration is joined.
@@ -163,7 +187,7 @@ class OverlapMachine:
             raise self._illegal("opt.step()", Phase.STEPPED)
         backwards, self._backwards_since_step = self._backwards_since_step, 0
         self.phase = Phase.REST
-        self._user_calls_step = True
+        self.user_calls_step = True
         if backwards > 1:
             raise RuntimeError(
                 f"Expected opt.step() after every backward pass or never, got it after {backwards}, each of which has "
@@ -191,7 +215,7 @@ class OverlapMachine:
         self._clear()
 
     def _start(self, regime: Regime) -> None:
-        if self.phase is Phase.STEPPED and self._user_calls_step:
+        if self.phase is Phase.STEPPED and self.user_calls_step:
             raise RuntimeError(
                 f"Expected opt.step() before the next backward pass, got a second one ({self.where}); the first has "
                 "updated the parameters. To accumulate gradients, run all but the last under ddp.no_sync(); to get "

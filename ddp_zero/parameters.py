@@ -50,6 +50,11 @@ class ParameterTable:
         name = f" {self._names[index]!r}" if self._names[index] is not None else ""
         return f"parameter {index}{name} (group {self.groups[index]}, shape {list(self.params[index].shape)})"
 
+    def name(self, index: int) -> str:
+        """A parameter's name if the user gave one, else its index."""
+        given = self._names[index]
+        return given if given is not None else f"parameter {index}"
+
     def accelerator(self) -> torch.device:
         """The first device that is not the CPU, or the CPU."""
         return next((param.device for param in self.params if param.device.type != "cpu"), torch.device("cpu"))

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
-from ddp_zero.clipping import clip_partitioned
+from ddp_zero.clipping import clip_gradients
+from ddp_zero.decision import Decision
 from ddp_zero.grad_bucket import ReduceOptions
 from ddp_zero.hook import OverlapHook
 from ddp_zero.sharded_step import ShardedStep
@@ -22,6 +23,8 @@ class ReachesGradients(Optimizer):
     _overlaps: bool
     _reduction: ReduceOptions | None
     _hook: OverlapHook | None
+    _decision: Decision
+    _waits_because: str | None
     _join_config: _JoinConfig
 
     @contextmanager
@@ -58,6 +61,9 @@ class ReachesGradients(Optimizer):
     ) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, between backward and step. A collective in stage 2.
 
+        With overlap it must be called from the first step on; that step is then taken back, and all later ones wait
+        for ``opt.step()``. Norms of fp16 and bf16 gradients are fp32, and of scaled gradients what they are unscaled.
+
         Args:
             max_norm: the largest norm.
             norm_type: of the p-norm; ``inf`` for the largest absolute value.
@@ -76,15 +82,26 @@ class ReachesGradients(Optimizer):
         params = table.params if parameters is None else list(parameters)
         if any(param not in table.index_of for param in params):
             raise ValueError("Expected parameters of this optimizer, got another one.")
-        if self._overlaps:
-            raise RuntimeError(
-                "Expected gradients that no step has used, got overlap_with_ddp=True: the step is taken inside "
-                "backward. Build the optimizer with overlap_with_ddp=False to clip between backward and step."
-            )
-        if self._reduction is None:
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        indices = [table.index_of[param] for param in params]
-        return clip_partitioned(self._sharded, indices, max_norm, norm_type, error_if_nonfinite)
+        self._let_gradients_wait()
+
+        def check(total: Tensor) -> None:
+            if error_if_nonfinite and not torch.isfinite(total):
+                raise RuntimeError(
+                    f"Expected a finite norm of order {norm_type} of all gradients, got {total.item()} "
+                    f"({self._sharded.comm.name(self._sharded.comm.group_rank)}). Pass error_if_nonfinite=False to "
+                    "clip by it all the same."
+                )
+
+        self._decision.clipped = clip_gradients(
+            self._sharded,
+            [table.index_of[param] for param in params],
+            max_norm,
+            norm_type,
+            is_partitioned=self._reduction is not None,
+            inverse_scale=self._decision.inverse_scale,
+            check=check,
+        )
+        return self._decision.clipped[0]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, also those that wait to be added to the next sum."""
@@ -111,6 +128,31 @@ class ReachesGradients(Optimizer):
         if self._reduction is None:
             return None if param.grad is None else param.grad.detach().clone()
         return gather_gradient(self._sharded, index)
+
+    def _why_wait(self) -> str | None:
+        """Why backward passes only reduce and ``opt.step()`` takes the step, or None."""
+        if not self._overlaps:
+            return "overlap_with_ddp=False"
+        return self._waits_because or self._decision.why_wait()
+
+    def _let_gradients_wait(self) -> None:
+        """Somebody is about to change gradients: see that no step has used them, or take the first one back."""
+        hook = self._hook
+        if not self._overlaps or hook is None or hook.is_waiting:
+            return
+        if hook.memory is None:
+            raise RuntimeError(
+                "Expected gradients that no step has used, got some after a step inside backward "
+                f"({hook.machine.where}). Clip from the first step on, or build the optimizer with max_grad_norm= or "
+                "overlap_with_ddp=False."
+            )
+        self._wait_from_now_on(hook, "gradients are changed between backward and opt.step()")
+
+    def _wait_from_now_on(self, hook: OverlapHook, because: str) -> None:
+        """The first step inside backward was too early: undo it. A collective."""
+        hook.take_back()
+        self._waits_because = because
+        self._decision.watch.is_on = self._decision.options.nonfinite != "step"
 
     @property
     def _takes_hook(self) -> bool:

@@ -12,7 +12,13 @@ from ddp_zero.collectives import Communicator
 from ddp_zero.local_step import LocalStep, ParamGroup
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
+from ddp_zero.precision import ExactGradient, GradientFactors, SteppedTensors
+from ddp_zero.step_record import StepRecord
 from ddp_zero.tracing import label
+
+
+def _no_exact_gradient(index: int) -> None:
+    """Gradients are in the dtype of their parameters."""
 
 
 class ShardedStep:
@@ -26,8 +32,11 @@ class ShardedStep:
         binding: the plan, attached to them.
         inner: the optimizer over this rank's parameters.
         exposed: the optimizer that the user sees, with all parameters; only its groups are read.
+        stepped: what the inner optimizer holds for each parameter.
 
     Attributes:
+        factors: what gradients are multiplied by in the step that is under way, or None.
+        last_step: what became of the last one.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
         order: in which order states were created.
     """
@@ -39,11 +48,15 @@ class ShardedStep:
         binding: Binding,
         inner: Optimizer,
         exposed: Optimizer,
+        stepped: SteppedTensors,
     ) -> None:
         self.comm = comm
         self.table = table
         self.binding = binding
         self.inner = inner
+        self.stepped = stepped
+        self.factors: GradientFactors | None = None
+        self.last_step: StepRecord | None = None
         self._exposed_groups = _groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
         self.order = StateOrder()
@@ -51,11 +64,11 @@ class ShardedStep:
 
     # A step
 
-    def run(self, **kwargs: Any) -> Any:
+    def run(self, exact: ExactGradient = _no_exact_gradient, **kwargs: Any) -> Any:
         """Step and sync every bucket, after `begin`. Returns what the inner optimizer did for the last one."""
         result = None
         for bucket in self.binding.plan.buckets:
-            result = self.step_bucket(bucket.index, **kwargs)
+            result = self.step_bucket(bucket.index, exact, **kwargs)
         self.finish(**kwargs)
         return result
 
@@ -63,16 +76,20 @@ class ShardedStep:
         """Evaluate the closure, if any, and start a step; any earlier one that was not finished is forgotten.
 
         Raises:
-            RuntimeError: if the parameters in the exposed groups are not those that are sharded.
+            RuntimeError: if the parameters in the exposed groups are not those that are sharded, or if some are not
+                their masters any more, on every rank if all have written to them.
         """
         self.snapshot = None
+        self.factors = None
         self.table.check_groups(self.param_groups)
+        if self.stepped.have_changed():
+            self._check_masters()
         return self.local_step.begin(closure)
 
-    def step_bucket(self, index: int, **kwargs: Any) -> Any:
+    def step_bucket(self, index: int, exact: ExactGradient = _no_exact_gradient, **kwargs: Any) -> Any:
         """Step what this rank owns of a bucket and start its sync."""
         try:
-            with label("local_step", bucket=index):
+            with label("local_step", bucket=index), self.stepped.lent(self._stepped_with(index), exact, self.factors):
                 result = self.local_step.step(index, **kwargs)
             self.binding.sync.start(self.binding.plan.buckets[index])
         except BaseException:
@@ -88,19 +105,39 @@ class ShardedStep:
             self.binding.sync.abandon()
             raise
         self.local_step.finish(**kwargs)
-        self.order.after_step(self.inner.state, self.table)
+        self.order.after_step(self.inner.state, self.stepped.index_of)
+        self.stepped.note_versions()
 
     @property
     def param_groups(self) -> list[ParamGroup]:
         """The exposed groups."""
         return self._exposed_groups()
 
+    def _stepped_with(self, index: int) -> Sequence[int]:
+        """The parameters of this rank that the local step of a bucket may change."""
+        if self.local_step.steps_whole:
+            return self.binding.owned()
+        return self.binding.plan.buckets[index].segments[self.comm.group_rank].params
+
+    def _check_masters(self) -> None:
+        """The user has written to low-precision parameters, as on every rank: see that it left them what they were."""
+        diverged = self.stepped.diverged()
+        first = min(diverged, default=len(self.table))
+        found = min(index for (index,) in self.comm.all_gather_ints([first]))
+        if found < len(self.table):
+            raise RuntimeError(
+                f"Expected {self.table.label(found)} to be its fp32 master weight rounded, got another value: it was "
+                f"written to since the last step, which the next would undo ({self.comm.name(self.comm.group_rank)}). "
+                "Call opt.refresh_master_weights() after writing to the model's parameters, as after loading them."
+            )
+        self.stepped.note_versions()
+
     # Changes of what is stepped
 
     def refresh(self, may_talk: bool = True, held: Collection[int] = ()) -> None:
         """Plan again if a parameter was moved, frozen or unfrozen since the last step; see `Binding.refresh`."""
         if self.binding.refresh(may_talk, held):
-            self.local_step.bind(self.binding.owned_of_bucket())
+            self._bind()
 
     def adopt(self, layout: Sequence[Sequence[int]], owners: list[GroupRank], moves_later: bool) -> None:
         """Take over a layout of buckets, and move state to its new owners. A collective.
@@ -114,25 +151,35 @@ class ShardedStep:
             TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
         self.binding.sync.finish()  # buckets that this iteration has stepped already: their memory is about to move
-        migrate_state(self.comm, self.table, self.inner.state, self.order, self.binding.owners, owners)
+        migrate_state(self.comm, self.table, self.inner.state, self.order, self.stepped, self.binding.owners, owners)
         self.binding.adopt(layout, owners, moves_later)
-        self.local_step.own({self.table.params[index] for index in self.binding.owned()})
-        self.local_step.bind(self.binding.owned_of_bucket())
+        self.local_step.own(self.stepped.own(self.binding.owned()))
+        self._bind()
 
     def loaded(self, indices: Sequence[int]) -> None:
         """The inner optimizer has loaded a state dict with states of these parameters, in this order."""
         self.snapshot = None
         self.local_step.mirror_to_exposed()
-        self.local_step.bind(self.binding.owned_of_bucket())
-        self.order.loaded(indices, self.table, self.inner.state)
+        self._bind()
+        self.order.loaded([self.stepped[index] for index in indices], self.inner.state)
+        self.stepped.note_versions()
 
     def extend(self, table: ParameterTable, binding: Binding) -> None:
         """Take over parameters that were added; those that were there keep their index and their owner."""
         self.snapshot = None
         self.table = table
         self.binding = binding
-        self.order.note_new(self.inner.state, table)
-        self.local_step.bind(binding.owned_of_bucket())
+        self.order.note_new(self.inner.state, self.stepped.index_of)
+        self._bind()
+
+    def _bind(self) -> None:
+        stepped, index_of = self.stepped, self.table.index_of
+        self.local_step.bind(
+            {
+                bucket: {stepped[index_of[param]] for param in params}
+                for bucket, params in self.binding.owned_of_bucket().items()
+            }
+        )
 
 
 def _groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:

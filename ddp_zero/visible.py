@@ -49,6 +49,14 @@ class VisibleGradients:
         self._sharded.table.params[index].grad = self._absence(index, was_consumed)
         self._standing_in.add(index)
 
+    def exact(self, grad: Tensor) -> Tensor | None:
+        """A shown gradient in the dtype of its sum; None if that is its own, or if it was changed or replaced since."""
+        exact: Tensor | None
+        exact, version = self._shown.get(grad, (None, None))
+        if exact is None or grad._version != version or not torch.equal(exact.to(grad.dtype), grad):
+            return None
+        return exact
+
     def forget(self) -> None:
         """Owners have changed."""
         self._absent.clear()
@@ -77,7 +85,8 @@ class VisibleGradients:
             if isinstance(grad, AbsentGradient):
                 self._hidden.add(index)
             else:
-                carried[index] = self._exact(grad)
+                exact = self.exact(grad)
+                carried[index] = grad if exact is None else exact
                 self.taken.add(index)
             param.grad = None
         self._clear()
@@ -126,14 +135,6 @@ class VisibleGradients:
         self._showing.clear()
         self._standing_in.clear()
         self._mixed.clear()
-
-    def _exact(self, grad: Tensor) -> Tensor:
-        """A shown gradient in the dtype of its sum, unless it was changed or replaced since."""
-        exact, version = self._shown.get(grad, (None, None))
-        if exact is None or grad._version != version or not torch.equal(exact.to(grad.dtype), grad):
-            return grad
-        kept: Tensor = exact
-        return kept
 
     def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
         name = self._sharded.table.label(index)

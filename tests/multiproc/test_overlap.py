@@ -470,6 +470,8 @@ def _gradients_changed_too_late_are_told(setup: Setup) -> None:
         twins.opt.zero_grad(set_to_none=step % 2 == 0)
 
     scaled = build_overlapped_twins(ADAMW)
+    scaled.train(setup, 1)
+    scaled.zero_grad()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(loss_of(scaled.model, *next(batches(setup.rank, 1)))).backward()
     with pytest.raises(RuntimeError, match="GradScaler"):

@@ -41,10 +41,15 @@ ROOMS = {
     "plan": room(0, "partition"),
     "memory_layout": room(0),
     "overlap": room(0),
+    "loss_scale": room(0),
+    "config": room(0, "loss_scale"),
     "parameters": room(1, "memory_layout payload plan"),
     "flat": room(1, "memory_layout partition plan"),
     "local_step": room(1),
-    "inner": room(1, "local_step"),
+    "inner": room(1, "local_step precision"),
+    "precision": room(1, "local_step parameters"),
+    "step_record": room(1),
+    "watch": room(1),
     "payload": room(1, "memory_layout"),
     "side_stream": room(1),
     "absent": room(1),
@@ -56,15 +61,20 @@ ROOMS = {
     "param_sync": room(2, "collectives flat plan tracing"),
     "grad_reduce": room(2, "collectives partition"),
     "binding": room(3, "collectives flat param_sync parameters partition plan tracing"),
-    "checkpoint": room(3, "agreement collectives local_step parameters partition payload"),
+    "checkpoint": room(3, "agreement collectives local_step parameters partition payload precision"),
+    "admission": room(3, "parameters sharded_step"),
+    "published": room(3, "absent sharded_step"),
+    "take_back": room(3, "sharded_step"),
+    "decision": room(3, "absent clipping config loss_scale partition precision sharded_step step_record watch"),
     "hook": room(
         3,
-        "gradients join overlap plan reducer sharded_step side_stream tracing",
+        "admission gradients join overlap plan published reducer sharded_step side_stream step_record take_back "
+        "tracing watch",
         "torch.distributed.GradBucket torch.distributed.algorithms.join.Joinable",
     ),
     "gradients": room(
         3,
-        "collectives reducer sharded_step side_stream",
+        "collectives reducer sharded_step side_stream watch",
         "torch.distributed.GradBucket torch.distributed.ProcessGroup",
     ),
     "grad_bucket": room(3, "buffers collectives grad_reduce plan reducer sharded_step side_stream tracing"),
@@ -75,27 +85,35 @@ ROOMS = {
         "bucket_memory grad_bucket grad_reduce gradients parameters reducer sharded_step side_stream tracing visible",
         "torch.distributed.GradBucket",
     ),
-    "clipping": room(3, "absent sharded_step"),
+    "clipping": room(3, "absent precision sharded_step"),
     "join": room(
         3,
-        "binding collectives local_step parameters partition",
+        "binding collectives local_step parameters partition sharded_step",
         "torch.distributed.algorithms.join.JoinHook torch.distributed.algorithms.join._JoinConfig",
     ),
     "report": room(3, "plan"),
-    "sharded_step": room(3, "binding checkpoint collectives local_step parameters partition tracing"),
+    "sharded_step": room(
+        3, "binding checkpoint collectives local_step parameters partition precision step_record tracing"
+    ),
     "consolidation": room(4, "checkpoint collectives partition sharded_step"),
     "reach_gradients": room(
-        4, "clipping grad_bucket hook sharded_step visible", "torch.distributed.algorithms.join._JoinConfig"
+        4, "clipping decision grad_bucket hook sharded_step visible", "torch.distributed.algorithms.join._JoinConfig"
+    ),
+    "take_step": room(
+        4,
+        "absent collectives decision hook join reach_gradients step_record",
+        "torch.distributed.algorithms.join.Join torch.distributed.algorithms.join.Joinable",
     ),
     "optimizer": room(
         4,
-        "agreement binding collectives consolidation grad_bucket grad_partition gradients hook inner join local_step "
-        "overlap parameters partition reach_gradients report sharded_step side_stream",
-        "torch.distributed.ProcessGroup torch.distributed.algorithms.join.Join "
+        "admission agreement binding collectives config consolidation decision grad_bucket grad_partition gradients "
+        "hook inner join local_step loss_scale overlap parameters partition precision report sharded_step side_stream "
+        "take_step",
+        "torch.distributed.ProcessGroup "
         "torch.distributed.algorithms.join.Joinable torch.distributed.algorithms.join.JoinHook",
     ),
     "api": room(5, "gradients optimizer"),
-    "__init__": room(6, "api optimizer overlap"),
+    "__init__": room(6, "api loss_scale optimizer overlap step_record"),
 }
 
 COMMUNICATING = {

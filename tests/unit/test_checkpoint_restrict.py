@@ -13,6 +13,7 @@ from torch.optim import ASGD, SGD, Adafactor, Adam, NAdam, Optimizer
 from ddp_zero.checkpoint import StateOrder, restrict_state_dict
 from ddp_zero.local_step import ParamGroup, restrict_group
 from ddp_zero.parameters import ParameterTable
+from ddp_zero.precision import SteppedTensors
 
 StateDict = dict[str, Any]
 Groups = list[ParamGroup]
@@ -58,7 +59,9 @@ class Rank:
         self.inner = optimizer_class([restrict_group(group, self.owned) for group in self.groups])
 
     def restrict(self, state_dict: StateDict) -> tuple[StateDict, list[int]]:
-        return restrict_state_dict(state_dict, self.groups, self.table, self.inner)
+        stepped = SteppedTensors(self.table, has_masters=False)
+        local, indices, _ = restrict_state_dict(state_dict, self.groups, self.table, self.inner, stepped)
+        return local, indices
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -306,13 +309,13 @@ def test_births_of_all_ranks_sort_into_the_unsharded_order(
         plain.step()
         for rank, state in enumerate(states):
             state.update({table.params[i]: {} for i in sorted(with_gradient) if owners[i] == rank})
-            orders[rank].after_step(state, table)
+            orders[rank].after_step(state, table.index_of.__getitem__)
         if number in loads:  # saved and loaded again, the last state first
             whole = plain.state_dict()
             whole["state"] = dict(reversed(whole["state"].items()))
             plain.load_state_dict(whole)
             for rank, state in enumerate(states):
-                orders[rank].loaded(list(whole["state"]), table, state)
+                orders[rank].loaded([table.params[index] for index in whole["state"]], state)
 
     born = [(orders[owners[i]].of(table.params[i]), i) for i in range(5) if table.params[i] in states[owners[i]]]
     assert [index for _, index in sorted(born)] == unsharded()
@@ -324,8 +327,8 @@ def test_births_of_all_ranks_sort_into_the_unsharded_order(
 def test_states_made_at_construction_come_before_those_of_the_first_step() -> None:
     table = ParameterTable(make_groups())
     order = StateOrder()
-    order.note_new({table.params[3]: {}, "shared": {}}, table)
-    order.after_step({table.params[3]: {}, "shared": {}, table.params[0]: {}}, table)
+    order.note_new({table.params[3]: {}, "shared": {}}, table.index_of.__getitem__)
+    order.after_step({table.params[3]: {}, "shared": {}, table.params[0]: {}}, table.index_of.__getitem__)
     assert [order.of(table.params[index]) for index in (3, 0)] == [(0, 3), (1, 0)]
 
 
@@ -333,9 +336,9 @@ def test_a_sorted_state_is_another_dict_of_the_same_values_with_those_of_no_para
     table = ParameterTable(make_groups())
     order = StateOrder()
     first: dict[Any, Any] = {table.params[4]: {"n": 4}, "shared": {"n": 9}}
-    order.after_step(first, table)
+    order.after_step(first, table.index_of.__getitem__)
     state = {table.params[3]: {"n": 3}, table.params[1]: {"n": 1}, **first, "late": {"n": 8}}
-    order.after_step(state, table)
+    order.after_step(state, table.index_of.__getitem__)
     keys = list(map(id, state))
     assert [value["n"] for value in order.sorted(state).values()] == [9, 8, 4, 1, 3]
     assert all(value is state[key] for key, value in order.sorted(state).items())
@@ -346,21 +349,20 @@ def test_a_state_that_was_taken_keeps_its_birth_and_one_that_was_given_away_is_b
     table = ParameterTable(make_groups())
     giver, taker = StateOrder(), StateOrder()
     moved = table.params[2]
-    giver.after_step({moved: {}}, table)
-    taker.after_step({}, table)
+    giver.after_step({moved: {}}, table.index_of.__getitem__)
+    taker.after_step({}, table.index_of.__getitem__)
     birth = giver.give(moved)
     assert birth == (1, 2)
-    with pytest.raises(KeyError):
-        giver.of(moved)
+    assert giver.of(moved, 2) == (1, 2)
     taker.take(moved, birth)
     for order in (giver, taker):
-        order.after_step({moved: {}}, table)
+        order.after_step({moved: {}}, table.index_of.__getitem__)
     assert (taker.of(moved), giver.of(moved)) == ((1, 2), (2, 2))
 
 
 def test_a_state_born_as_another_is_dropped_is_noticed() -> None:
     table = ParameterTable(make_groups())
     order = StateOrder()
-    order.after_step({table.params[0]: {}}, table)
-    order.after_step({table.params[1]: {}}, table)
+    order.after_step({table.params[0]: {}}, table.index_of.__getitem__)
+    order.after_step({table.params[1]: {}}, table.index_of.__getitem__)
     assert order.of(table.params[1]) == (2, 1)

@@ -122,7 +122,7 @@ class Sharded:
 
     def own(self, buckets: Sequence[Sequence[int]]) -> None:
         """Own other parameters from now on; their state has been moved."""
-        self.local.own({self.params[index] for bucket in buckets for index in bucket})
+        self.local.own({self.params[index]: self.params[index] for bucket in buckets for index in bucket})
         self._bind(buckets)
 
     def step(self, closure: Callable[[], Any] | None = None) -> list[Any]:
@@ -274,7 +274,7 @@ def test_owning_others_changes_the_groups_in_place_in_their_order_and_keeps_thei
     local = LocalStep(inner, lambda: exposed)
     identities = [id(group) for group in inner.param_groups]
     options = [options_in(group) for group in inner.param_groups]
-    local.own({params[index] for index in (3, 6, 1, 4, 2)})
+    local.own({params[index]: params[index] for index in (3, 6, 1, 4, 2)})
     assert [id(group) for group in inner.param_groups] == identities
     assert [group["param_names"] for group in inner.param_groups] == [["w1", "w2", "w3"], ["w4", "w6"]]
     assert [list(map(id, group["params"])) for group in inner.param_groups] == [
@@ -282,7 +282,7 @@ def test_owning_others_changes_the_groups_in_place_in_their_order_and_keeps_thei
     ]
     assert [options_in(group) for group in inner.param_groups] == options
     assert [len(group["params"]) for group in exposed] == [4, 3]
-    local.own(set())
+    local.own({})
     assert [(group["params"], group["param_names"]) for group in inner.param_groups] == [([], []), ([], [])]
 
 

@@ -24,7 +24,7 @@ from ddp_zero.overlap import (
     StepBucket,
 )
 
-REST, RUNNING, REDUCED, STEPPED = Phase
+REST, RUNNING, REDUCED, WAITING, STEPPED = Phase
 UNINITIALIZED, REBUILT, INITIALIZED = OverlapStatus
 OVERLAPPED, DEFERRED, REDUCE_ONLY = Regime
 
@@ -51,7 +51,10 @@ def machine_in(phase: Phase, lag: int | None = 1) -> OverlapMachine:
     """A machine in a phase: RUNNING has seen two buckets of four, the others are between iterations or at an end."""
     machine = new_machine(lag)
     if phase is not REST:
-        arrive(machine, "++++", DEFERRED if phase is REDUCED else OVERLAPPED, count=2 if phase is RUNNING else None)
+        regime = {REDUCED: DEFERRED, WAITING: REDUCE_ONLY}.get(phase, OVERLAPPED)
+        arrive(machine, "++++", regime, count=2 if phase is RUNNING else None)
+    if phase is WAITING:
+        machine.backward_finished()
     assert machine.phase is phase
     return machine
 
@@ -94,8 +97,12 @@ ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
     ("RUNNING", "bucket_arrived(last)", "STEPPED", lambda: after(RUNNING, last_bucket), "1 2 3 finish"),
     ("RUNNING", "bucket_arrived(last), deferred", "REDUCED", last_bucket_deferred, ""),
     ("REDUCED", "backward_finished", "STEPPED", lambda: after(REDUCED, OverlapMachine.backward_finished), "all"),
-    ("REDUCED", "backward_finished, reduce only", "REST", reduced_only, ""),
+    ("REDUCED", "backward_finished, reduce only", "WAITING", reduced_only, ""),
+    ("WAITING", "bucket_arrived(0)", "RUNNING", lambda: after(WAITING, first_bucket), ""),
+    ("WAITING", "step_taken", "REST", lambda: after(WAITING, OverlapMachine.step_taken), ""),
+    ("WAITING", "gradients_dropped", "REST", lambda: after(WAITING, OverlapMachine.gradients_dropped), ""),
     ("STEPPED", "step_called", "REST", lambda: after(STEPPED, OverlapMachine.step_called), ""),
+    ("STEPPED", "taken_back", "WAITING", lambda: after(STEPPED, OverlapMachine.taken_back), ""),
     *(("any", "reset", "REST", lambda phase=phase: after(phase, OverlapMachine.reset), "") for phase in Phase),
 ]
 
@@ -211,8 +218,8 @@ def test_an_iteration_that_only_reduces_steps_nothing_and_leaves_the_step_to_a_l
     for _ in range(3):
         assert arrive(machine, matches, REDUCE_ONLY) == [""] * len(matches)
         assert written(machine.backward_finished()) == actions
-        assert machine.phase is REST
-    with pytest.raises(RuntimeError, match=r"outside ddp\.no_sync\(\) and opt\.accumulate\(\)"):
+        assert machine.phase is WAITING
+    with pytest.raises(RuntimeError, match=r"STEPPED at opt\.step\(\), got WAITING"):
         machine.step_called()
     assert arrive(machine, "++")[-1] == "0 1 finish"
     machine.step_called()  # once for all of them
@@ -243,6 +250,9 @@ ILLEGAL: list[tuple[Phase, str, Callable[[OverlapMachine], object], str]] = [
     (REDUCED, "bucket 0", bucket(0), r"got bucket 0 \(rank 7, phase REDUCED\).*opt\.reset\(\)"),
     (REDUCED, "bucket 4", bucket(4), r"got bucket 4 \(rank 7, phase REDUCED\).*opt\.reset\(\)"),
     (REDUCED, "step", OverlapMachine.step_called, r"opt\.step\(\), got REDUCED \(rank 7\).*opt\.reset\(\)"),
+    (WAITING, "bucket 4", bucket(4), r"bucket 0 next, got bucket 4 \(rank 7, phase WAITING\)"),
+    (WAITING, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got WAITING \(rank 7\)"),
+    (WAITING, "taken back", OverlapMachine.taken_back, r"STEPPED at taking a step back, got WAITING \(rank 7\)"),
     (STEPPED, "bucket 4", bucket(4), r"bucket 0 next, got bucket 4 \(rank 7, phase STEPPED\)"),
     (STEPPED, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got STEPPED \(rank 7\)"),
 ]
@@ -255,7 +265,7 @@ def go_on(machine: OverlapMachine) -> str:
         actions = last_bucket(machine)
     elif machine.phase is REDUCED:
         actions = machine.backward_finished()
-    elif machine.phase is REST:
+    elif machine.phase in (REST, WAITING):
         first_bucket(machine)
         actions = machine.bucket_arrived(1, True, True, OVERLAPPED)
     machine.step_called()
@@ -274,7 +284,16 @@ def test_an_event_out_of_turn_is_refused_by_name_and_changes_nothing(
     with pytest.raises(RuntimeError, match=message):
         event(machine)
     assert machine.phase is phase
-    assert go_on(machine) == {REST: "0 1 finish", RUNNING: "1 2 3 finish", REDUCED: "all", STEPPED: ""}[phase]
+    assert (
+        go_on(machine)
+        == {
+            REST: "0 1 finish",
+            RUNNING: "1 2 3 finish",
+            REDUCED: "all",
+            WAITING: "0 1 finish",
+            STEPPED: "",
+        }[phase]
+    )
 
 
 def test_a_step_is_joined_once() -> None:
@@ -425,7 +444,7 @@ class Loop(RuleBasedStateMachine):
         self.unjoined = 0
         self.arrived = 0
 
-    @precondition(lambda self: self.phase is REST or (self.phase is STEPPED and not self.joins))
+    @precondition(lambda self: self.phase in (REST, WAITING) or (self.phase is STEPPED and not self.joins))
     @rule(matches=st.text("++-", min_size=1, max_size=6), regime=st.sampled_from(Regime))
     def backward(self, matches: str, regime: Regime) -> None:
         self.matches, self.regime, self.arrived = matches, regime, 0
@@ -478,7 +497,22 @@ class Loop(RuleBasedStateMachine):
     def reducer_is_done(self) -> None:
         expected = ["adopt"] * ("-" in self.matches) + ["all"] * (self.regime is DEFERRED)
         assert written(self.machine.backward_finished()) == " ".join(expected)
-        self.phase = STEPPED if self.regime is DEFERRED else REST
+        self.phase = STEPPED if self.regime is DEFERRED else WAITING
+
+    @precondition(lambda self: self.phase is STEPPED)
+    @rule()
+    def take_back(self) -> None:
+        self.machine.taken_back()
+        self.phase, self.unjoined = WAITING, 0
+
+    @precondition(lambda self: self.phase in (WAITING, REST))
+    @rule(used=st.booleans())
+    def use_or_drop(self, used: bool) -> None:
+        if used:
+            self.machine.step_taken()
+        else:
+            self.machine.gradients_dropped()
+        self.phase, self.joins = REST, self.joins or used
 
     @precondition(lambda self: self.phase is STEPPED)
     @rule()
@@ -505,7 +539,7 @@ class Loop(RuleBasedStateMachine):
     def bucket_out_of_turn(self, index: int, is_last: bool, matches: bool, regime: Regime) -> None:
         if index == self.arrived and self.phase is RUNNING:
             return
-        if index == 0 and (self.phase is REST or (self.phase is STEPPED and not self.joins)):
+        if index == 0 and (self.phase in (REST, WAITING) or (self.phase is STEPPED and not self.joins)):
             return
         with pytest.raises(RuntimeError, match="rank 7"):
             self.machine.bucket_arrived(index, is_last, matches, regime)

@@ -1,0 +1,80 @@
+"""What a step does besides the local optimizer: frozen, validated options."""
+
+import math
+from dataclasses import dataclass
+
+from ddp_zero.loss_scale import DynamicLossScale
+
+NONFINITE = ("skip", "raise", "step")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step treats the gradients that it is taken from.
+
+    Attributes:
+        max_grad_norm: clip the norm of all gradients to this; None: do not.
+        norm_type: of the p-norm; ``inf`` for the largest absolute value.
+        nonfinite: what to do about gradients that are not finite: ``"skip"`` the step, ``"raise"``, or ``"step"`` as if
+            they were; None: skip where the step waits for all gradients anyway, else step.
+        loss_scale: what ``opt.scale`` multiplies the loss by, a number or a policy; None: there is none.
+        master_weights: whether fp16 and bf16 parameters are stepped in fp32.
+
+    Raises:
+        TypeError: for a ``loss_scale`` that is neither a number nor a policy.
+        ValueError: for a value outside its range, or options that contradict each other.
+    """
+
+    max_grad_norm: float | None = None
+    norm_type: float = 2.0
+    nonfinite: str | None = None
+    loss_scale: DynamicLossScale | float | None = None
+    master_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None:
+            check_max_grad_norm(self.max_grad_norm)
+        if not self.norm_type > 0:
+            raise ValueError(f"Expected norm_type above 0, got {self.norm_type!r}.")
+        if self.nonfinite not in (None, *NONFINITE):
+            raise ValueError(f"Expected nonfinite to be one of {NONFINITE} or None, got {self.nonfinite!r}.")
+        self._check_loss_scale()
+
+    def _check_loss_scale(self) -> None:
+        if self.loss_scale is None:
+            return
+        if isinstance(self.loss_scale, DynamicLossScale):
+            if self.nonfinite not in (None, "skip"):
+                raise ValueError(
+                    f"Expected nonfinite='skip' with a dynamic loss_scale, which overflows on purpose, got "
+                    f"{self.nonfinite!r}."
+                )
+        elif isinstance(self.loss_scale, bool) or not isinstance(self.loss_scale, int | float):
+            raise TypeError(
+                f"Expected loss_scale to be a number, a DynamicLossScale or None, got {self.loss_scale!r}. For a "
+                "dynamic scale with the usual numbers pass DynamicLossScale()."
+            )
+        elif not (self.loss_scale > 0 and math.isfinite(self.loss_scale)):
+            raise ValueError(f"Expected loss_scale above 0 and finite, got {self.loss_scale!r}.")
+
+    def why_wait(self) -> str | None:
+        """Why a step with these options needs all gradients before it starts, or None if it does not."""
+        if self.max_grad_norm is not None:
+            return "max_grad_norm needs the norm of all gradients"
+        if self.loss_scale is not None:
+            return "loss_scale needs to know whether any gradient has overflowed"
+        if self.nonfinite in ("skip", "raise"):
+            return f"nonfinite={self.nonfinite!r} needs to see all gradients"
+        return None
+
+
+def check_max_grad_norm(max_grad_norm: float) -> None:
+    """See that gradients can be clipped to a norm.
+
+    Raises:
+        TypeError: if it is no number; ValueError if it is not above 0.
+    """
+    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
+        raise TypeError(f"Expected max_grad_norm to be a number or None, got {max_grad_norm!r}.")
+    if not max_grad_norm > 0:
+        raise ValueError(f"Expected max_grad_norm above 0, got {max_grad_norm!r}.")

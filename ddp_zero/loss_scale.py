@@ -1,0 +1,95 @@
+"""Loss scaling as plain numbers: what the loss is multiplied by, and how that changes with what the steps find.
+
+Gradients in fp16 underflow unless the loss is multiplied by a scale before backward; the step divides it out again. A
+*dynamic* scale is lowered when gradients overflow and raised when they have not for a while, as described by
+Micikevicius et al., "Mixed Precision Training", 2018. bf16 has the range of fp32 and needs none.
+"""
+
+import math
+from dataclasses import dataclass
+
+_LARGEST_FP32 = 2.0**127
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """How a loss scale follows the gradients.
+
+    Attributes:
+        initial: the first scale.
+        growth_factor: what it is multiplied by after ``growth_interval`` steps in a row without an overflow.
+        backoff_factor: what it is multiplied by at an overflow, above 0 and below 1.
+        growth_interval: see ``growth_factor``.
+        hysteresis: the number of overflows, from the last growth on, at which it begins to back off; 1: at once.
+        minimum: it never falls below; an overflow there raises.
+
+    Raises:
+        ValueError: for numbers outside these ranges.
+    """
+
+    initial: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.minimum <= self.initial and math.isfinite(self.initial)):
+            raise ValueError(f"Expected 0 < minimum <= initial, got {self.minimum=} and {self.initial=}.")
+        if not self.growth_factor >= 1:
+            raise ValueError(f"Expected growth_factor of at least 1, got {self.growth_factor}.")
+        if not 0 < self.backoff_factor < 1:
+            raise ValueError(f"Expected 0 < backoff_factor < 1, got {self.backoff_factor}.")
+        for name in ("growth_interval", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Expected {name} of at least 1, got {getattr(self, name)}.")
+
+
+class LossScale:
+    """The scale of one optimizer.
+
+    Args:
+        policy: how it changes; a number for one that never does.
+
+    Attributes:
+        value: what the loss is multiplied by now.
+    """
+
+    def __init__(self, policy: DynamicLossScale | float) -> None:
+        self._policy = policy if isinstance(policy, DynamicLossScale) else None
+        self.value = float(policy.initial if isinstance(policy, DynamicLossScale) else policy)
+        self._good_steps = 0
+        self._patience = self._policy.hysteresis if self._policy is not None else 0
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it follows the gradients."""
+        return self._policy is not None
+
+    @property
+    def is_at_minimum(self) -> bool:
+        """Whether the next overflow cannot lower it."""
+        return self._policy is not None and self._patience <= 1 and self.value <= self._policy.minimum
+
+    def after_step(self, has_overflowed: bool) -> None:
+        """A step has seen the gradients: follow them.
+
+        Args:
+            has_overflowed: whether any gradient of any rank was not finite.
+        """
+        policy = self._policy
+        if policy is None:
+            return
+        if has_overflowed:
+            self._good_steps = 0
+            self._patience -= 1
+            if self._patience <= 0:
+                self.value = max(self.value * policy.backoff_factor, policy.minimum)
+            return
+        self._good_steps += 1
+        if self._good_steps == policy.growth_interval:
+            self._good_steps = 0
+            self._patience = policy.hysteresis
+            if self.value * policy.growth_factor <= _LARGEST_FP32:
+                self.value *= policy.growth_factor

@@ -1,0 +1,50 @@
+"""Notices when gradients are changed after the step inside backward has used them, which would have no effect."""
+
+from ddp_zero.absent import AbsentGradient
+from ddp_zero.sharded_step import ShardedStep
+
+
+class PublishedGradients:
+    """Gradients as an iteration that has stepped leaves them: places and versions, no references."""
+
+    def __init__(self, sharded: ShardedStep) -> None:
+        self._sharded = sharded
+        self._noted: list[tuple[int, int, int]] = []  # parameter, place and version of its gradient
+
+    def note(self) -> None:
+        """The step was taken; from now on a change is too late."""
+        grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
+        self._noted = [
+            (index, grad.data_ptr(), grad._version)
+            for index, grad in grads
+            if grad is not None and not isinstance(grad, AbsentGradient)
+        ]
+
+    def first_changed(self) -> int | None:
+        """The first parameter whose gradient was changed in place since, or None."""
+        for index, place, version in self._noted:
+            grad = self._sharded.table.params[index].grad
+            if grad is not None and not isinstance(grad, AbsentGradient):
+                if grad.data_ptr() == place and grad._version != version:
+                    return index
+        return None
+
+    def check_unchanged(self) -> None:
+        """See that no gradient was changed too late.
+
+        Raises:
+            RuntimeError: naming the first parameter whose gradient was.
+        """
+        changed = self.first_changed()
+        if changed is not None:
+            comm = self._sharded.comm
+            raise RuntimeError(
+                f"Expected gradients as backward left them, since the step was taken inside it, got a changed one "
+                f"for {self._sharded.table.label(changed)} ({comm.name(comm.group_rank)}). To clip, scale or unscale "
+                "gradients before the step, do so from the first step on, or build the optimizer with max_grad_norm=, "
+                "loss_scale= or overlap_with_ddp=False."
+            )
+
+    def forget(self) -> None:
+        """The next iteration begins, or this one is dropped."""
+        self._noted = []

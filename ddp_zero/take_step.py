@@ -1,0 +1,196 @@
+"""The step half of `ZeroRedundancyOptimizer`: when ``step()`` takes one, and what other callers of it say.
+
+A step, on every rank alike:
+
+1. evaluate the closure, if any; refuse sparse gradients;
+2. bind again if parameters were moved, frozen or unfrozen since the last step;
+3. under Join, send gradients to ranks that have run out of inputs;
+4. decide, if there is anything to decide, whether to step and what to multiply gradients by;
+5. for each bucket in plan order: step what this rank owns of it, start its sync;
+6. finish all syncs; show the options that the step left.
+
+Where the step was taken inside backward, ``step()`` only joins the iteration.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.optim import Optimizer
+
+from ddp_zero.absent import tell_nonfinite
+from ddp_zero.collectives import Communicator
+from ddp_zero.decision import AmpState, Occasion
+from ddp_zero.hook import OverlapHook
+from ddp_zero.join import BorrowedGradients, serve_joined
+from ddp_zero.reach_gradients import ReachesGradients
+from ddp_zero.step_record import StepRecord, StepRegime
+
+
+class TakesSteps(ReachesGradients, Joinable):
+    """An optimizer whose step is taken here or inside backward."""
+
+    optim: Optimizer
+    _comm: Communicator
+    _step_supports_amp_scaling = True  # GradScaler calls step() even if gradients are not finite: all ranks decide
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step this rank's parameters and get the others' from their owners. A collective.
+
+        What became of it is in ``last_step``.
+
+        Args:
+            closure: evaluated once, with gradients enabled, before anything is stepped.
+            **kwargs: handed to the local optimizer's ``step``.
+
+        Returns:
+            The closure's result, or what the local optimizer returned for the last bucket it stepped.
+
+        Raises:
+            NotImplementedError: for a gradient that is not dense, naming the parameter.
+            RuntimeError: if gradients are not finite and ``nonfinite="raise"``, on every rank; or if a peer failed or
+                the group's time-out passed: parameters may then be half updated.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        amp = self._amp_state()
+        hook = self._overlap() if self._takes_hook else None
+        if hook is not None and self._overlaps and not hook.is_waiting and not self._take_back_if_changed(hook, amp):
+            if kwargs:
+                raise TypeError(
+                    f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}."
+                )
+            hook.check_joined()
+            return loss
+        Join.notify_join_context(self)
+        result = self._take_step(None if closure is None else lambda: loss, amp, kwargs)
+        return result if closure is None else loss
+
+    def reset(self) -> None:
+        """After an exception in forward or backward of an overlapped step: drop the iteration and start afresh.
+
+        Buckets that were stepped before the exception stay stepped; with `hook_with_zero_step` none is. If DDP itself
+        cannot go on, as after an exception in the middle of backward, wrap the model again and build a new hook.
+        """
+        if self._hook is not None:
+            self._hook.reset()
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """What became of the last step, the same on every rank; None before the first."""
+        return self._sharded.last_step
+
+    # Loss scale and masters
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, to go backward from; the step divides it out again.
+
+        Raises:
+            RuntimeError: without ``loss_scale=``.
+        """
+        if self.loss_scale is None:
+            raise RuntimeError(
+                "Expected a loss scale, got none. Build the optimizer with loss_scale=DynamicLossScale()."
+            )
+        return loss * self.loss_scale
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What `scale` multiplies by now; None without ``loss_scale=``."""
+        scale = self._decision.loss_scale
+        return None if scale is None else scale.value
+
+    def refresh_master_weights(self) -> None:
+        """After writing to the model's parameters: take them for the truth. Never communicates.
+
+        Raises:
+            RuntimeError: without ``master_weights=True``.
+        """
+        if not self._sharded.stepped.has_masters:
+            raise RuntimeError("Expected master weights, got none. Build the optimizer with master_weights=True.")
+        self._sharded.stepped.refresh()
+        self._sharded.snapshot = None
+
+    # Taking a step
+
+    def _take_step(self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any]) -> Any:
+        sharded, joins = self._sharded, self._join_config.enable
+        sharded.begin(closure)
+        if self._hook is not None:
+            self._hook.check_complete()
+        sharded.table.check_gradients()
+        sharded.refresh(may_talk=not joins)
+        if joins:
+            reach_joined = self._reduction is not None
+            serve_joined(sharded, reach_joined)
+        try:
+            return self._decision.take(self._occasion(amp), **kwargs)
+        finally:
+            if self._hook is not None:
+                self._hook.machine.step_taken()
+            if amp is not None and self.last_step is not None and not self.last_step.stepped:
+                tell_nonfinite(param.grad for param in sharded.table.params)
+
+    def _occasion(self, amp: AmpState | None) -> Occasion:
+        hook, joins = self._hook, self._join_config.enable
+        if hook is None:
+            return Occasion(StepRegime.STANDALONE, _no_exact_gradient, amp=amp, may_have_joined=joins)
+        return Occasion(StepRegime.DEFERRED, hook.exact, hook.deferred_because, True, amp, joins)
+
+    def _step_joined(self) -> None:
+        """The same as `step`, on a rank that has run out of inputs: without a closure, with gradients from a peer."""
+        sharded = self._sharded
+        if self._takes_hook:
+            self._overlap().step_joined(self._take_borrowed)
+            return
+        sharded.refresh(may_talk=not self._join_config.enable)
+        nothing = dict[int, Tensor]().__getitem__
+        with BorrowedGradients(sharded, nothing):
+            self._take_borrowed()
+
+    def _take_borrowed(self) -> None:
+        self._sharded.begin()
+        self._decision.take(self._occasion(None))
+
+    # Callers that come between backward and step
+
+    def _amp_state(self) -> AmpState | None:
+        """What a `GradScaler` has left on the optimizer whose step it calls."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return None
+        if self._join_config.enable:
+            raise RuntimeError(
+                "Expected no torch.amp.GradScaler under Join, got one: a rank that has joined knows nothing of its "
+                "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
+            )
+        return AmpState(getattr(self, "grad_scale", None), found)
+
+    def _take_back_if_changed(self, hook: OverlapHook, amp: AmpState | None) -> bool:
+        """At the first ``step()``: if gradients were changed, or are scaled, the step inside backward came too early.
+
+        All ranks exchange what they see, once. Returns whether the step is to be taken now.
+
+        Raises:
+            RuntimeError: if it was not the first and a `GradScaler` is used.
+        """
+        if hook.memory is not None:
+            early = amp is not None or hook.published.first_changed() is not None
+            if any(flag for (flag,) in self._comm.all_gather_ints([int(early)])):
+                self._wait_from_now_on(hook, "gradients are changed between backward and opt.step()")
+                return True
+        elif amp is not None:
+            raise RuntimeError(
+                "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped already "
+                "with scaled ones. Use the GradScaler from the first step on, or build the optimizer with loss_scale= "
+                "or overlap_with_ddp=False."
+            )
+        return False
+
+
+def _no_exact_gradient(index: int) -> None:
+    """DDP sums in the parameter's dtype."""
