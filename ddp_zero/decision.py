@@ -122,6 +122,7 @@ class Decision:
         inverse = self._inverse_scale(occasion)
         checks = self._checks_finite(occasion)
         findings = self._look(occasion, inverse, checks)
+        self.watch.is_on |= checks
         scale = self._scale(occasion)
         if checks and findings.nonfinite:
             self._do_not_step(occasion, findings, scale)

@@ -219,7 +219,7 @@ class WholeGradients:
 def watching(watch: LocalWatch, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
     """A hook that only looks at gradients before they are averaged by another one, or as DDP does without."""
 
-    def hook(state: Any, bucket: GradBucket) -> Future[Any]:
+    def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
         watch.note(bucket.parameters(), bucket.buffer())
         return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
 

@@ -12,6 +12,7 @@ from ddp_zero.clipping import clip_gradients
 from ddp_zero.decision import Decision
 from ddp_zero.grad_bucket import ReduceOptions
 from ddp_zero.hook import OverlapHook
+from ddp_zero.overlap import Phase
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.visible import gather_gradient
 
@@ -138,7 +139,7 @@ class ReachesGradients(Optimizer):
     def _let_gradients_wait(self) -> None:
         """Somebody is about to change gradients: see that no step has used them, or take the first one back."""
         hook = self._hook
-        if not self._overlaps or hook is None or hook.is_waiting:
+        if hook is None or hook.machine.phase is not Phase.STEPPED:
             return
         if hook.memory is None:
             raise RuntimeError(

@@ -97,7 +97,9 @@ ROOMS = {
     ),
     "consolidation": room(4, "checkpoint collectives partition sharded_step"),
     "reach_gradients": room(
-        4, "clipping decision grad_bucket hook sharded_step visible", "torch.distributed.algorithms.join._JoinConfig"
+        4,
+        "clipping decision grad_bucket hook overlap sharded_step visible",
+        "torch.distributed.algorithms.join._JoinConfig",
     ),
     "take_step": room(
         4,

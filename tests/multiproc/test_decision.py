@@ -1,0 +1,665 @@
+"""What a step decides once all gradients are there, in situations: who is told what, and what is left untouched."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero import (
+    DynamicLossScale,
+    StepRegime,
+    ZeroRedundancyOptimizer,
+    shard_optimizer,
+)
+from tests.multiproc.cases import (
+    ToyAdam8bit,
+    assert_equal_models,
+    assert_identical,
+    assert_overlapped,
+    at_stage,
+    batches,
+    build_model,
+    build_overlapped_twins,
+    build_twins,
+    loss_of,
+    optimizer_case,
+)
+from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.recipes import low_precision_model
+
+ADAMW = optimizer_case("AdamW foreach")
+MODES: list[dict[str, Any]] = [
+    {"stage": 1, "overlap": False},
+    {"stage": 1, "overlap": True},
+    {"stage": 2, "overlap": False},
+    {"stage": 2, "overlap": True},
+]
+BF16 = torch.bfloat16
+
+
+def one_line(model: nn.Module, **options: Any) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+    """A model under DDP with many buckets, and its sharded AdamW."""
+    views = options.get("stage") == 2
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=views)
+    return ddp, shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, **options)
+
+
+def backward(setup: Setup, ddp: nn.Module, step: int, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
+    """A backward pass on this rank's data of a step."""
+    inputs, targets = list(batches(setup.rank, step + 1))[step]
+    scale(loss_of(ddp, inputs, targets)).backward()
+
+
+def everything_of(ddp: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Any]:
+    """Copies of parameters, state and masters of this rank."""
+    return copy.deepcopy([[p.detach() for p in ddp.parameters()], list(opt.state.values()), opt.optim.state_dict()])
+
+
+# Gradients that are not finite
+
+
+def _a_skipped_step_leaves_no_trace_and_is_told_everywhere(setup: Setup) -> None:
+    culprit = setup.world_size - 1
+    for mode in MODES:
+        for value, dtype in ((math.inf, torch.float32), (math.nan, torch.float32), (math.nan, BF16)):
+            masters = dtype is BF16
+            ddp, opt = one_line(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
+            twin, expected = one_line(low_precision_model(dtype), nonfinite="skip", master_weights=masters, **mode)
+            name, param = list(ddp.named_parameters())[2]
+            for step in range(6):
+                where = f"{mode}, {value}, {dtype}, step {step}"
+                is_bad = step in (0, 4)
+                before = everything_of(ddp, opt)
+                handle = param.register_hook(_poison(value if is_bad and setup.rank == culprit else 0.0))
+                backward(setup, ddp, step)
+                handle.remove()
+                opt.step()
+                opt.zero_grad()
+                record = opt.last_step
+                assert record is not None
+                assert record.stepped is not is_bad, where
+                if is_bad:
+                    assert_identical(before, everything_of(ddp, opt), where)
+                    assert (record.nonfinite_parameter, record.nonfinite_rank) == (name, culprit), where
+                    assert record.reason is not None
+                    assert name in record.reason
+                    assert f"rank {culprit}" in record.reason
+                else:
+                    assert (record.reason, record.nonfinite_parameter, record.nonfinite_rank) == (None, None, None)
+                backward(setup, twin, step)
+                if not is_bad:
+                    expected.step()
+                expected.zero_grad()
+                assert_equal_models(twin, ddp, where)
+            opt.consolidate_state_dict()
+            expected.consolidate_state_dict()
+            if setup.rank == 0:
+                assert_identical(expected.state_dict(), opt.state_dict(), f"{mode}, {dtype}, state")
+
+
+def _poison(value: float) -> Callable[[Tensor], Tensor]:
+    """Puts a value into a gradient on its way; zero leaves it alone."""
+
+    def hook(grad: Tensor) -> Tensor:
+        if value == 0.0:
+            return grad
+        grad = grad.clone()
+        grad.view(-1)[-1] = value
+        return grad
+
+    return hook
+
+
+def _raising_raises_on_every_rank_and_steps_nowhere(setup: Setup) -> None:
+    for mode in MODES:
+        ddp, opt = one_line(build_model(), nonfinite="raise", **mode)
+        param = next(ddp.parameters())
+        for step in range(4):
+            before = everything_of(ddp, opt)
+            handle = param.register_hook(_poison(math.inf if step == 2 and setup.rank == 0 else 0.0))
+            backward(setup, ddp, step)
+            handle.remove()
+            if step == 2:
+                with pytest.raises(RuntimeError, match=r"nonfinite='raise'.*module.0.weight is not finite.*rank 0"):
+                    opt.step()
+                assert_identical(before, everything_of(ddp, opt), f"{mode}")
+            else:
+                opt.step()
+            opt.zero_grad()
+        assert opt.last_step is not None
+        assert opt.last_step.stepped
+
+
+def _stepping_all_the_same_is_what_ddp_does(setup: Setup) -> None:
+    for stage in (1, 2):
+        for options in ({}, {"nonfinite": "step", "max_grad_norm": 0.5}):
+            with at_stage(stage):
+                twins = build_overlapped_twins(ADAMW, zero_options=options)
+            for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+                for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                    loss = loss_of(model, inputs, targets)
+                    (loss * math.nan if step == 3 else loss).backward()
+                    if options and optimizer is twins.plain:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_equal_models(twins.plain_model, twins.model, f"{options}, step {step}")
+                assert twins.opt.last_step is not None
+                assert twins.opt.last_step.stepped
+            assert all(param.isnan().all() for param in twins.model.parameters())
+
+
+def _what_is_done_by_default(setup: Setup) -> None:
+    """Skipped where the step waits for all gradients, stepped as DDP does where it does not."""
+    for mode in MODES:
+        for options in ({}, {"max_grad_norm": 1.0}):
+            ddp, opt = one_line(build_model(), **mode, **options)
+            for step in range(4):
+                backward(setup, ddp, step, lambda loss, step=step: loss * math.nan if step == 3 else loss)  # type: ignore[misc]
+                opt.step()
+                opt.zero_grad()
+            waits = bool(options) or (mode["stage"] == 2 and not mode["overlap"])
+            assert opt.last_step is not None
+            assert opt.last_step.stepped is not waits, f"{mode}, {options}"
+
+
+def _a_norm_that_overflows_is_told(setup: Setup) -> None:
+    ddp, opt = one_line(build_model(), max_grad_norm=1.0)
+    before = [param.detach().clone() for param in ddp.parameters()]
+    backward(setup, ddp, 0, lambda loss: loss * 1e25)
+    opt.step()
+    assert opt.last_step is not None
+    assert (opt.last_step.stepped, opt.last_step.nonfinite_parameter) == (False, None)
+    assert opt.last_step.reason == "the norm of all gradients has overflowed"
+    assert_identical(before, [param.detach() for param in ddp.parameters()], "parameters")
+
+
+def _the_rank_of_the_first_pass_that_was_not_finite(setup: Setup) -> None:
+    """Two backward passes add up, not finite on another rank each; the first counts."""
+    for stage in (1, 2):
+        ddp, opt = one_line(build_model(), nonfinite="skip", stage=stage)
+        for step in range(3):
+            backward(setup, ddp, step)
+            opt.step()
+            opt.zero_grad()
+        param = list(ddp.parameters())[3]
+        for bad, context in ((1, opt.accumulate()), (0, None)):
+            handle = param.register_hook(_poison(math.inf if setup.rank == bad else 0.0))
+            if context is not None:
+                with context:
+                    backward(setup, ddp, 3)
+            else:
+                backward(setup, ddp, 4)
+            handle.remove()
+        opt.step()
+        assert opt.last_step is not None
+        assert opt.last_step.nonfinite_rank == 1
+
+
+def _who_averages_elsewhere_is_told_only_the_parameter(setup: Setup) -> None:
+    twins = build_twins(ADAMW, nonfinite="skip")
+    backward(setup, twins.model, 0, lambda loss: loss * math.nan)
+    twins.opt.step()
+    record = twins.opt.last_step
+    assert record is not None
+    assert (record.nonfinite_parameter, record.nonfinite_rank) == ("parameter 0", None)
+    assert record.regime is StepRegime.STANDALONE
+
+
+# The record
+
+
+def _the_record_says_how_the_step_was_taken(setup: Setup) -> None:
+    ddp, opt = one_line(build_model(), stage=2)
+    assert opt.last_step is None
+    regimes: list[tuple[StepRegime, bool]] = []
+    for step in range(4):
+        backward(setup, ddp, step)
+        record = opt.last_step
+        assert record is not None
+        assert record.stepped, "the step inside backward is recorded as soon as it is taken"
+        opt.step()
+        opt.zero_grad()
+        regimes.append((record.regime, record.deferred_because is None))
+        assert (record.grad_norm, record.clip_coefficient, record.loss_scale) == (None, None, None)
+    assert regimes == [(StepRegime.DEFERRED, False)] * 2 + [(StepRegime.OVERLAPPED, True)] * 2
+    assert record is not None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.stepped = False
+
+    ddp, opt = one_line(build_model(), max_grad_norm=0.01, loss_scale=256.0)
+    for step in range(3):
+        backward(setup, ddp, step, opt.scale)
+        opt.step()
+        opt.zero_grad()
+    record = opt.last_step
+    assert record is not None
+    assert record.deferred_because == "max_grad_norm needs the norm of all gradients"
+    assert (record.regime, record.loss_scale) == (StepRegime.DEFERRED, 256.0)
+    assert record.grad_norm is not None
+    assert record.clip_coefficient == pytest.approx(0.01 / record.grad_norm, rel=1e-3)
+    assert "regime: deferred to opt.step(): max_grad_norm" in opt.explain()
+
+
+def _gradients_stay_as_backward_left_them(setup: Setup) -> None:
+    """Clipping and unscaling inside the step work on copies: every rank sees the same in param.grad."""
+    ddp, opt = one_line(build_model(), max_grad_norm=0.01, loss_scale=64.0)
+    plain = DistributedDataParallel(build_model())
+    for step in range(3):
+        backward(setup, ddp, step, opt.scale)
+        plain.load_state_dict(ddp.state_dict())
+        backward(setup, plain, step, lambda loss: loss * 64.0)
+        opt.step()
+        for one, other in zip(plain.parameters(), ddp.parameters(), strict=True):
+            assert_identical(one.grad, other.grad, "a gradient after the step")
+        opt.zero_grad()
+        plain.zero_grad()
+
+
+# Loss scales
+
+
+def _the_smallest_scale_is_told(setup: Setup) -> None:
+    for mode in MODES:
+        ddp, opt = one_line(build_model(), loss_scale=DynamicLossScale(initial=4.0, minimum=2.0), **mode)
+        before = [param.detach().clone() for param in ddp.parameters()]
+        for step, scale in enumerate((4.0, 2.0)):
+            assert opt.loss_scale == scale
+            backward(setup, ddp, step, lambda loss: opt.scale(loss) * math.inf)  # noqa: B023
+            if scale == 2.0:
+                with pytest.raises(RuntimeError, match=r"smallest loss scale, 2.0.*module.0.weight.*minimum"):
+                    opt.step()
+            else:
+                opt.step()
+            opt.zero_grad()
+        assert_identical(before, [param.detach() for param in ddp.parameters()], f"{mode}")
+        assert opt.loss_scale == 2.0
+        backward(setup, ddp, 2, opt.scale)
+        opt.step()
+        assert opt.last_step is not None
+        assert opt.last_step.stepped
+
+
+def _a_grad_scaler_decides_alike_where_ranks_own_much_nothing_or_all(setup: Setup) -> None:
+    """One parameter: a single rank has its gradient, and all scales fall and rise together."""
+    for mode in MODES:
+        ddp, opt = one_line(nn.Linear(8, 3, bias=False), **mode)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        scales = []
+        for step in range(9):
+            bad = step in (0, 3, 4) and setup.rank == setup.world_size - 1
+            inputs, targets = next(batches(setup.rank, 1, seed=step))
+            (scaler.scale(loss_of(ddp, inputs, targets)) * (math.inf if bad else 1.0)).backward()
+            if step % 2:
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            scales.append(scaler.get_scale())
+        assert scales == [128.0, 128.0, 256.0, 128.0, 64.0, 64.0, 128.0, 128.0, 256.0], f"{mode}"
+        opt.clip_grad_norm_(1.0)  # no gradients
+
+
+def _a_disabled_grad_scaler_leaves_the_overlap_alone(setup: Setup) -> None:
+    ddp, opt = one_line(build_model(), interleaved=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for step in range(4):
+        scaler.scale(loss_of(ddp, *next(batches(setup.rank, 1, seed=step)))).backward()
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    assert_overlapped(opt)
+
+
+def _scales_need_an_option(setup: Setup) -> None:
+    _, opt = one_line(build_model())
+    assert opt.loss_scale is None
+    with pytest.raises(RuntimeError, match=r"a loss scale, got none.*loss_scale=DynamicLossScale"):
+        opt.scale(torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"master weights, got none.*master_weights=True"):
+        opt.refresh_master_weights()
+    if setup.world_size > 1:
+        with pytest.raises(ValueError, match="the same step options on every rank"):
+            one_line(build_model(), max_grad_norm=1.0 + setup.rank)
+
+
+# The first step
+
+
+def _the_first_step_is_taken_back_with_everything_it_changed(setup: Setup) -> None:
+    """State that was loaded, counters in groups and on the optimizer, masters: as if it had not been taken."""
+    for stage in (1, 2):
+        case = optimizer_case("toy 8-bit Adam")
+        with at_stage(stage):
+            first = build_overlapped_twins(case, overlap=stage == 1)
+            first.train(setup, 3)
+            first.opt.consolidate_state_dict(0)
+            states = [first.opt.state_dict() if setup.rank == 0 else None]
+            dist.broadcast_object_list(states, src=0)
+            twins = build_overlapped_twins(case)
+        for one, other in ((twins.plain_model, first.plain_model), (twins.model, first.model)):
+            one.load_state_dict(other.state_dict())
+        assert states[0] is not None
+        twins.plain.load_state_dict(states[0])
+        twins.opt.load_state_dict(states[0])
+        assert isinstance(twins.plain, ToyAdam8bit)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 4, seed=5)):
+            for model in (twins.plain_model, twins.model):
+                loss_of(model, inputs, targets).backward()
+            expected = nn.utils.clip_grad_norm_(twins.plain_model.parameters(), 0.05)
+            assert_identical(expected, twins.opt.clip_grad_norm_(0.05), f"norm of step {step}")
+            twins.plain.step()
+            twins.opt.step()
+            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+            assert twins.opt.optim.calls == twins.plain.calls == step + 1  # type: ignore[attr-defined]
+            assert twins.opt.param_groups[0]["k"] == twins.plain.param_groups[0]["k"] == step + 4
+            assert twins.opt.last_step is not None
+            assert twins.opt.last_step.grad_norm == expected.item()
+            twins.zero_grad()
+        assert "gradients are changed between backward and opt.step()" in twins.opt.explain()
+
+
+def _a_step_taken_back_and_dropped_is_gone(setup: Setup) -> None:
+    ddp, opt = one_line(build_model())
+    before = [param.detach().clone() for param in ddp.parameters()]
+    backward(setup, ddp, 0)
+    assert any(not torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True))
+    opt.clip_grad_norm_(1.0)
+    opt.zero_grad()  # and no step
+    assert_identical(before, [param.detach() for param in ddp.parameters()], "parameters")
+    assert opt.last_step is None
+    assert not opt.optim.state
+
+
+def _only_one_rank_changing_its_gradients_counts_for_all(setup: Setup) -> None:
+    ddp, opt = one_line(build_model())
+    backward(setup, ddp, 0)
+    if setup.rank == 0:
+        next(ddp.parameters()).grad.mul_(0.5)  # type: ignore[union-attr]
+    opt.step()
+    reference = [torch.empty_like(param) for param in ddp.parameters()]
+    for param, other in zip(ddp.parameters(), reference, strict=True):
+        other.copy_(param.detach())
+        dist.broadcast(other, 0)
+        assert_identical(other, param.detach(), "the same parameters everywhere")
+    assert opt.last_step is not None
+    assert opt.last_step.regime is StepRegime.DEFERRED
+
+
+def _whoever_never_calls_step_is_warned_where_it_is_needed(setup: Setup) -> None:
+    ddp, opt = one_line(build_model(), max_grad_norm=1.0)
+    backward(setup, ddp, 0)
+    ddp.zero_grad()
+    with pytest.warns(UserWarning, match=r"Expected opt.step\(\), for which the step waits \(max_grad_norm"):
+        backward(setup, ddp, 1)
+    opt.step()
+    opt.zero_grad()
+    for step in range(2):
+        backward(setup, ddp, step)  # adds up, as in any loop; no warning
+
+
+# Accumulation
+
+
+def _accumulated_alone_then_stepped(setup: Setup) -> None:
+    """All backward passes under accumulate(), then opt.step(): the step is taken there."""
+    for stage in (1, 2):
+        with at_stage(stage):
+            twins = build_overlapped_twins(ADAMW)
+        twins.train(setup, 3)
+        for step in range(3):
+            twins.zero_grad()
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                with twins.opt.accumulate():
+                    backward(setup, model, step)
+                optimizer.step()
+            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+            assert twins.opt.last_step is not None
+            assert twins.opt.last_step.regime is StepRegime.DEFERRED
+        twins.train(setup, 2, seed=1)
+        assert_overlapped(twins.opt)
+
+
+# Master weights
+
+
+def _weights_at_one_get_unstuck(setup: Setup) -> None:
+    """bf16 has a resolution of 1/128 below 1: steps of 0.001 are lost without masters."""
+    for mode in MODES:
+        ends = []
+        for masters in (False, True):
+            model = nn.Linear(4, 4, bias=False, dtype=BF16)
+            nn.init.ones_(model.weight)
+            ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            opt = shard_optimizer(ddp, torch.optim.SGD, lr=1e-3, master_weights=masters, **mode)
+            for _ in range(20):
+                ddp(torch.ones(1, 4, dtype=BF16)).sum().backward()
+                opt.step()
+                opt.zero_grad()
+            ends.append(model.weight.float().mean().item())
+        assert ends[0] == 1.0
+        assert ends[1] == pytest.approx(0.98, abs=1 / 256)
+
+
+def _masters_and_what_the_user_writes(setup: Setup) -> None:
+    for mode in MODES:
+        ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
+        for step in range(3):
+            backward(setup, ddp, step)
+            opt.step()
+            opt.zero_grad()
+        state = copy.deepcopy(ddp.state_dict())
+        ddp.load_state_dict(state)  # the same values: nothing has diverged
+        backward(setup, ddp, 3)
+        opt.step()
+        opt.zero_grad()
+        ddp.load_state_dict(state)
+        message = r"parameter 0 'module.layers.0.weight'.*fp32 master weight rounded.*refresh_master_weights"
+        steps_inside = mode["overlap"]
+        if not steps_inside:
+            backward(setup, ddp, 4)
+        with pytest.raises(RuntimeError, match=message):
+            backward(setup, ddp, 4) if steps_inside else opt.step()
+        opt.reset()
+        opt.zero_grad()
+
+        ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
+        ddp.load_state_dict(state)
+        opt.refresh_master_weights()
+        for step in range(3):
+            backward(setup, ddp, step)
+            opt.step()
+            opt.zero_grad()
+        assert any(not torch.equal(state[name], value) for name, value in ddp.state_dict().items())
+
+
+def _masters_travel_with_the_state(setup: Setup) -> None:
+    """Through a consolidated state dict into another stage and mode; the run goes on as if unbroken."""
+    for one, other in zip(MODES, MODES[1:] + MODES[:1], strict=True):
+        options: dict[str, Any] = {"master_weights": True}
+        ddp, opt = one_line(low_precision_model(BF16), **options, **one)
+        for step in range(3):
+            backward(setup, ddp, step)
+            opt.step()
+            opt.zero_grad()
+        opt.consolidate_state_dict(0)
+        saved = [opt.state_dict() if setup.rank == 0 else None]
+        dist.broadcast_object_list(saved, src=0)
+        assert saved[0] is not None
+        again, resumed = one_line(low_precision_model(BF16), **options, **other)
+        with pytest.raises(ValueError, match=r"its master weight rounded.*Load the model's state dict.*before"):
+            resumed.load_state_dict(saved[0])
+        again.load_state_dict(ddp.state_dict())
+        resumed.load_state_dict(saved[0])
+        _, without = one_line(low_precision_model(BF16), **other)
+        with pytest.raises(ValueError, match=r"without 'master_weight'.*master_weights=True"):
+            without.load_state_dict(saved[0])
+        for step in range(3, 6):
+            for model, optimizer in ((ddp, opt), (again, resumed)):
+                backward(setup, model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal_models(ddp, again, f"{one} to {other}, step {step}")
+        low = [param for param in ddp.parameters() if param.dtype is BF16]
+        owned = [param for param in low if param in opt.state]
+        assert all(opt.state[param]["master_weight"].dtype is torch.float32 for param in owned)
+        assert setup.world_size > 1 or len(owned) == len(low) > 0
+
+
+def _masters_of_an_optimizer_without_state(setup: Setup) -> None:
+    ddp = DistributedDataParallel(low_precision_model(BF16))
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, master_weights=True)
+    for step in range(2):
+        backward(setup, ddp, step)
+        opt.step()
+        opt.zero_grad()
+    opt.consolidate_state_dict()
+    if setup.rank == 0:
+        state = opt.state_dict()["state"]
+        low = [index for index, param in enumerate(ddp.parameters()) if param.dtype is BF16]
+        assert sorted(state) == low
+        assert all(list(value) == ["master_weight"] for value in state.values())
+
+
+def _groups_added_and_copies_have_masters(setup: Setup) -> None:
+    first, second = nn.Linear(8, 8, dtype=BF16), nn.Linear(8, 3, dtype=BF16)
+    for layer in (first, second):
+        for param in layer.parameters():
+            dist.broadcast(param.data, 0)
+    opt = ZeroRedundancyOptimizer(first.parameters(), torch.optim.SGD, lr=1e-4, master_weights=True)
+    opt.add_param_group({"params": list(second.parameters()), "max_grad_norm": 1e-3})
+    clone_first, clone_second, clone = copy.deepcopy((first, second, opt))
+    for layers, optimizer in (((first, second), opt), ((clone_first, clone_second), clone)):
+        for _ in range(30):
+            layers[1](layers[0](torch.ones(1, 8, dtype=BF16))).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip([*first.parameters(), *second.parameters()], opt.param_groups[0]["params"], strict=False):
+        assert one is other
+    for one, other in zip(first.parameters(), clone_first.parameters(), strict=True):
+        assert_identical(one.detach(), other.detach(), "a copy steps alike")
+    masters = [value["master_weight"] for value in opt.state.values()]
+    assert all(
+        master.data_ptr() not in {v["master_weight"].data_ptr() for v in clone.state.values()} for master in masters
+    )
+    assert opt.last_step is not None
+    assert opt.last_step.clip_coefficient is not None
+    assert opt.last_step.clip_coefficient < 1
+
+
+# Uneven inputs, unused parameters
+
+
+def _uneven_inputs(setup: Setup) -> None:
+    """A rank that has joined decides as the others do."""
+    for stage in (1, 2):
+        for options in ({"max_grad_norm": 0.1}, {"loss_scale": DynamicLossScale(initial=8.0), "max_grad_norm": 0.2}):
+            with at_stage(stage):
+                twins = build_overlapped_twins(ADAMW, zero_options=options)
+            limit = options["max_grad_norm"]
+            assert isinstance(limit, float)
+            counts = (5, 3, 7)[: setup.world_size]
+            with Join([twins.plain_model]):
+                for inputs, targets in batches(setup.rank, counts[setup.rank]):
+                    twins.plain.zero_grad()
+                    loss_of(twins.plain_model, inputs, targets).backward()
+                    nn.utils.clip_grad_norm_(twins.plain_model.parameters(), limit)
+                    twins.plain.step()
+            with Join([twins.model, twins.opt]):
+                for inputs, targets in batches(setup.rank, counts[setup.rank]):
+                    twins.opt.zero_grad()
+                    loss = loss_of(twins.model, inputs, targets)
+                    (twins.opt.scale(loss) if "loss_scale" in options else loss).backward()
+                    twins.opt.step()
+            if counts[setup.rank] == max(counts):
+                assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, {options}")
+            assert twins.opt.last_step is not None
+            assert twins.opt.last_step.stepped
+            with Join([twins.model, twins.opt]):
+                twins.opt.zero_grad()
+                scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+                scaler.scale(loss_of(twins.model, *next(batches(setup.rank, 1)))).backward()
+                with pytest.raises(RuntimeError, match=r"no torch.amp.GradScaler under Join"):
+                    scaler.step(twins.opt)
+                twins.opt.reset()
+                break
+
+
+class _Choice(nn.Module):
+    """Uses one of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(8, 9), nn.ModuleList([nn.Linear(9, 3), nn.Linear(9, 3), nn.Linear(2, 2)])
+
+    def forward(self, inputs: Tensor, choice: int) -> Tensor:
+        output: Tensor = self.heads[choice](torch.tanh(self.body(inputs)))
+        return output
+
+
+def _unused_parameters(setup: Setup) -> None:
+    for stage in (1, 2):
+        torch.manual_seed(0)
+        model = _Choice()
+        options = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
+        plain_model = DistributedDataParallel(copy.deepcopy(model), **options)  # type: ignore[arg-type]
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=stage == 2, **options)  # type: ignore[arg-type]
+        plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
+        opt = shard_optimizer(ddp, torch.optim.AdamW, stage=stage, lr=1e-2, max_grad_norm=0.1)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+            choice = 0 if step in (0, 3) else (step + setup.rank) % 2
+            for one, optimizer in ((plain_model, plain), (ddp, opt)):
+                nn.functional.mse_loss(one(inputs, choice), targets).backward()
+                if optimizer is plain:
+                    norm = nn.utils.clip_grad_norm_(plain_model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert opt.last_step is not None
+            assert opt.last_step.grad_norm == norm.item()
+            assert_equal_models(plain_model, ddp, f"stage {stage}, step {step}")
+
+
+CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
+    (_a_skipped_step_leaves_no_trace_and_is_told_everywhere, (1, 2, 3)),
+    (_raising_raises_on_every_rank_and_steps_nowhere, (2,)),
+    (_stepping_all_the_same_is_what_ddp_does, (2,)),
+    (_what_is_done_by_default, (2,)),
+    (_a_norm_that_overflows_is_told, (2,)),
+    (_the_rank_of_the_first_pass_that_was_not_finite, (2, 3)),
+    (_who_averages_elsewhere_is_told_only_the_parameter, (2,)),
+    (_the_record_says_how_the_step_was_taken, (2,)),
+    (_gradients_stay_as_backward_left_them, (2,)),
+    (_the_smallest_scale_is_told, (2,)),
+    (_a_grad_scaler_decides_alike_where_ranks_own_much_nothing_or_all, (1, 2, 3)),
+    (_a_disabled_grad_scaler_leaves_the_overlap_alone, (2,)),
+    (_scales_need_an_option, (1, 2)),
+    (_the_first_step_is_taken_back_with_everything_it_changed, (1, 2)),
+    (_a_step_taken_back_and_dropped_is_gone, (2, 3)),
+    (_only_one_rank_changing_its_gradients_counts_for_all, (2,)),
+    (_whoever_never_calls_step_is_warned_where_it_is_needed, (2,)),
+    (_accumulated_alone_then_stepped, (2,)),
+    (_weights_at_one_get_unstuck, (2,)),
+    (_masters_and_what_the_user_writes, (2, 3)),
+    (_masters_travel_with_the_state, (1, 2)),
+    (_masters_of_an_optimizer_without_state, (2,)),
+    (_groups_added_and_copies_have_masters, (1, 2)),
+    (_uneven_inputs, (2, 3)),
+    (_unused_parameters, (2,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [pytest.param(case, n, id=f"{case.__name__.strip('_')}-{n}") for case, sizes in CASES for n in sizes],
+)
+def test_decision(case: Callable[[Setup], None], world_size: int) -> None:
+    run_ranks(case, world_size, group_timeout=30)
