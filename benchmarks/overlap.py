@@ -5,7 +5,9 @@
 
 All modes train the same model on the same data from the same seed, on Gloo ranks of one thread each on this machine.
 They take turns: each round times one step of every mode, in a random order that is the same on all ranks. A ratio is
-that of a mode's step to the step of DDP + fused AdamW in the same round; the table has the median over rounds.
+that of a mode's step to the step of DDP + fused AdamW in the same round; the table has the median over rounds. Modes
+that clip need every gradient before the step, which then waits for ``opt.step()``: beside their unclipped selves they
+show what that costs.
 """
 
 import json
@@ -19,6 +21,7 @@ import time
 import warnings
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,9 @@ from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 
 RESULTS = Path(__file__).parent / "results"
 REFERENCE = "DDP + fused AdamW"
+CLIPPED = "DDP + fused AdamW, bucket views, clipped"
 TORCHS = "torch ZeroRedundancyOptimizer, bucket views"
+MAX_NORM = 1.0
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 MODELS = {
     "26m": {"context": 64, "layers": 8, "width": 512, "heads": 8},
@@ -60,23 +65,48 @@ def standalone(ddp: DistributedDataParallel) -> Optimizer:
     return ZeroRedundancyOptimizer(ddp.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
 
 
-MODES: dict[str, tuple[bool, Callable[[DistributedDataParallel], Optimizer]]] = {
-    REFERENCE: (False, lambda ddp: AdamW(ddp.parameters(), **OPTIONS)),
-    "DDP + fused AdamW, bucket views": (True, lambda ddp: AdamW(ddp.parameters(), **OPTIONS)),
-    "torch ZeroRedundancyOptimizer": (True, lambda ddp: torchs_zero(ddp, as_views=False)),
-    TORCHS: (True, lambda ddp: torchs_zero(ddp, as_views=True)),
-    "ddp_zero standalone": (True, standalone),
-    "ddp_zero overlapped": (True, lambda ddp: shard_optimizer(ddp, AdamW, **OPTIONS)),
-    "ddp_zero interleaved": (True, lambda ddp: shard_optimizer(ddp, AdamW, interleaved=True, **OPTIONS)),
-    "ddp_zero stage 2": (True, lambda ddp: shard_optimizer(ddp, AdamW, stage=2, **OPTIONS)),
-    "ddp_zero stage 2, after the last bucket": (
-        True,
-        lambda ddp: shard_optimizer(ddp, AdamW, stage=2, interleaved=False, **OPTIONS),
-    ),
-    "ddp_zero stage 2, step after backward": (
-        True,
-        lambda ddp: shard_optimizer(ddp, AdamW, stage=2, overlap=False, **OPTIONS),
-    ),
+def plain(ddp: DistributedDataParallel) -> Optimizer:
+    """The unsharded optimizer."""
+    return AdamW(ddp.parameters(), **OPTIONS)
+
+
+def in_one_line(**options: Any) -> Callable[[DistributedDataParallel], Optimizer]:
+    """Ours, by `shard_optimizer`."""
+    return lambda ddp: shard_optimizer(ddp, AdamW, **options, **OPTIONS)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to train.
+
+    Attributes:
+        build: the optimizer.
+        has_views: whether DDP's gradients are views of its buckets.
+        clips: whether the loop calls ``clip_grad_norm_``.
+        base: the mode that it must equal.
+    """
+
+    build: Callable[[DistributedDataParallel], Optimizer]
+    has_views: bool = True
+    clips: bool = False
+    base: str = REFERENCE
+
+
+MODES: dict[str, Mode] = {
+    REFERENCE: Mode(plain, has_views=False),
+    "DDP + fused AdamW, bucket views": Mode(plain),
+    CLIPPED: Mode(plain, clips=True, base=CLIPPED),
+    "torch ZeroRedundancyOptimizer": Mode(lambda ddp: torchs_zero(ddp, as_views=False)),
+    TORCHS: Mode(lambda ddp: torchs_zero(ddp, as_views=True)),
+    "ddp_zero standalone": Mode(standalone),
+    "ddp_zero overlapped": Mode(in_one_line()),
+    "ddp_zero overlapped, clipped": Mode(in_one_line(max_grad_norm=MAX_NORM), base=CLIPPED),
+    'ddp_zero overlapped, nonfinite="skip"': Mode(in_one_line(nonfinite="skip")),
+    "ddp_zero interleaved": Mode(in_one_line(interleaved=True)),
+    "ddp_zero stage 2": Mode(in_one_line(stage=2)),
+    "ddp_zero stage 2, clipped": Mode(in_one_line(stage=2, max_grad_norm=MAX_NORM), base=CLIPPED),
+    "ddp_zero stage 2, after the last bucket": Mode(in_one_line(stage=2, interleaved=False)),
+    "ddp_zero stage 2, step after backward": Mode(in_one_line(stage=2, overlap=False, nonfinite="step")),
 }
 
 
@@ -84,12 +114,12 @@ class Contestant:
     """A mode with its own copy of the model."""
 
     def __init__(self, name: str, options: Namespace) -> None:
-        gradient_views, build = MODES[name]
+        self.mode = MODES[name]
         torch.manual_seed(0)
         self.context = MODELS[options.model]["context"]
         model = GPT(**MODELS[options.model])
-        self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=gradient_views)
-        self.optimizer = build(self.ddp)
+        self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=self.mode.has_views)
+        self.optimizer = self.mode.build(self.ddp)
         self.data = torch.Generator().manual_seed(1 + dist.get_rank())
 
     def step(self, batch_size: int) -> float:
@@ -98,6 +128,8 @@ class Contestant:
         dist.barrier()
         started = time.perf_counter()
         self.ddp(tokens[:, :-1], tokens[:, 1:]).backward()
+        if self.mode.clips:
+            nn.utils.clip_grad_norm_(self.ddp.parameters(), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - started
@@ -117,10 +149,11 @@ def race(rank: int, options: Namespace, folder: str) -> None:
             dist.all_reduce(elapsed, dist.ReduceOp.MAX)
             if turn >= WARM_UP:
                 seconds[name].append(elapsed.item())
-    reference = contestants[REFERENCE].ddp
-    differences = {name: largest_difference(reference, one.ddp) for name, one in contestants.items()}
+    differences = {
+        name: largest_difference(contestants[one.mode.base].ddp, one.ddp) for name, one in contestants.items()
+    }
     if rank == 0:
-        parameters = sum(param.numel() for param in reference.parameters())
+        parameters = sum(param.numel() for param in contestants[REFERENCE].ddp.parameters())
         found = {"parameters": parameters, "seconds": seconds, "differences": differences}
         (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

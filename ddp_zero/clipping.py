@@ -51,27 +51,27 @@ def gather_norms(
         The norms of all parameters that have a gradient, by index, in order, and the sum of all ranks' flags.
     """
     table, comm = sharded.table, sharded.comm
-    positions: list[int] = []
-    counts = [0] * comm.world_size
-    for owner in sharded.binding.owners:
-        positions.append(counts[owner])
-        counts[owner] += 1
+    owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
+    for index, owner in enumerate(sharded.binding.owners):
+        owned_by[owner].append(index)
+    size = max(map(len, owned_by))
     device = next(iter(norms.values())).device if norms else table.accelerator()
-    mine = torch.full((1 + max(counts),), _NO_GRADIENT, dtype=torch.float64, device=device)
-    mine[0] = flag
-    if norms:
-        places = torch.tensor([1 + positions[index] for index in norms], device=device)
-        mine[places] = torch.stack([norm.to(device, torch.float64) for norm in norms.values()])
+    absent = torch.full((), _NO_GRADIENT, dtype=torch.float64, device=device)
+    told = [norms[index].to(device, torch.float64) if index in norms else absent for index in owned_by[comm.group_rank]]
+    told += [absent] * (size - len(told))
+    mine = torch.stack([torch.full_like(absent, 0.0) + flag, *told])
     gathered = torch.stack(comm.all_gather_tensor(mine))
     has_gradient = None
     if may_have_joined or any(param.grad is None for param in table.params):
         has_gradient = (gathered != _NO_GRADIENT).tolist()
     found = {}
-    for index, owner in enumerate(sharded.binding.owners):
-        if has_gradient is None or has_gradient[owner][1 + positions[index]]:
-            dtype = table.params[index].dtype
-            norm = gathered[owner, 1 + positions[index]]
-            found[index] = norm.to(torch.float32 if dtype in LOW_PRECISION else dtype.to_real())
+    for rank, indices in enumerate(owned_by):
+        for place, index in enumerate(indices, start=1):
+            if has_gradient is None or has_gradient[rank][place]:
+                dtype = table.params[index].dtype
+                norm_dtype = torch.float32 if dtype in LOW_PRECISION else dtype.to_real()
+                found[index] = gathered[rank, place].to(norm_dtype)
+    found = {index: found[index] for index in sorted(found)}
     return found, gathered[:, 0].sum()
 
 

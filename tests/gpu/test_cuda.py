@@ -98,6 +98,60 @@ def test_stage_2_holds_three_buckets_on_a_gpu() -> None:
     run_ranks(_memory_of_stage_2, 1)
 
 
+def _decide_on_a_gpu(setup: Setup, backend: str) -> None:
+    """A GradScaler with overflows and clipping, beside DDP; masters; the record."""
+    device = torch.device("cuda", 0)
+    group = dist.new_group(list(range(setup.world_size)), backend=backend)
+    wrap = {"process_group": group, "bucket_cap_mb": 0.0015, "gradient_as_bucket_view": True}
+    for stage, overlap in ((1, False), (1, True), (2, False), (2, True)):
+        model = build_model().to(device)
+        plain_model, ddp = (DistributedDataParallel(copy.deepcopy(model), **wrap) for _ in range(2))
+        plain = torch.optim.AdamW(plain_model.parameters(), lr=0.01)
+        opt = shard_optimizer(ddp, torch.optim.AdamW, stage=stage, overlap=overlap, lr=0.01)
+        scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=3) for _ in range(2)]
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 10)):
+            for one, optimizer, scaler in ((plain_model, plain, scalers[0]), (ddp, opt, scalers[1])):
+                loss = nn.functional.mse_loss(one(inputs.to(device)), targets.to(device))
+                (scaler.scale(loss) * (float("inf") if step in (0, 4) else 1.0)).backward()
+                scaler.unscale_(optimizer)
+                if optimizer is plain:
+                    expected = nn.utils.clip_grad_norm_(plain_model.parameters(), 0.3)
+                else:
+                    assert_identical(expected, opt.clip_grad_norm_(0.3), f"norm of step {step}")
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert_equal_models(plain_model, ddp, f"stage {stage}, overlap {overlap}, step {step}")
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            assert opt.last_step is not None
+            assert opt.last_step.stepped is (step not in (0, 4))
+
+
+def _clipping_waits_for_nobody(setup: Setup) -> None:
+    """Without a decision to skip, nothing in the step waits for the device."""
+    group = dist.new_group([0], backend="nccl")
+    ddp = DistributedDataParallel(build_model().to("cuda"), process_group=group, gradient_as_bucket_view=True)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, overlap=False, lr=0.01, max_grad_norm=0.1, nonfinite="step")
+    for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+        nn.functional.mse_loss(ddp(inputs.cuda()), targets.cuda()).backward()
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        opt.step()
+        torch.cuda.set_sync_debug_mode("default")
+        opt.zero_grad()
+    assert opt.last_step is not None
+    assert opt.last_step.clip_coefficient is not None
+    assert opt.last_step.clip_coefficient < 1
+
+
+def test_clipping_waits_for_nobody_on_a_gpu() -> None:
+    run_ranks(_clipping_waits_for_nobody, 1)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2), ("nccl", 1)])
+def test_a_step_decides_on_a_gpu(backend: str, world_size: int) -> None:
+    run_ranks(_decide_on_a_gpu, world_size, backend)
+
+
 @pytest.mark.parametrize(("backend", "world_size"), [("gloo", 2), ("nccl", 1)])
 def test_equal_on_a_gpu(backend: str, world_size: int) -> None:
     run_ranks(_equal_on_a_gpu, world_size, backend)
