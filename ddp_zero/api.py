@@ -71,16 +71,17 @@ def shard_optimizer(
         ddp: the model, without a communication hook.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
         stage: 1 shards optimizer state; 2 gradients too, of a model wrapped with ``gradient_as_bucket_view=True``.
-        overlap: step inside backward. If False, ``opt.step()`` takes the step: between it and backward, gradients can
-            be looked at, clipped and scaled, in stage 2 on the rank that owns them.
+        overlap: step inside backward, unless an option needs all gradients first. If False, ``opt.step()`` takes the
+            step: between it and backward, gradients can be looked at, in stage 2 on the rank that owns them.
         hook: the reduction, such as ``fp16_compress_hook``; None: that of DDP without a hook.
         hook_state: handed to ``hook``; None: the model's process group, which the hooks of torch take.
         interleaved: step buckets while backward still computes, see `hook_with_zero_step_interleaved`; None: in
             stage 2, where it spares the memory of the averaged gradients.
         shard_buckets: spread each bucket over the ranks.
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
-        **defaults: options for ``optimizer_class``, and ``grad_comm_dtype`` or ``gradient_predivide_factor`` for
-            `ZeroRedundancyOptimizer`.
+        **defaults: options for ``optimizer_class``, and for `ZeroRedundancyOptimizer`: ``max_grad_norm``,
+            ``norm_type``, ``nonfinite``, ``loss_scale``, ``master_weights``, ``grad_comm_dtype``,
+            ``gradient_predivide_factor``.
 
     Raises:
         TypeError: for another model than DDP's.

@@ -26,6 +26,8 @@ SITUATIONS_2 = _STAGE_2 + "test_what_holds_for_stage_1_holds_for_stage_2"
 MEMORY_2 = _STAGE_2 + "test_a_step_holds_three_bucket_buffers_and_its_own_shard_only_where_the_step_waits"
 WIRE_2 = _STAGE_2 + "test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes"
 STAGE_2 = _STAGE_2 + "test_stage_2"
+RECIPES = _HERE + "test_recipes.py::test_a_step_that_needs_all_gradients_equals_ddp_with_torchs_own_parts"
+DECIDE = _HERE + "test_decision.py::test_decision"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 FEATURES: list[tuple[str, str, str]] = [
@@ -68,6 +70,14 @@ FEATURES: list[tuple[str, str, str]] = [
         STAGE_2,
     ),
     ("... a norm of a part of the gradients is refused, with the remedy", "yes", STAGE_2),
+    (
+        "Clipping, `GradScaler` with overflows, own loss scale, fp32 masters, accumulation: bit-equal in every mode",
+        "yes",
+        RECIPES,
+    ),
+    ("... an inf or nan on one rank: nothing changes anywhere; `opt.last_step` names where it was", "yes", DECIDE),
+    ("... clipped or unscaled in the loop with overlap: the first step is taken back, later ones wait", "yes", DECIDE),
+    ("... the same decision under `Join`, with unused parameters, and where a rank owns nothing", "yes", DECIDE),
     ("LBFGS, sparse gradients", "no: clear error", MISUSE),
     ("Complex parameters with overlap or stage 2", "no: clear error", STAGE_2),
     ("NCCL, CUDA", "never run yet", CUDA),
