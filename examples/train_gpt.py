@@ -2,12 +2,14 @@
 
     torchrun --standalone --nproc-per-node=2 examples/train_gpt.py
     torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --compare --plot run.png
+    torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --dtype bf16 --master-weights --clip 1 --accumulate 4
     python examples/train_gpt.py --text my_book.txt --steps 2000
 
 `MODES` holds the few lines in which plain and sharded training differ: ``--optimizer zero1-overlap`` steps inside
-backward, ``zero1-interleaved`` while backward still computes, ``zero2`` shards gradients as well. Every rank draws its
-own batches; the weights start from the same seed. The text is Python's language reference, unless ``--text`` names
-another file.
+backward, ``zero1-interleaved`` while backward still computes, ``zero2`` shards gradients as well. ``--clip`` and
+``--master-weights`` are options of the sharded optimizer; `step_by_hand` is the same with torch's own parts, for plain
+training. Every rank draws its own batches; the weights start from the same seed. The text is Python's language
+reference, unless ``--text`` names another file.
 """
 
 import math
@@ -17,6 +19,7 @@ import sys
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -49,63 +52,71 @@ SAMPLE_BYTES = 200
 LOG_LINES = 20
 PEAK_NOTE = "peak memory: of the process so far, Python and torch included; on a GPU, allocated there in this training"
 BUCKETS = 8  # about as many gradient buckets as DDP makes of the model
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 # Modes
 
 
-def build_ddp(model: DistributedDataParallel, lr: float) -> Optimizer:
-    """AdamW as it is: every rank keeps the whole optimizer state."""
-    return AdamW(parameter_groups(model), lr=lr, betas=(0.9, 0.95))
+def build_ddp(model: DistributedDataParallel, options: Namespace) -> Optimizer:
+    """AdamW as it is: every rank keeps the whole optimizer state, and masters of all parameters if there are any."""
+    groups = parameter_groups(model)
+    if options.master_weights:
+        for group in groups:
+            group["params"] = [(name, nn.Parameter(param.detach().float())) for name, param in group["params"]]
+    return AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
 
 
-def build_zero1(model: DistributedDataParallel, lr: float) -> Optimizer:
+def build_zero1(model: DistributedDataParallel, options: Namespace) -> Optimizer:
     """ZeRO stage 1: every rank keeps the optimizer state of its own parameters only."""
     return ZeroRedundancyOptimizer(
-        parameter_groups(model), AdamW, parameters_as_bucket_view=True, lr=lr, betas=(0.9, 0.95)
+        parameter_groups(model),
+        AdamW,
+        parameters_as_bucket_view=True,
+        max_grad_norm=options.clip,
+        master_weights=options.master_weights,
+        lr=options.lr,
+        betas=(0.9, 0.95),
     )
 
 
-def build_overlapped(build_hook: Callable[..., Any], model: DistributedDataParallel, lr: float) -> Optimizer:
-    """The same, stepped inside backward. With a single parameter group, `ddp_zero.shard_optimizer` does all of this."""
+def build_overlapped(
+    build_hook: Callable[..., Any], stage: int, model: DistributedDataParallel, options: Namespace
+) -> Optimizer:
+    """The same, stepped inside backward; in stage 2 every rank keeps gradients of its own parameters only, too.
+
+    With a single parameter group, `ddp_zero.shard_optimizer` does all of this.
+    """
     optimizer = ZeroRedundancyOptimizer(
-        parameter_groups(model), AdamW, parameters_as_bucket_view=True, overlap_with_ddp=True, lr=lr, betas=(0.9, 0.95)
+        parameter_groups(model),
+        AdamW,
+        stage=stage,
+        parameters_as_bucket_view=True,
+        overlap_with_ddp=True,
+        max_grad_norm=options.clip,
+        master_weights=options.master_weights,
+        lr=options.lr,
+        betas=(0.9, 0.95),
     )
     model.register_comm_hook(None, build_hook(None, model, optimizer, shard_buckets=True))
     return optimizer
 
 
-def build_zero2(model: DistributedDataParallel, lr: float) -> Optimizer:
-    """ZeRO stage 2: every rank keeps state and gradients of its own parameters only, stepped as backward computes."""
-    optimizer = ZeroRedundancyOptimizer(
-        parameter_groups(model),
-        AdamW,
-        stage=2,
-        parameters_as_bucket_view=True,
-        overlap_with_ddp=True,
-        lr=lr,
-        betas=(0.9, 0.95),
-    )
-    hook = hook_with_zero_step_interleaved(None, model, optimizer, shard_buckets=True)
-    model.register_comm_hook(None, hook)
-    return optimizer
-
-
-MODES: Mapping[str, Callable[[DistributedDataParallel, float], Optimizer]] = {
+MODES: Mapping[str, Callable[[DistributedDataParallel, Namespace], Optimizer]] = {
     "ddp": build_ddp,
     "zero1": build_zero1,
-    "zero1-overlap": partial(build_overlapped, hook_with_zero_step),
-    "zero1-interleaved": partial(build_overlapped, hook_with_zero_step_interleaved),
-    "zero2": build_zero2,
+    "zero1-overlap": partial(build_overlapped, hook_with_zero_step, 1),
+    "zero1-interleaved": partial(build_overlapped, hook_with_zero_step_interleaved, 1),
+    "zero2": partial(build_overlapped, hook_with_zero_step_interleaved, 2),
 }
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Weight decay for matrices, none for biases and norms."""
-    params = list(model.parameters())
+    params = list(model.named_parameters())  # named, so that messages can say which
     return [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [(name, p) for name, p in params if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [(name, p) for name, p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
 
 
@@ -119,6 +130,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def limit(text: str) -> float:
+    """The most that something may be."""
+    if not float(text) > 0:
+        raise ArgumentTypeError(f"Expected a number above 0, got {text}.")
+    return float(text)
+
+
 def parse_options() -> Namespace:
     """Read the command line, or leave with a message."""
     parser = ArgumentParser(
@@ -128,12 +146,16 @@ def parse_options() -> Namespace:
     add = parser.add_argument
     add("--optimizer", choices=list(MODES), default="zero1", help="how the optimizer state is kept")
     add("--steps", type=positive, default=500, help="optimizer steps")
-    add("--batch-size", type=positive, default=8, help="windows of text per rank and step")
+    add("--batch-size", type=positive, default=8, help="windows of text per rank and backward pass")
     add("--context", type=positive, default=128, help="bytes that the model sees at once")
     add("--layers", type=positive, default=4, help="transformer blocks")
     add("--width", type=positive, default=128, help="features per position")
     add("--heads", type=positive, default=4, help="attention heads per block")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
+    add("--dtype", choices=list(DTYPES), default="fp32", help="of the model's parameters")
+    add("--master-weights", action="store_true", help="step bf16 parameters in fp32 copies of them")
+    add("--clip", type=limit, metavar="NORM", help="largest norm of all gradients; skips steps where it is not finite")
+    add("--accumulate", type=positive, default=1, help="backward passes per step; all but the last send nothing")
     add("--seed", type=int, default=0, help="seed of weights and data")
     add("--eval-every", type=positive, default=100, help="steps between validations")
     add("--text", type=Path, help="train on this file; Python's language reference if not given")
@@ -142,6 +164,8 @@ def parse_options() -> Namespace:
     options = parser.parse_args()
     if options.width % options.heads:
         parser.error(f"Expected --width to be a multiple of --heads {options.heads}, got {options.width}.")
+    if options.master_weights and options.dtype == "fp32":
+        parser.error("Expected --dtype bf16 with --master-weights, got fp32: such parameters are their own masters.")
     if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.parent.is_dir()):
         parser.error(f"Expected --plot to name a .png file in a folder that exists, got {options.plot}.")
     if options.plot is not None and find_spec("matplotlib") is None:
@@ -191,7 +215,7 @@ class World:
     def update(self, text: str, is_due: bool) -> None:
         """Report progress on rank 0: one updating line on a terminal, a plain line in a log when one is due."""
         if self.rank == 0 and sys.stdout.isatty():
-            print(f"\r{text:<79}", end="", flush=True)
+            print(f"\r{text[:79]:<79}", end="", flush=True)
         elif is_due:
             self.say(text)
 
@@ -281,7 +305,7 @@ class GPT(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss, in nats per byte."""
-        return F.cross_entropy(self.logits(inputs).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self.logits(inputs).flatten(0, 1).float(), targets.flatten())
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Scores of the next byte, at every position."""
@@ -291,12 +315,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> bytes:
-        """``prompt`` and ``count`` bytes after it."""
+        """``prompt`` and ``count`` bytes after it; fewer if the model has diverged."""
         device = self.tokens.weight.device
         generator = torch.Generator().manual_seed(seed)
         text = torch.tensor([list(prompt)], device=device)
         for _ in range(count):
             scores = self.logits(text[:, -self.context :])[:, -1].float().cpu()
+            if not scores.isfinite().all():
+                break
             drawn = torch.multinomial(F.softmax(scores / temperature, dim=-1), 1, generator=generator)
             text = torch.cat([text, drawn.to(device)], dim=1)
         return bytes(text[0].tolist())
@@ -335,16 +361,29 @@ class Result:
         return sum(usage.state for usage in self.usages) // times_held
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step: the norm of all gradients, if they are clipped, and why it was skipped, if it was."""
+
+    norm: float | None
+    skipped: str | None
+
+    def __str__(self) -> str:
+        if self.norm is None:
+            return ""
+        return f"  grad norm {self.norm:.3g}, {'stepped' if self.skipped is None else 'not stepped'}"
+
+
 def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result:
     """Train from the seed. A collective."""
     torch.manual_seed(options.seed)
-    model = GPT(options.context, options.layers, options.width, options.heads).to(world.device)
+    model = GPT(options.context, options.layers, options.width, options.heads).to(world.device, DTYPES[options.dtype])
     initial = copy_parameters(model)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
     bucket_mb = sum(param.nbytes for param in model.parameters()) / BUCKETS / 2**20
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
-    optimizer = MODES[mode](ddp, options.lr)
+    optimizer = MODES[mode](ddp, options)
     scheduler = LambdaLR(optimizer, partial(lr_factor, steps=options.steps))
     generator = torch.Generator().manual_seed(options.seed * world.size + world.rank)  # other data on every rank
     train_losses: list[float] = []
@@ -353,15 +392,17 @@ def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result
     begin = time.perf_counter()
 
     for step in range(1, options.steps + 1):
-        loss = ddp(*corpus.draw(options.batch_size, generator, world.device))
-        loss.backward()
+        batches = [corpus.draw(options.batch_size, generator, world.device) for _ in range(options.accumulate)]
+        loss = backward(ddp, batches)
         gradients = gradient_bytes(ddp)
-        optimizer.step()
+        outcome = take_step(ddp, optimizer, options.clip)
         scheduler.step()
         optimizer.zero_grad()
-        train_losses.append(world.gather(loss.detach()).mean().item())
+        train_losses.append(world.gather(loss).mean().item())
         is_due = step == 1 or step % max(1, options.steps // LOG_LINES) == 0
-        world.update(progress(step, train_losses[-1], time.perf_counter() - begin, options, world), is_due)
+        world.update(progress(step, train_losses[-1], outcome, time.perf_counter() - begin, options, world), is_due)
+        if outcome.skipped is not None:
+            world.say(f"step {step:>5}/{options.steps}  not stepped: {outcome.skipped}")
         if step % options.eval_every == 0 or step == options.steps:
             validation_losses.append((step, evaluate(model, options.batch_size, corpus, world)))
             world.say(f"step {step:>5}/{options.steps}  validation loss {validation_losses[-1][1]:.3f}")
@@ -370,9 +411,55 @@ def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result
         for line in optimizer.explain().splitlines():
             if line.startswith(("regime", "gradients")):
                 world.say(line)
-    usages = measure(optimizer, gradients, world)
+    usages = measure(model, optimizer, gradients, world)
     sample = model.generate(PROMPT, SAMPLE_BYTES, options.seed) if world.rank == 0 else b""
     return Result(mode, train_losses, validation_losses, initial, copy_parameters(model), usages, sample)
+
+
+def backward(ddp: DistributedDataParallel, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Average gradients over batches and ranks; returns this rank's mean loss. A collective.
+
+    All passes but the last only add to ``param.grad``, whole in every mode. In stage 2 ``opt.accumulate()`` instead of
+    ``no_sync()`` keeps this rank's part only, but sends every pass, and rounds its sums differently than DDP.
+    """
+    mean = torch.zeros((), device=ddp.device)
+    for number, (inputs, targets) in enumerate(batches, start=1):
+        with nullcontext() if number == len(batches) else ddp.no_sync():
+            loss = ddp(inputs, targets) / len(batches)
+            loss.backward()
+        mean += loss.detach()
+    return mean
+
+
+def take_step(ddp: DistributedDataParallel, optimizer: Optimizer, clip: float | None) -> Outcome:
+    """One step of either optimizer. A collective."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return step_by_hand(ddp, optimizer, clip)
+    optimizer.step()
+    record = optimizer.last_step
+    assert record is not None, "there was a step"
+    return Outcome(record.grad_norm, None if record.stepped else record.reason)
+
+
+@torch.no_grad()
+def step_by_hand(ddp: DistributedDataParallel, optimizer: Optimizer, clip: float | None) -> Outcome:
+    """What the sharded optimizer does in its step, with torch's own parts: fp32 masters, clipping, skipping."""
+    params = [param for group in parameter_groups(ddp) for _, param in group["params"]]
+    stepped = [param for group in optimizer.param_groups for param in group["params"]]  # parameters, or their masters
+    for param, master in zip(params, stepped, strict=True):
+        if master is not param:
+            master.grad, param.grad = param.grad.float(), None
+    norm = None
+    if clip is not None:  # as clip_grad_norm_ does, but that would compute the norm of bf16 gradients in bf16
+        total = nn.utils.get_total_norm([param.grad.float() for param in stepped])
+        nn.utils.clip_grads_with_norm_(stepped, clip, total)
+        norm = total.item()
+        if not math.isfinite(norm):
+            return Outcome(norm, "the norm of all gradients is not finite")
+    optimizer.step()
+    for param, master in zip(params, stepped, strict=True):
+        param.copy_(master)
+    return Outcome(norm, None)
 
 
 def lr_factor(steps_done: int, steps: int) -> float:
@@ -392,11 +479,12 @@ def evaluate(model: GPT, batch_size: int, corpus: Corpus, world: World) -> float
     return world.gather(total / EVAL_WINDOWS).mean().item()
 
 
-def measure(optimizer: Optimizer, gradients: int, world: World) -> list[Usage]:
-    """What every rank holds. A collective."""
+def measure(model: nn.Module, optimizer: Optimizer, gradients: int, world: World) -> list[Usage]:
+    """What every rank holds; masters count as state. A collective."""
     local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer  # owns a part, or all
     params = [param for group in local.param_groups for param in group["params"]]
     state = [value for values in local.state.values() for value in values.values() if isinstance(value, Tensor)]
+    state += set(params).difference(model.parameters())
     mine = [
         len(params),
         sum(param.numel() for param in params),
@@ -429,11 +517,11 @@ def copy_parameters(model: nn.Module) -> list[Tensor]:
 # Report
 
 
-def progress(step: int, loss: float, seconds: float, options: Namespace, world: World) -> str:
-    """Step, loss, speed so far and time left."""
-    speed = step * options.batch_size * options.context * world.size / seconds
+def progress(step: int, loss: float, outcome: Outcome, seconds: float, options: Namespace, world: World) -> str:
+    """Step, loss, what clipping saw, speed so far and time left."""
+    speed = step * options.accumulate * options.batch_size * options.context * world.size / seconds
     left = seconds / step * (options.steps - step)
-    return f"step {step:>5}/{options.steps}  train loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left"
+    return f"step {step:>5}/{options.steps}  train loss {loss:.3f}{outcome}  {speed:,.0f} tokens/s  {left:.0f} s left"
 
 
 def table(result: Result) -> str:
@@ -465,7 +553,7 @@ def printable(data: bytes) -> str:
 def compare(result: Result, reference: Result, world: World) -> bool:
     """Say how far apart two trainings ended, over all parameters and ranks, and whether that is as it must be."""
     pairs = zip(result.final, reference.final, strict=True)
-    apart = torch.stack([(ours - theirs).abs().max() for ours, theirs in pairs]).max()  # NaN stays NaN
+    apart = torch.stack([(ours.double() - theirs).abs().max() for ours, theirs in pairs]).max()  # NaN stays NaN
     moved = sum(not torch.equal(old, new) for old, new in zip(result.initial, result.final, strict=True))
     largest = world.gather(apart).max().item()
     all_moved = int(world.gather(torch.tensor(moved)).min())

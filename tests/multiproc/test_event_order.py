@@ -41,7 +41,7 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
         ),
         mock.patch.object(SegmentReduction, "wait", logged("sum", SegmentReduction.wait, lambda one: one._subject[1])),
         mock.patch.object(
-            ShardedStep, "step_bucket", logged("step", ShardedStep.step_bucket, lambda _, index, **__: index)
+            ShardedStep, "step_bucket", logged("step", ShardedStep.step_bucket, lambda _, index, *__, **___: index)
         ),
         mock.patch.object(ParameterSync, "start", logged("sync", ParameterSync.start, lambda _, b: b.index)),
         mock.patch.object(ParameterSync, "finish", logged("finish", ParameterSync.finish, lambda *_: None)),

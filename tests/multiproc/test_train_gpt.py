@@ -126,6 +126,42 @@ def test_stage_2_equals_ddp_with_adamw_and_keeps_no_gradients() -> None:
     assert all(row.gradients <= 8 * whole.parameters for row in sharded), "an element each, to say where they are"
 
 
+@pytest.mark.parametrize("mode", ["zero1-overlap", "zero2"])
+def test_masters_clipping_and_accumulation_equal_those_of_torchs_own_parts(mode: str) -> None:
+    recipe = ("--dtype=bf16", "--master-weights", "--clip=0.5", "--accumulate=2")
+    run = launch(*TORCHRUN, EXAMPLE, *TINY, *recipe, "--steps=6", f"--optimizer={mode}", "--compare")
+    assert run.code == 0, f"{run.output}\n{run.errors}"
+    assert run.numbers(r"^largest parameter difference to DDP \+ AdamW: (.*)$") == ["0.0"]
+    assert run.numbers(r"^parameters that moved from their initial values: (.*)$") == ["16 of 16"]
+    lines = run.numbers(r"^step +(\d+/6  train loss [\d.]+  grad norm [\d.]+, stepped)  ")
+    assert len(lines) == 12
+    assert lines[:6] == lines[6:], "the reference's and ours"
+    assert all(float(norm) > 0.5 for norm in run.numbers(r"grad norm ([\d.]+)")), "there was something to clip"
+    assert run.numbers(r"^regime: (\w+)") == ["deferred"]
+    assert "Warning" not in run.output + run.errors
+    whole, _, *sharded = run.rows()
+    assert sum(row.elements for row in sharded) == whole.elements
+    assert all(row.state == 12 * row.elements + 4 * row.parameters for row in (whole, *sharded)), "masters are state"
+
+
+def test_a_step_that_is_skipped_says_so() -> None:
+    run = launch("-W", "error", EXAMPLE, *TINY, "--steps=60", "--clip=0.5", "--lr=1e30", "--compare")
+    assert run.code == 0, f"{run.output}\n{run.errors}"
+    ddp, zero1 = (lines.split("training with ")[0] for lines in run.output.split("training with ")[1:])
+    for output in (ddp, zero1):
+        skipped = re.findall(r"^step +(\d+)/60  not stepped: .* not finite$", output, re.MULTILINE)
+        assert skipped == [str(step) for step in range(2, 61)], "each of them, where a log shows some steps"
+    assert "grad norm nan, not stepped" in zero1
+    assert "the gradient of module.tokens.weight is not finite" in zero1
+    assert run.errors == ""
+
+
+def test_masters_of_fp32_parameters_are_refused() -> None:
+    run = launch(EXAMPLE, *TINY, "--master-weights")
+    assert run.code == 2
+    assert "Expected --dtype bf16 with --master-weights, got fp32" in run.errors
+
+
 def test_the_table_shows_what_each_rank_holds(comparison: Comparison) -> None:
     rows = comparison.run.rows()
     assert [row.rank for row in rows] == [0, 1, 0, 1]
