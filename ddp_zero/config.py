@@ -1,9 +1,8 @@
 """What a step does besides the local optimizer: frozen, validated options."""
 
-import math
 from dataclasses import dataclass
 
-from ddp_zero.loss_scale import DynamicLossScale
+from ddp_zero.loss_scale import LARGEST, SMALLEST, DynamicLossScale, check_number
 
 NONFINITE = ("skip", "raise", "step")
 
@@ -21,7 +20,7 @@ class StepOptions:
         master_weights: whether fp16 and bf16 parameters are stepped in fp32.
 
     Raises:
-        TypeError: for a ``loss_scale`` that is neither a number nor a policy.
+        TypeError: for a value of another type.
         ValueError: for a value outside its range, or options that contradict each other.
     """
 
@@ -34,6 +33,9 @@ class StepOptions:
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
             check_max_grad_norm(self.max_grad_norm)
+        check_number("norm_type", self.norm_type)
+        if not isinstance(self.master_weights, bool):
+            raise TypeError(f"Expected master_weights to be True or False, got {self.master_weights!r}.")
         if not self.norm_type > 0:
             raise ValueError(f"Expected norm_type above 0, got {self.norm_type!r}.")
         if self.nonfinite not in (None, *NONFINITE):
@@ -54,13 +56,15 @@ class StepOptions:
                 f"Expected loss_scale to be a number, a DynamicLossScale or None, got {self.loss_scale!r}. For a "
                 "dynamic scale with the usual numbers pass DynamicLossScale()."
             )
-        elif not (self.loss_scale > 0 and math.isfinite(self.loss_scale)):
-            raise ValueError(f"Expected loss_scale above 0 and finite, got {self.loss_scale!r}.")
+        elif not SMALLEST <= self.loss_scale <= LARGEST:
+            raise ValueError(f"Expected loss_scale from {SMALLEST} to {LARGEST}, got {self.loss_scale!r}.")
 
     def why_wait(self) -> str | None:
         """Why a step with these options needs all gradients before it starts, or None if it does not."""
         if self.max_grad_norm is not None:
             return "max_grad_norm needs the norm of all gradients"
+        if self.loss_scale is not None and self.nonfinite == "step":
+            return "loss_scale is divided out of all gradients at once"
         if self.loss_scale is not None:
             return "loss_scale needs to know whether any gradient has overflowed"
         if self.nonfinite in ("skip", "raise"):
@@ -74,7 +78,6 @@ def check_max_grad_norm(max_grad_norm: float) -> None:
     Raises:
         TypeError: if it is no number; ValueError if it is not above 0.
     """
-    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
-        raise TypeError(f"Expected max_grad_norm to be a number or None, got {max_grad_norm!r}.")
+    check_number("max_grad_norm", max_grad_norm)
     if not max_grad_norm > 0:
         raise ValueError(f"Expected max_grad_norm above 0, got {max_grad_norm!r}.")

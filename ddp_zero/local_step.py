@@ -67,6 +67,7 @@ class LocalStep:
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._stepped: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
+        self._attributes: dict[str, Any] = {}
         self._plain_counters: dict[Any, Any] = {}
         self._shared_counters: dict[Any, Any] = {}
         self._counters: list[tuple[Tensor, Tensor]] = []
@@ -103,7 +104,8 @@ class LocalStep:
         self._stepped = []
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
-        self._plain_counters = _counters_in(vars(self._inner))
+        self._attributes = dict(vars(self._inner))
+        self._plain_counters = _counters_in(self._attributes)
         self._shared_counters = _counters_in(self._inner.state)
         self._counters = self._clone_counters()
         return self._loss
@@ -153,9 +155,8 @@ class LocalStep:
             copy_options(options, group)
             copy_options(options, exposed)
         attributes = vars(self._inner)
-        for name in _counters_in(attributes).keys() - self._plain_counters.keys():
-            del attributes[name]
-        attributes.update(self._plain_counters)
+        attributes.clear()
+        attributes.update(self._attributes)
         for tensor, before in self._counters:
             tensor.copy_(before)
 

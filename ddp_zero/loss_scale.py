@@ -8,7 +8,7 @@ Micikevicius et al., "Mixed Precision Training", 2018. bf16 has the range of fp3
 import math
 from dataclasses import dataclass
 
-_LARGEST_FP32 = 2.0**127
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # scales that fp32 has, and their inverses
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class DynamicLossScale:
         minimum: it never falls below; an overflow there raises.
 
     Raises:
+        TypeError: for what is no number.
         ValueError: for numbers outside these ranges.
     """
 
@@ -35,15 +36,22 @@ class DynamicLossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.minimum <= self.initial and math.isfinite(self.initial)):
-            raise ValueError(f"Expected 0 < minimum <= initial, got {self.minimum=} and {self.initial=}.")
-        if not self.growth_factor >= 1:
-            raise ValueError(f"Expected growth_factor of at least 1, got {self.growth_factor}.")
+        for name in ("initial", "growth_factor", "backoff_factor", "minimum"):
+            check_number(name, getattr(self, name))
+        if not SMALLEST <= self.minimum <= self.initial <= LARGEST:
+            raise ValueError(
+                f"Expected {SMALLEST} <= minimum <= initial <= {LARGEST}, got {self.minimum=} and {self.initial=}."
+            )
+        if not (self.growth_factor >= 1 and math.isfinite(self.growth_factor)):
+            raise ValueError(f"Expected growth_factor of at least 1 and finite, got {self.growth_factor}.")
         if not 0 < self.backoff_factor < 1:
             raise ValueError(f"Expected 0 < backoff_factor < 1, got {self.backoff_factor}.")
         for name in ("growth_interval", "hysteresis"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Expected {name} of at least 1, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Expected {name} to be an int, got {value!r}.")
+            if value < 1:
+                raise ValueError(f"Expected {name} of at least 1, got {value}.")
 
 
 class LossScale:
@@ -91,5 +99,15 @@ class LossScale:
         if self._good_steps == policy.growth_interval:
             self._good_steps = 0
             self._patience = policy.hysteresis
-            if self.value * policy.growth_factor <= _LARGEST_FP32:
+            if self.value * policy.growth_factor <= LARGEST:
                 self.value *= policy.growth_factor
+
+
+def check_number(name: str, value: object) -> None:
+    """See that an option is a number.
+
+    Raises:
+        TypeError: if not, naming it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"Expected {name} to be a number, got {value!r}.")

@@ -41,10 +41,11 @@ class GradientFactors:
 
     def apply(self, index: int, grad: Tensor) -> Tensor:
         """A parameter's gradient times its factors: a new tensor, unless there are none."""
+        dtype = grad.dtype  # a tensor of no dimension takes that of its factor
         if self.inverse_scale is not None:
-            grad = grad * self.inverse_scale
+            grad = (grad * self.inverse_scale).to(dtype)
         if self.coefficients and self.groups[index] in self.coefficients:
-            grad = grad * self.coefficients[self.groups[index]]
+            grad = (grad * self.coefficients[self.groups[index]]).to(dtype)
         return grad
 
     def __bool__(self) -> bool:
@@ -64,7 +65,7 @@ class SteppedTensors:
         self._table = table
         self._masters: dict[int, Tensor] = {}
         self._index_of_master: dict[Tensor, int] = {}
-        self._versions: list[int] | None = None
+        self._versions: list[tuple[int, int]] | None = None  # before the first step the model is the truth
 
     # Who is stepped
 
@@ -128,7 +129,8 @@ class SteppedTensors:
     def extend(self, table: ParameterTable) -> None:
         """Parameters were added; those that were there keep their index."""
         self._table = table
-        self._versions = None
+        if self._versions is not None:
+            self._versions += self._current_versions()[len(self._versions) :]
 
     # A step
 
@@ -143,12 +145,12 @@ class SteppedTensors:
         stepped = [index for index in with_grad if index in self._masters]
         replaced = [index for index in with_grad if factors and index not in self._masters]
         before = [params[index].grad for index in replaced]
-        with torch.no_grad():
-            for index in stepped:
-                self._masters[index].grad = self.gradient(index, exact, factors)
-            for index in replaced:
-                params[index].grad = self.gradient(index, exact, factors)
         try:
+            with torch.no_grad():
+                for index in stepped:
+                    self._masters[index].grad = self.gradient(index, exact, factors)
+                for index in replaced:
+                    params[index].grad = self.gradient(index, exact, factors)
             yield
             if stepped:
                 with torch.no_grad():
@@ -176,18 +178,19 @@ class SteppedTensors:
         if self.has_masters:
             self._versions = self._current_versions()
 
+    @property
+    def are_fresh(self) -> bool:
+        """Whether masters were made from the model and no step was taken, nor state loaded, since."""
+        return self.has_masters and self._versions is None
+
     def have_changed(self) -> bool:
-        """Whether anybody may have written to low-precision parameters since the last step."""
-        return self.has_masters and self._versions is not None and self._versions != self._current_versions()
+        """Whether anybody may have written to low-precision parameters since the last step, but for ``param.data``."""
+        return self.has_masters and self._versions != self._current_versions()
 
     def diverged(self) -> list[int]:
         """Owned parameters that are not their rounded masters. Reads them all."""
         params = self._table.params
-        return [
-            index
-            for index, master in self._masters.items()
-            if not torch.equal(master.to(params[index].dtype), params[index].detach())
-        ]
+        return [index for index, master in self._masters.items() if not _rounds_to(master, params[index])]
 
     @torch.no_grad()
     def refresh(self, known: Mapping[int, Tensor] = MappingProxyType({})) -> None:
@@ -196,8 +199,9 @@ class SteppedTensors:
             master.copy_(known.get(index, self._table.params[index]))
         self.note_versions()
 
-    def _current_versions(self) -> list[int]:
-        return [param._version for param in self._table.params if param.dtype in LOW_PRECISION]
+    def _current_versions(self) -> list[tuple[int, int]]:
+        low = (param for param in self._table.params if param.dtype in LOW_PRECISION)
+        return [(param._version, param.data_ptr()) for param in low]
 
 
 def localise_group(group: ParamGroup, stepped: Mapping[Tensor, Tensor]) -> ParamGroup:
@@ -215,9 +219,17 @@ def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
     """
     for index, master in masters.items():
         param = table.params[index]
-        if master.shape != param.shape or not torch.equal(master.to(param.device, param.dtype), param.detach()):
+        if master.shape != param.shape or not _rounds_to(master, param):
             raise ValueError(
                 f"Expected {table.label(index)} to be its master weight rounded to {param.dtype}, got another value. "
                 "Load the model's state dict, of the same moment, before the optimizer's. To go on from the model as "
                 "it is, leave 'master_weight' out of the optimizer's state."
             )
+
+
+def _rounds_to(master: Tensor, param: Tensor) -> bool:
+    """Whether they are equal in the dtype of the latter, NaN being equal to NaN."""
+    rounded, value = master.detach().to(param.device, param.dtype), param.detach()
+    if torch.equal(rounded, value):
+        return True
+    return bool(((rounded == value) | (rounded.isnan() & value.isnan())).all())

@@ -472,13 +472,18 @@ def _masters_and_what_the_user_writes(setup: Setup) -> None:
         opt.reset()
         opt.zero_grad()
 
-        ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
-        ddp.load_state_dict(state)
-        opt.refresh_master_weights()
-        for step in range(3):
-            backward(setup, ddp, step)
-            opt.step()
-            opt.zero_grad()
+        ends = []
+        for says_so in (True, False):  # before the first step the model is the truth in any case
+            ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
+            ddp.load_state_dict(state)
+            if says_so:
+                opt.refresh_master_weights()
+            for step in range(3):
+                backward(setup, ddp, step)
+                opt.step()
+                opt.zero_grad()
+            ends.append(ddp)
+        assert_equal_models(*ends, f"{mode}")
         assert any(not torch.equal(state[name], value) for name, value in ddp.state_dict().items())
 
 

@@ -1,3 +1,4 @@
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -446,3 +447,162 @@ def test_a_group_without_names_gets_none_from_a_group_that_has_them() -> None:
     target: ParamGroup = {"params": [1]}
     copy_options({"params": [2], "param_names": ["x"], "lr": 0.5}, target)
     assert target == {"params": [1], "lr": 0.5}
+
+
+# Taking a step back
+
+
+class CountingEverywhere(Counting):
+    """Counts in every place where optimizers count, and begins some of the counts only at its first step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.ticks = torch.zeros(())
+        self.mean: Any = None
+        self.name = "unchanged"
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["t"] = torch.zeros(())
+        self.state["shared"] = torch.zeros(())  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.ticks += 1
+        self.mean = self.ticks / 2
+        vars(self)["late"] = vars(self).get("late", 0) + 1
+        vars(self)["late_tensor"] = vars(self).get("late_tensor", torch.zeros(())) + 1
+        self.state["shared"] += 1  # type: ignore[index]
+        for group in self.param_groups:
+            group["t"] += 1
+            group["replaced"] = group.get("replaced", torch.zeros(())) + 1
+            group["lr"] *= 0.5
+            group.pop("warm", None)
+        return super().step(closure)
+
+
+def everything_counted(sharded: Sharded) -> dict[str, Any]:
+    """Copies of all that a step changes outside per-parameter state."""
+    state: dict[Any, Any] = dict(sharded.inner.state)
+    return {
+        "exposed": [copy_of_options(group) for group in sharded.exposed],
+        "inner": [copy_of_options(group) for group in sharded.inner.param_groups],
+        "attributes": {
+            name: copy.deepcopy(value)
+            for name, value in vars(sharded.inner).items()
+            if isinstance(value, int | float | str | Tensor | None)
+        },
+        "shared": {key: value.clone() for key, value in state.items() if isinstance(key, str)},
+    }
+
+
+def copy_of_options(group: ParamGroup) -> list[tuple[str, Any]]:
+    """In their order."""
+    return [(key, copy.deepcopy(value)) for key, value in options_in(group).items()]
+
+
+def assert_counted(sharded: Sharded, expected: dict[str, Any]) -> None:
+    """The same in every place, options in the same order."""
+    found = everything_counted(sharded)
+    for side in ("exposed", "inner"):
+        for group, before in zip(found[side], expected[side], strict=True):
+            assert [key for key, _ in group] == [key for key, _ in before]
+            assert_equal_state(dict(group), dict(before))
+    assert sorted(found["attributes"]) == sorted(expected["attributes"])
+    for place in ("attributes", "shared"):
+        for name, value in expected[place].items():
+            assert_equal_state(found[place][name], value)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+@pytest.mark.parametrize("buckets", [*BUCKETS.values(), [[], []]], ids=[*BUCKETS, "owning nothing"])
+def test_taking_a_step_back_restores_options_and_counters_everywhere(
+    buckets: list[list[int]], steps_before: int
+) -> None:
+    sharded = Sharded(CountingEverywhere, make_params(), buckets)
+    set_gradients(sharded.params, 1)
+    for _ in range(steps_before):
+        sharded.step()
+    for group in sharded.exposed:
+        group["warm"] = True
+    sharded.local.mirror_to_inner()
+    before = everything_counted(sharded)
+    sharded.step()
+    assert everything_counted(sharded)["exposed"][0][0] != before["exposed"][0][0]
+    sharded.local.take_back()
+    assert_counted(sharded, before)
+
+
+def test_counters_that_did_not_exist_before_the_step_are_gone_and_others_are_left_as_they_are() -> None:
+    sharded = Sharded(CountingEverywhere, make_params(), BUCKETS["three"])
+    set_gradients(sharded.params, 1)
+    sharded.step()
+    assert {"late", "late_tensor"} <= vars(sharded.inner).keys()
+    assert all({"k", "replaced"} <= group.keys() for group in sharded.exposed)
+    sharded.local.take_back()
+    assert vars(sharded.inner).keys().isdisjoint({"late", "late_tensor"})
+    for group in (*sharded.exposed, *sharded.inner.param_groups):
+        assert group.keys().isdisjoint({"k", "replaced"})
+    assert isinstance(sharded.inner, CountingEverywhere)
+    assert (sharded.inner.mean, sharded.inner.name) == (None, "unchanged")
+
+
+def test_a_counter_that_is_a_tensor_is_the_same_tensor_after_a_step_is_taken_back() -> None:
+    sharded = Sharded(CountingEverywhere, make_params(), BUCKETS["one each"])
+    assert isinstance(sharded.inner, CountingEverywhere)
+    own, outside = sharded.inner.ticks, [group["t"] for group in sharded.exposed]
+    sharded.step()
+    assert [count.item() for count in (own, *outside)] == [1, 1, 1]
+    sharded.local.take_back()
+    assert sharded.inner.ticks is own
+    for groups in (sharded.exposed, sharded.inner.param_groups):
+        assert [id(group["t"]) for group in groups] == list(map(id, outside))
+    assert [count.item() for count in (own, *outside)] == [0, 0, 0]
+
+
+def test_groups_keep_their_parameters_and_are_the_same_dicts_when_a_step_is_taken_back() -> None:
+    sharded = Sharded(Counting, make_params(), [[0, 4], [3]])
+    identities = [id(group) for group in (*sharded.exposed, *sharded.inner.param_groups)]
+    sharded.step()
+    sharded.local.take_back()
+    assert [id(group) for group in (*sharded.exposed, *sharded.inner.param_groups)] == identities
+    assert [len(group["params"]) for group in sharded.exposed] == [4, 3]
+    assert [len(group["params"]) for group in sharded.inner.param_groups] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "build", [Counting, CountingWhereItSteps, CountingInTensors], ids=["counting", "where it steps", "in tensors"]
+)
+@pytest.mark.parametrize("buckets", BUCKETS.values(), ids=BUCKETS.keys())
+def test_a_step_that_was_taken_back_and_taken_again_is_one_step(build: Build, buckets: list[list[int]]) -> None:
+    plain_params, params = make_params(), make_params()
+    plain, sharded = build(groups_of(plain_params)), Sharded(build, params, buckets)
+    for step in range(3):
+        set_gradients(plain_params, step)
+        plain.step()
+        before = [param.detach().clone() for param in params]
+        state = copy.deepcopy(dict(state_by_index(sharded.inner, params)))
+        set_gradients(params, step + 10)
+        sharded.step()
+        sharded.local.take_back()
+        with torch.no_grad():
+            for index, (param, value) in enumerate(zip(params, before, strict=True)):
+                param.copy_(value)
+                sharded.inner.state.pop(param, None)
+                if index in state:
+                    sharded.inner.state[param] = state[index]
+        set_gradients(params, step)
+        sharded.step()
+        assert all(torch.equal(one, other) for one, other in zip(params, plain_params, strict=True))
+        assert_equal_state(state_by_index(sharded.inner, params), state_by_index(plain, plain_params))
+        for group, expected in zip(sharded.exposed, plain.param_groups, strict=True):
+            assert_equal_state(options_in(group), options_in(expected))
+
+
+def test_what_the_user_has_set_before_the_step_stays_set_when_it_is_taken_back() -> None:
+    sharded = Sharded(Counting, make_params(), BUCKETS["three"])
+    sharded.exposed[0]["lr"] = 0.75
+    sharded.exposed[1]["extra"] = 7
+    sharded.step()
+    sharded.local.take_back()
+    expected = [{"lr": 0.75}, {"lr": 0.03, "extra": 7}]
+    assert [options_in(group) for group in sharded.exposed] == expected
+    assert [options_in(group) for group in sharded.inner.param_groups] == expected
