@@ -435,7 +435,7 @@ def _accumulated_alone_then_stepped(setup: Setup) -> None:
 def _weights_at_one_get_unstuck(setup: Setup) -> None:
     """bf16 has a resolution of 1/128 below 1: steps of 0.001 are lost without masters."""
     for mode in MODES:
-        ends = []
+        ends: list[Any] = []
         for masters in (False, True):
             model = nn.Linear(4, 4, bias=False, dtype=BF16)
             nn.init.ones_(model.weight)
@@ -472,7 +472,7 @@ def _masters_and_what_the_user_writes(setup: Setup) -> None:
         opt.reset()
         opt.zero_grad()
 
-        ends = []
+        ends: list[Any] = []
         for says_so in (True, False):  # before the first step the model is the truth in any case
             ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
             ddp.load_state_dict(state)
@@ -483,7 +483,7 @@ def _masters_and_what_the_user_writes(setup: Setup) -> None:
                 opt.step()
                 opt.zero_grad()
             ends.append(ddp)
-        assert_equal_models(*ends, f"{mode}")
+        assert_equal_models(ends[0], ends[1], f"{mode}")
         assert any(not torch.equal(state[name], value) for name, value in ddp.state_dict().items())
 
 
