@@ -21,7 +21,7 @@ _NO_GRADIENT = -1.0  # no norm is negative
 def norms_of(grads: Mapping[int, Tensor], norm_type: float) -> dict[int, Tensor]:
     """The norm of each gradient, in fp32 for those of low precision, else in their dtype."""
     plain = [grad for grad in grads.values() if grad.dtype not in LOW_PRECISION]
-    if plain and plain[0].device.type != "cpu" and len(plain) == len(grads):
+    if plain and plain[0].device.type != "cpu" and len(plain) == len(grads) and all(grad.numel() for grad in plain):
         return dict(zip(grads, torch._foreach_norm(plain, norm_type), strict=True))
     return {index: norm_of(grad, norm_type) for index, grad in grads.items()}
 
@@ -79,7 +79,7 @@ def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of several norms; 0 of none."""
     if not norms:
         return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     return total
 
 
@@ -106,7 +106,8 @@ def clip_gradients(
         max_norm: the largest norm.
         norm_type: of the p-norm; ``inf`` for the largest absolute value.
         is_partitioned: whether a rank has gradients of what it owns only; then this is a collective.
-        inverse_scale: what gradients must be multiplied by to be what their norm is asked of; None: nothing.
+        inverse_scale: what gradients of low precision must be multiplied by to be what their norm is asked of, which
+            would underflow if they were; None: nothing.
         check: is shown the norm before anything is changed, and may raise.
 
     Returns:
@@ -121,10 +122,10 @@ def clip_gradients(
     for grad in grads.values():
         if isinstance(grad, AbsentGradient):
             grad.refuse()
-    if inverse_scale is None:
+    if inverse_scale is None or all(grad.dtype not in LOW_PRECISION for grad in grads.values()):
         norms = norms_of(grads, norm_type)
     else:
-        norms = {index: norm_of(grad * inverse_scale, norm_type) for index, grad in grads.items()}
+        norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
     if is_partitioned:
         chosen = set(indices)
         everyone, _ = gather_norms(sharded, norms)
@@ -134,6 +135,11 @@ def clip_gradients(
     total = total_norm(every, norm_type)
     check(total)
     coefficient = coefficient_of(total, max_norm)
-    if grads:
-        torch._foreach_mul_(list(grads.values()), coefficient.to(next(iter(grads.values())).device))
+    for grad in grads.values():
+        grad.mul_(coefficient.to(grad.device))
     return total, coefficient
+
+
+def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tensor:
+    is_low = grad.dtype in LOW_PRECISION
+    return norm_of(grad.float() * inverse_scale if is_low else grad, norm_type)

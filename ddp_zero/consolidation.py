@@ -2,12 +2,17 @@
 
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.checkpoint import State, gather_state, restrict_state_dict, with_masters
 from ddp_zero.collectives import Communicator
+from ddp_zero.decision import Decision
 from ddp_zero.partition import GroupRank
 from ddp_zero.sharded_step import ShardedStep
+
+SCALE_KEY = "loss_scale"
+"""Where a dynamic loss scale is in a state dict; plain optimizers leave it alone."""
 
 
 class ConsolidatesState(Optimizer):
@@ -20,20 +25,21 @@ class ConsolidatesState(Optimizer):
     optim: Optimizer
     _comm: Communicator
     _sharded: ShardedStep
+    _decision: Decision
     _is_packing = False
 
     @property  # type: ignore[override]
     def state(self) -> State:
         """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer.
 
-        With master weights a dict made for the occasion, with them in it; without, the local optimizer's own.
+        With master weights, which are in ``master_weights``, a dict made for the occasion.
         """
         if self._is_packing:
             return self._whole_state()
         if hasattr(self, "_sharded") and self._sharded.stepped.has_masters:
-            params = self._sharded.table.params
-            by_index = with_masters(self.optim.state, self._sharded.stepped)
-            return {params[key] if isinstance(key, int) else key: value for key, value in by_index.items()}
+            params, index_of = self._sharded.table.params, self._sharded.stepped.index_of
+            items = self.optim.state.items()
+            return {params[index_of(key)] if isinstance(key, Tensor) else key: value for key, value in items}
         return self.optim.state
 
     @state.setter
@@ -81,9 +87,11 @@ class ConsolidatesState(Optimizer):
             )
         self._is_packing = True
         try:
-            return super().state_dict()
+            packed = super().state_dict()
         finally:
             self._is_packing = False
+        scale = self._decision.loss_scale
+        return packed if scale is None or not scale.is_dynamic else {**packed, SCALE_KEY: scale.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the unsharded optimizer's state dict, of which this rank keeps what it owns. Never communicates.
@@ -102,6 +110,8 @@ class ConsolidatesState(Optimizer):
         local, indices, masters = restrict_state_dict(
             state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped
         )
+        if self._decision.loss_scale is not None and SCALE_KEY in state_dict:
+            self._decision.loss_scale.load_state_dict(state_dict[SCALE_KEY])
         self.optim.load_state_dict(local)
         sharded.stepped.refresh(masters)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddp_zero.absent import AbsentGradient
 from ddp_zero.clipping import coefficient_of, gather_norms, norm_of, norms_of, total_norm
@@ -88,6 +89,8 @@ class Decision:
         loss_scale: the built-in one, if there is one.
         watch: knows whose own gradients were not finite.
         clipped: the norm and the coefficient of an explicit clip since the last step, for the record.
+        has_unscaled: whether gradients in ``param.grad`` were divided by the built-in loss scale already, but for those
+            of low precision, which would underflow.
     """
 
     def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
@@ -95,14 +98,26 @@ class Decision:
         self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale)
         self.watch = LocalWatch()
         self.clipped: tuple[Number, Number] = (None, None)
+        self.has_unscaled = False
         self._sharded = sharded
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
     def why_wait(self) -> str | None:
         """Why a step needs all gradients before it starts, or None if it does not."""
-        if any(group.get(_OWN_KEY) is not None for group in self._sharded.param_groups):
+        if self._honours_groups and any(group.get(_OWN_KEY) is not None for group in self._sharded.param_groups):
             return "max_grad_norm of a parameter group needs the norm of its gradients"
         return self.options.why_wait()
+
+    def forget(self) -> None:
+        """The gradients were dropped, or used."""
+        self.clipped = (None, None)
+        self.has_unscaled = False
+        self.watch.clear()
+
+    @property
+    def _honours_groups(self) -> bool:
+        """Whether ``max_grad_norm`` of a group is ours, not an option of the inner optimizer."""
+        return _OWN_KEY not in self._sharded.inner.defaults
 
     def take(self, occasion: Occasion, **kwargs: Any) -> Any:
         """Step, or do not. A collective if there is anything to decide.
@@ -127,7 +142,7 @@ class Decision:
         if checks and findings.nonfinite:
             self._do_not_step(occasion, findings, scale)
             return None
-        sharded.factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
+        sharded.factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups, self.has_unscaled)
         result = sharded.run(occasion.exact, **kwargs)
         if self.loss_scale is not None:
             self.loss_scale.after_step(has_overflowed=False)
@@ -194,11 +209,12 @@ class Decision:
         norm = total_norm(list(every.values()), self.options.norm_type)
         coefficients = self._coefficients(limits, every)
         if not checks:
-            return _Findings(False, norm, torch.stack(list(coefficients.values())).min(), coefficients)
+            smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
+            return _Findings(False, norm, smallest, coefficients)
         numbers = [norm, flags.to(norm.device), *coefficients.values()]
         norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
         clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
-        return _Findings(found > 0 or not math.isfinite(norm_read), norm_read, min(values), clipping)
+        return _Findings(found > 0 or not math.isfinite(norm_read), norm_read, min(values, default=None), clipping)
 
     def _norms(self, owned: Sequence[int], exact: ExactGradient, inverse: Tensor | float | None) -> dict[int, Tensor]:
         """The norm of each owned gradient as the step sees it, but for clipping; at most one copy at a time."""
@@ -206,7 +222,7 @@ class Decision:
         if inverse is None and not sharded.stepped.masters:
             grads = {index: grad for index in owned if (grad := sharded.table.params[index].grad) is not None}
             return norms_of(grads, norm_type)
-        factors = GradientFactors(inverse)
+        factors = GradientFactors(inverse, spares_wide=self.has_unscaled)
         return {index: norm_of(sharded.stepped.gradient(index, exact, factors), norm_type) for index in owned}
 
     def _sum_over_ranks(self, flag: Tensor | float) -> float:
@@ -219,10 +235,11 @@ class Decision:
     def _limits(self) -> dict[int, tuple[int, ...]]:
         """What is clipped together: by its first group the groups of each set; empty if nothing is clipped."""
         groups = self._sharded.param_groups
-        together = tuple(position for position, group in enumerate(groups) if _OWN_KEY not in group)
+        honours = self._honours_groups
+        together = tuple(position for position, group in enumerate(groups) if not honours or _OWN_KEY not in group)
         limits = {} if self.options.max_grad_norm is None or not together else {together[0]: together}
         for position, group in enumerate(groups):
-            if group.get(_OWN_KEY) is not None:
+            if honours and group.get(_OWN_KEY) is not None:
                 check_max_grad_norm(group[_OWN_KEY])
                 limits[position] = (position,)
         return limits
@@ -232,8 +249,10 @@ class Decision:
         found: dict[int, Tensor] = {}
         for first, members in limits.items():
             own_norms = [norm for index, norm in norms.items() if group_of[index] in members]
+            if not own_norms:
+                continue
             total = total_norm(own_norms, self.options.norm_type)
-            own = self._sharded.param_groups[first].get(_OWN_KEY)
+            own = self._sharded.param_groups[first].get(_OWN_KEY) if self._honours_groups else None
             limit = self.options.max_grad_norm if own is None else own
             assert limit is not None, "only groups with a limit are in a set"
             found.update(dict.fromkeys(members, coefficient_of(total, limit)))
@@ -292,13 +311,27 @@ class Decision:
 
     def _record(self, record: StepRecord) -> None:
         self._sharded.last_step = record
-        self.clipped = (None, None)
-        self.watch.clear()
+        self.forget()
 
 
 def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor | float:
     """1 if any element of any is not finite, else 0, in one reading pass and without waiting for the device."""
     if not grads:
         return 0.0
-    largest = [norm_of(grad, math.inf).double() for grad in grads]
+    device = grads[0].device
+    largest = [norm_of(grad, math.inf).to(device, torch.float64) for grad in grads]
     return 1.0 - torch.isfinite(torch.stack(largest)).all().double()
+
+
+def check_options(options: StepOptions, inner: Optimizer) -> None:
+    """See that options are not ambiguous.
+
+    Raises:
+        ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
+    """
+    if options.max_grad_norm is not None and _OWN_KEY in inner.defaults:
+        raise ValueError(
+            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which has one of "
+            "that name, too, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
+            "opt.clip_grad_norm_() in the loop."
+        )

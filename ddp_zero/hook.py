@@ -1,4 +1,4 @@
-"""The corridor between DDP and the step: the only file that touches DDP's internals.
+"""The corridor between DDP and the step.
 
 DDP calls the hook once per bucket, in index order, from the thread that runs backward. Each call, in order:
 
@@ -10,7 +10,8 @@ DDP calls the hook once per bucket, in index order, from the thread that runs ba
 *overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: the reducer
 publishes the gradients first, which alone knows what no rank has used, and the step runs right after it, still inside
 ``backward()``. It does so in an engine callback queued by an engine callback: the reducer queues its own finalizer
-after the hook for the last bucket returns, and the engine runs callbacks in the order in which they were queued.
+after the hook for the last bucket returns, and the engine runs callbacks in the order in which they were queued. Where
+the step *waits*, the hook only reduces and ``opt.step()`` takes it.
 
 On a rank that has joined (`torch.distributed.algorithms.Join`) there is no backward; DDP calls the hook with zeros.
 """
@@ -131,15 +132,22 @@ class OverlapHook:
             RuntimeError: if not, naming the parameter whose gradient was changed too late.
         """
         self.machine.step_called()
-        self.memory = None
+        self.keep_step()
         self.published.check_unchanged()
 
     def take_back(self) -> None:
         """The first step was too early: undo it, and let its gradients wait. A collective."""
-        memory, self.memory = self.memory, None
-        assert memory is not None, "asked before"
-        memory.take_back()
+        assert self.memory is not None, "asked before"
+        self.memory.take_back()
+        self.memory = None
         self.machine.taken_back()
+
+    def keep_step(self) -> None:
+        """The first step will not be taken back."""
+        if self.memory is not None:
+            self.memory = None
+            self._watch.is_on = self._why_wait() is not None
+            self._watch.clear()
 
     @property
     def is_waiting(self) -> bool:
@@ -157,7 +165,7 @@ class OverlapHook:
         if self.is_waiting:
             with BorrowedGradients(self._sharded, self._reduced_gradient):
                 take()
-        else:
+        elif self.machine.phase is Phase.STEPPED:
             self._record()
         self.machine.step_shadowed()
         self._gradients.close()
@@ -214,7 +222,7 @@ class OverlapHook:
             )
         self._arrived.clear()
         self.published.forget()
-        self.memory = None  # nobody has objected
+        self.keep_step()  # nobody has objected
         self._gradients.open(self._layout_is_final())
         self.may_be_replaced = False
         self._matching = 0
@@ -244,7 +252,7 @@ class OverlapHook:
             return waits
         if self.accumulates:
             return "opt.accumulate() leaves the step to a later backward pass"
-        if self._sharded.last_step is None:
+        if not self._sharded.has_stepped_inside:
             return "the first step of all, which may be taken back"
         if has_static_graph(self._ddp):
             if self._static_graph_has_unused is not False:
@@ -272,7 +280,7 @@ class OverlapHook:
         if not self._has_begun:
             self._begin()
         arrival = self._arrived[index]
-        with self._side.running(self._device(index)):
+        with self._side.running(arrival.params[0].device):
             with label("wait_reduce", bucket=index):
                 arrival.wait()
             segment = sharded.binding.plan.buckets[index].segments[sharded.comm.group_rank]
@@ -296,7 +304,7 @@ class OverlapHook:
     def _finish_syncs(self) -> None:
         if not self._has_begun:
             self._begin()
-        with self._side.running(self._device(0)):
+        with self._side.running(self._arrived[0].params[0].device):
             self._sharded.finish()
         self._side.join()
 
@@ -315,7 +323,9 @@ class OverlapHook:
         """A step was taken inside backward."""
         regime = StepRegime.OVERLAPPED if self.deferred_because is None else StepRegime.DEFERRED
         self._sharded.last_step = StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because)
-        self._watch.clear()
+        self._sharded.has_stepped_inside = True
+        if self.memory is None:
+            self._watch.clear()
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
         """Step from published gradients, or on a rank that has joined from those that a peer sends."""
@@ -324,11 +334,13 @@ class OverlapHook:
             if isinstance(action, AdoptLayout):
                 self._adopt_layout()  # before gradients are lent: they go to the new owners
             elif isinstance(action, StepAll):
-                if self._sharded.last_step is None and not self._join_is_on():
-                    self.memory = StepMemory(self._sharded)
+                is_first = not (self._sharded.has_stepped_inside or self._join_is_on())
+                self.memory = StepMemory(self._sharded) if is_first else None
                 self._step_all(has_joined)
+                if self.memory is not None:
+                    self.memory.step_was_taken()
         if has_static_graph(self._ddp) and self._static_graph_has_unused is None:
-            self._static_graph_has_unused = self._ask_for_unused(has_run=not has_joined)
+            self._static_graph_has_unused = self._sharded.has_unused(has_run=not has_joined)
 
     def _step_all(self, has_joined: bool) -> None:
         sharded = self._sharded
@@ -376,12 +388,6 @@ class OverlapHook:
             return Regime.REDUCE_ONLY
         return Regime.OVERLAPPED if self.deferred_because is None else Regime.DEFERRED
 
-    def _ask_for_unused(self, has_run: bool) -> bool:
-        """Whether the static graph has parameters that no rank uses; asked once, of the ranks that have run it."""
-        reduced = {param for bucket in self._sharded.binding.layout or () for param in bucket}
-        unused = has_run and any(self._sharded.table.params[param].grad is None for param in reduced)
-        return any(flag for (flag,) in self._sharded.comm.all_gather_ints([int(unused)]))
-
     @property
     def _ddp(self) -> DistributedDataParallel:
         ddp = self._ddp_reference()
@@ -391,6 +397,3 @@ class OverlapHook:
     def _join_is_on(self) -> bool:
         joinable = self._joinable()
         return joinable is not None and joinable._join_config.enable
-
-    def _device(self, index: int) -> torch.device:
-        return self._arrived[index].params[0].device

@@ -13,7 +13,7 @@ Alternatives considered: one optimizer per bucket (breaks ``optim.state`` and cl
 only groups that have parameters (a plain optimizer also visits groups whose parameters have no gradient).
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ ParamGroup = dict[str, Any]
 Closure = Callable[[], Any]
 
 _PER_PARAMETER_KEYS = ("params", "param_names")
+_MISSING = object()
 
 
 def options_of(group: Mapping[str, Any]) -> ParamGroup:
@@ -67,7 +68,6 @@ class LocalStep:
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._stepped: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
-        self._attributes: dict[str, Any] = {}
         self._plain_counters: dict[Any, Any] = {}
         self._shared_counters: dict[Any, Any] = {}
         self._counters: list[tuple[Tensor, Tensor]] = []
@@ -104,8 +104,7 @@ class LocalStep:
         self._stepped = []
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
-        self._attributes = dict(vars(self._inner))
-        self._plain_counters = _counters_in(self._attributes)
+        self._plain_counters = _counters_in(vars(self._inner))
         self._shared_counters = _counters_in(self._inner.state)
         self._counters = self._clone_counters()
         return self._loss
@@ -120,7 +119,7 @@ class LocalStep:
             RuntimeError: if the inner optimizer evaluates the closure more than once in a step, or has stepped
                 parameters that it was not given.
         """
-        if bucket not in self._groups_of_bucket or (self.steps_whole and self._stepped):
+        if bucket not in self._groups_of_bucket or self.is_done:
             return None
         if self.steps_whole:
             return self._step_groups(self._inner.param_groups, kwargs)
@@ -134,6 +133,11 @@ class LocalStep:
                     "its own cannot be sharded by bucket; keep the optimizer it wraps, if any, in an attribute."
                 )
         return result
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the step that is under way has stepped everything already; see ``steps_whole``."""
+        return self.steps_whole and bool(self._stepped)
 
     def finish(self, **kwargs: Any) -> None:
         """Show the options that the step left, inside and outside.
@@ -149,16 +153,25 @@ class LocalStep:
                 copy_options(source, group)
         self.mirror_to_exposed()
 
-    def take_back(self) -> None:
-        """Options and counters are again what they were at `begin`; per-parameter state is the caller's to restore."""
-        for options, group, exposed in zip(self._options, self._inner.param_groups, self._exposed(), strict=True):
-            copy_options(options, group)
-            copy_options(options, exposed)
-        attributes = vars(self._inner)
-        attributes.clear()
-        attributes.update(self._attributes)
-        for tensor, before in self._counters:
-            tensor.copy_(before)
+    def take_back(self, left: Sequence[ParamGroup]) -> None:
+        """Options and counters are again what they were at `begin`; state and attributes are the caller's to restore.
+
+        Args:
+            left: the options that the step has left in the exposed groups. Those that differ by now stay as they are.
+        """
+        for before, after, group, exposed in zip(
+            self._options, left, self._inner.param_groups, self._exposed(), strict=True
+        ):
+            for key in {**before, **after}.keys() - set(_PER_PARAMETER_KEYS):
+                if exposed.get(key, _MISSING) is not after.get(key, _MISSING):
+                    continue
+                if key in before:
+                    exposed[key] = before[key]
+                else:
+                    exposed.pop(key, None)
+            copy_options(exposed, group)
+        for tensor, value in self._counters:
+            tensor.copy_(value)
 
     def mirror_to_inner(self) -> None:
         """Make the inner groups show the options that the user set on the exposed ones."""

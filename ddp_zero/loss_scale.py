@@ -6,6 +6,7 @@ Micikevicius et al., "Mixed Precision Training", 2018. bf16 has the range of fp3
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # scales that fp32 has, and their inverses
@@ -79,6 +80,24 @@ class LossScale:
     def is_at_minimum(self) -> bool:
         """Whether the next overflow cannot lower it."""
         return self._policy is not None and self._patience <= 1 and self.value <= self._policy.minimum
+
+    def state_dict(self) -> dict[str, float]:
+        """Where it is, as plain numbers."""
+        return {"value": self.value, "good_steps": self._good_steps, "patience": self._patience}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: for numbers that no scale has.
+        """
+        numbers = {name: state.get(name) for name in self.state_dict()}
+        for name, number in numbers.items():
+            check_number(f"{name} of the loss scale", number)
+        value, good_steps, patience = (float(numbers[name] or 0) for name in ("value", "good_steps", "patience"))
+        if not (SMALLEST <= value <= LARGEST and good_steps >= 0):
+            raise ValueError(f"Expected a loss scale from {SMALLEST} to {LARGEST}, got {dict(state)}.")
+        self.value, self._good_steps, self._patience = value, int(good_steps), int(patience)
 
     def after_step(self, has_overflowed: bool) -> None:
         """A step has seen the gradients: follow them.

@@ -18,7 +18,7 @@ from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator
 from ddp_zero.config import StepOptions
 from ddp_zero.consolidation import ConsolidatesState
-from ddp_zero.decision import Decision
+from ddp_zero.decision import Decision, check_options
 from ddp_zero.grad_bucket import options_of_stage
 from ddp_zero.grad_partition import gradients_of_stage
 from ddp_zero.gradients import CommHook, watching
@@ -129,7 +129,9 @@ class ZeroRedundancyOptimizer(ConsolidatesState, TakesSteps):
             agreement.declare_parameters(table)
             binding = Binding(self._comm, table, parameters_as_bucket_view)
             stepped = SteppedTensors(table, master_weights)
+            agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
             self.optim = build_inner(optimizer_class, self.param_groups, stepped.own(binding.owned()), defaults)
+            check_options(options, self.optim)
         self.defaults = self.optim.defaults
         self._sharded = ShardedStep(self._comm, table, binding, self.optim, self, stepped)
         self._decision = Decision(self._sharded, options)
@@ -147,6 +149,8 @@ class ZeroRedundancyOptimizer(ConsolidatesState, TakesSteps):
             super().add_param_group(param_group)
             return
         sharded = self._sharded
+        if self._hook is not None:
+            self._hook.keep_step()
         groups_before = len(self.param_groups), len(self.optim.param_groups)
         try:
             with Agreement(self._comm, "add_param_group") as agreement:
@@ -178,6 +182,7 @@ class ZeroRedundancyOptimizer(ConsolidatesState, TakesSteps):
             self._hook.detach()
         side = SideStream()
         gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side)
+        self._decision.watch.is_on = self._decision.options.nonfinite != "step"
         self._hook = OverlapHook(
             self._sharded,
             ddp,

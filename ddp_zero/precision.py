@@ -33,19 +33,26 @@ class GradientFactors:
         inverse_scale: one over the loss scale, rounded to fp32; None: 1.
         coefficients: what clipping has found, by parameter group; groups left out are not clipped.
         groups: the group of every parameter, by index.
+        spares_wide: whether gradients that are not of low precision were multiplied by ``inverse_scale`` already.
     """
 
     inverse_scale: Tensor | float | None = None
     coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)
     groups: Sequence[int] = ()
+    spares_wide: bool = False
 
-    def apply(self, index: int, grad: Tensor) -> Tensor:
-        """A parameter's gradient times its factors: a new tensor, unless there are none."""
-        dtype = grad.dtype  # a tensor of no dimension takes that of its factor
-        if self.inverse_scale is not None:
-            grad = (grad * self.inverse_scale).to(dtype)
+    def apply(self, index: int, grad: Tensor, is_low: bool) -> Tensor:
+        """A parameter's gradient times its factors: a new tensor, unless there are none.
+
+        Args:
+            index: of the parameter.
+            grad: its gradient, or that of its master.
+            is_low: whether the parameter is of low precision.
+        """
+        if self.inverse_scale is not None and (is_low or not self.spares_wide):
+            grad = _times(grad, self.inverse_scale)
         if self.coefficients and self.groups[index] in self.coefficients:
-            grad = (grad * self.coefficients[self.groups[index]]).to(dtype)
+            grad = _times(grad, self.coefficients[self.groups[index]])
         return grad
 
     def __bool__(self) -> bool:
@@ -169,7 +176,8 @@ class SteppedTensors:
         if index in self._masters:
             precise = exact(index)
             grad = (grad if precise is None else precise).to(torch.float32)
-        return factors.apply(index, grad) if factors else grad
+        is_low = self._table.params[index].dtype in LOW_PRECISION
+        return factors.apply(index, grad, is_low) if factors else grad
 
     # The model's parameters and the masters
 
@@ -225,6 +233,12 @@ def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
                 "Load the model's state dict, of the same moment, before the optimizer's. To go on from the model as "
                 "it is, leave 'master_weight' out of the optimizer's state."
             )
+
+
+def _times(grad: Tensor, factor: Tensor | float) -> Tensor:
+    """Their product in the gradient's dtype and on its device; one of no dimension would take those of the factor."""
+    factor = factor.to(grad.device) if isinstance(factor, Tensor) else factor
+    return (grad * factor).to(grad.dtype)
 
 
 def _rounds_to(master: Tensor, param: Tensor) -> bool:

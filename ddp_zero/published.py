@@ -21,12 +21,14 @@ class PublishedGradients:
         ]
 
     def first_changed(self) -> int | None:
-        """The first parameter whose gradient was changed in place since, or None."""
+        """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
+
+        What is written through ``grad.data`` cannot be seen.
+        """
         for index, place, version in self._noted:
             grad = self._sharded.table.params[index].grad
-            if grad is not None and not isinstance(grad, AbsentGradient):
-                if grad.data_ptr() == place and grad._version != version:
-                    return index
+            if grad is None or isinstance(grad, AbsentGradient) or (grad.data_ptr(), grad._version) != (place, version):
+                return index
         return None
 
     def check_unchanged(self) -> None:

@@ -8,13 +8,17 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
+from ddp_zero.absent import AbsentGradient
 from ddp_zero.clipping import clip_gradients
 from ddp_zero.decision import Decision
 from ddp_zero.grad_bucket import ReduceOptions
 from ddp_zero.hook import OverlapHook
 from ddp_zero.overlap import Phase
+from ddp_zero.precision import LOW_PRECISION
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.visible import gather_gradient
+
+_CHANGED = "gradients are changed between backward and opt.step()"
 
 
 class ReachesGradients(Optimizer):
@@ -78,12 +82,19 @@ class ReachesGradients(Optimizer):
             ValueError: for a parameter that is not in the optimizer.
             RuntimeError: if the step was taken inside backward; or as asked for.
         """
+        if self._join_config.enable and self._reduction is not None:
+            raise RuntimeError(
+                "Expected no opt.clip_grad_norm_() under Join with stage=2, got one: ranks that have joined do not "
+                "know of it. Build the optimizer with max_grad_norm=, which they follow."
+            )
         table = self._sharded.table
         parameters = [parameters] if isinstance(parameters, Tensor) else parameters
         params = table.params if parameters is None else list(parameters)
         if any(param not in table.index_of for param in params):
             raise ValueError("Expected parameters of this optimizer, got another one.")
         self._let_gradients_wait()
+        self._unscale()
+        norm_type = float(norm_type)
 
         def check(total: Tensor) -> None:
             if error_if_nonfinite and not torch.isfinite(total):
@@ -96,7 +107,7 @@ class ReachesGradients(Optimizer):
         self._decision.clipped = clip_gradients(
             self._sharded,
             [table.index_of[param] for param in params],
-            max_norm,
+            float(max_norm),
             norm_type,
             is_partitioned=self._reduction is not None,
             inverse_scale=self._decision.inverse_scale,
@@ -107,6 +118,7 @@ class ReachesGradients(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, also those that wait to be added to the next sum."""
         super().zero_grad(set_to_none)
+        self._decision.forget()
         if self._hook is not None:
             self._hook.drop_carried()
 
@@ -140,6 +152,8 @@ class ReachesGradients(Optimizer):
         """Somebody is about to change gradients: see that no step has used them, or take the first one back."""
         hook = self._hook
         if hook is None or hook.machine.phase is not Phase.STEPPED:
+            if hook is not None and hook.is_waiting and self._overlaps:
+                self._waits_because = _CHANGED
             return
         if hook.memory is None:
             raise RuntimeError(
@@ -147,13 +161,23 @@ class ReachesGradients(Optimizer):
                 f"({hook.machine.where}). Clip from the first step on, or build the optimizer with max_grad_norm= or "
                 "overlap_with_ddp=False."
             )
-        self._wait_from_now_on(hook, "gradients are changed between backward and opt.step()")
+        self._wait_from_now_on(hook)
 
-    def _wait_from_now_on(self, hook: OverlapHook, because: str) -> None:
+    def _wait_from_now_on(self, hook: OverlapHook) -> None:
         """The first step inside backward was too early: undo it. A collective."""
         hook.take_back()
-        self._waits_because = because
-        self._decision.watch.is_on = self._decision.options.nonfinite != "step"
+        self._waits_because = _CHANGED
+
+    def _unscale(self) -> None:
+        """Divide gradients by the built-in loss scale, once, as `GradScaler.unscale_` does, but for low precision."""
+        decision = self._decision
+        if decision.inverse_scale is None or decision.has_unscaled:
+            return
+        decision.has_unscaled = True
+        for param in self._sharded.table.params:
+            grad = param.grad
+            if grad is not None and not isinstance(grad, AbsentGradient) and grad.dtype not in LOW_PRECISION:
+                grad.mul_(decision.inverse_scale)
 
     @property
     def _takes_hook(self) -> bool:

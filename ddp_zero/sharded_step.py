@@ -37,6 +37,7 @@ class ShardedStep:
     Attributes:
         factors: what gradients are multiplied by in the step that is under way, or None.
         last_step: what became of the last one.
+        has_stepped_inside: whether a step was taken inside backward and not taken back.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
         order: in which order states were created.
     """
@@ -57,6 +58,7 @@ class ShardedStep:
         self.stepped = stepped
         self.factors: GradientFactors | None = None
         self.last_step: StepRecord | None = None
+        self.has_stepped_inside = False
         self._exposed_groups = _groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
         self.order = StateOrder()
@@ -76,8 +78,8 @@ class ShardedStep:
         """Evaluate the closure, if any, and start a step; any earlier one that was not finished is forgotten.
 
         Raises:
-            RuntimeError: if the parameters in the exposed groups are not those that are sharded, or if some are not
-                their masters any more, on every rank if all have written to them.
+            RuntimeError: if the parameters in the exposed groups are not those that are sharded, or if one that this
+                rank owns is not its rounded master any more.
         """
         self.snapshot = None
         self.factors = None
@@ -118,21 +120,29 @@ class ShardedStep:
     def _stepped_with(self, index: int) -> Sequence[int]:
         """The parameters of this rank that the local step of a bucket may change."""
         if self.local_step.steps_whole:
-            return self.binding.owned()
+            return () if self.local_step.is_done else self.binding.owned()
         return self.binding.plan.buckets[index].segments[self.comm.group_rank].params
 
     def _check_masters(self) -> None:
-        """The user has written to low-precision parameters, as on every rank: see that it left them what they were."""
+        """Somebody has written to low-precision parameters: see that they are what they were.
+
+        Asks nobody: ranks may write on their own, as one that evaluates and puts everything back.
+        """
         diverged = self.stepped.diverged()
-        first = min(diverged, default=len(self.table))
-        found = min(index for (index,) in self.comm.all_gather_ints([first]))
-        if found < len(self.table):
+        if diverged:
             raise RuntimeError(
-                f"Expected {self.table.label(found)} to be its fp32 master weight rounded, got another value: it was "
-                f"written to since the last step, which the next would undo ({self.comm.name(self.comm.group_rank)}). "
+                f"Expected {self.table.label(diverged[0])} to be its fp32 master weight rounded, got another value: it "
+                "was written to since the last step, which the next would undo "
+                f"({self.comm.name(self.comm.group_rank)}). "
                 "Call opt.refresh_master_weights() after writing to the model's parameters, as after loading them."
             )
         self.stepped.note_versions()
+
+    def has_unused(self, has_run: bool) -> bool:
+        """Whether DDP's buckets have parameters without a gradient, on a rank that has run the model. A collective."""
+        reduced = {param for bucket in self.binding.layout or () for param in bucket}
+        unused = has_run and any(self.table.params[param].grad is None for param in reduced)
+        return any(flag for (flag,) in self.comm.all_gather_ints([int(unused)]))
 
     # Changes of what is stepped
 

@@ -6,16 +6,26 @@ next call tells; if it was too early, it is undone, and from then on the step wa
 """
 
 import copy
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
+from ddp_zero.local_step import options_of
 from ddp_zero.sharded_step import ShardedStep
+
+_ELSEWHERE = ("param_groups", "state")  # what is remembered in other ways
 
 
 class StepMemory:
     """What a step is about to change on this rank: made right before it.
 
     Costs the memory of this rank's parameters, and of their state if they have any yet.
+
+    Raises:
+        Exception: whatever copying an attribute of the optimizer raises; then its step cannot be taken back.
     """
 
     def __init__(self, sharded: ShardedStep) -> None:
@@ -24,8 +34,15 @@ class StepMemory:
         owned = sharded.binding.owned()
         self._params = {index: sharded.table.params[index].detach().clone() for index in owned}
         self._masters = {index: master.detach().clone() for index, master in stepped.masters.items()}
-        self._state = {key: copy.deepcopy(value) for key, value in sharded.inner.state.items()}
+        kept: list[Any] = [*sharded.table.params, *stepped.masters.values(), *_optimizers_in(sharded.inner)]
+        memo = {id(one): one for one in kept}
+        self._optimizers = [OptimizerMemory(one, memo) for one in _optimizers_in(sharded.inner)]
         self._order = copy.copy(sharded.order)
+        self._options_left = [options_of(group) for group in sharded.param_groups]
+
+    def step_was_taken(self) -> None:
+        """From now on, options that differ from what the step has left were set by the user, and stay."""
+        self._options_left = [options_of(group) for group in self._sharded.param_groups]
 
     @torch.no_grad()
     def take_back(self) -> None:
@@ -35,12 +52,60 @@ class StepMemory:
             sharded.table.params[index].copy_(value)
         for index, value in self._masters.items():
             sharded.stepped[index].copy_(value)
-        sharded.inner.state.clear()
-        sharded.inner.state.update(self._state)
+        for optimizer in self._optimizers:
+            optimizer.restore()
         sharded.order = self._order
         sharded.last_step = None
-        sharded.local_step.take_back()
+        sharded.has_stepped_inside = False
+        sharded.local_step.take_back(self._options_left)
         for bucket in sharded.binding.plan.buckets:
             sharded.binding.sync.start(bucket)
         sharded.binding.sync.finish()
         sharded.stepped.note_versions()
+
+
+class OptimizerMemory:
+    """State, attributes and groups of one optimizer.
+
+    Args:
+        optimizer: whose.
+        memo: what must not be copied, by `id`, as for `copy.deepcopy`: parameters, and other optimizers.
+    """
+
+    def __init__(self, optimizer: Optimizer, memo: dict[int, Any]) -> None:
+        self._optimizer = optimizer
+        self._state = copy.deepcopy(dict(optimizer.state), memo)
+        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+        attributes = {name: value for name, value in vars(optimizer).items() if name not in _ELSEWHERE}
+        self._attributes = {name: (value, _copied(value, memo)) for name, value in attributes.items()}
+
+    def restore(self) -> None:
+        """Make all of it what it was."""
+        optimizer, attributes = self._optimizer, vars(self._optimizer)
+        optimizer.state.clear()
+        optimizer.state.update(self._state)
+        for group, options in self._groups:
+            group.clear()
+            group.update(options)
+        for name in [name for name in attributes if name not in self._attributes and name not in _ELSEWHERE]:
+            del attributes[name]
+        for name, (value, copied) in self._attributes.items():
+            if isinstance(value, Tensor) and value is not copied:
+                value.copy_(copied)  # whoever else holds it sees it
+                attributes[name] = value
+            else:
+                attributes[name] = copied
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of data; functions, and whatever else is not data, as they are."""
+    is_data = isinstance(value, Tensor | dict | list | set | tuple)
+    return copy.deepcopy(value, memo) if is_data and id(value) not in memo else value
+
+
+def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """An optimizer and those that it wraps."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer):
+            yield from _optimizers_in(value)

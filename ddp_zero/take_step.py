@@ -25,6 +25,7 @@ from ddp_zero.collectives import Communicator
 from ddp_zero.decision import AmpState, Occasion
 from ddp_zero.hook import OverlapHook
 from ddp_zero.join import BorrowedGradients, serve_joined
+from ddp_zero.overlap import Phase
 from ddp_zero.reach_gradients import ReachesGradients
 from ddp_zero.step_record import StepRecord, StepRegime
 
@@ -66,6 +67,8 @@ class TakesSteps(ReachesGradients, Joinable):
                 )
             hook.check_joined()
             return loss
+        if amp is not None and self._overlaps:
+            self._let_gradients_wait()  # from now on
         Join.notify_join_context(self)
         result = self._take_step(None if closure is None else lambda: loss, amp, kwargs)
         return result if closure is None else loss
@@ -103,6 +106,12 @@ class TakesSteps(ReachesGradients, Joinable):
         """What `scale` multiplies by now; None without ``loss_scale=``."""
         scale = self._decision.loss_scale
         return None if scale is None else scale.value
+
+    @property
+    def master_weights(self) -> dict[Tensor, Tensor]:
+        """The fp32 masters of parameters that this rank owns, by parameter; empty without ``master_weights=True``."""
+        params = self._sharded.table.params
+        return {params[index]: master.detach() for index, master in self._sharded.stepped.masters.items()}
 
     def refresh_master_weights(self) -> None:
         """After writing to the model's parameters: take them for the truth. Never communicates.
@@ -168,7 +177,7 @@ class TakesSteps(ReachesGradients, Joinable):
                 "Expected no torch.amp.GradScaler under Join, got one: a rank that has joined knows nothing of its "
                 "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
             )
-        return AmpState(getattr(self, "grad_scale", None), found)
+        return AmpState(getattr(self, "grad_scale", None), torch.as_tensor(found, dtype=torch.float32))
 
     def _take_back_if_changed(self, hook: OverlapHook, amp: AmpState | None) -> bool:
         """At the first ``step()``: if gradients were changed, or are scaled, the step inside backward came too early.
@@ -181,9 +190,9 @@ class TakesSteps(ReachesGradients, Joinable):
         if hook.memory is not None:
             early = amp is not None or hook.published.first_changed() is not None
             if any(flag for (flag,) in self._comm.all_gather_ints([int(early)])):
-                self._wait_from_now_on(hook, "gradients are changed between backward and opt.step()")
+                self._wait_from_now_on(hook)
                 return True
-        elif amp is not None:
+        elif amp is not None and hook.machine.phase is Phase.STEPPED:
             raise RuntimeError(
                 "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped already "
                 "with scaled ones. Use the GradScaler from the first step on, or build the optimizer with loss_scale= "

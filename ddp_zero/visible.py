@@ -24,7 +24,7 @@ class VisibleGradients:
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
         self._sharded = workshop.sharded
-        self._shown = WeakTensorKeyDictionary()  # our tensors in param.grad: their exact sum, their version
+        self._shown = WeakTensorKeyDictionary()  # our tensors in param.grad: their exact sum
         self._showing: set[int] = set()  # parameters whose grad is one of ours, unless users have replaced it
         self._standing_in: set[int] = set()  # parameters with an `AbsentGradient`, unless users have dropped it
         self._mixed: set[int] = set()  # parameters with an average to which a pass that was not reduced has added
@@ -41,7 +41,8 @@ class VisibleGradients:
             exact: the same in the dtype of the sum, where that is another one.
         """
         self._sharded.table.params[index].grad = grad
-        self._shown[grad] = (exact, grad._version)
+        if exact is not None:
+            self._shown[grad] = exact
         self._showing.add(index)
 
     def hide(self, index: int, was_consumed: bool) -> None:
@@ -51,11 +52,8 @@ class VisibleGradients:
 
     def exact(self, grad: Tensor) -> Tensor | None:
         """A shown gradient in the dtype of its sum; None if that is its own, or if it was changed or replaced since."""
-        exact: Tensor | None
-        exact, version = self._shown.get(grad, (None, None))
-        if exact is None or grad._version != version or not torch.equal(exact.to(grad.dtype), grad):
-            return None
-        return exact
+        exact: Tensor | None = self._shown.get(grad)
+        return exact if exact is not None and torch.equal(exact.to(grad.dtype), grad) else None
 
     def forget(self) -> None:
         """Owners have changed."""

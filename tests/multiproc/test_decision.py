@@ -1,5 +1,6 @@
 """What a step decides once all gradients are there, in situations: who is told what, and what is left untouched."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -20,6 +21,7 @@ from ddp_zero import (
     shard_optimizer,
 )
 from tests.multiproc.cases import (
+    OptimizerCase,
     ToyAdam8bit,
     assert_equal_models,
     assert_identical,
@@ -60,7 +62,8 @@ def backward(setup: Setup, ddp: nn.Module, step: int, scale: Callable[[Tensor], 
 
 def everything_of(ddp: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Any]:
     """Copies of parameters, state and masters of this rank."""
-    return copy.deepcopy([[p.detach() for p in ddp.parameters()], list(opt.state.values()), opt.optim.state_dict()])
+    masters = list(opt.master_weights.values())
+    return copy.deepcopy([[p.detach() for p in ddp.parameters()], masters, opt.optim.state_dict()])
 
 
 # Gradients that are not finite
@@ -320,6 +323,53 @@ def _a_disabled_grad_scaler_leaves_the_overlap_alone(setup: Setup) -> None:
     assert_overlapped(opt)
 
 
+def _a_dynamic_scale_is_in_the_state_dict(setup: Setup) -> None:
+    policy = DynamicLossScale(initial=16.0, growth_interval=2)
+    ddp, opt = one_line(build_model(), loss_scale=policy)
+    _, resumed = one_line(build_model(), loss_scale=policy)
+    for step in range(3):
+        backward(setup, ddp, step, opt.scale)
+        opt.step()
+        opt.zero_grad()
+    opt.consolidate_state_dict(0)
+    saved = [opt.state_dict() if setup.rank == 0 else None]
+    dist.broadcast_object_list(saved, src=0)
+    assert saved[0] is not None
+    resumed.load_state_dict(saved[0])
+    assert resumed.loss_scale == opt.loss_scale == 32.0
+    assert resumed._decision.loss_scale is not None
+    assert opt._decision.loss_scale is not None
+    assert resumed._decision.loss_scale.state_dict() == opt._decision.loss_scale.state_dict()
+    plain = torch.optim.AdamW(build_model().parameters())
+    plain.load_state_dict(saved[0])
+    with pytest.raises(TypeError, match="value of the loss scale to be a number"):
+        resumed.load_state_dict({**saved[0], "loss_scale": {"value": "x"}})
+
+
+def _an_own_scale_that_is_no_power_of_two(setup: Setup) -> None:
+    """Clipped by a call: unscaled first, as the sequence with torch's own parts does."""
+    for mode in MODES:
+        if mode["stage"] == 2 and setup.world_size > 2:
+            continue
+        ddp, opt = one_line(build_model(), loss_scale=1000.0, **mode)
+        plain_model = DistributedDataParallel(build_model(), bucket_cap_mb=0.0015)
+        plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
+        inverse = torch.tensor(1000.0).double().reciprocal().float()
+        for step in range(4):
+            backward(setup, ddp, step, opt.scale)
+            backward(setup, plain_model, step, lambda loss: loss * 1000.0)
+            for param in plain_model.parameters():
+                assert param.grad is not None
+                param.grad.mul_(inverse)
+            expected = nn.utils.clip_grad_norm_(plain_model.parameters(), 0.05)
+            assert_identical(expected, opt.clip_grad_norm_(0.05), f"norm, {mode}, step {step}")
+            plain.step()
+            opt.step()
+            assert_equal_models(plain_model, ddp, f"{mode}, step {step}")
+            plain.zero_grad()
+            opt.zero_grad()
+
+
 def _scales_need_an_option(setup: Setup) -> None:
     _, opt = one_line(build_model())
     assert opt.loss_scale is None
@@ -368,6 +418,101 @@ def _the_first_step_is_taken_back_with_everything_it_changed(setup: Setup) -> No
         assert "gradients are changed between backward and opt.step()" in twins.opt.explain()
 
 
+class _Wraps(torch.optim.Optimizer):
+    """Wraps AdamW, which has the state, and keeps a sum of gradients in a dict of its own."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inside = torch.optim.AdamW(self.param_groups, lr=lr)
+        self.sums: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inside.step()
+        for group in self.inside.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.sums[param] = self.sums.get(param, torch.zeros_like(param)) + param.grad
+                    param.add_(self.sums[param], alpha=-0.01)
+
+
+def _what_a_wrapper_keeps_is_taken_back_too(setup: Setup) -> None:
+    for stage in (1, 2):
+        with at_stage(stage):
+            twins = build_overlapped_twins(OptimizerCase("wrapper", _Wraps))
+        for step in range(4):
+            for model in (twins.plain_model, twins.model):
+                backward(setup, model, step)
+            nn.utils.clip_grad_norm_(twins.plain_model.parameters(), 0.05)
+            twins.opt.clip_grad_norm_(0.05)
+            twins.plain.step()
+            twins.opt.step()
+            twins.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+
+
+def _options_set_before_the_first_step_stay(setup: Setup) -> None:
+    """A learning rate that is set between backward and a step that is taken back."""
+    for stage in (1, 2):
+        with at_stage(stage):
+            twins = build_overlapped_twins(ADAMW)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        for step in range(3):
+            sides = ((twins.plain_model, twins.plain, scalers[0]), (twins.model, twins.opt, scalers[1]))
+            for model, optimizer, scaler in sides:
+                backward(setup, model, step, scaler.scale)
+                for group in optimizer.param_groups:
+                    group["lr"] = 1e-3 * (step + 1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+            assert twins.opt.param_groups[0]["lr"] == 1e-3 * (step + 1)
+
+
+def _gradients_replaced_or_dropped_before_the_first_step(setup: Setup) -> None:
+    """As loops that freeze a layer by dropping its gradients do."""
+    for replace in (lambda grad: grad * 0.1, lambda grad: None):
+        twins = build_overlapped_twins(ADAMW)
+        for step in range(4):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                backward(setup, model, step)
+                param = list(model.parameters())[2]
+                param.grad = replace(param.grad)
+                optimizer.step()
+            twins.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"step {step}")
+        late = build_overlapped_twins(ADAMW)
+        late.train(setup, 3)
+        late.zero_grad()
+        backward(setup, late.model, 3)
+        param = list(late.model.parameters())[2]
+        param.grad = replace(param.grad)
+        with pytest.raises(RuntimeError, match=r"got a changed one for parameter 2 "):
+            late.opt.step()
+
+
+def _a_first_step_from_accumulated_gradients_alone(setup: Setup) -> None:
+    """With a scaler, or clipped, and a backward pass that would step only after that."""
+    for scales in (True, False):
+        twins = build_overlapped_twins(ADAMW)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales) for _ in range(2)]
+        for step in range(4):
+            for model, optimizer, scaler in (
+                (twins.plain_model, twins.plain, scalers[0]),
+                (twins.model, twins.opt, scalers[1]),
+            ):
+                with twins.opt.accumulate() if step == 0 else contextlib.nullcontext():
+                    backward(setup, model, step, scaler.scale)
+                if not scales:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05) if optimizer is twins.plain else None
+                    twins.opt.clip_grad_norm_(0.05) if optimizer is twins.opt else None
+                scaler.step(optimizer)
+                scaler.update()
+            twins.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"scales {scales}, step {step}")
+
+
 def _a_step_taken_back_and_dropped_is_gone(setup: Setup) -> None:
     ddp, opt = one_line(build_model())
     before = [param.detach().clone() for param in ddp.parameters()]
@@ -405,6 +550,62 @@ def _whoever_never_calls_step_is_warned_where_it_is_needed(setup: Setup) -> None
     opt.zero_grad()
     for step in range(2):
         backward(setup, ddp, step)  # adds up, as in any loop; no warning
+
+
+# What was dropped
+
+
+def _dropped_gradients_leave_nothing_in_the_next_record(setup: Setup) -> None:
+    for mode in MODES:
+        ddp, opt = one_line(build_model(), nonfinite="skip", **mode)
+        param = next(ddp.parameters())
+        for bad in (0, 1):
+            handle = param.register_hook(_poison(math.inf if setup.rank == bad else 0.0))
+            backward(setup, ddp, bad)
+            handle.remove()
+            if bad == 0:
+                opt.clip_grad_norm_(1.0)
+                opt.zero_grad()
+        opt.step()
+        record = opt.last_step
+        assert record is not None
+        assert (record.nonfinite_rank, record.grad_norm, record.clip_coefficient) == (1, None, None), f"{mode}"
+        opt.zero_grad()
+
+
+def _a_scaler_without_gradients(setup: Setup) -> None:
+    for mode in MODES:
+        ddp, opt = one_line(build_model(), **mode)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(1))
+        if mode["overlap"]:
+            with pytest.raises(RuntimeError, match="No backward pass has stepped since"):
+                scaler.step(opt)
+            continue
+        scaler.step(opt)
+        assert opt.last_step is not None
+        backward(setup, ddp, 0)
+
+
+# Whose option it is
+
+
+class _HasOwnLimit(torch.optim.SGD):
+    """Has an option of the name of ours, as some optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1, limit: float | None = 1e-6) -> None:
+        torch.optim.Optimizer.__init__(
+            self, params, torch.optim.SGD([torch.ones(1)], lr=lr).defaults | {"max_grad_norm": limit}
+        )
+
+
+def _an_option_of_the_inner_optimizer_is_not_ours(setup: Setup) -> None:
+    twins = build_twins(OptimizerCase("own limit", _HasOwnLimit))
+    twins.train(setup, 3)
+    assert twins.opt.last_step is not None
+    assert twins.opt.last_step.clip_coefficient is None
+    with pytest.raises(ValueError, match=r"max_grad_norm to be an option of ddp_zero alone, got _HasOwnLimit"):
+        ZeroRedundancyOptimizer(build_model().parameters(), _HasOwnLimit, max_grad_norm=0.1)
 
 
 # Accumulation
@@ -463,7 +664,7 @@ def _masters_and_what_the_user_writes(setup: Setup) -> None:
         opt.step()
         opt.zero_grad()
         ddp.load_state_dict(state)
-        message = r"parameter 0 'module.layers.0.weight'.*fp32 master weight rounded.*refresh_master_weights"
+        message = r"parameter \d+ 'module.layers.*fp32 master weight rounded.*refresh_master_weights"
         steps_inside = mode["overlap"]
         if not steps_inside:
             backward(setup, ddp, 4)
@@ -485,6 +686,21 @@ def _masters_and_what_the_user_writes(setup: Setup) -> None:
             ends.append(ddp)
         assert_equal_models(ends[0], ends[1], f"{mode}")
         assert any(not torch.equal(state[name], value) for name, value in ddp.state_dict().items())
+
+
+def _a_rank_that_writes_and_puts_back_stops_nobody(setup: Setup) -> None:
+    for mode in MODES:
+        ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
+        for step in range(4):
+            if step == 2 and setup.rank == 0:
+                with torch.no_grad():
+                    for param in ddp.parameters():
+                        kept = param.clone()
+                        param.zero_()
+                        param.copy_(kept)
+            backward(setup, ddp, step)
+            opt.step()
+            opt.zero_grad()
 
 
 def _masters_travel_with_the_state(setup: Setup) -> None:
@@ -515,8 +731,8 @@ def _masters_travel_with_the_state(setup: Setup) -> None:
                 optimizer.zero_grad()
             assert_equal_models(ddp, again, f"{one} to {other}, step {step}")
         low = [param for param in ddp.parameters() if param.dtype is BF16]
-        owned = [param for param in low if param in opt.state]
-        assert all(opt.state[param]["master_weight"].dtype is torch.float32 for param in owned)
+        owned = opt.master_weights
+        assert all(master.dtype is torch.float32 and param in opt.state for param, master in owned.items())
         assert setup.world_size > 1 or len(owned) == len(low) > 0
 
 
@@ -552,10 +768,9 @@ def _groups_added_and_copies_have_masters(setup: Setup) -> None:
         assert one is other
     for one, other in zip(first.parameters(), clone_first.parameters(), strict=True):
         assert_identical(one.detach(), other.detach(), "a copy steps alike")
-    masters = [value["master_weight"] for value in opt.state.values()]
-    assert all(
-        master.data_ptr() not in {v["master_weight"].data_ptr() for v in clone.state.values()} for master in masters
-    )
+    cloned = {master.data_ptr() for master in clone.master_weights.values()}
+    assert cloned.isdisjoint(master.data_ptr() for master in opt.master_weights.values())
+    assert opt.master_weights or setup.world_size > 1
     assert opt.last_step is not None
     assert opt.last_step.clip_coefficient is not None
     assert opt.last_step.clip_coefficient < 1
@@ -597,6 +812,25 @@ def _uneven_inputs(setup: Setup) -> None:
                     scaler.step(twins.opt)
                 twins.opt.reset()
                 break
+
+
+def _clipping_by_a_call_under_join_is_told(setup: Setup) -> None:
+    with at_stage(2):
+        twins = build_overlapped_twins(ADAMW, overlap=False)
+    with Join([twins.model, twins.opt]):
+        backward(setup, twins.model, 0)
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) under Join with stage=2.*max_grad_norm="):
+            twins.opt.clip_grad_norm_(1.0)
+        twins.opt.step()
+
+
+def _a_group_added_before_the_first_step_is_confirmed(setup: Setup) -> None:
+    ddp, opt = one_line(build_model())
+    backward(setup, ddp, 0)
+    after = [param.detach().clone() for param in ddp.parameters()]
+    opt.add_param_group({"params": [("added", nn.Parameter(torch.ones(3)))]})
+    opt.step()
+    assert_identical(after, [param.detach() for param in ddp.parameters()], "the step is kept")
 
 
 class _Choice(nn.Module):
@@ -647,6 +881,18 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_a_grad_scaler_decides_alike_where_ranks_own_much_nothing_or_all, (1, 2, 3)),
     (_a_disabled_grad_scaler_leaves_the_overlap_alone, (2,)),
     (_scales_need_an_option, (1, 2)),
+    (_a_dynamic_scale_is_in_the_state_dict, (2,)),
+    (_an_own_scale_that_is_no_power_of_two, (2,)),
+    (_what_a_wrapper_keeps_is_taken_back_too, (1, 2)),
+    (_options_set_before_the_first_step_stay, (2,)),
+    (_gradients_replaced_or_dropped_before_the_first_step, (2,)),
+    (_a_first_step_from_accumulated_gradients_alone, (2,)),
+    (_dropped_gradients_leave_nothing_in_the_next_record, (2,)),
+    (_a_scaler_without_gradients, (2,)),
+    (_an_option_of_the_inner_optimizer_is_not_ours, (2,)),
+    (_a_rank_that_writes_and_puts_back_stops_nobody, (2,)),
+    (_clipping_by_a_call_under_join_is_told, (2,)),
+    (_a_group_added_before_the_first_step_is_confirmed, (2,)),
     (_the_first_step_is_taken_back_with_everything_it_changed, (1, 2)),
     (_a_step_taken_back_and_dropped_is_gone, (2, 3)),
     (_only_one_rank_changing_its_gradients_counts_for_all, (2,)),

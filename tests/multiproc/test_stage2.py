@@ -428,6 +428,8 @@ def _clipping_a_part(setup: Setup) -> None:
     assert twins.opt.clip_grad_norm_(1.0, parameters=parts[1][0]).isfinite()
     overlapped = build_overlapped_twins(ADAMW)
     overlapped.train(setup, 3)
+    overlapped.zero_grad()
+    loss_of(overlapped.model, inputs, targets).backward()
     with pytest.raises(RuntimeError, match=r"Clip from the first step on, or build .* max_grad_norm="):
         overlapped.opt.clip_grad_norm_(1.0)
 

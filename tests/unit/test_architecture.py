@@ -64,7 +64,7 @@ ROOMS = {
     "checkpoint": room(3, "agreement collectives local_step parameters partition payload precision"),
     "admission": room(3, "parameters sharded_step"),
     "published": room(3, "absent sharded_step"),
-    "take_back": room(3, "sharded_step"),
+    "take_back": room(3, "local_step sharded_step"),
     "decision": room(3, "absent clipping config loss_scale partition precision sharded_step step_record watch"),
     "hook": room(
         3,
@@ -95,15 +95,15 @@ ROOMS = {
     "sharded_step": room(
         3, "binding checkpoint collectives local_step parameters partition precision step_record tracing"
     ),
-    "consolidation": room(4, "checkpoint collectives partition sharded_step"),
+    "consolidation": room(4, "checkpoint collectives decision partition sharded_step"),
     "reach_gradients": room(
         4,
-        "clipping decision grad_bucket hook overlap sharded_step visible",
+        "absent clipping decision grad_bucket hook overlap precision sharded_step visible",
         "torch.distributed.algorithms.join._JoinConfig",
     ),
     "take_step": room(
         4,
-        "absent collectives decision hook join reach_gradients step_record",
+        "absent collectives decision hook join overlap reach_gradients step_record",
         "torch.distributed.algorithms.join.Join torch.distributed.algorithms.join.Joinable",
     ),
     "optimizer": room(

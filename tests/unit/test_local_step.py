@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ddp_zero.local_step import LocalStep, ParamGroup, copy_options, restrict_group
+from ddp_zero.local_step import LocalStep, ParamGroup, copy_options, options_of, restrict_group
+from ddp_zero.take_back import OptimizerMemory
 
 Build = Callable[[Any], Optimizer]
 
@@ -131,6 +132,18 @@ class Sharded:
         results = [self.local.step(bucket) for bucket in self.buckets]
         self.local.finish()
         return results
+
+    def step_and_remember(self) -> None:
+        """A step that can be taken back."""
+        self.memory = OptimizerMemory(self.inner, {id(param): param for param in self.params})
+        self.step()
+        self.left = [options_of(group) for group in self.exposed]
+
+    def take_back(self) -> None:
+        """As `StepMemory` does, but for the parameters."""
+        with torch.no_grad():
+            self.memory.restore()
+            self.local.take_back(self.left)
 
 
 def state_by_index(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[int, Any]:
@@ -525,19 +538,19 @@ def test_taking_a_step_back_restores_options_and_counters_everywhere(
         group["warm"] = True
     sharded.local.mirror_to_inner()
     before = everything_counted(sharded)
-    sharded.step()
+    sharded.step_and_remember()
     assert everything_counted(sharded)["exposed"][0][0] != before["exposed"][0][0]
-    sharded.local.take_back()
+    sharded.take_back()
     assert_counted(sharded, before)
 
 
 def test_counters_that_did_not_exist_before_the_step_are_gone_and_others_are_left_as_they_are() -> None:
     sharded = Sharded(CountingEverywhere, make_params(), BUCKETS["three"])
     set_gradients(sharded.params, 1)
-    sharded.step()
+    sharded.step_and_remember()
     assert {"late", "late_tensor"} <= vars(sharded.inner).keys()
     assert all({"k", "replaced"} <= group.keys() for group in sharded.exposed)
-    sharded.local.take_back()
+    sharded.take_back()
     assert vars(sharded.inner).keys().isdisjoint({"late", "late_tensor"})
     for group in (*sharded.exposed, *sharded.inner.param_groups):
         assert group.keys().isdisjoint({"k", "replaced"})
@@ -549,9 +562,9 @@ def test_a_counter_that_is_a_tensor_is_the_same_tensor_after_a_step_is_taken_bac
     sharded = Sharded(CountingEverywhere, make_params(), BUCKETS["one each"])
     assert isinstance(sharded.inner, CountingEverywhere)
     own, outside = sharded.inner.ticks, [group["t"] for group in sharded.exposed]
-    sharded.step()
+    sharded.step_and_remember()
     assert [count.item() for count in (own, *outside)] == [1, 1, 1]
-    sharded.local.take_back()
+    sharded.take_back()
     assert sharded.inner.ticks is own
     for groups in (sharded.exposed, sharded.inner.param_groups):
         assert [id(group["t"]) for group in groups] == list(map(id, outside))
@@ -561,8 +574,8 @@ def test_a_counter_that_is_a_tensor_is_the_same_tensor_after_a_step_is_taken_bac
 def test_groups_keep_their_parameters_and_are_the_same_dicts_when_a_step_is_taken_back() -> None:
     sharded = Sharded(Counting, make_params(), [[0, 4], [3]])
     identities = [id(group) for group in (*sharded.exposed, *sharded.inner.param_groups)]
-    sharded.step()
-    sharded.local.take_back()
+    sharded.step_and_remember()
+    sharded.take_back()
     assert [id(group) for group in (*sharded.exposed, *sharded.inner.param_groups)] == identities
     assert [len(group["params"]) for group in sharded.exposed] == [4, 3]
     assert [len(group["params"]) for group in sharded.inner.param_groups] == [2, 1]
@@ -579,16 +592,12 @@ def test_a_step_that_was_taken_back_and_taken_again_is_one_step(build: Build, bu
         set_gradients(plain_params, step)
         plain.step()
         before = [param.detach().clone() for param in params]
-        state = copy.deepcopy(dict(state_by_index(sharded.inner, params)))
         set_gradients(params, step + 10)
-        sharded.step()
-        sharded.local.take_back()
+        sharded.step_and_remember()
+        sharded.take_back()
         with torch.no_grad():
-            for index, (param, value) in enumerate(zip(params, before, strict=True)):
+            for param, value in zip(params, before, strict=True):
                 param.copy_(value)
-                sharded.inner.state.pop(param, None)
-                if index in state:
-                    sharded.inner.state[param] = state[index]
         set_gradients(params, step)
         sharded.step()
         assert all(torch.equal(one, other) for one, other in zip(params, plain_params, strict=True))
@@ -601,8 +610,50 @@ def test_what_the_user_has_set_before_the_step_stays_set_when_it_is_taken_back()
     sharded = Sharded(Counting, make_params(), BUCKETS["three"])
     sharded.exposed[0]["lr"] = 0.75
     sharded.exposed[1]["extra"] = 7
-    sharded.step()
-    sharded.local.take_back()
+    sharded.step_and_remember()
+    sharded.take_back()
     expected = [{"lr": 0.75}, {"lr": 0.03, "extra": 7}]
     assert [options_in(group) for group in sharded.exposed] == expected
     assert [options_in(group) for group in sharded.inner.param_groups] == expected
+
+
+def test_what_the_user_has_set_after_the_step_stays_set_when_it_is_taken_back() -> None:
+    sharded = Sharded(Counting, make_params(), BUCKETS["three"])
+    sharded.step_and_remember()
+    sharded.exposed[0]["lr"] = 0.125
+    sharded.exposed[1]["extra"] = 7
+    assert all("k" in group for group in sharded.exposed)
+    sharded.take_back()
+    expected = [{"lr": 0.125}, {"lr": 0.03, "extra": 7}]
+    assert [options_in(group) for group in sharded.exposed] == expected
+    assert [options_in(group) for group in sharded.inner.param_groups] == expected
+
+
+class WithContainers(SGD):
+    """Keeps momentum in a dict of its own, and changes the kind of an attribute as it steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.mode: str | None = "warm up"
+        self.buffers: dict[Tensor, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.mode = None
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.buffers[param] = self.buffers.get(param, torch.zeros_like(param)) + 1.0
+        super().step()
+
+
+def test_containers_and_attributes_of_any_kind_are_restored() -> None:
+    sharded = Sharded(WithContainers, make_params(), BUCKETS["three"])
+    set_gradients(sharded.params, 1)
+    sharded.step()
+    assert isinstance(sharded.inner, WithContainers)
+    sharded.inner.mode = "again"
+    before = {param: value.clone() for param, value in sharded.inner.buffers.items()}
+    sharded.step_and_remember()
+    sharded.take_back()
+    assert sharded.inner.mode == "again"
+    assert list(map(id, sharded.inner.buffers)) == list(map(id, before))
+    assert all(torch.equal(sharded.inner.buffers[param], value) for param, value in before.items())
