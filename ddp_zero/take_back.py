@@ -7,7 +7,10 @@ next call tells; if it was too early, it is undone, and from then on the step wa
 
 import copy
 from collections.abc import Iterator
+from enum import Enum
+from types import ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -17,15 +20,15 @@ from ddp_zero.local_step import options_of
 from ddp_zero.sharded_step import ShardedStep
 
 _ELSEWHERE = ("param_groups", "state")  # what is remembered in other ways
+_HOOKS = "_optimizer_"  # what torch.optim calls dicts of hooks; a bound method is not to be copied with its object
+_DATA = (Tensor, dict, list, set, tuple)
+_FIXED = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, ModuleType, ReferenceType)
 
 
 class StepMemory:
     """What a step is about to change on this rank: made right before it.
 
     Costs the memory of this rank's parameters, and of their state if they have any yet.
-
-    Raises:
-        Exception: whatever copying an attribute of the optimizer raises; then its step cannot be taken back.
     """
 
     def __init__(self, sharded: ShardedStep) -> None:
@@ -46,8 +49,19 @@ class StepMemory:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Undo the step, on every rank. A collective: owners send what their parameters were."""
+        """Undo the step, on every rank. A collective: owners send what their parameters were.
+
+        Raises:
+            RuntimeError: if the optimizer keeps data in objects that cannot be restored, naming the first.
+        """
         sharded = self._sharded
+        opaque = [name for optimizer in self._optimizers for name in optimizer.opaque]
+        if opaque:
+            raise RuntimeError(
+                "Expected an optimizer whose first step can be taken back, since gradients are changed between "
+                f"backward and opt.step(), got {opaque[0]}, which may keep anything. Build it with max_grad_norm= or "
+                "loss_scale= instead of clipping or scaling in the loop, or with overlap_with_ddp=False."
+            )
         for index, value in self._params.items():
             sharded.table.params[index].copy_(value)
         for index, value in self._masters.items():
@@ -70,6 +84,9 @@ class OptimizerMemory:
     Args:
         optimizer: whose.
         memo: what must not be copied, by `id`, as for `copy.deepcopy`: parameters, and other optimizers.
+
+    Attributes:
+        opaque: attributes whose values cannot be remembered, as text.
     """
 
     def __init__(self, optimizer: Optimizer, memo: dict[int, Any]) -> None:
@@ -77,7 +94,15 @@ class OptimizerMemory:
         self._state = copy.deepcopy(dict(optimizer.state), memo)
         self._groups = [(group, dict(group)) for group in optimizer.param_groups]
         attributes = {name: value for name, value in vars(optimizer).items() if name not in _ELSEWHERE}
-        self._attributes = {name: (value, _copied(value, memo)) for name, value in attributes.items()}
+        self._attributes = {
+            name: (value, value if name.startswith(_HOOKS) else _copied(value, memo))
+            for name, value in attributes.items()
+        }
+        self.opaque = [
+            f"{type(optimizer).__name__}.{name} of type {type(value).__name__}"
+            for name, value in attributes.items()
+            if not (isinstance(value, _DATA + _FIXED) or callable(value) or id(value) in memo)
+        ]
 
     def restore(self) -> None:
         """Make all of it what it was."""
@@ -99,8 +124,7 @@ class OptimizerMemory:
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """A copy of data; functions, and whatever else is not data, as they are."""
-    is_data = isinstance(value, Tensor | dict | list | set | tuple)
-    return copy.deepcopy(value, memo) if is_data and id(value) not in memo else value
+    return copy.deepcopy(value, memo) if isinstance(value, _DATA) and id(value) not in memo else value
 
 
 def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:

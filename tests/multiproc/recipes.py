@@ -240,7 +240,12 @@ class Reference(Trainer):
             for params, limit in zip(self.groups, (recipe.clip, recipe.group_clip), strict=True):
                 nn.utils.clip_grad_norm_(params, limit, recipe.norm_type)
             return total.item()
-        return nn.utils.clip_grad_norm_(self.stepped, recipe.clip, recipe.norm_type).item()
+        grads = [
+            param.grad.float() for param in self.stepped if param.grad is not None
+        ]  # torch's norms of bf16 are bf16
+        norm = nn.utils.get_total_norm(grads, recipe.norm_type)
+        nn.utils.clip_grads_with_norm_(self.stepped, recipe.clip, norm)
+        return norm.item()
 
 
 STANDALONE, WATCHED, OUTSIDE, LAST, INTERLEAVED = (

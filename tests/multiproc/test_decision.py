@@ -451,6 +451,24 @@ def _what_a_wrapper_keeps_is_taken_back_too(setup: Setup) -> None:
             assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
 
 
+class _HasAnObject(torch.optim.SGD):
+    """Keeps who knows what."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.helper = object()
+
+
+def _an_optimizer_that_cannot_be_taken_back_is_told(setup: Setup) -> None:
+    twins = build_overlapped_twins(OptimizerCase("with an object", _HasAnObject))
+    backward(setup, twins.model, 0)
+    with pytest.raises(RuntimeError, match=r"_HasAnObject.helper of type object.*max_grad_norm="):
+        twins.opt.clip_grad_norm_(1.0)
+    again = build_overlapped_twins(OptimizerCase("with an object", _HasAnObject))
+    again.train(setup, 4)
+    assert_overlapped(again.opt)
+
+
 def _options_set_before_the_first_step_stay(setup: Setup) -> None:
     """A learning rate that is set between backward and a step that is taken back."""
     for stage in (1, 2):
@@ -884,6 +902,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_a_dynamic_scale_is_in_the_state_dict, (2,)),
     (_an_own_scale_that_is_no_power_of_two, (2,)),
     (_what_a_wrapper_keeps_is_taken_back_too, (1, 2)),
+    (_an_optimizer_that_cannot_be_taken_back_is_told, (2,)),
     (_options_set_before_the_first_step_stay, (2,)),
     (_gradients_replaced_or_dropped_before_the_first_step, (2,)),
     (_a_first_step_from_accumulated_gradients_alone, (2,)),
