@@ -70,9 +70,10 @@ class Occasion:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What all ranks know after the collective."""
+    """What all ranks know after the collective; a suspicion is a sum of gradients that may have overflowed itself."""
 
     nonfinite: bool = False
+    is_suspicion: bool = False
     norm: Number = None
     smallest: Number = None
     coefficients: Mapping[int, Tensor] = field(default_factory=dict)
@@ -140,8 +141,10 @@ class Decision:
         self.watch.is_on |= checks
         scale = self._scale(occasion)
         if checks and findings.nonfinite:
-            self._do_not_step(occasion, findings, scale)
-            return None
+            parameter, rank = self._find_culprit()
+            if parameter is not None or not findings.is_suspicion:
+                self._do_not_step(occasion, findings, scale, parameter, rank)
+                return None
         sharded.factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups, self.has_unscaled)
         result = sharded.run(occasion.exact, **kwargs)
         if self.loss_scale is not None:
@@ -200,21 +203,22 @@ class Decision:
         if limits:
             norms = self._norms(owned, occasion.exact, inverse)
         elif occasion.amp is None:
-            flag = _any_nonfinite([sharded.stepped.gradient(index, occasion.exact, None) for index in owned])
+            flag = _suspect_nonfinite([sharded.stepped.gradient(index, occasion.exact, None) for index in owned])
         if occasion.amp is not None:
             flag = occasion.amp.found_nonfinite.clamp(max=1.0)
         if not limits:
-            return _Findings(bool(self._sum_over_ranks(flag)))
+            return _Findings(bool(self._sum_over_ranks(flag)), is_suspicion=occasion.amp is None)
         every, flags = gather_norms(sharded, norms, flag, occasion.may_have_joined)
         norm = total_norm(list(every.values()), self.options.norm_type)
         coefficients = self._coefficients(limits, every)
         if not checks:
             smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
-            return _Findings(False, norm, smallest, coefficients)
+            return _Findings(False, False, norm, smallest, coefficients)
         numbers = [norm, flags.to(norm.device), *coefficients.values()]
         norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
         clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
-        return _Findings(found > 0 or not math.isfinite(norm_read), norm_read, min(values, default=None), clipping)
+        nonfinite = found > 0 or not math.isfinite(norm_read)
+        return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping)
 
     def _norms(self, owned: Sequence[int], exact: ExactGradient, inverse: Tensor | float | None) -> dict[int, Tensor]:
         """The norm of each owned gradient as the step sees it, but for clipping; at most one copy at a time."""
@@ -260,8 +264,9 @@ class Decision:
 
     # Not stepping
 
-    def _do_not_step(self, occasion: Occasion, findings: _Findings, scale: Number) -> None:
-        parameter, rank = self._find_culprit()
+    def _do_not_step(
+        self, occasion: Occasion, findings: _Findings, scale: Number, parameter: int | None, rank: GroupRank | None
+    ) -> None:
         name = None if parameter is None else self._sharded.table.name(parameter)
         what = "the norm of all gradients has overflowed" if name is None else f"the gradient of {name} is not finite"
         of_rank = "" if rank is None else f", nor was that of {self._sharded.comm.name(rank)} before averaging"
@@ -314,13 +319,16 @@ class Decision:
         self.forget()
 
 
-def _any_nonfinite(grads: Sequence[Tensor]) -> Tensor | float:
-    """1 if any element of any is not finite, else 0, in one reading pass and without waiting for the device."""
+def _suspect_nonfinite(grads: Sequence[Tensor]) -> Tensor | float:
+    """1 if the sum of any is not finite, else 0: one fast reading pass, without waiting for the device.
+
+    A sum is not finite if any element is not; it may overflow by itself, so that is to be looked into.
+    """
     if not grads:
         return 0.0
     device = grads[0].device
-    largest = [norm_of(grad, math.inf).to(device, torch.float64) for grad in grads]
-    return 1.0 - torch.isfinite(torch.stack(largest)).all().double()
+    sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    return 1.0 - torch.stack([torch.isfinite(total).to(device) for total in sums]).all().double()
 
 
 def check_options(options: StepOptions, inner: Optimizer) -> None:

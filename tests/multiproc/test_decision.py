@@ -185,6 +185,18 @@ def _a_norm_that_overflows_is_told(setup: Setup) -> None:
     assert_identical(before, [param.detach() for param in ddp.parameters()], "parameters")
 
 
+def _large_gradients_are_finite(setup: Setup) -> None:
+    """Their sum is not; nothing is skipped for that."""
+    for mode in MODES:
+        ddp, opt = one_line(nn.Linear(2, 2, bias=False), nonfinite="skip", **mode)
+        for _ in range(3):
+            (ddp(torch.ones(1, 2)).sum() * 2e38).backward()
+            opt.step()
+            opt.zero_grad()
+            assert opt.last_step is not None
+            assert opt.last_step.stepped, f"{mode}"
+
+
 def _the_rank_of_the_first_pass_that_was_not_finite(setup: Setup) -> None:
     """Two backward passes add up, not finite on another rank each; the first counts."""
     for stage in (1, 2):
@@ -891,6 +903,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_stepping_all_the_same_is_what_ddp_does, (2,)),
     (_what_is_done_by_default, (2,)),
     (_a_norm_that_overflows_is_told, (2,)),
+    (_large_gradients_are_finite, (2,)),
     (_the_rank_of_the_first_pass_that_was_not_finite, (2, 3)),
     (_who_averages_elsewhere_is_told_only_the_parameter, (2,)),
     (_the_record_says_how_the_step_was_taken, (2,)),
