@@ -27,10 +27,12 @@ class AbsentGradient(Tensor):
 
     Attributes:
         consumed: whether it was used up by the step inside backward; if not, its owner has it.
+        zeroed: how often it was set to zero, which changes nothing.
         told: where a `GradScaler` notes that it has found a gradient that is not finite, if it has looked.
     """
 
     consumed: bool
+    zeroed: int
     told: Tensor | None
     _reason: str
 
@@ -40,9 +42,15 @@ class AbsentGradient(Tensor):
     ) -> Any:
         """Let attributes through, nothing else."""
         if func.__name__ in _HARMLESS and getattr(func, "__self__", None) not in _TENSORS_OF_A_TENSOR:
+            if func.__name__ == "zero_":
+                args[0].zeroed += 1
+                return args[0]
             with torch._C.DisableTorchFunctionSubclass():
-                return args[0] if func.__name__ == "zero_" else func(*args, **(kwargs or {}))
+                return func(*args, **(kwargs or {}))
         if func.__name__ == "_foreach_zero_":
+            for grad in args[0]:
+                if isinstance(grad, AbsentGradient):
+                    grad.zeroed += 1
             func([grad for grad in args[0] if not isinstance(grad, AbsentGradient)] or [torch.empty(0)])
             return None
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
@@ -71,6 +79,7 @@ def absent_gradient(param: Tensor, consumed: bool, reason: str) -> AbsentGradien
     one_element = torch.full((), float("nan") if param.is_floating_point() else 0, dtype=param.dtype).to(param.device)
     absent = one_element.expand(param.shape).as_subclass(AbsentGradient)
     absent.consumed = consumed
+    absent.zeroed = 0
     absent.told = None
     absent._reason = reason
     return absent

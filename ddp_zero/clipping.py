@@ -97,7 +97,7 @@ def clip_gradients(
     is_partitioned: bool,
     inverse_scale: float | None,
     check: Callable[[Tensor], None],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
 
     Args:
@@ -106,12 +106,12 @@ def clip_gradients(
         max_norm: the largest norm.
         norm_type: of the p-norm; ``inf`` for the largest absolute value.
         is_partitioned: whether a rank has gradients of what it owns only; then this is a collective.
-        inverse_scale: what gradients of low precision must be multiplied by to be what their norm is asked of, which
-            would underflow if they were; None: nothing.
+        inverse_scale: what gradients must be multiplied by to be what their norm is asked of, and are in the step, for
+            they may underflow if they are before; None: nothing.
         check: is shown the norm before anything is changed, and may raise.
 
     Returns:
-        The norm before clipping and the coefficient, scalars, the same on every rank.
+        The norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.
 
     Raises:
         RuntimeError: if gradients were used up by a step inside backward.
@@ -122,24 +122,21 @@ def clip_gradients(
     for grad in grads.values():
         if isinstance(grad, AbsentGradient):
             grad.refuse()
-    if inverse_scale is None or all(grad.dtype not in LOW_PRECISION for grad in grads.values()):
+    if inverse_scale is None:
         norms = norms_of(grads, norm_type)
     else:
         norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
     if is_partitioned:
-        chosen = set(indices)
         everyone, _ = gather_norms(sharded, norms)
-        every = [everyone[index] for index in indices if index in everyone and index in chosen]
-    else:
-        every = list(norms.values())
-    total = total_norm(every, norm_type)
+        norms = {index: everyone[index] for index in indices if index in everyone}
+    total = total_norm(list(norms.values()), norm_type)
     check(total)
     coefficient = coefficient_of(total, max_norm)
     for grad in grads.values():
         grad.mul_(coefficient.to(grad.device))
-    return total, coefficient
+    return total, coefficient, norms
 
 
 def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tensor:
-    is_low = grad.dtype in LOW_PRECISION
-    return norm_of(grad.float() * inverse_scale if is_low else grad, norm_type)
+    wide = grad.float() if grad.dtype in LOW_PRECISION else grad
+    return norm_of(wide * inverse_scale, norm_type)

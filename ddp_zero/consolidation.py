@@ -7,7 +7,8 @@ from torch.optim import Optimizer
 
 from ddp_zero.checkpoint import State, gather_state, restrict_state_dict, with_masters
 from ddp_zero.collectives import Communicator
-from ddp_zero.decision import Decision
+from ddp_zero.decision import Decision, keep_limits
+from ddp_zero.hook import OverlapHook
 from ddp_zero.partition import GroupRank
 from ddp_zero.sharded_step import ShardedStep
 
@@ -26,6 +27,7 @@ class ConsolidatesState(Optimizer):
     _comm: Communicator
     _sharded: ShardedStep
     _decision: Decision
+    _hook: OverlapHook | None
     _is_packing = False
 
     @property  # type: ignore[override]
@@ -60,6 +62,7 @@ class ConsolidatesState(Optimizer):
         """
         sharded = self._sharded
         sharded.local_step.mirror_to_inner()
+        sharded.stepped.follow_model()
         sharded.snapshot = gather_state(
             self._comm,
             sharded.table,
@@ -110,10 +113,14 @@ class ConsolidatesState(Optimizer):
         local, indices, masters = restrict_state_dict(
             state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped
         )
-        if self._decision.loss_scale is not None and SCALE_KEY in state_dict:
-            self._decision.loss_scale.load_state_dict(state_dict[SCALE_KEY])
+        scale = self._decision.loss_scale
+        if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
+            scale.load_state_dict(state_dict[SCALE_KEY])
+        if self._hook is not None:
+            self._hook.keep_step()
         self.optim.load_state_dict(local)
         sharded.stepped.refresh(masters)
+        keep_limits(self.optim.param_groups, self.param_groups)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if "param_names" in saved:
                 group["param_names"] = list(saved["param_names"])
@@ -125,6 +132,7 @@ class ConsolidatesState(Optimizer):
         sharded = self._sharded
         if sharded.snapshot is not None:
             return sharded.snapshot
+        sharded.stepped.follow_model()
         sharded.order.note_new(self.optim.state, sharded.stepped.index_of)
         if not sharded.stepped.has_masters:
             return sharded.order.sorted(self.optim.state)

@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 from ddp_zero.absent import AbsentGradient
 from ddp_zero.clipping import coefficient_of, gather_norms, norm_of, norms_of, total_norm
 from ddp_zero.config import StepOptions, check_max_grad_norm
+from ddp_zero.local_step import ParamGroup
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.partition import GroupRank
 from ddp_zero.precision import ExactGradient, GradientFactors
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.step_record import Number, StepRecord, StepRegime
-from ddp_zero.watch import LocalWatch, first_flagged
+from ddp_zero.watch import LocalWatch, culprit
 
 _OWN_KEY = "max_grad_norm"
 
@@ -90,8 +91,7 @@ class Decision:
         loss_scale: the built-in one, if there is one.
         watch: knows whose own gradients were not finite.
         clipped: the norm and the coefficient of an explicit clip since the last step, for the record.
-        has_unscaled: whether gradients in ``param.grad`` were divided by the built-in loss scale already, but for those
-            of low precision, which would underflow.
+        norms_before_clip: the norms that it has seen, by parameter: a norm that is not finite spoils every gradient.
     """
 
     def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
@@ -99,7 +99,7 @@ class Decision:
         self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale)
         self.watch = LocalWatch()
         self.clipped: tuple[Number, Number] = (None, None)
-        self.has_unscaled = False
+        self.norms_before_clip: Mapping[int, Tensor] = {}
         self._sharded = sharded
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
@@ -112,7 +112,7 @@ class Decision:
     def forget(self) -> None:
         """The gradients were dropped, or used."""
         self.clipped = (None, None)
-        self.has_unscaled = False
+        self.norms_before_clip = {}
         self.watch.clear()
 
     @property
@@ -145,7 +145,7 @@ class Decision:
             if parameter is not None or not findings.is_suspicion:
                 self._do_not_step(occasion, findings, scale, parameter, rank)
                 return None
-        sharded.factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups, self.has_unscaled)
+        sharded.factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
         result = sharded.run(occasion.exact, **kwargs)
         if self.loss_scale is not None:
             self.loss_scale.after_step(has_overflowed=False)
@@ -217,7 +217,7 @@ class Decision:
         numbers = [norm, flags.to(norm.device), *coefficients.values()]
         norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
         clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
-        nonfinite = found > 0 or not math.isfinite(norm_read)
+        nonfinite = found > 0 or (occasion.amp is None and not math.isfinite(norm_read))
         return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping)
 
     def _norms(self, owned: Sequence[int], exact: ExactGradient, inverse: Tensor | float | None) -> dict[int, Tensor]:
@@ -226,7 +226,7 @@ class Decision:
         if inverse is None and not sharded.stepped.masters:
             grads = {index: grad for index in owned if (grad := sharded.table.params[index].grad) is not None}
             return norms_of(grads, norm_type)
-        factors = GradientFactors(inverse, spares_wide=self.has_unscaled)
+        factors = GradientFactors(inverse)
         return {index: norm_of(sharded.stepped.gradient(index, exact, factors), norm_type) for index in owned}
 
     def _sum_over_ranks(self, flag: Tensor | float) -> float:
@@ -300,8 +300,8 @@ class Decision:
     def _find_culprit(self) -> tuple[int | None, GroupRank | None]:
         """The first parameter with an averaged gradient that is not finite, and the rank it came from. Collective."""
         sharded, params = self._sharded, self._sharded.table.params
-        first = len(params)
-        for index in sharded.binding.owned():
+        first = next((i for i, norm in self.norms_before_clip.items() if not torch.isfinite(norm)), len(params))
+        for index in sharded.binding.owned() if first == len(params) else ():
             grad = params[index].grad
             if grad is not None and not isinstance(grad, AbsentGradient) and not torch.isfinite(grad).all():
                 first = index
@@ -311,7 +311,7 @@ class Decision:
             return None, None
         flags = self.watch.flags(params[found])
         passes = min(count for (count,) in sharded.comm.all_gather_ints([len(flags)]))
-        rank = first_flagged(sharded.comm.all_gather_ints(flags[:passes])) if passes else None
+        rank = culprit(sharded.comm.all_gather_ints(flags[:passes])) if passes else None
         return found, None if rank is None else GroupRank(rank)
 
     def _record(self, record: StepRecord) -> None:
@@ -343,3 +343,10 @@ def check_options(options: StepOptions, inner: Optimizer) -> None:
             "that name, too, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
             "opt.clip_grad_norm_() in the loop."
         )
+
+
+def keep_limits(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
+    """Loaded groups go on being clipped as the exposed ones were, where the state dict does not say."""
+    for group, before in zip(loaded, exposed, strict=True):
+        if _OWN_KEY in before:
+            group.setdefault(_OWN_KEY, before[_OWN_KEY])

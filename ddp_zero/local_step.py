@@ -153,11 +153,16 @@ class LocalStep:
                 copy_options(source, group)
         self.mirror_to_exposed()
 
-    def take_back(self, left: Sequence[ParamGroup]) -> None:
+    def counts(self) -> list[Tensor]:
+        """Copies of what the tensors hold now that `begin` has taken for counters, in their order."""
+        return [tensor.detach().clone() for tensor, _ in self._counters]
+
+    def take_back(self, left: Sequence[ParamGroup], counts_left: Sequence[Tensor]) -> None:
         """Options and counters are again what they were at `begin`; state and attributes are the caller's to restore.
 
         Args:
             left: the options that the step has left in the exposed groups. Those that differ by now stay as they are.
+            counts_left: what the step has left in `counts`, likewise.
         """
         for before, after, group, exposed in zip(
             self._options, left, self._inner.param_groups, self._exposed(), strict=True
@@ -170,8 +175,9 @@ class LocalStep:
                 else:
                     exposed.pop(key, None)
             copy_options(exposed, group)
-        for tensor, value in self._counters:
-            tensor.copy_(value)
+        for (tensor, value), count in zip(self._counters, counts_left, strict=True):
+            if torch.equal(tensor, count):
+                tensor.copy_(value)
 
     def mirror_to_inner(self) -> None:
         """Make the inner groups show the options that the user set on the exposed ones."""

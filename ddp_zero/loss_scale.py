@@ -97,7 +97,8 @@ class LossScale:
         value, good_steps, patience = (float(numbers[name] or 0) for name in ("value", "good_steps", "patience"))
         if not (SMALLEST <= value <= LARGEST and good_steps >= 0):
             raise ValueError(f"Expected a loss scale from {SMALLEST} to {LARGEST}, got {dict(state)}.")
-        self.value, self._good_steps, self._patience = value, int(good_steps), int(patience)
+        lowest = 0.0 if self._policy is None else self._policy.minimum
+        self.value, self._good_steps, self._patience = max(value, lowest), int(good_steps), int(patience)
 
     def after_step(self, has_overflowed: bool) -> None:
         """A step has seen the gradients: follow them.

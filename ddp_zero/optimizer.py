@@ -248,6 +248,8 @@ class ZeroRedundancyOptimizer(ConsolidatesState, TakesSteps):
         stepped = SteppedTensors(table, self._sharded.stepped.has_masters)
         for index, master in self._sharded.stepped.masters.items():
             stepped.put(index, copy.deepcopy(master, memo))
+        if not self._sharded.stepped.are_fresh:
+            stepped.note_versions()
         clone._sharded = ShardedStep(self._comm, table, binding, clone.optim, clone, stepped)
         clone._decision = Decision(clone._sharded, self._decision.options)
         clone._decision.loss_scale = copy.deepcopy(self._decision.loss_scale, memo)

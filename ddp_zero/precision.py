@@ -33,23 +33,15 @@ class GradientFactors:
         inverse_scale: one over the loss scale, rounded to fp32; None: 1.
         coefficients: what clipping has found, by parameter group; groups left out are not clipped.
         groups: the group of every parameter, by index.
-        spares_wide: whether gradients that are not of low precision were multiplied by ``inverse_scale`` already.
     """
 
     inverse_scale: Tensor | float | None = None
     coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)
     groups: Sequence[int] = ()
-    spares_wide: bool = False
 
-    def apply(self, index: int, grad: Tensor, is_low: bool) -> Tensor:
-        """A parameter's gradient times its factors: a new tensor, unless there are none.
-
-        Args:
-            index: of the parameter.
-            grad: its gradient, or that of its master.
-            is_low: whether the parameter is of low precision.
-        """
-        if self.inverse_scale is not None and (is_low or not self.spares_wide):
+    def apply(self, index: int, grad: Tensor) -> Tensor:
+        """A parameter's gradient times its factors: a new tensor, unless there are none."""
+        if self.inverse_scale is not None:
             grad = _times(grad, self.inverse_scale)
         if self.coefficients and self.groups[index] in self.coefficients:
             grad = _times(grad, self.coefficients[self.groups[index]])
@@ -176,8 +168,7 @@ class SteppedTensors:
         if index in self._masters:
             precise = exact(index)
             grad = (grad if precise is None else precise).to(torch.float32)
-        is_low = self._table.params[index].dtype in LOW_PRECISION
-        return factors.apply(index, grad, is_low) if factors else grad
+        return factors.apply(index, grad) if factors else grad
 
     # The model's parameters and the masters
 
@@ -193,19 +184,27 @@ class SteppedTensors:
 
     def have_changed(self) -> bool:
         """Whether anybody may have written to low-precision parameters since the last step, but for ``param.data``."""
-        return self.has_masters and self._versions != self._current_versions()
+        return self.has_masters and self._versions is not None and self._versions != self._current_versions()
 
     def diverged(self) -> list[int]:
         """Owned parameters that are not their rounded masters. Reads them all."""
         params = self._table.params
         return [index for index, master in self._masters.items() if not _rounds_to(master, params[index])]
 
-    @torch.no_grad()
+    def follow_model(self) -> None:
+        """Before the first step the model is the truth: masters are made from it as it is now."""
+        if self.are_fresh:
+            self._copy_from_model({})
+
     def refresh(self, known: Mapping[int, Tensor] = MappingProxyType({})) -> None:
         """Take the model's parameters for the truth, but for masters that are known, by parameter index."""
+        self._copy_from_model(known)
+        self.note_versions()
+
+    @torch.no_grad()
+    def _copy_from_model(self, known: Mapping[int, Tensor]) -> None:
         for index, master in self._masters.items():
             master.copy_(known.get(index, self._table.params[index]))
-        self.note_versions()
 
     def _current_versions(self) -> list[tuple[int, int]]:
         low = (param for param in self._table.params if param.dtype in LOW_PRECISION)

@@ -1,5 +1,7 @@
 """Notices when gradients are changed after the step inside backward has used them, which would have no effect."""
 
+from torch import Tensor
+
 from ddp_zero.absent import AbsentGradient
 from ddp_zero.sharded_step import ShardedStep
 
@@ -9,16 +11,12 @@ class PublishedGradients:
 
     def __init__(self, sharded: ShardedStep) -> None:
         self._sharded = sharded
-        self._noted: list[tuple[int, int, int]] = []  # parameter, place and version of its gradient
+        self._noted: list[tuple[int, int, int]] = []  # parameter, place and version of its gradient, see _mark
 
     def note(self) -> None:
         """The step was taken; from now on a change is too late."""
         grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
-        self._noted = [
-            (index, grad.data_ptr(), grad._version)
-            for index, grad in grads
-            if grad is not None and not isinstance(grad, AbsentGradient)
-        ]
+        self._noted = [(index, *_mark(grad)) for index, grad in grads if grad is not None]
 
     def first_changed(self) -> int | None:
         """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
@@ -27,7 +25,7 @@ class PublishedGradients:
         """
         for index, place, version in self._noted:
             grad = self._sharded.table.params[index].grad
-            if grad is None or isinstance(grad, AbsentGradient) or (grad.data_ptr(), grad._version) != (place, version):
+            if grad is None or _mark(grad) != (place, version):
                 return index
         return None
 
@@ -50,3 +48,10 @@ class PublishedGradients:
     def forget(self) -> None:
         """The next iteration begins, or this one is dropped."""
         self._noted = []
+
+
+def _mark(grad: Tensor) -> tuple[int, int]:
+    """What changes when a gradient does; one that is not here may have been set to zero."""
+    if isinstance(grad, AbsentGradient):
+        return id(grad), grad.zeroed
+    return grad.data_ptr(), grad._version

@@ -8,13 +8,11 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
-from ddp_zero.absent import AbsentGradient
 from ddp_zero.clipping import clip_gradients
 from ddp_zero.decision import Decision
 from ddp_zero.grad_bucket import ReduceOptions
 from ddp_zero.hook import OverlapHook
 from ddp_zero.overlap import Phase
-from ddp_zero.precision import LOW_PRECISION
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.visible import gather_gradient
 
@@ -93,7 +91,6 @@ class ReachesGradients(Optimizer):
         if any(param not in table.index_of for param in params):
             raise ValueError("Expected parameters of this optimizer, got another one.")
         self._let_gradients_wait()
-        self._unscale()
         norm_type = float(norm_type)
 
         def check(total: Tensor) -> None:
@@ -104,7 +101,7 @@ class ReachesGradients(Optimizer):
                     "clip by it all the same."
                 )
 
-        self._decision.clipped = clip_gradients(
+        total, coefficient, norms = clip_gradients(
             self._sharded,
             [table.index_of[param] for param in params],
             float(max_norm),
@@ -113,7 +110,9 @@ class ReachesGradients(Optimizer):
             inverse_scale=self._decision.inverse_scale,
             check=check,
         )
-        return self._decision.clipped[0]
+        self._decision.clipped = total, coefficient
+        self._decision.norms_before_clip = norms
+        return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, also those that wait to be added to the next sum."""
@@ -167,17 +166,6 @@ class ReachesGradients(Optimizer):
         """The first step inside backward was too early: undo it. A collective."""
         hook.take_back()
         self._waits_because = _CHANGED
-
-    def _unscale(self) -> None:
-        """Divide gradients by the built-in loss scale, once, as `GradScaler.unscale_` does, but for low precision."""
-        decision = self._decision
-        if decision.inverse_scale is None or decision.has_unscaled:
-            return
-        decision.has_unscaled = True
-        for param in self._sharded.table.params:
-            grad = param.grad
-            if grad is not None and not isinstance(grad, AbsentGradient) and grad.dtype not in LOW_PRECISION:
-                grad.mul_(decision.inverse_scale)
 
     @property
     def _takes_hook(self) -> bool:

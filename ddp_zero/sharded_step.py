@@ -84,9 +84,8 @@ class ShardedStep:
         self.snapshot = None
         self.factors = None
         self.table.check_groups(self.param_groups)
-        if self.stepped.are_fresh:
-            self.stepped.refresh()
-        elif self.stepped.have_changed():
+        self.stepped.follow_model()
+        if self.stepped.have_changed():
             self._check_masters()
         return self.local_step.begin(closure)
 

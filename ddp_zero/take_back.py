@@ -6,7 +6,6 @@ next call tells; if it was too early, it is undone, and from then on the step wa
 """
 
 import copy
-from collections.abc import Iterator
 from enum import Enum
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.local_step import options_of
+from ddp_zero.local_step import ParamGroup, options_of
 from ddp_zero.sharded_step import ShardedStep
 
 _ELSEWHERE = ("param_groups", "state")  # what is remembered in other ways
@@ -34,6 +33,7 @@ class StepMemory:
     def __init__(self, sharded: ShardedStep) -> None:
         self._sharded = sharded
         stepped = sharded.stepped
+        stepped.follow_model()
         owned = sharded.binding.owned()
         self._params = {index: sharded.table.params[index].detach().clone() for index in owned}
         self._masters = {index: master.detach().clone() for index, master in stepped.masters.items()}
@@ -41,11 +41,13 @@ class StepMemory:
         memo = {id(one): one for one in kept}
         self._optimizers = [OptimizerMemory(one, memo) for one in _optimizers_in(sharded.inner)]
         self._order = copy.copy(sharded.order)
-        self._options_left = [options_of(group) for group in sharded.param_groups]
+        self._options_left: list[ParamGroup] = []
+        self._counts_left: list[Tensor] = []
 
     def step_was_taken(self) -> None:
         """From now on, options that differ from what the step has left were set by the user, and stay."""
         self._options_left = [options_of(group) for group in self._sharded.param_groups]
+        self._counts_left = self._sharded.local_step.counts()
 
     @torch.no_grad()
     def take_back(self) -> None:
@@ -71,7 +73,7 @@ class StepMemory:
         sharded.order = self._order
         sharded.last_step = None
         sharded.has_stepped_inside = False
-        sharded.local_step.take_back(self._options_left)
+        sharded.local_step.take_back(self._options_left, self._counts_left)
         for bucket in sharded.binding.plan.buckets:
             sharded.binding.sync.start(bucket)
         sharded.binding.sync.finish()
@@ -91,18 +93,26 @@ class OptimizerMemory:
 
     def __init__(self, optimizer: Optimizer, memo: dict[int, Any]) -> None:
         self._optimizer = optimizer
-        self._state = copy.deepcopy(dict(optimizer.state), memo)
+        self.opaque: list[str] = []
+        self._state = self._copied("state", dict(optimizer.state), memo)
         self._groups = [(group, dict(group)) for group in optimizer.param_groups]
         attributes = {name: value for name, value in vars(optimizer).items() if name not in _ELSEWHERE}
         self._attributes = {
-            name: (value, value if name.startswith(_HOOKS) else _copied(value, memo))
+            name: (value, value if name.startswith(_HOOKS) else self._copied(name, value, memo))
             for name, value in attributes.items()
         }
-        self.opaque = [
-            f"{type(optimizer).__name__}.{name} of type {type(value).__name__}"
-            for name, value in attributes.items()
-            if not (isinstance(value, _DATA + _FIXED) or callable(value) or id(value) in memo)
-        ]
+
+    def _copied(self, name: str, value: Any, memo: dict[int, Any]) -> Any:
+        """A copy of data; functions and the like as they are; what else there is, is noted."""
+        if id(value) in memo or isinstance(value, _FIXED) or callable(value):
+            return value
+        try:
+            if isinstance(value, _DATA):
+                return copy.deepcopy(value, memo)
+        except Exception:  # whatever a class raises that cannot be copied
+            pass
+        self.opaque.append(f"{type(self._optimizer).__name__}.{name} of type {type(value).__name__}")
+        return value
 
     def restore(self) -> None:
         """Make all of it what it was."""
@@ -122,14 +132,9 @@ class OptimizerMemory:
                 attributes[name] = copied
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of data; functions, and whatever else is not data, as they are."""
-    return copy.deepcopy(value, memo) if isinstance(value, _DATA) and id(value) not in memo else value
-
-
-def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """An optimizer and those that it wraps."""
-    yield optimizer
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer):
-            yield from _optimizers_in(value)
+def _optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer and those that it wraps, each once."""
+    found = [optimizer]
+    for one in found:
+        found += [value for value in vars(one).values() if isinstance(value, Optimizer) and value not in found]
+    return found

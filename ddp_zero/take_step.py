@@ -60,7 +60,8 @@ class TakesSteps(ReachesGradients, Joinable):
                 loss = closure()
         amp = self._amp_state()
         hook = self._overlap() if self._takes_hook else None
-        if hook is not None and self._overlaps and not hook.is_waiting and not self._take_back_if_changed(hook, amp):
+        steps_here = hook is None or not self._overlaps or hook.is_waiting or self._has_nothing()
+        if hook is not None and not steps_here and not self._take_back_if_changed(hook, amp):
             if kwargs:
                 raise TypeError(
                     f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}."
@@ -111,6 +112,7 @@ class TakesSteps(ReachesGradients, Joinable):
     def master_weights(self) -> dict[Tensor, Tensor]:
         """The fp32 masters of parameters that this rank owns, by parameter; empty without ``master_weights=True``."""
         params = self._sharded.table.params
+        self._sharded.stepped.follow_model()
         return {params[index]: master.detach() for index, master in self._sharded.stepped.masters.items()}
 
     def refresh_master_weights(self) -> None:
@@ -172,12 +174,21 @@ class TakesSteps(ReachesGradients, Joinable):
         found = getattr(self, "found_inf", None)
         if found is None:
             return None
+        if self._decision.loss_scale is not None:
+            raise RuntimeError(
+                "Expected one loss scale, got loss_scale= of the optimizer and a torch.amp.GradScaler. Use one of them."
+            )
         if self._join_config.enable:
             raise RuntimeError(
                 "Expected no torch.amp.GradScaler under Join, got one: a rank that has joined knows nothing of its "
                 "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
             )
         return AmpState(getattr(self, "grad_scale", None), torch.as_tensor(found, dtype=torch.float32))
+
+    def _has_nothing(self) -> bool:
+        """Whether the step waits for this call, and all gradients were dropped: it does nothing, as any optimizer's."""
+        params = self._sharded.table.params
+        return self._why_wait() is not None and all(param.grad is None for param in params)
 
     def _take_back_if_changed(self, hook: OverlapHook, amp: AmpState | None) -> bool:
         """At the first ``step()``: if gradients were changed, or are scaled, the step inside backward came too early.

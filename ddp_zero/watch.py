@@ -1,9 +1,12 @@
 """Remembers, without waiting for the device, whose own gradients were not finite before they were averaged."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+_REMEMBERED = 4096  # buckets, for loops that never step
 
 
 class LocalWatch:
@@ -15,7 +18,7 @@ class LocalWatch:
 
     def __init__(self) -> None:
         self.is_on = False
-        self._seen: list[tuple[list[Tensor], Tensor]] = []
+        self._seen: deque[tuple[list[Tensor], Tensor]] = deque(maxlen=_REMEMBERED)
 
     def note(self, params: list[Tensor], buffer: Tensor) -> None:
         """A bucket is about to be averaged."""
@@ -35,9 +38,16 @@ class LocalWatch:
         self._seen.clear()
 
 
-def first_flagged(statements: Sequence[Sequence[int]]) -> int | None:
-    """The first rank that was flagged in the earliest backward pass in which any was; one list of flags per rank."""
-    for flags in zip(*statements, strict=True):
+def culprit(statements: Sequence[Sequence[int]]) -> int | None:
+    """The rank that the last gradient which was not finite came from; one list of flags, by pass, per rank.
+
+    Where gradients add up in ``param.grad``, one that is not finite is on every rank in the passes after its own; of
+    those passes the first is meant. Earlier passes may have been dropped, which nobody tells.
+    """
+    found = None
+    for flags in reversed(list(zip(*statements, strict=True))):
         if any(flags):
-            return flags.index(1)
-    return None
+            found = flags.index(1)
+        if found is not None and not all(flags):
+            break
+    return found

@@ -65,7 +65,9 @@ ROOMS = {
     "admission": room(3, "parameters sharded_step"),
     "published": room(3, "absent sharded_step"),
     "take_back": room(3, "local_step sharded_step"),
-    "decision": room(3, "absent clipping config loss_scale partition precision sharded_step step_record watch"),
+    "decision": room(
+        3, "absent clipping config local_step loss_scale partition precision sharded_step step_record watch"
+    ),
     "hook": room(
         3,
         "admission gradients join overlap plan published reducer sharded_step side_stream step_record take_back "
@@ -95,10 +97,10 @@ ROOMS = {
     "sharded_step": room(
         3, "binding checkpoint collectives local_step parameters partition precision step_record tracing"
     ),
-    "consolidation": room(4, "checkpoint collectives decision partition sharded_step"),
+    "consolidation": room(4, "checkpoint collectives decision hook partition sharded_step"),
     "reach_gradients": room(
         4,
-        "absent clipping decision grad_bucket hook overlap precision sharded_step visible",
+        "clipping decision grad_bucket hook overlap sharded_step visible",
         "torch.distributed.algorithms.join._JoinConfig",
     ),
     "take_step": room(

@@ -138,12 +138,13 @@ class Sharded:
         self.memory = OptimizerMemory(self.inner, {id(param): param for param in self.params})
         self.step()
         self.left = [options_of(group) for group in self.exposed]
+        self.counts_left = self.local.counts()
 
     def take_back(self) -> None:
         """As `StepMemory` does, but for the parameters."""
         with torch.no_grad():
             self.memory.restore()
-            self.local.take_back(self.left)
+            self.local.take_back(self.left, self.counts_left)
 
 
 def state_by_index(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[int, Any]:

@@ -187,15 +187,15 @@ def test_parameters_that_are_added_keep_the_others_index_and_their_masters() -> 
 def test_without_factors_a_gradient_is_itself() -> None:
     grad, factors = torch.randn(3), GradientFactors(groups=[0])
     assert not factors
-    assert factors.apply(0, grad, is_low=False) is grad
+    assert factors.apply(0, grad) is grad
 
 
 def test_only_clipped_groups_are_scaled_in_a_new_tensor() -> None:
     grad = torch.full((3,), 8.0)
     factors = GradientFactors(coefficients={1: torch.tensor(0.5)}, groups=[0, 1, 1])
     assert factors
-    assert [factors.apply(index, grad, is_low=False)[0].item() for index in range(3)] == [8, 4, 4]
-    assert factors.apply(0, grad, is_low=False) is grad
+    assert [factors.apply(index, grad)[0].item() for index in range(3)] == [8, 4, 4]
+    assert factors.apply(0, grad) is grad
     assert torch.equal(grad, torch.full((3,), 8.0))
 
 
@@ -212,15 +212,15 @@ def test_the_inverse_scale_is_multiplied_first_and_the_coefficient_after_it(
         [0],
     )
     assert factors
-    assert factors.apply(0, grad, is_low=False).dtype == dtype
-    assert torch.equal(factors.apply(0, grad, is_low=False), (grad * inverse) * coefficient)
-    assert not torch.equal(factors.apply(0, grad, is_low=False), (grad * coefficient) * inverse)
+    assert factors.apply(0, grad).dtype == dtype
+    assert torch.equal(factors.apply(0, grad), (grad * inverse) * coefficient)
+    assert not torch.equal(factors.apply(0, grad), (grad * coefficient) * inverse)
 
 
 def test_an_inverse_scale_alone_is_for_every_parameter() -> None:
     factors = GradientFactors(0.25)
     assert factors
-    assert [factors.apply(index, torch.tensor([8.0]), is_low=False).item() for index in range(3)] == [2, 2, 2]
+    assert [factors.apply(index, torch.tensor([8.0])).item() for index in range(3)] == [2, 2, 2]
 
 
 # Lending gradients

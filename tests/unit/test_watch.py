@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.watch import LocalWatch, first_flagged
+from ddp_zero.watch import LocalWatch, culprit
 
 
 def watch() -> LocalWatch:
@@ -112,21 +112,30 @@ def test_after_clearing_it_starts_afresh_and_stays_on() -> None:
 @pytest.mark.parametrize(
     ("statements", "expected"),
     [
-        ([[1]], 0),
-        ([[0], [1], [1]], 1),
-        ([[0, 1], [1, 0]], 1),
-        ([[0, 0, 1], [0, 0, 0], [0, 0, 1]], 0),
-        ([[0, 0], [0, 0]], None),
-        ([[], [], []], None),
-        ([], None),
+        pytest.param([[0], [1]], 1, id="one pass"),
+        pytest.param([[1], [1]], 0, id="several ranks"),
+        pytest.param([[0, 0], [0, 0]], None, id="none"),
+        pytest.param([[], []], None, id="nobody has looked"),
+        pytest.param([[0, 1], [1, 1]], 1, id="adds up: all ranks see it in later passes"),
+        pytest.param([[0, 1, 1], [0, 1, 1], [1, 1, 1]], 2, id="and in still later ones"),
+        pytest.param([[0, 1], [1, 0]], 0, id="the earlier pass was dropped"),
+        pytest.param([[0, 0, 1], [1, 0, 0]], 0, id="the earlier pass was dropped, and a good one came between"),
+        pytest.param([[0, 0], [1, 0]], 1, id="a good pass was added"),
     ],
 )
-def test_the_first_rank_of_the_earliest_pass_with_a_flag_is_told(
+def test_the_rank_of_the_last_gradient_that_was_not_finite_by_itself_is_told(
     statements: list[list[int]], expected: int | None
 ) -> None:
-    assert first_flagged(statements) == expected
+    assert culprit(statements) == expected
+
+
+def test_a_loop_that_never_steps_is_remembered_in_part() -> None:
+    one, params = watch(), three_params()
+    for _ in range(5000):
+        one.note(params, torch.ones(1))
+    assert len(one.flags(params[0])) == 4096
 
 
 def test_ranks_must_have_looked_at_the_same_number_of_passes() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        first_flagged([[0, 0], [0]])
+        culprit([[0, 0], [0]])
