@@ -139,6 +139,9 @@ class SteppedTensors:
 
         Afterwards parameters are their rounded masters, and ``param.grad`` is what it was.
         """
+        if not self._masters and not factors:
+            yield  # nothing stands between param.grad and the inner optimizer
+            return
         params = self._table.params
         with_grad = [index for index in indices if params[index].grad is not None]
         stepped = [index for index in with_grad if index in self._masters]
