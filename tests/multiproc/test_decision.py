@@ -280,6 +280,26 @@ def _gradients_stay_as_backward_left_them(setup: Setup) -> None:
         plain.zero_grad()
 
 
+def _clipped_inside_and_by_a_call_alike_with_gradients_sent_in_bf16(setup: Setup) -> None:
+    for overlap in (False, True):
+        options: dict[str, Any] = {"stage": 2, "overlap": overlap, "grad_comm_dtype": BF16}
+        inside, opt = one_line(build_model(), max_grad_norm=0.1, **options)
+        outside, called = one_line(build_model(), **options)
+        for step in range(6):
+            backward(setup, inside, step)
+            backward(setup, outside, step)
+            norm = called.clip_grad_norm_(0.1)
+            for optimizer in (opt, called):
+                optimizer.step()
+                optimizer.zero_grad()
+            for one in (opt, called):
+                assert one.last_step is not None
+                assert one.last_step.grad_norm == norm.item()
+                assert one.last_step.clip_coefficient is not None
+                assert one.last_step.clip_coefficient < 1
+            assert_equal_models(inside, outside, f"overlap {overlap}, step {step}")
+
+
 # Loss scales
 
 
@@ -1048,6 +1068,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_who_averages_elsewhere_is_told_only_the_parameter, (2,)),
     (_the_record_says_how_the_step_was_taken, (2,)),
     (_gradients_stay_as_backward_left_them, (2,)),
+    (_clipped_inside_and_by_a_call_alike_with_gradients_sent_in_bf16, (2, 3)),
     (_the_smallest_scale_is_told, (2,)),
     (_a_grad_scaler_decides_alike_where_ranks_own_much_nothing_or_all, (1, 2, 3)),
     (_a_disabled_grad_scaler_leaves_the_overlap_alone, (2,)),
