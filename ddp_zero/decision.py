@@ -13,7 +13,7 @@ With nothing to decide nothing is looked at and nothing is sent. Where gradients
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from ddp_zero.config import StepOptions, check_max_grad_norm
 from ddp_zero.local_step import ParamGroup
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.partition import GroupRank
-from ddp_zero.precision import ExactGradient, GradientFactors
+from ddp_zero.precision import ExactGradient, GradientFactors, no_exact_gradient
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.step_record import Number, StepRecord, StepRegime
 from ddp_zero.watch import LocalWatch, culprit
@@ -62,7 +62,7 @@ class Occasion:
     """
 
     regime: StepRegime
-    exact: ExactGradient
+    exact: ExactGradient = no_exact_gradient
     deferred_because: str | None = None
     waits: bool = False
     amp: AmpState | None = None
@@ -203,7 +203,7 @@ class Decision:
         if limits:
             norms = self._norms(owned, occasion.exact, inverse)
         elif occasion.amp is None:
-            flag = _suspect_nonfinite([sharded.stepped.gradient(index, occasion.exact, None) for index in owned])
+            flag = _suspect_nonfinite(sharded.stepped.gradient(index, occasion.exact, None) for index in owned)
         if occasion.amp is not None:
             flag = occasion.amp.found_nonfinite.clamp(max=1.0)
         if not limits:
@@ -319,16 +319,16 @@ class Decision:
         self.forget()
 
 
-def _suspect_nonfinite(grads: Sequence[Tensor]) -> Tensor | float:
+def _suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
     """1 if the sum of any is not finite, else 0: one fast reading pass, without waiting for the device.
 
-    A sum is not finite if any element is not; it may overflow by itself, so that is to be looked into.
+    A sum is not finite if any element is not; it may overflow by itself, so that is to be looked into. Of gradients
+    that are converted for it, one is held at a time.
     """
-    if not grads:
-        return 0.0
-    device = grads[0].device
     sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-    return 1.0 - torch.stack([torch.isfinite(total).to(device) for total in sums]).all().double()
+    if not sums:
+        return 0.0
+    return 1.0 - torch.stack([torch.isfinite(total).to(sums[0].device) for total in sums]).all().double()
 
 
 def check_options(options: StepOptions, inner: Optimizer) -> None:

@@ -25,6 +25,10 @@ ExactGradient = Callable[[int], Tensor | None]
 """A parameter's gradient, by index, in the dtype in which it was summed; None where that is the parameter's."""
 
 
+def no_exact_gradient(index: int) -> None:
+    """Gradients were summed in the dtype of their parameters."""
+
+
 @dataclass(frozen=True)
 class GradientFactors:
     """What a step multiplies gradients by, in this order.

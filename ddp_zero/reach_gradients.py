@@ -94,6 +94,7 @@ class ReachesGradients(Optimizer):
         norm_type = float(norm_type)
 
         def check(total: Tensor) -> None:
+            """Refuse to clip by a norm that is not finite, if asked to."""
             if error_if_nonfinite and not torch.isfinite(total):
                 raise RuntimeError(
                     f"Expected a finite norm of order {norm_type} of all gradients, got {total.item()} "

@@ -12,13 +12,9 @@ from ddp_zero.collectives import Communicator
 from ddp_zero.local_step import LocalStep, ParamGroup
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
-from ddp_zero.precision import ExactGradient, GradientFactors, SteppedTensors
+from ddp_zero.precision import ExactGradient, GradientFactors, SteppedTensors, no_exact_gradient
 from ddp_zero.step_record import StepRecord
 from ddp_zero.tracing import label
-
-
-def _no_exact_gradient(index: int) -> None:
-    """Gradients are in the dtype of their parameters."""
 
 
 class ShardedStep:
@@ -66,7 +62,7 @@ class ShardedStep:
 
     # A step
 
-    def run(self, exact: ExactGradient = _no_exact_gradient, **kwargs: Any) -> Any:
+    def run(self, exact: ExactGradient = no_exact_gradient, **kwargs: Any) -> Any:
         """Step and sync every bucket, after `begin`. Returns what the inner optimizer did for the last one."""
         result = None
         for bucket in self.binding.plan.buckets:
@@ -89,7 +85,7 @@ class ShardedStep:
             self._check_masters()
         return self.local_step.begin(closure)
 
-    def step_bucket(self, index: int, exact: ExactGradient = _no_exact_gradient, **kwargs: Any) -> Any:
+    def step_bucket(self, index: int, exact: ExactGradient = no_exact_gradient, **kwargs: Any) -> Any:
         """Step what this rank owns of a bucket and start its sync."""
         try:
             with label("local_step", bucket=index), self.stepped.lent(self._stepped_with(index), exact, self.factors):

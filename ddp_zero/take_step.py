@@ -149,7 +149,7 @@ class TakesSteps(ReachesGradients, Joinable):
     def _occasion(self, amp: AmpState | None) -> Occasion:
         hook, joins = self._hook, self._join_config.enable
         if hook is None:
-            return Occasion(StepRegime.STANDALONE, _no_exact_gradient, amp=amp, may_have_joined=joins)
+            return Occasion(StepRegime.STANDALONE, amp=amp, may_have_joined=joins)
         return Occasion(StepRegime.DEFERRED, hook.exact, hook.deferred_because, True, amp, joins)
 
     def _step_joined(self) -> None:
@@ -210,7 +210,3 @@ class TakesSteps(ReachesGradients, Joinable):
                 "or overlap_with_ddp=False."
             )
         return False
-
-
-def _no_exact_gradient(index: int) -> None:
-    """DDP sums in the parameter's dtype."""

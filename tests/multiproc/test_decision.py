@@ -990,18 +990,22 @@ def _uneven_inputs(setup: Setup) -> None:
                     loss = loss_of(twins.model, inputs, targets)
                     (twins.opt.scale(loss) if "loss_scale" in options else loss).backward()
                     twins.opt.step()
-            if counts[setup.rank] == max(counts):
-                assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, {options}")
+            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, {options}")
+            twins.assert_moved()
             assert twins.opt.last_step is not None
             assert twins.opt.last_step.stepped
-            with Join([twins.model, twins.opt]):
-                twins.opt.zero_grad()
-                scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-                scaler.scale(loss_of(twins.model, *next(batches(setup.rank, 1)))).backward()
-                with pytest.raises(RuntimeError, match=r"no torch.amp.GradScaler under Join"):
-                    scaler.step(twins.opt)
-                twins.opt.reset()
-                break
+
+
+def _a_scaler_under_join_is_told(setup: Setup) -> None:
+    for stage in (1, 2):
+        with at_stage(stage):
+            twins = build_overlapped_twins(ADAMW, zero_options={"max_grad_norm": 0.1})
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with Join([twins.model, twins.opt]):
+            backward(setup, twins.model, 0, scaler.scale)
+            with pytest.raises(RuntimeError, match=r"no torch.amp.GradScaler under Join"):
+                scaler.step(twins.opt)
+            twins.opt.zero_grad()
 
 
 def _clipping_by_a_call_under_join_is_told(setup: Setup) -> None:
@@ -1092,6 +1096,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_a_scaler_without_gradients, (2,)),
     (_an_option_of_the_inner_optimizer_is_not_ours, (2,)),
     (_a_rank_that_writes_and_puts_back_stops_nobody, (2,)),
+    (_a_scaler_under_join_is_told, (2,)),
     (_clipping_by_a_call_under_join_is_told, (2,)),
     (_a_group_added_before_the_first_step_is_confirmed, (2,)),
     (_the_first_step_is_taken_back_with_everything_it_changed, (1, 2)),
