@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from types import TracebackType
 
-from ddp_zero.collectives import Communicator
+from ddp_zero.collectives import Peers
 from ddp_zero.parameters import Fingerprint, ParameterTable
 from ddp_zero.partition import GroupRank
 
@@ -28,7 +28,7 @@ class Agreement:
         ValueError: on every rank, if what `declare` or `declare_parameters` were given differs between ranks.
     """
 
-    def __init__(self, comm: Communicator, doing: str) -> None:
+    def __init__(self, comm: Peers, doing: str) -> None:
         self._comm = comm
         self._doing = doing
         self._facts = {"operation": doing}

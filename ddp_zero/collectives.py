@@ -85,6 +85,46 @@ class Exchange:
 _abandoned: list[Exchange] = []
 
 
+class Peers(Protocol):
+    """Ranks that agree on something.
+
+    Attributes:
+        group_rank: this process's rank among them.
+        world_size: how many they are.
+    """
+
+    group_rank: GroupRank
+    world_size: int
+
+    def name(self, group_rank: GroupRank) -> str:
+        """How messages call a rank."""
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, in rank order."""
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
+
+
+class Alone:
+    """A process that has no peers, whether or not `torch.distributed` is initialised."""
+
+    group_rank = GroupRank(0)
+    world_size = 1
+
+    def name(self, group_rank: GroupRank) -> str:
+        """How messages call this process."""
+        return "this process"
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Its own values."""
+        return [list(values)]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Its own text."""
+        return [text]
+
+
 class Communicator:
     """A process group, seen from one of its members.
 
@@ -122,6 +162,11 @@ class Communicator:
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
         """The job-wide number of a member of the group."""
         return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
+
+    def beside(self) -> "Communicator":
+        """The same ranks on a Gloo group of its own, whose messages never meet those of training. A collective."""
+        ranks = dist.get_process_group_ranks(self.process_group)
+        return Communicator(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
     def has_same_ranks(self, group: ProcessGroup) -> bool:
         """Whether another group has the same members in the same order."""

@@ -1,16 +1,18 @@
 """The state-dict half of `ZeroRedundancyOptimizer`: what a plain optimizer's ``state_dict`` would be, from shards."""
 
+import copy
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.checkpoint import State, gather_state, restrict_state_dict, with_masters
 from ddp_zero.collectives import Communicator
 from ddp_zero.decision import Decision, keep_limits
 from ddp_zero.hook import OverlapHook
 from ddp_zero.partition import GroupRank
+from ddp_zero.precision import check_masters
 from ddp_zero.sharded_step import ShardedStep
+from ddp_zero.state_transfer import State, gather_state, restrict_state_dict, with_masters
 
 SCALE_KEY = "loss_scale"
 """Where a dynamic loss scale is in a state dict; plain optimizers leave it alone."""
@@ -54,7 +56,8 @@ class ConsolidatesState(Optimizer):
 
         Args:
             to: rank in the group that receives. It holds the whole state afterwards, on the devices where the unsharded
-                optimizer would; the other ranks send one parameter's state at a time.
+                optimizer would; the other ranks send one parameter's state at a time. Called once for each rank, all
+                have it, as `torch.distributed.checkpoint.state_dict` expects.
 
         Raises:
             ValueError: if ``to`` is not a rank of the group or differs between ranks.
@@ -63,7 +66,7 @@ class ConsolidatesState(Optimizer):
         sharded = self._sharded
         sharded.local_step.mirror_to_inner()
         sharded.stepped.follow_model()
-        sharded.snapshot = gather_state(
+        gathered = gather_state(
             self._comm,
             sharded.table,
             sharded.binding.owners,
@@ -72,6 +75,8 @@ class ConsolidatesState(Optimizer):
             sharded.stepped,
             GroupRank(to),
         )
+        if gathered is not None:
+            sharded.snapshot = gathered  # one that this rank received before is still of this moment
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
@@ -113,12 +118,20 @@ class ConsolidatesState(Optimizer):
         local, indices, masters = restrict_state_dict(
             state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped
         )
+        check_masters(sharded.table, masters)
+        local["state"] = copy.deepcopy(local["state"])
+        self._take_over(state_dict, local, indices, masters)
+
+    def _take_over(
+        self, state_dict: dict[str, Any], local: dict[str, Any], indices: list[int], masters: dict[int, Tensor]
+    ) -> None:
         scale = self._decision.loss_scale
         if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
             scale.load_state_dict(state_dict[SCALE_KEY])
         if self._hook is not None:
             self._hook.keep_step()
         self.optim.load_state_dict(local)
+        sharded = self._sharded
         sharded.stepped.refresh(masters)
         keep_limits(self.optim.param_groups, self.param_groups)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -138,9 +151,14 @@ class ConsolidatesState(Optimizer):
             return sharded.order.sorted(self.optim.state)
         params = sharded.table.params
         by_index = with_masters(self.optim.state, sharded.stepped)
-        born = sorted((key for key in by_index if isinstance(key, int)), key=self._birth_of)
-        others = {key: value for key, value in by_index.items() if not isinstance(key, int)}
+        born = sorted(filter(is_index, by_index), key=self._birth_of)
+        others = {key: value for key, value in by_index.items() if not is_index(key)}
         return {**others, **{params[index]: by_index[index] for index in born}}
 
     def _birth_of(self, index: int) -> tuple[int, int]:
         return self._sharded.order.of(self._sharded.stepped[index], index)
+
+
+def is_index(key: object) -> bool:
+    """Whether a key of a state is a parameter's index."""
+    return isinstance(key, int)

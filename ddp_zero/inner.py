@@ -1,5 +1,7 @@
 """The inner optimizer: which classes can be sharded, and how one is built over a rank's parameters."""
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,3 +53,20 @@ def build_inner(
     if not isinstance(inner, Optimizer):
         raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
     return inner
+
+
+def fresh_state(inner: Optimizer, stepped: torch.Tensor) -> dict[str, Any]:
+    """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place.
+
+    Args:
+        inner: the optimizer; left as it is.
+        stepped: one of its tensors.
+    """
+    group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
+    stand_in = torch.nn.Parameter(torch.zeros_like(stepped))
+    stand_in.grad = torch.zeros_like(stand_in)
+    scratch = copy.copy(inner)
+    scratch.state = defaultdict(dict)
+    scratch.param_groups = [{**group, "params": [stand_in]}]
+    scratch.step()
+    return dict(scratch.state[stand_in])

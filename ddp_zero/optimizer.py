@@ -17,7 +17,6 @@ from ddp_zero.agreement import Agreement
 from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator
 from ddp_zero.config import StepOptions
-from ddp_zero.consolidation import ConsolidatesState
 from ddp_zero.decision import Decision, check_options
 from ddp_zero.grad_bucket import options_of_stage
 from ddp_zero.grad_partition import gradients_of_stage
@@ -28,6 +27,7 @@ from ddp_zero.join import ZeroJoinHook
 from ddp_zero.local_step import ParamGroup, copy_options
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.overlap import OverlapStatus, Phase
+from ddp_zero.own_state import ShowsOwnState
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GlobalRank, GroupRank
 from ddp_zero.precision import SteppedTensors, localise_group
@@ -37,7 +37,7 @@ from ddp_zero.side_stream import SideStream
 from ddp_zero.take_step import TakesSteps
 
 
-class ZeroRedundancyOptimizer(ConsolidatesState, TakesSteps):
+class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
     """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the

@@ -46,8 +46,8 @@ def specs_in(text: str) -> list[TensorSpec]:
     return [specs[place] for place in range(len(specs))]
 
 
-def unflatten(text: str, tensors: Sequence[Tensor]) -> Tree:
-    """The tree again, with these tensors in its places."""
+def unflatten(text: str, tensors: Sequence[object]) -> Tree:
+    """The tree again, with these tensors, or what stands for them, in its places."""
     return _decode(json.loads(text), tensors)
 
 
@@ -74,7 +74,7 @@ def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
     )
 
 
-def _decode(value: Any, tensors: Sequence[Tensor]) -> Tree:
+def _decode(value: Any, tensors: Sequence[object]) -> Tree:
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -7,12 +7,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ddp_zero.binding import Binding
-from ddp_zero.checkpoint import State, StateOrder, migrate_state
 from ddp_zero.collectives import Communicator
 from ddp_zero.local_step import LocalStep, ParamGroup
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
 from ddp_zero.precision import ExactGradient, GradientFactors, SteppedTensors, no_exact_gradient
+from ddp_zero.state_transfer import State, StateOrder, migrate_state
 from ddp_zero.step_record import StepRecord
 from ddp_zero.tracing import label
 

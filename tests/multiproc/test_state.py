@@ -181,6 +181,21 @@ def _save_unsharded(setup: Setup, path: str) -> None:
     torch.save({"model": model.state_dict(), "opt": plain.state_dict()}, path)
 
 
+def _the_callers_state_dict_is_not_touched_then_or_later(setup: Setup) -> None:
+    twins = build_twins(ADAMW, groups=2)
+    twins.train(setup, 2)
+    whole = copy.deepcopy(twins.plain.state_dict())
+    whole["state"]["shared"] = {"seen": [torch.ones(2)]}
+    before = copy.deepcopy(whole)
+    twins.opt.load_state_dict(whole)
+    twins.train(setup, 1)
+    for state in twins.opt.optim.state.values():
+        state["late"] = 1
+    seen: Any = twins.opt.optim.state["shared"]  # type: ignore[index]
+    seen["seen"][0].fill_(7)
+    assert_identical(before, whole, "the caller's state dict")
+
+
 def _state_dict_never_communicates_and_is_never_stale(setup: Setup) -> None:
     twins = build_twins(ADAMW)
     opt = twins.opt
@@ -325,6 +340,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_states_are_in_the_order_in_which_the_plain_optimizer_made_them, (1, 3)),
     (_resumes_in_every_other_optimizer, (1, 2, 3)),
     (_loads_what_torch_zero_saved, (2, 3)),
+    (_the_callers_state_dict_is_not_touched_then_or_later, (1, 2)),
     (_state_dict_never_communicates_and_is_never_stale, (1, 2, 3)),
     (_consolidation_sends_no_pickle, (2, 3)),
     (_other_ranks_need_one_parameters_state_of_extra_memory, (2, 3)),

@@ -1,0 +1,214 @@
+"""A folder of checkpoints on disk: each appears whole or not at all, and old ones go.
+
+A checkpoint is written beside the others under a hidden name, synced to disk, and renamed as the last thing. The
+*marker*, a file inside it that is written last, says that it is complete and what its parts hash to; a folder without a
+marker is none, even where renaming a folder is not atomic, as on some network file systems.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from dataclasses import asdict, dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+MARKER = "complete.json"
+_FORMAT = "ddp_zero"
+_VERSION = 1
+_NAME = re.compile(r"step-(\d{8,18})(?:-(\d{1,6}))?")
+_UNFINISHED = re.compile(r"\.step-\d{8,18}-[0-9a-f]{16}")
+_LARGEST_TEXT = 1 << 28
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What the marker of a complete checkpoint says.
+
+    Attributes:
+        step: the number under which it was saved.
+        parts: the SHA-256 of each rank's part, in rank order.
+    """
+
+    step: int
+    parts: tuple[str, ...]
+
+
+# Writing
+
+
+def next_step(root: Path) -> int:
+    """One more than the highest number of a complete checkpoint in the folder; 1 if there is none."""
+    return max((_order(path)[0] for path in complete_in(root)), default=0) + 1
+
+
+def start(root: Path, step: int) -> str:
+    """Make a hidden folder for a new checkpoint, and remove those that were never finished. Returns its name.
+
+    Only one job at a time may save into a folder.
+    """
+    if not 0 <= step < 10**18:
+        raise ValueError(f"Expected a step from 0 to 10**18 - 1, got {step}.")
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path)
+    name = f".step-{step:08d}-{secrets.token_hex(8)}"
+    (root / name).mkdir()
+    return name
+
+
+def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
+    """Mark a checkpoint that lies on disk as complete, show it under its name, and remove old ones.
+
+    Args:
+        unfinished: the hidden folder.
+        marker: what to mark it with.
+        keep: how many complete checkpoints to leave, this one included; None: all.
+
+    Returns:
+        The folder that it is now.
+    """
+    root = unfinished.parent
+    line = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marker)})
+    write_text(unfinished / MARKER, f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n")
+    sync_folder(unfinished)
+    name, again = f"step-{marker.step:08d}", 0
+    while (root / name).exists():  # the same step was saved before: both stay, the new one comes after
+        again += 1
+        name = f"step-{marker.step:08d}-{again}"
+    unfinished.rename(root / name)
+    sync_folder(root)
+    others = [path for path in complete_in(root) if path.name != name]
+    for path in others[: max(0, len(others) - keep + 1)] if keep is not None else []:
+        _remove(path)
+    return root / name
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new file and wait until it is on disk."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove the marker first, so that what a kill leaves behind is no checkpoint, and is swept by the next save."""
+    hidden = checkpoint.with_name(f".step-{_order(checkpoint)[0]:08d}-{secrets.token_hex(8)}")
+    checkpoint.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+# Reading
+
+
+def complete_in(root: Path) -> list[Path]:
+    """The complete checkpoints in a folder, from the lowest step to the highest; of the same step, as saved."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / MARKER).is_file()]
+    return sorted(found, key=_order)
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint that a path names: itself, or the complete one of the highest step in it.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    if (path / MARKER).is_file():
+        return path
+    found = complete_in(path)
+    if not found:
+        raise FileNotFoundError(
+            f"Expected a checkpoint of ddp_zero.checkpoint.save, or a folder of them, at {path}, got no complete one. "
+            "Others can be loaded with torch and given to load_state_dict()."
+        )
+    return found[-1]
+
+
+def read_marker(checkpoint: Path) -> Marker:
+    """What the marker says.
+
+    Raises:
+        ValueError: if it is damaged or not of this format.
+    """
+    digest, _, rest = read_text(checkpoint / MARKER).partition("\n")
+    line = rest.rstrip("\n")
+    if hashlib.sha256(line.encode()).hexdigest() != digest:
+        raise ValueError(f"Expected a marker that fits its checksum, got a damaged one: {checkpoint / MARKER}.")
+    content = parse_json(line, checkpoint / MARKER)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
+        told = {key: content.get(key) for key in ("format", "version")} if isinstance(content, dict) else content
+        raise ValueError(f"Expected format {_FORMAT!r} of version {_VERSION}, got {told} in {checkpoint / MARKER}.")
+    step, parts = content.get("step"), content.get("parts")
+    if type(step) is not int or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"Expected a step and checksums of parts, got others in {checkpoint / MARKER}.")
+    return Marker(step, tuple(parts))
+
+
+def parse_json(text: str, path: Path) -> Any:
+    """JSON as Python's objects.
+
+    Raises:
+        ValueError: naming the file, if it is none.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"Expected JSON, got something else in {path}: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    """A text file of a checkpoint.
+
+    Raises:
+        ValueError: if it is no regular file, is huge, or is not UTF-8.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _LARGEST_TEXT:
+            raise ValueError(f"Expected at most {_LARGEST_TEXT} bytes, got {size} in {path}.")
+        raw = file.read(_LARGEST_TEXT)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Expected text, got bytes that are none in {path}: {error}") from error
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading, but no link, pipe or device: those would lead out of the folder or never end.
+
+    Raises:
+        ValueError: if it is another kind of file, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        raise ValueError(f"Expected a regular file that can be read, got {error.strerror}: {path}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"Expected a regular file, got another kind of thing: {path}.")
+    return os.fdopen(descriptor, "rb")
+
+
+def _order(path: Path) -> tuple[int, int]:
+    """The step in a name, and which save of that step it was."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"Expected a folder named step-<number>, got {path}.")
+    return int(match[1]), int(match[2] or 0)

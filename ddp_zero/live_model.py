@@ -1,0 +1,104 @@
+"""A model's parameters and buffers by fully qualified name, as `torch.distributed.checkpoint.state_dict` calls them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.fitting import Value
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What torch.compile and activation checkpointing put into names."""
+
+
+class LiveModel:
+    """What of a model is saved.
+
+    Args:
+        model: any module; wrappers by DDP, `torch.compile` and activation checkpointing leave no trace in names.
+
+    Attributes:
+        module: the model without DDP around it.
+        entries: parameters, persistent buffers, and state of modules that is no tensor, by name; each once.
+        aliases: further names of tensors that have several, with their first.
+        group: the process group of DDP, or None.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module, self.group = _unwrapped(model)
+        self.entries: dict[str, Any] = {}
+        self.aliases: dict[str, str] = {}
+        self._names: dict[int, str] = {}
+        for raw, value in self.module.state_dict(keep_vars=True).items():
+            name = clean(raw)
+            first = self._names.setdefault(id(value), name) if isinstance(value, Tensor) else name
+            if first == name:
+                self.entries[name] = value
+            else:
+                self.aliases[name] = first
+
+    def name_of(self, param: Tensor, label: str) -> str:
+        """The first name of a parameter.
+
+        Raises:
+            ValueError: if the model does not have it.
+        """
+        name = self._names.get(id(param))
+        if name is None:
+            raise ValueError(
+                f"Expected every parameter of the optimizer in the model's state_dict(), got {label}, which is not. "
+                "Give the model that the optimizer trains."
+            )
+        return name
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The entries that are tensors."""
+        return {name: value for name, value in self.entries.items() if isinstance(value, Tensor)}
+
+    @property
+    def trainable(self) -> list[str]:
+        """Names of the parameters that are not frozen."""
+        return [name for name, value in self.tensors.items() if value.requires_grad]
+
+    def values(self) -> dict[str, Value]:
+        """Shape and dtype under every name, aliases included."""
+        found = {name: value_of(entry) for name, entry in self.entries.items()}
+        return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
+
+    def tensor(self, name: str) -> Tensor | None:
+        """The tensor of a name or an alias; None for what is none."""
+        entry = self.entries[self.aliases.get(name, name)]
+        return entry if isinstance(entry, Tensor) else None
+
+    def load_extra(self, states: Mapping[str, Any]) -> None:
+        """Give modules back the state that is no tensor."""
+        if states:
+            raw_of = {clean(raw): raw for raw in self.module.state_dict(keep_vars=True)}
+            self.module.load_state_dict({raw_of[name]: state for name, state in states.items()}, strict=False)
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what wrappers have put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def value_of(entry: Any) -> Value:
+    """Shape and dtype of a tensor; of neither for anything else."""
+    if not isinstance(entry, Tensor):
+        return Value(None, None)
+    return Value(tuple(entry.shape), str(entry.dtype).removeprefix("torch."))
+
+
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, ProcessGroup | None]:
+    group = None
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            inner, group = model.module, model.process_group
+        else:
+            inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model, group
+        model = inner

@@ -1,0 +1,168 @@
+"""Writing a checkpoint with all ranks: each its own file, then one of them makes it visible; now or in a thread.
+
+Ranks speak on a Gloo group of their own, so that a save in the background never meets the collectives of training.
+"""
+
+import hashlib
+import shutil
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ddp_zero.agreement import Agreement
+from ddp_zero.checkpoint_folder import Marker, publish, read_text, write_text
+from ddp_zero.collectives import Alone, Communicator, Peers
+from ddp_zero.dcp_metadata import write_dcp_metadata
+from ddp_zero.manifest import encode_part, part_name, tensor_file_name
+from ddp_zero.saved_checkpoint import SavedCheckpoint
+from ddp_zero.tensor_file import write_tensors
+from ddp_zero.tracing import logger
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank has to write.
+
+    Attributes:
+        folder: the hidden folder that rank 0 has made.
+        step: the number under which to save.
+        keep: how many complete checkpoints to leave.
+        text: this rank's tree.
+        tensors: of the tree.
+    """
+
+    folder: Path
+    step: int
+    keep: int | None
+    text: str
+    tensors: list[Tensor]
+
+
+def write(work: Work, peers: Peers) -> Path:
+    """Write this rank's part and wait for all others. A collective. Returns the folder of the complete checkpoint.
+
+    Raises:
+        OSError: if the disk does not take it; RuntimeError on other ranks. The checkpoints before are untouched.
+    """
+    rank, published = peers.group_rank, ""
+    try:
+        with Agreement(peers, "writing a checkpoint"):
+            if not work.folder.is_dir():
+                raise FileNotFoundError(
+                    f"Expected the folder that rank 0 has made, got none on {peers.name(rank)}: {work.folder}. All "
+                    "ranks must save to one file system."
+                )
+            places = write_tensors(work.folder / tensor_file_name(rank), work.tensors)
+            write_text(work.folder / part_name(rank), encode_part(work.text, places))
+        with Agreement(peers, "completing a checkpoint"):
+            if rank == 0:
+                published = _complete(work, peers.world_size).name
+    except Exception:
+        if rank == 0:
+            shutil.rmtree(work.folder, ignore_errors=True)
+        raise
+    return work.folder.parent / peers.all_gather_text(published)[0]
+
+
+def _complete(work: Work, world_size: int) -> Path:
+    """Read all parts as a load would, write the index for other tools, and make the checkpoint visible."""
+    texts = (read_text(work.folder / part_name(rank)) for rank in range(world_size))
+    marker = Marker(work.step, tuple(hashlib.sha256(text.encode()).hexdigest() for text in texts))
+    write_dcp_metadata(work.folder, SavedCheckpoint.read(work.folder, marker).as_tree())
+    return publish(work.folder, marker, work.keep)
+
+
+class Saving:
+    """A save that may still be under way.
+
+    Args:
+        future: of the folder.
+    """
+
+    def __init__(self, future: "Future[Path]") -> None:
+        self._future = future
+        self._is_told = False
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete, and return its folder.
+
+        Raises:
+            RuntimeError: if the save has failed, on this rank or another; the first time that it is asked.
+        """
+        self._is_told = True
+        try:
+            return self._future.result()
+        except Exception as error:
+            raise RuntimeError(f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}") from error
+
+    def finish(self) -> None:
+        """As `wait`, but a failure that was raised already is not raised again."""
+        if not self._is_told:
+            self.wait()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._future.done()
+
+
+class Writer:
+    """Who saves one model: its peers, and the save that is under way.
+
+    Attributes:
+        group: the process group of training, or None.
+        peers: the same ranks, on a group of their own.
+        last: the last save, or None.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        training = None if group is None else Communicator(group)
+        self.peers: Peers = Alone() if training is None or training.world_size == 1 else training.beside()
+        self.last: Saving | None = None
+
+    def finish(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            RuntimeError: if it has failed.
+        """
+        if self.last is not None:
+            self.last.finish()
+
+    def start(self, work: Work, background: bool) -> Saving:
+        """Write, in a thread if asked to; a failure there is logged at once and raised at the next call."""
+        future: Future[Path] = Future()
+        if background:
+            pool = ThreadPoolExecutor(1, "ddp_zero.checkpoint")
+            future = pool.submit(_logged, work, self.peers)
+            pool.shutdown(wait=False)  # no more work; the interpreter waits for this one before it ends
+        else:
+            future.set_result(write(work, self.peers))
+        self.last = Saving(future)
+        return self.last
+
+
+_writers: "weakref.WeakKeyDictionary[nn.Module, Writer]" = weakref.WeakKeyDictionary()
+
+
+def writer_of(model: nn.Module, group: ProcessGroup | None) -> Writer:
+    """The writer of a model; the first call is a collective of the group."""
+    writer = _writers.get(model)
+    if writer is None or writer.group is not group:
+        if writer is not None:
+            writer.finish()
+        writer = _writers[model] = Writer(group)
+    return writer
+
+
+def _logged(work: Work, peers: Peers) -> Path:
+    try:
+        return write(work, peers)
+    except Exception as error:
+        logger.error("saving a checkpoint in the background has failed: %s", error)
+        raise
