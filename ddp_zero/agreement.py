@@ -11,9 +11,9 @@ import json
 from collections.abc import Sequence
 from types import TracebackType
 
-from ddp_zero.collectives import Peers
 from ddp_zero.parameters import Fingerprint, ParameterTable
 from ddp_zero.partition import GroupRank
+from ddp_zero.peers import Peers
 
 
 class Agreement:

@@ -11,6 +11,7 @@ Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, 
 send padding); one broadcast per owner (as many bytes over all ranks, but relayed by ranks that have nothing to say).
 """
 
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -85,44 +86,39 @@ class Exchange:
 _abandoned: list[Exchange] = []
 
 
-class Peers(Protocol):
-    """Ranks that agree on something.
+class Beside:
+    """The ranks of a process group on Gloo connections of their own, whose messages never meet those of training.
 
-    Attributes:
-        group_rank: this process's rank among them.
-        world_size: how many they are.
+    Building one is a collective of the group, which itself carries no message for it. `torch.distributed.new_group` is
+    not used: it wants all ranks of the job, or names groups by how many each rank is in, which differs between ranks.
+
+    Args:
+        group: a group that this process belongs to.
     """
 
-    group_rank: GroupRank
-    world_size: int
-
-    def name(self, group_rank: GroupRank) -> str:
-        """How messages call a rank."""
-
-    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values, in rank order."""
-
-    def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order."""
-
-
-class Alone:
-    """A process that has no peers, whether or not `torch.distributed` is initialised."""
-
-    group_rank = GroupRank(0)
-    world_size = 1
-
-    def name(self, group_rank: GroupRank) -> str:
-        """How messages call this process."""
-        return "this process"
+    def __init__(self, group: ProcessGroup) -> None:
+        comm = Communicator(group)
+        self.group_rank, self.world_size, self.name = comm.group_rank, comm.world_size, comm.name
+        count = _built_beside[group] = _built_beside.get(group, 0) + 1
+        store = dist.PrefixStore(f"ddp_zero/{count}", group.get_group_store())  # type: ignore[attr-defined]
+        self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, dist.default_pg_timeout)
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Its own values."""
-        return [list(values)]
+        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        return [part.tolist() for part in self.all_gather_tensor(torch.tensor(list(values), dtype=torch.int64))]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Its own text."""
-        return [text]
+        """Every rank's text, in rank order; compressed on the wire."""
+        return _all_gather_text(self, text, torch.device("cpu"))
+
+    def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of the same shape and dtype, in rank order; on the CPU."""
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._gloo.allgather([gathered], [mine]).wait()  # type: ignore[attr-defined]
+        return gathered
+
+
+_built_beside: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 class Communicator:
@@ -162,11 +158,6 @@ class Communicator:
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
         """The job-wide number of a member of the group."""
         return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
-
-    def beside(self) -> "Communicator":
-        """The same ranks on a Gloo group of its own, whose messages never meet those of training. A collective."""
-        ranks = dist.get_process_group_ranks(self.process_group)
-        return Communicator(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
     def has_same_ranks(self, group: ProcessGroup) -> bool:
         """Whether another group has the same members in the same order."""
@@ -278,9 +269,7 @@ class Communicator:
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
         mine = torch.tensor(list(values), dtype=torch.int64, device=self._control_device())
-        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(gathered, mine, group=self.process_group)
-        return [part.tolist() for part in gathered]
+        return [part.tolist() for part in self.all_gather_tensor(mine)]
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, of the same shape and dtype, in rank order, on the device of this rank's."""
@@ -291,16 +280,7 @@ class Communicator:
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, in rank order; compressed on the wire."""
-        mine = zlib.compress(text.encode())
-        lengths = [length for (length,) in self.all_gather_ints([len(mine)])]
-        buffer = torch.zeros(max(lengths), dtype=torch.uint8)
-        buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        buffer = buffer.to(self._control_device())
-        gathered = [torch.empty_like(buffer) for _ in range(self.world_size)]
-        dist.all_gather(gathered, buffer, group=self.process_group)
-        return [
-            zlib.decompress(_to_bytes(part[:length])).decode() for part, length in zip(gathered, lengths, strict=True)
-        ]
+        return _all_gather_text(self, text, self._control_device())
 
     # Trees, one rank to another
 
@@ -365,6 +345,15 @@ class Communicator:
 def _tag(*facts: int) -> int:
     """A message tag (31 bits, never `_TREE_TAG`) that differs where the facts differ, but for one chance in 2^30."""
     return zlib.crc32(repr(facts).encode()) & 0x3FFFFFFF | 0x40000000
+
+
+def _all_gather_text(peers: "Communicator | Beside", text: str, device: torch.device) -> list[str]:
+    mine = zlib.compress(text.encode())
+    lengths = [length for (length,) in peers.all_gather_ints([len(mine)])]
+    buffer = torch.zeros(max(lengths), dtype=torch.uint8)
+    buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    gathered = peers.all_gather_tensor(buffer.to(device))
+    return [zlib.decompress(_to_bytes(part[:length])).decode() for part, length in zip(gathered, lengths, strict=True)]
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[Tensor]:

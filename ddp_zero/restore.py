@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.collectives import Peers
 from ddp_zero.fitting import Fit, Value, fit_groups, fit_values, listed, renamed
 from ddp_zero.live_model import LiveModel, value_of
 from ddp_zero.manifest import StoredTensor, as_meta, fill, stored_in
 from ddp_zero.optimizer_state import OptimizerState, class_name, group_options
 from ddp_zero.partition import partition_greedy
+from ddp_zero.peers import Peers
 from ddp_zero.saved_checkpoint import SavedCheckpoint
 from ddp_zero.state_transfer import MASTER_KEY
 from ddp_zero.tensor_file import read, read_into, verify

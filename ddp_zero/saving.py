@@ -15,9 +15,10 @@ from torch.distributed import ProcessGroup
 
 from ddp_zero.agreement import Agreement
 from ddp_zero.checkpoint_folder import Marker, publish, read_text, write_text
-from ddp_zero.collectives import Alone, Communicator, Peers
+from ddp_zero.collectives import Beside, Communicator
 from ddp_zero.dcp_metadata import write_dcp_metadata
 from ddp_zero.manifest import encode_part, part_name, tensor_file_name
+from ddp_zero.peers import Alone, Peers
 from ddp_zero.saved_checkpoint import SavedCheckpoint
 from ddp_zero.tensor_file import write_tensors
 from ddp_zero.tracing import logger
@@ -121,8 +122,7 @@ class Writer:
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
-        training = None if group is None else Communicator(group)
-        self.peers: Peers = Alone() if training is None or training.world_size == 1 else training.beside()
+        self.peers: Peers = Alone() if group is None or Communicator(group).world_size == 1 else Beside(group)
         self.last: Saving | None = None
 
     def finish(self) -> None:

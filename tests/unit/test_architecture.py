@@ -75,7 +75,8 @@ ROOMS = {
     ),
     "saved_checkpoint": room(1, "checkpoint_folder manifest payload"),
     "collectives": room(2, "partition payload"),
-    "agreement": room(2, "collectives parameters partition"),
+    "peers": room(2, "partition"),
+    "agreement": room(2, "parameters partition peers"),
     "param_sync": room(2, "collectives flat plan tracing"),
     "grad_reduce": room(2, "collectives partition"),
     "binding": room(3, "collectives flat param_sync parameters partition plan tracing"),
@@ -146,11 +147,11 @@ ROOMS = {
     "capture": room(5, "live_model optimizer_state partition payload saved_checkpoint"),
     "restore": room(
         5,
-        "collectives fitting live_model manifest optimizer_state partition saved_checkpoint state_transfer tensor_file",
+        "fitting live_model manifest optimizer_state partition peers saved_checkpoint state_transfer tensor_file",
     ),
     "saving": room(
         5,
-        "agreement checkpoint_folder collectives dcp_metadata manifest saved_checkpoint tensor_file tracing",
+        "agreement checkpoint_folder collectives dcp_metadata manifest peers saved_checkpoint tensor_file tracing",
         "torch.distributed.ProcessGroup",
     ),
     "export": room(5, "checkpoint_folder manifest saved_checkpoint tensor_file"),
