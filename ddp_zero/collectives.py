@@ -114,7 +114,12 @@ class Beside:
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, of the same shape and dtype, in rank order; on the CPU."""
         gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self._gloo.allgather([gathered], [mine]).wait()  # type: ignore[attr-defined]
+        try:
+            self._gloo.allgather([gathered], [mine]).wait()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Expected all ranks to take part in a save or load, got one missing: {error}"
+            ) from error
         return gathered
 
 

@@ -202,7 +202,7 @@ def restrict_state_dict(
     local_state: dict[Any, Any] = {}
     masters: dict[int, Tensor] = {}
     for saved_id, value in state_dict["state"].items():
-        if isinstance(saved_id, str):
+        if isinstance(saved_id, str) and saved_id not in index_of_id:
             local_state[saved_id] = value
             continue
         if saved_id not in index_of_id:

@@ -141,6 +141,18 @@ def test_state_that_belongs_to_no_parameter_is_kept_by_everyone() -> None:
         assert indices == [0, 1, 2, 3, 4]
 
 
+def test_parameters_may_be_known_by_name_as_torchs_checkpoint_helpers_call_them() -> None:
+    whole = trained(Adam, make_groups())
+    expected, _ = Rank([0, 3]).restrict(copy.deepcopy(whole))
+    named = copy.deepcopy(whole)
+    for group in named["param_groups"]:
+        group["params"] = [f"layer.{index}" for index in group["params"]]
+    named["state"] = {f"layer.{index}": state for index, state in named["state"].items()}
+    local, indices = Rank([0, 3]).restrict(named)
+    assert_equal_trees(local, expected)
+    assert indices == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("owned", [[0, 1, 2, 3, 4], [1, 3], []], ids=["all", "some", "none"])
 def test_the_callers_state_dict_is_not_touched_and_its_groups_are_not_shared(owned: list[int]) -> None:
     whole = trained(Adam, make_groups(lr=torch.tensor(0.5), names=True))

@@ -1,0 +1,682 @@
+"""Checkpoints in all situations: what is saved, what fits, what is refused, who waits for whom."""
+
+import copy
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, saving, shard_optimizer
+from ddp_zero.manifest import tensor_file_name
+from ddp_zero.tensor_file import write_tensors
+from tests.multiproc.cases import (
+    OPTIMIZERS,
+    assert_equal_models,
+    assert_identical,
+    batches,
+    build_model,
+    loss_of,
+    split_groups,
+)
+from tests.multiproc.harness import Setup, run_ranks
+
+Case = Callable[[Setup, Path], None]
+OPTIONS: dict[str, Any] = {"lr": 1e-2}
+
+
+def wrap(model: nn.Module | None = None) -> DistributedDataParallel:
+    model = build_model() if model is None else model
+    return DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=True)
+
+
+def sharded(
+    stage: int = 2, model: nn.Module | None = None, build: Callable[..., Optimizer] = AdamW, **options: Any
+) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+    ddp = wrap(model)
+    return ddp, shard_optimizer(ddp, build, stage=stage, **{**OPTIONS, **options})
+
+
+def train(setup: Setup, model: nn.Module, optimizer: Optimizer, seed: int = 0, steps: int = 3) -> None:
+    for inputs, targets in batches(setup.rank, steps, seed):
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs, targets)
+        scales = isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.loss_scale is not None
+        (optimizer.scale(loss) if scales else loss).backward()  # type: ignore[attr-defined]
+        optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> Any:
+    """Copies of all that a load may change on this rank."""
+    own = optimizer.owned_state() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state_dict()
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    return copy.deepcopy((dict(model.state_dict()), own, groups))
+
+
+@contextmanager
+def refused(kind: type[Exception], match: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """The block raises on every rank, and changes nothing."""
+    before = everything(model, optimizer)
+    with pytest.raises(kind, match=match):
+        yield
+    assert_identical(before, everything(model, optimizer), "after a load that was refused")
+
+
+# What is saved
+
+
+def _every_optimizer_resumes(setup: Setup, root: Path) -> None:
+    for place, case in enumerate(OPTIMIZERS):
+        if setup.world_size > 2 and place % 4:
+            continue  # the sums of three ranks depend on buckets, so only what is loaded is compared
+        model, opt = sharded(1 + place % 2, build_model(matrices_only=case.matrices_only), case.build, **case.options)
+        train(setup, model, opt)
+        checkpoint.save(root / case.name, model, opt)
+        other, resumed = sharded(2 - place % 2, build_model(1, case.matrices_only), case.build, **case.options)
+        checkpoint.load(root / case.name, other, resumed)
+        assert_equal_models(model, other, case.name)
+        if case.name == "toy 8-bit Adam":
+            resumed.optim.calls = opt.optim.calls  # type: ignore[attr-defined]  # on the optimizer, not in its state
+        if setup.world_size <= 2:
+            train(setup, model, opt, 1)
+            train(setup, other, resumed, 1)
+            assert_equal_models(model, other, f"{case.name}, resumed")
+
+
+class Odd(nn.Module):
+    """Tied weights, buffers, a frozen layer, a parameter in no optimizer, and state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(8, 3).requires_grad_(False)
+        self.free = nn.Parameter(torch.zeros(3))
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.notes: Any = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.frozen(self.tied(self.norm(self.first(inputs)))) + self.free
+        return output
+
+    def get_extra_state(self) -> Any:
+        return {"notes": self.notes, "seen": torch.arange(3)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["seen"].tolist() == [0, 1, 2]
+        self.notes = state["notes"]
+
+
+def _odd_models_are_saved_whole(setup: Setup, root: Path) -> None:
+    def build(seed: int) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+        torch.manual_seed(seed)
+        model = Odd()
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        params = [param for name, param in ddp.named_parameters() if "free" not in name and param.requires_grad]
+        return ddp, ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+
+    model, opt = build(0)
+    model.module.notes = {"epoch": 3, "names": ("a", None)}
+    train(setup, model, opt)
+    assert int(model.module.norm.num_batches_tracked) == 3
+    checkpoint.save(root, model, opt)
+    other, resumed = build(1)
+    checkpoint.load(root, other, resumed)
+    wrong = [name for name, one in model.state_dict().items() if isinstance(one, Tensor) and "running" not in name]
+    for name in wrong:
+        assert_identical(model.state_dict()[name], other.state_dict()[name], name)
+    assert other.module.notes == {"epoch": 3, "names": ("a", None)}
+    first = copy.deepcopy(model.module.norm.state_dict())
+    for value in first.values():
+        dist.broadcast(value, 0)
+    assert_identical(dict(first), dict(other.module.norm.state_dict()), "buffers are those of rank 0")
+    assert other.module.tied.weight is other.module.first.weight
+
+
+def _what_the_user_adds_comes_back(setup: Setup, root: Path) -> None:
+    model, opt = sharded()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+    train(setup, model, opt)
+    scheduler.step()
+    extra = {
+        "scheduler": scheduler.state_dict(),
+        "position": (3, 0.1, float("inf"), None, True, "text"),
+        "moments": [torch.arange(6).view(2, 3).t(), {7: torch.tensor(2.5, dtype=torch.bfloat16)}],
+        "nothing": {},
+    }
+    torch.manual_seed(setup.rank)
+    saved = checkpoint.save(root, model, opt, extra=extra, rank_extra=torch.get_rng_state(), step=12)
+    assert saved.wait() == root / "step-00000012"
+    drawn = torch.rand(3)
+    loaded = checkpoint.load(root, model, opt)
+    assert (loaded.step, loaded.folder) == (12, root / "step-00000012")
+    assert_identical(extra, loaded.extra, "extra")
+    torch.set_rng_state(loaded.rank_extra)
+    assert torch.equal(torch.rand(3), drawn)
+    if setup.rank == 0:
+        alone = checkpoint.load(root, build_model())
+        assert_identical(extra, alone.extra, "extra, read by one process")
+        assert (alone.rank_extra is None) == (setup.world_size > 1)
+    dist.barrier()
+
+
+def _masters_and_loss_scale_come_back(setup: Setup, root: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        own = {"master_weights": True, "loss_scale": DynamicLossScale(initial=64.0, growth_interval=2)}
+
+        def low(dtype: torch.dtype = dtype, own: dict[str, Any] = own, stage: int = 2) -> Any:
+            model = build_model().to(dtype)
+            model.get_submodule("2").float()
+            return sharded(stage, Wrapped(model, dtype), **own)
+
+        model, opt = low()
+        train(setup, model, opt)
+        assert opt.loss_scale == 128
+        checkpoint.save(root / str(dtype), model, opt)
+        for stage in (1, 2):
+            other, resumed = low(stage=stage)
+            checkpoint.load(root / str(dtype), other, resumed)
+            assert resumed.loss_scale == 128
+            checkpoint.save(root / f"{dtype} {stage}", other, resumed)
+            again, twice = low(stage=3 - stage)
+            checkpoint.load(root / f"{dtype} {stage}", again, twice)
+            expected = opt.owned_state()
+            for index, state in twice.owned_state().items():
+                if index in expected:
+                    assert_identical(expected[index], state, f"state of {index}")
+        train(setup, model, opt, 1)
+        train(setup, other, resumed, 1)
+        train(setup, again, twice, 1)
+        assert opt.loss_scale == resumed.loss_scale == twice.loss_scale == 512
+        assert_equal_models(model, other, f"{dtype}, resumed")
+        assert_equal_models(model, again, f"{dtype}, resumed twice")
+
+
+class Wrapped(nn.Module):
+    """A low-precision model, one layer in fp32, with inputs and outputs in fp32."""
+
+    def __init__(self, layers: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers, self.dtype = layers, dtype
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs.to(self.dtype)
+        for layer in self.layers:  # type: ignore[attr-defined]
+            param = next(layer.parameters(), hidden)
+            hidden = layer(hidden.to(param.dtype))
+        return hidden.float()
+
+
+def _any_moment_between_steps_is_saved(setup: Setup, root: Path) -> None:
+    """Before the first step, in the provisional plan, after DDP's buckets are final, after a group was added."""
+    for stage in (1, 2):
+        for steps in (0, 1, 2):
+            model, opt = sharded(stage)
+            unbroken, reference = sharded(stage)
+            train(setup, model, opt, 0, steps)
+            train(setup, unbroken, reference, 0, steps)
+            checkpoint.save(root / f"{stage} {steps}", model, opt)
+            other, resumed = sharded(3 - stage, build_model(1))
+            checkpoint.load(root / f"{stage} {steps}", other, resumed)
+            for one, optimizer in ((model, opt), (unbroken, reference), (other, resumed)):
+                train(setup, one, optimizer, 1)
+            assert_equal_models(unbroken, model, f"after saving at step {steps} in stage {stage}")
+            if setup.world_size <= 2:
+                assert_equal_models(unbroken, other, f"resumed from step {steps} in stage {stage}")
+
+
+def _added_groups_are_saved(setup: Setup, root: Path) -> None:
+    def build(seed: int) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer, list[nn.Parameter]]:
+        ddp = wrap(build_model(seed))
+        params = list(ddp.parameters())
+        return ddp, ZeroRedundancyOptimizer(params[:4], AdamW, lr=0.1), params[4:]
+
+    model, opt, rest = build(0)
+    train(setup, model, opt)
+    opt.add_param_group({"params": rest, "lr": 0.03})
+    checkpoint.save(root / "fresh", model, opt)
+    train(setup, model, opt)
+    checkpoint.save(root / "later", model, opt)
+    for name in ("fresh", "later"):
+        other, resumed, others = build(1)
+        resumed.add_param_group({"params": others, "lr": 0.7})
+        checkpoint.load(root / name, other, resumed)
+        assert [group["lr"] for group in resumed.param_groups] == [0.1, 0.03]
+    train(setup, model, opt, 1)
+    train(setup, other, resumed, 1)
+    if setup.world_size <= 2:
+        assert_equal_models(model, other, "with an added group")
+
+
+def _gradients_are_not_part_of_a_checkpoint(setup: Setup, root: Path) -> None:
+    """Saved in the middle of accumulation, it is that of the last step; a load drops what was accumulated."""
+    for stage in (1, 2):
+        model, opt = sharded(stage)
+        unbroken, reference = sharded(stage)
+        train(setup, model, opt)
+        train(setup, unbroken, reference)
+        (inputs, targets), last = batches(setup.rank, 2, 7)
+        for one, optimizer in ((model, opt), (unbroken, reference)):
+            optimizer.zero_grad()
+            with one.no_sync():
+                loss_of(one, inputs, targets).backward()
+        checkpoint.save(root / str(stage), model, opt)
+        for one, optimizer in ((model, opt), (unbroken, reference)):
+            loss_of(one, *last).backward()
+            optimizer.step()
+        assert_equal_models(unbroken, model, "saving in the middle changes nothing")
+        other, resumed = sharded(stage, build_model(1))
+        with other.no_sync():
+            loss_of(other, *last).backward()
+        checkpoint.load(root / str(stage), other, resumed)
+        with other.no_sync():
+            loss_of(other, inputs, targets).backward()
+        loss_of(other, *last).backward()
+        resumed.step()
+        assert_equal_models(unbroken, other, "the whole accumulation again")
+
+
+def _between_backward_and_step_it_is_refused(setup: Setup, root: Path) -> None:
+    ((inputs, targets),) = batches(setup.rank, 1)
+    waiting, opt = sharded(2, max_grad_norm=1.0)
+    loss_of(waiting, inputs, targets).backward()
+    with pytest.raises(RuntimeError, match=r"after opt.step\(\), got gradients that wait for it .*Call opt.step\(\)"):
+        checkpoint.save(root, waiting, opt)
+    opt.step()
+    checkpoint.save(root, waiting, opt)
+    first, other = sharded(1)
+    loss_of(first, inputs, targets).backward()
+    with pytest.raises(RuntimeError, match="the very first step inside backward"):
+        checkpoint.save(root, first, other)
+    other.step()
+    checkpoint.save(root, first, other)
+    with torch.distributed.algorithms.join.Join([first, other]), pytest.raises(RuntimeError, match="outside Join"):
+        checkpoint.save(root, first, other)
+    loss_of(waiting, inputs, targets).backward()
+    checkpoint.load(root, waiting, opt, strict=False)  # drops the iteration
+    train(setup, waiting, opt, 1)
+
+
+# What fits
+
+
+def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup, root: Path) -> None:
+    model, opt = sharded()
+    train(setup, model, opt)
+    checkpoint.save(root, model, opt)
+
+    layers = list(build_model(1).children())
+    layers[3], layers[5] = nn.Linear(31, 16), nn.Linear(16, 5)
+    changed = nn.Sequential(*layers, nn.Linear(3, 3))
+    other, resumed = sharded(1, changed)
+    with refused(
+        ValueError, r"(?s)'3.weight' has shape \[16, 31\], saved is \[17, 31\].*'8.bias' .* not in the", other, resumed
+    ):
+        checkpoint.load(root, other, resumed)
+    before = copy.deepcopy(dict(other.state_dict()))
+    loaded = checkpoint.load(root, other, resumed, strict=False)
+    assert sorted(line.split("'")[1] for line in loaded.skipped) == [
+        "3.bias",
+        "3.weight",
+        "5.weight",
+        "8.bias",
+        "8.weight",
+    ]
+    for name, value in other.module.state_dict().items():
+        skipped = name in ("3.bias", "3.weight", "5.weight", "8.bias", "8.weight")
+        source = before[f"module.{name}"] if skipped else model.module.state_dict()[name]
+        assert_identical(source, value, name)
+    own = {name for name, param in other.module.named_parameters() if param in resumed.state}
+    assert not own & {"3.bias", "3.weight", "5.weight", "8.bias", "8.weight"}
+    train(setup, other, resumed)
+
+
+def _renamed_parameters_are_found(setup: Setup, root: Path) -> None:
+    model, opt = sharded()
+    train(setup, model, opt)
+    checkpoint.save(root, model, opt)
+    other, resumed = sharded(1, nn.ModuleDict({"body": build_model(1)}))
+    body: nn.Module = other.module.body
+    other.module.forward = body.forward
+    rename = {name.split(".")[0]: f"body.{name.split('.')[0]}" for name in model.module.state_dict()}
+    with refused(ValueError, "'body.0.weight' of the model is not in the checkpoint", other, resumed):
+        checkpoint.load(root, other, resumed)
+    with refused(ValueError, r"Expected names in rename= that the checkpoint has, got \['nine'\]", other, resumed):
+        checkpoint.load(root, other, resumed, rename={**rename, "nine": "ten"})
+    assert checkpoint.load(root, other, resumed, rename=rename).skipped == ()
+    train(setup, model, opt, 1)
+    train(setup, other, resumed, 1)
+    if setup.world_size <= 2:
+        assert_equal_models(model, other, "renamed")
+
+
+def _another_class_is_refused_and_the_model_loaded(setup: Setup, root: Path) -> None:
+    model, opt = sharded()
+    train(setup, model, opt)
+    checkpoint.save(root, model, opt)
+    other, resumed = sharded(2, build_model(1), SGD, momentum=0.9)
+    with refused(ValueError, r"the optimizer is torch.optim.sgd.SGD, saved is torch.optim.adamw.AdamW", other, resumed):
+        checkpoint.load(root, other, resumed)
+    loaded = checkpoint.load(root, other, resumed, strict=False)
+    assert len(loaded.skipped) == 1
+    assert not resumed.state
+    assert resumed.param_groups[0]["momentum"] == 0.9
+    assert_equal_models(model, other, "weights alone")
+    train(setup, other, resumed)
+
+
+def _dtypes_are_converted_when_lenient(setup: Setup, root: Path) -> None:
+    fp32, opt = sharded()
+    train(setup, fp32, opt)
+    checkpoint.save(root / "fp32", fp32, opt)
+    low, masters = sharded(2, Wrapped(build_model(1).bfloat16(), torch.bfloat16), master_weights=True)
+    rename = {str(place): f"layers.{place}" for place in (0, 2, 3, 5, 7)}
+    with refused(ValueError, "'layers.0.weight' has dtype bfloat16, saved is float32", low, masters):
+        checkpoint.load(root / "fp32", low, masters, rename=rename)
+    checkpoint.load(root / "fp32", low, masters, rename=rename, strict=False)
+    exact = dict(fp32.module.named_parameters())
+    names = {param: name.removeprefix("layers.") for name, param in low.module.named_parameters()}
+    assert masters.master_weights
+    for param, master in masters.master_weights.items():
+        assert_identical(exact[names[param]].detach(), master, "a master is the saved fp32 value")
+    train(setup, low, masters)
+
+    checkpoint.save(root / "low", low, masters)
+    back, plain = sharded(1, Wrapped(build_model(1), torch.float32))
+    checkpoint.load(root / "low", back, plain, strict=False)
+    values = dict(back.module.named_parameters())
+    for param, master in masters.master_weights.items():
+        assert_identical(master, values[f"layers.{names[param]}"].detach(), "a parameter is the saved master")
+    without, opt = sharded(2, Wrapped(build_model(1).bfloat16(), torch.bfloat16))
+    with refused(ValueError, "the saved master weight of 'layers.0.weight' has no place", without, opt):
+        checkpoint.load(root / "low", without, opt)
+    checkpoint.load(root / "low", without, opt, strict=False)
+    assert_equal_models(low, without, "without masters")
+
+
+def _freezing_may_change_in_between(setup: Setup, root: Path) -> None:
+    def build(frozen: int, seed: int = 0) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+        module = build_model(seed)
+        for param in list(module.parameters())[:frozen]:
+            param.requires_grad_(False)
+        ddp = wrap(module)
+        return ddp, ZeroRedundancyOptimizer([param for param in ddp.parameters() if param.requires_grad], AdamW, lr=0.1)
+
+    few, opt = build(4)
+    train(setup, few, opt)
+    checkpoint.save(root / "few", few, opt)
+    model, resumed = build(0, 1)
+    loaded = checkpoint.load(root / "few", model, resumed)
+    assert (loaded.skipped, len(loaded.notes)) == ((), 4)
+    train(setup, model, resumed)
+    checkpoint.save(root / "all", model, resumed)
+    again, last = build(4, 1)
+    loaded = checkpoint.load(root / "all", again, last)
+    assert (loaded.skipped, len(loaded.notes)) == ((), 4)
+    assert_equal_models(model, again, "weights")
+    train(setup, again, last)
+
+
+# Others' formats and optimizers
+
+
+def _goes_to_and_comes_from_torchs_own(setup: Setup, root: Path) -> None:
+    def theirs(seed: int) -> tuple[DistributedDataParallel, TorchZero]:
+        ddp = wrap(build_model(seed))
+        return ddp, TorchZero(split_groups(ddp, 2), AdamW, lr=0.1)
+
+    model, torchs = theirs(0)
+    train(setup, model, torchs)
+    checkpoint.save(root / "theirs", model, torchs)
+    ours_model = wrap(build_model(1))
+    ours = ZeroRedundancyOptimizer(split_groups(ours_model, 2), AdamW, lr=0.5)
+    assert checkpoint.load(root / "theirs", ours_model, ours).skipped == ()
+    checkpoint.save(root / "ours", ours_model, ours)
+    again_model, again = theirs(1)
+    assert checkpoint.load(root / "ours", again_model, again).skipped == ()
+    assert [group["lr"] for group in again.param_groups] == [0.1, 3e-3]
+    for one, optimizer in ((model, torchs), (ours_model, ours), (again_model, again)):
+        train(setup, one, optimizer, 1)
+    if setup.world_size <= 2:
+        assert_equal_models(model, ours_model, "ours, from theirs")
+        assert_equal_models(model, again_model, "theirs, from ours")
+
+
+def _torchs_tools_read_it(setup: Setup, root: Path) -> None:
+    model, opt = sharded()
+    train(setup, model, opt)
+    folder = checkpoint.save(root, model, opt, extra={"epoch": 3}).wait()
+    plain_model = wrap(build_model(1))
+    template: dict[str, Any] = {
+        "model": get_model_state_dict(plain_model),
+        "optim": {"state": {}},
+        "extra": {"epoch": 0},
+    }
+    state_dict_loader.load(template, checkpoint_id=folder)
+    assert_identical(dict(model.module.state_dict()), dict(template["model"]), "by torch.distributed.checkpoint")
+    assert template["extra"] == {"epoch": 3}
+
+
+def _drives_torch_distributed_checkpoint(setup: Setup, root: Path) -> None:
+    model, opt = sharded(master_weights=True, loss_scale=DynamicLossScale(initial=64.0))
+    train(setup, model, opt)
+    state_dict_saver.save(
+        {"model": get_model_state_dict(model), "optim": opt.sharded_state_dict()}, checkpoint_id=root / "dcp"
+    )
+    other, resumed = sharded(1, build_model(1), loss_scale=DynamicLossScale(initial=2.0))
+    state = {"model": get_model_state_dict(other), "optim": resumed.sharded_state_dict(other, init_missing=True)}
+    assert not resumed.state
+    state_dict_loader.load(state, checkpoint_id=root / "dcp")
+    other.module.load_state_dict(state["model"])
+    resumed.load_sharded_state_dict(state["optim"])
+    assert resumed.loss_scale == 64
+    train(setup, model, opt, 1)
+    train(setup, other, resumed, 1)
+    if setup.world_size <= 2:
+        assert_equal_models(model, other, "by way of torch.distributed.checkpoint")
+    nameless = ZeroRedundancyOptimizer(wrap().parameters(), AdamW)
+    with pytest.raises(ValueError, match=r"a name for each of 10 parameters, got 0. Give the model"):
+        nameless.sharded_state_dict()
+
+
+def _torchs_helpers_work_once_all_ranks_have_everything(setup: Setup, root: Path) -> None:
+    model, opt = sharded()
+    train(setup, model, opt)
+    if setup.world_size > 1:
+        with pytest.raises(RuntimeError, match=r"Call consolidate_state_dict\(to="):
+            get_optimizer_state_dict(model, opt)
+    for rank in range(setup.world_size):
+        opt.consolidate_state_dict(to=rank)
+    plain_model = wrap(build_model())
+    plain = AdamW(plain_model.parameters(), **OPTIONS)
+    plain_model.module.load_state_dict(model.module.state_dict())
+    whole = get_optimizer_state_dict(model, opt)
+    assert len(whole["state"]) == 10
+    set_optimizer_state_dict(plain_model, plain, copy.deepcopy(whole))
+    assert_identical(opt.state_dict()["state"], plain.state_dict()["state"], "the helpers' whole state")
+    other, resumed = sharded(1, build_model(1))
+    train(setup, other, resumed, 2, 1)  # torch steps one without state, which overlap refuses
+    other.module.load_state_dict(model.module.state_dict())
+    for rank in range(setup.world_size):
+        resumed.consolidate_state_dict(to=rank)
+    set_optimizer_state_dict(other, resumed, copy.deepcopy(whole), options=StateDictOptions(full_state_dict=True))
+    train(setup, model, opt, 1)
+    train(setup, other, resumed, 1)
+    if setup.world_size <= 2:
+        assert_equal_models(model, other, "set_optimizer_state_dict")
+
+
+# Ranks
+
+
+def _each_rank_writes_its_share(setup: Setup, root: Path) -> None:
+    model, opt = sharded(2, nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)]))
+    for _ in range(2):
+        opt.zero_grad()
+        model(torch.randn(4, 64)).sum().backward()
+        opt.step()
+    folder = checkpoint.save(root, model, opt).wait()
+    sizes = [(folder / tensor_file_name(rank)).stat().st_size for rank in range(setup.world_size)]
+    whole = 3 * sum(param.nbytes for param in model.parameters())
+    assert sum(sizes) > whole
+    assert max(sizes) - min(sizes) < 0.15 * whole / setup.world_size, sizes
+
+
+def _a_subgroup_saves_by_itself(setup: Setup, root: Path) -> None:
+    members = list(range(1, setup.world_size))
+    group = dist.new_group(members)
+    if setup.rank in members:
+        ddp = DistributedDataParallel(build_model(), process_group=group, gradient_as_bucket_view=True)
+        opt = shard_optimizer(ddp, AdamW, lr=0.1)
+        train(setup, ddp, opt)
+        checkpoint.save(root, ddp, opt)
+        checkpoint.load(root, ddp, opt)
+    dist.barrier()
+
+
+def _one_ranks_failure_is_everybodys(setup: Setup, root: Path) -> None:
+    model, opt = sharded()
+    train(setup, model, opt)
+    checkpoint.save(root, model, opt, step=1)
+    train(setup, model, opt)
+    last = setup.rank == setup.world_size - 1
+    kind: type[Exception] = TypeError if last else RuntimeError
+    with pytest.raises(kind, match=r"pickle in a checkpoint.* got builtins.object at \['rank_extra'\]\['it'\]"):
+        checkpoint.save(root, model, opt, rank_extra={"it": object() if last else 1})
+    with pytest.raises(ValueError, match="the same step on every rank"):
+        checkpoint.save(root, model, opt, step=setup.rank)
+    with pytest.raises(ValueError, match="keep of at least 1"):
+        checkpoint.save(root, model, opt, keep=0)
+
+    def fail(path: Path, tensors: Any) -> Any:
+        write_tensors(path, tensors)
+        raise OSError(28, "No space left on device")
+
+    for background in (False, True):
+        with mock.patch.object(saving, "write_tensors", fail if last else write_tensors):
+            kind = OSError if last else RuntimeError
+            if background:
+                pending = checkpoint.save(root, model, opt, step=2, background=True)
+                kind, before = RuntimeError, time.monotonic()
+                while not pending.is_done:
+                    assert time.monotonic() < before + 30
+                    time.sleep(0.01)
+                with pytest.raises(kind, match="No space left on device"):
+                    checkpoint.save(root, model, opt, step=3)
+            else:
+                with pytest.raises(kind, match="No space left on device"):
+                    checkpoint.save(root, model, opt, step=2)
+        dist.barrier()  # rank 0 has removed what there was
+        assert os.listdir(root) == ["step-00000001"]
+        dist.barrier()
+    with refused(ValueError if last else RuntimeError, "Expected", model, opt):
+        checkpoint.load(root, model, opt, rename={"nine": "ten"} if last else {})
+    with refused(FileNotFoundError, "a folder of them, at .*nowhere, got no complete one", model, opt):
+        checkpoint.load(root / "nowhere", model, opt)
+    checkpoint.load(root, model, opt)
+    train(setup, model, opt)
+
+
+def _training_goes_on_while_it_writes(setup: Setup, root: Path) -> None:
+    """The snapshot is of the moment; the training group carries nothing for it; a second save waits for the first."""
+    model, opt = sharded()
+    train(setup, model, opt)
+    unbroken = copy.deepcopy(dict(model.module.state_dict()))
+    may_write, threads = threading.Event(), []
+
+    def slowly(path: Path, tensors: Any) -> Any:
+        threads.append(threading.current_thread())
+        assert may_write.wait(30)
+        return write_tensors(path, tensors)
+
+    comm = opt._comm
+    with mock.patch.object(saving, "write_tensors", slowly):
+        sent = comm.sent_bytes
+        with mock.patch.object(dist, "all_gather", side_effect=AssertionError("on the training group")):
+            pending = checkpoint.save(root, model, opt, background=True)
+        assert comm.sent_bytes == sent
+        train(setup, model, opt, 1)
+        assert not pending.is_done
+        assert not list(root.glob("step-*"))
+        threading.Timer(0.3, may_write.set).start()
+        second = checkpoint.save(root, model, opt, background=True)
+        assert pending.is_done
+        second.wait()
+    assert threading.main_thread() not in threads
+    other, resumed = sharded(1, build_model(1))
+    checkpoint.load(root / "step-00000001", other, resumed)
+    assert_identical(unbroken, dict(other.module.state_dict()), "the moment of the save")
+    checkpoint.load(root, other, resumed)
+    assert_equal_models(model, other, "the second save")
+
+
+def _old_checkpoints_go(setup: Setup, root: Path) -> None:
+    model, opt = sharded()
+    for step in (1, 2, 3):
+        checkpoint.save(root, model, opt, keep=2)
+        assert len(list(root.iterdir())) == min(step, 2)
+        dist.barrier()
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000002", "step-00000003"]
+    checkpoint.save(root, model, opt, step=1, keep=1)
+    assert [path.name for path in root.iterdir()] == ["step-00000001"]
+    dist.barrier()
+    checkpoint.save(root, model, opt, step=1)
+    assert checkpoint.load(root, model, opt).folder.name == "step-00000001-1"
+
+
+CASES: list[tuple[Case, tuple[int, ...]]] = [
+    (_every_optimizer_resumes, (1, 2, 3)),
+    (_odd_models_are_saved_whole, (1, 2, 3)),
+    (_what_the_user_adds_comes_back, (1, 2)),
+    (_masters_and_loss_scale_come_back, (1, 2)),
+    (_any_moment_between_steps_is_saved, (1, 2, 3)),
+    (_added_groups_are_saved, (1, 2, 3)),
+    (_gradients_are_not_part_of_a_checkpoint, (1, 2)),
+    (_between_backward_and_step_it_is_refused, (1, 2)),
+    (_misfits_are_listed_and_the_rest_is_loaded, (1, 2)),
+    (_renamed_parameters_are_found, (2,)),
+    (_another_class_is_refused_and_the_model_loaded, (2,)),
+    (_dtypes_are_converted_when_lenient, (1, 2)),
+    (_freezing_may_change_in_between, (2,)),
+    (_goes_to_and_comes_from_torchs_own, (1, 2, 3)),
+    (_torchs_tools_read_it, (1, 2)),
+    (_drives_torch_distributed_checkpoint, (1, 2, 3)),
+    (_torchs_helpers_work_once_all_ranks_have_everything, (1, 2)),
+    (_each_rank_writes_its_share, (2, 4)),
+    (_a_subgroup_saves_by_itself, (3,)),
+    (_one_ranks_failure_is_everybodys, (2, 3)),
+    (_training_goes_on_while_it_writes, (1, 2)),
+    (_old_checkpoints_go, (1, 2)),
+]
+
+
+def _all_of_them(setup: Setup, folder: str) -> None:
+    """One spawn for all cases of a number of ranks; a failure says which case."""
+    for case, sizes in CASES:
+        if setup.world_size in sizes:
+            case(setup, Path(folder) / case.__name__)  # its name is in the traceback
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_checkpoint(world_size: int, tmp_path: Path) -> None:
+    run_ranks(_all_of_them, world_size, str(tmp_path))
