@@ -1,5 +1,6 @@
 """What a rank owns of the optimizer, for sharded checkpoints: by index for this library's own, by name for others."""
 
+import copy
 from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
@@ -130,8 +131,11 @@ class ShowsOwnState(ConsolidatesState):
         """See that `load_owned` would take a state dict, whose tensors may be without memory.
 
         Raises:
-            ValueError: if not, naming the group or the parameter and why.
+            ValueError: if not, naming the group or the parameter and why; TypeError for a loss scale that is no number.
         """
+        scale = self._decision.loss_scale
+        if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
+            copy.copy(scale).load_state_dict(state_dict[SCALE_KEY])
         restrict_state_dict(state_dict, self.param_groups, self._sharded.table, self.optim, self._sharded.stepped)
 
     def load_owned(self, state_dict: dict[str, Any]) -> None:

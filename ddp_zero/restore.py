@@ -182,12 +182,12 @@ class Restore:
     # Changing the model and the optimizer
 
     def carry_out(self) -> None:
-        """Read everything into its place, a tensor at a time."""
+        """Read everything into its place, a tensor at a time; what runs the user's code first, since that may raise."""
+        self.live.load_extra(fill(self.extra_states, self._read))
         for name, stored in self.values.items():
             target = self.live.tensor(name)
             assert target is not None, "fits a tensor"
             read_into(self.saved.folder, stored, target)
-        self.live.load_extra(fill(self.extra_states, self._read))
         if self.optimizer is not None:
             self._read_masters(self.optimizer)
             self.optimizer.inner.state.clear()  # before the new one is there, so that there are never two
