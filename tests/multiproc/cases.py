@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from ddp_zero.gradients import CommHook
@@ -269,6 +270,32 @@ def build_overlapped_twins(
     sharded_model.register_comm_hook(state, build(wrapped, sharded_model, opt, split))
     before = [param.detach().clone() for param in sharded_model.parameters()]
     return Twins(plain_model, sharded_model, plain, opt, before)
+
+
+class LargestLiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside it held at once, besides those that were there before."""
+
+    def __init__(self, existing: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
+        self.live: dict[int, Any] = {}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.existing:
+                self.live[tensor.untyped_storage().data_ptr()] = torch.multiprocessing.reductions.StorageWeakRef(
+                    tensor.untyped_storage()
+                )
+        held = 0
+        for pointer, reference in list(self.live.items()):
+            if reference.expired():
+                del self.live[pointer]
+            else:
+                held += torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
+        self.largest = max(self.largest, held)
+        return result
 
 
 _stage = 1

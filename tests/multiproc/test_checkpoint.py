@@ -4,6 +4,7 @@ import copy
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,11 +26,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, saving, shard_optimizer
+from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, restore, saving, shard_optimizer
 from ddp_zero.manifest import tensor_file_name
-from ddp_zero.tensor_file import write_tensors
+from ddp_zero.tensor_file import read, write_tensors
 from tests.multiproc.cases import (
     OPTIMIZERS,
+    LargestLiveBytes,
     assert_equal_models,
     assert_identical,
     batches,
@@ -542,6 +544,55 @@ def _each_rank_writes_its_share(setup: Setup, root: Path) -> None:
     assert max(sizes) - min(sizes) < 0.15 * whole / setup.world_size, sizes
 
 
+def _memory_is_the_shard_and_one_tensor(setup: Setup, root: Path) -> None:
+    for masters in (False, True):
+        check_memory(root / str(masters), masters)
+
+
+def check_memory(root: Path, masters: bool) -> None:
+    one = 4 * 100 * 100
+    dtype = torch.bfloat16 if masters else torch.float32
+
+    def build() -> Any:
+        layers = nn.Sequential(*[nn.Linear(100, 100, bias=False) for _ in range(12)]).to(dtype)
+        return sharded(2, Wrapped(layers, dtype), master_weights=masters)
+
+    def existing(model: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Tensor]:
+        state = [value for state in opt.owned_state().values() for value in state.values()]
+        return [
+            *model.parameters(),
+            *(value.grad for value in model.parameters() if value.grad is not None),
+            *state,
+        ]
+
+    model, opt = build()
+    for _ in range(2):
+        opt.zero_grad()
+        model(torch.randn(4, 100)).sum().backward()
+        opt.step()
+    own = 2 * one * len(opt.owned_state())
+    with LargestLiveBytes(existing(model, opt)) as memory:
+        checkpoint.save(root, model, opt)
+    assert memory.largest < 1.2 * one, "one tensor at a time leaves flat storage"
+    with LargestLiveBytes(existing(model, opt)) as memory:
+        checkpoint.save(root, model, opt, background=True).wait()
+    assert own < memory.largest < 2.2 * own
+    other, resumed = build()
+    with LargestLiveBytes(existing(other, resumed)) as memory:
+        checkpoint.load(root, other, resumed)
+    assert own * 0.9 < memory.largest < own + 1.3 * one, (memory.largest, own, one)
+    old = [weakref.ref(value) for state in opt.optim.state.values() for value in state.values()]
+    alive = []
+
+    def look(*args: Any) -> Tensor:
+        alive.append(sum(reference() is not None for reference in old))
+        return read(*args)
+
+    with mock.patch.object(restore, "read", look):
+        checkpoint.load(root, model, opt)
+    assert alive[-1] == 0, "the old state had been dropped"
+
+
 def _a_subgroup_saves_by_itself(setup: Setup, root: Path) -> None:
     members = list(range(1, setup.world_size))
     group = dist.new_group(members)
@@ -666,6 +717,7 @@ CASES: list[tuple[Case, tuple[int, ...]]] = [
     (_drives_torch_distributed_checkpoint, (1, 2, 3)),
     (_torchs_helpers_work_once_all_ranks_have_everything, (1, 2)),
     (_each_rank_writes_its_share, (2, 4)),
+    (_memory_is_the_shard_and_one_tensor, (2, 3)),
     (_a_subgroup_saves_by_itself, (3,)),
     (_one_ranks_failure_is_everybodys, (2, 3)),
     (_training_goes_on_while_it_writes, (1, 2)),

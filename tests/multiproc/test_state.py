@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.report import state_bytes
 from tests.multiproc.cases import (
     OPTIMIZERS,
+    LargestLiveBytes,
     OptimizerCase,
     Twins,
     assert_equal_models,
@@ -255,32 +255,6 @@ def _consolidation_sends_no_pickle(setup: Setup) -> None:
     with pytest.raises((TypeError, RuntimeError), match=owner_says):
         odd.opt.consolidate_state_dict(to=0)
     odd.train(setup, 1, seed=1)  # nobody hangs, and training goes on
-
-
-class LargestLiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside it held at once, besides those that were there before."""
-
-    def __init__(self, existing: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
-        self.live: dict[int, Any] = {}
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.existing:
-                self.live[tensor.untyped_storage().data_ptr()] = torch.multiprocessing.reductions.StorageWeakRef(
-                    tensor.untyped_storage()
-                )
-        held = 0
-        for pointer, reference in list(self.live.items()):
-            if reference.expired():
-                del self.live[pointer]
-            else:
-                held += torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
-        self.largest = max(self.largest, held)
-        return result
 
 
 def _other_ranks_need_one_parameters_state_of_extra_memory(setup: Setup) -> None:
