@@ -28,6 +28,11 @@ WIRE_2 = _STAGE_2 + "test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes"
 STAGE_2 = _STAGE_2 + "test_stage_2"
 RECIPES = _HERE + "test_recipes.py::test_a_step_that_needs_all_gradients_equals_ddp_with_torchs_own_parts"
 DECIDE = _HERE + "test_decision.py::test_decision"
+CHECKPOINT = _HERE + "test_checkpoint.py::test_checkpoint"
+_RESUME = _HERE + "test_checkpoint_resume.py::"
+RESUMES = _RESUME + "test_every_mode_and_world_size_resumes_every_other_bit_for_bit"
+KILLED = _RESUME + "test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_nothing_had_happened"
+HOSTILE = _HERE + "test_hostile_checkpoints.py::test_hostile_checkpoints_are_refused_and_change_nothing"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 FEATURES: list[tuple[str, str, str]] = [
@@ -78,6 +83,19 @@ FEATURES: list[tuple[str, str, str]] = [
     ("... an inf or nan on one rank: nothing changes anywhere; `opt.last_step` names where it was", "yes", DECIDE),
     ("... clipped or unscaled in the loop with overlap: the first step is taken back, later ones wait", "yes", DECIDE),
     ("... the same decision under `Join`, with unused parameters, and where a rank owns nothing", "yes", DECIDE),
+    ("Sharded checkpoints: stages 1 and 2 and plain at 1 to 4 ranks resume each other bit for bit", "yes", RESUMES),
+    (
+        "... SIGKILL at 50 random moments: a whole checkpoint is always there and continues as if unbroken",
+        "yes",
+        KILLED,
+    ),
+    ("... hostile files, also with checksums that fit, are refused before anything is changed", "yes", HOSTILE),
+    ("... in the background; memory of the shard and one tensor; what does not fit is listed", "yes", CHECKPOINT),
+    (
+        "... read by `torch.distributed.checkpoint`; `get_optimizer_state_dict` once all ranks have all",
+        "yes",
+        CHECKPOINT,
+    ),
     ("LBFGS, sparse gradients", "no: clear error", MISUSE),
     ("Complex parameters with overlap or stage 2", "no: clear error", STAGE_2),
     ("NCCL, CUDA", "never run yet", CUDA),
