@@ -28,7 +28,7 @@ from ddp_zero.manifest import text_and_tensors
 from ddp_zero.optimizer_state import state_of
 from ddp_zero.restore import Restore
 from ddp_zero.saved_checkpoint import SavedCheckpoint
-from ddp_zero.saving import Saving, Work, writer_of
+from ddp_zero.saving import Saving, Work, finish, writer_of
 
 PathLike = str | os.PathLike[str]
 
@@ -97,10 +97,10 @@ def save(
     """
     live = LiveModel(model)
     writer = writer_of(model, _group(live, optimizer))
-    writer.finish()
     peers, root = writer.peers, Path(path)
     name = ""
     with Agreement(peers, "checkpoint.save") as agreement:
+        writer.finish()
         agreement.declare("step", step)
         agreement.declare("keep", keep)
         if keep is not None and keep < 1:
@@ -147,9 +147,9 @@ def load(
     """
     live = LiveModel(model)
     writer = writer_of(model, _group(live, optimizer))
-    writer.finish()
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
+        writer.finish()
         saved = SavedCheckpoint.open(Path(path))
         agreement.declare("checkpoint", saved.digest)
         plan = Restore.plan(saved, live, None if optimizer is None else state_of(optimizer), rename, strict)
@@ -168,8 +168,7 @@ def wait(model: nn.Module) -> None:
     Raises:
         RuntimeError: if it has failed and nobody was told.
     """
-    live = LiveModel(model)
-    writer_of(model, live.group).finish()
+    finish(model)
 
 
 def _group(live: LiveModel, optimizer: Optimizer | None) -> ProcessGroup | None:

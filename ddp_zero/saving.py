@@ -160,6 +160,13 @@ def writer_of(model: nn.Module, group: ProcessGroup | None) -> Writer:
     return writer
 
 
+def finish(model: nn.Module) -> None:
+    """Wait for a model's save that is under way, if there is one; see `Writer.finish`."""
+    writer = _writers.get(model)
+    if writer is not None:
+        writer.finish()
+
+
 def _logged(work: Work, peers: Peers) -> Path:
     try:
         return write(work, peers)

@@ -85,14 +85,14 @@ FEATURES: list[tuple[str, str, str]] = [
     ("... the same decision under `Join`, with unused parameters, and where a rank owns nothing", "yes", DECIDE),
     ("Sharded checkpoints: stages 1 and 2 and plain at 1 to 4 ranks resume each other bit for bit", "yes", RESUMES),
     (
-        "... SIGKILL at 50 random moments: a whole checkpoint is always there and continues as if unbroken",
+        "... SIGKILL at 50 random moments: a whole checkpoint is always there, and continues",
         "yes",
         KILLED,
     ),
     ("... hostile files, also with checksums that fit, are refused before anything is changed", "yes", HOSTILE),
     ("... in the background; memory of the shard and one tensor; what does not fit is listed", "yes", CHECKPOINT),
     (
-        "... read by `torch.distributed.checkpoint`; `get_optimizer_state_dict` once all ranks have all",
+        "... read by `torch.distributed.checkpoint`; torch's `get_optimizer_state_dict`",
         "yes",
         CHECKPOINT,
     ),
