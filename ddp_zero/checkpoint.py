@@ -134,7 +134,8 @@ def load(
         path: a checkpoint, or a folder of them, of which the complete one of the highest step is loaded.
         model: the DDP model, or a plain one.
         optimizer: over the model's parameters: sharded by this library or by torch, or plain. None: the model only.
-        strict: raise if anything does not fit. Otherwise leave that as it is, convert dtypes, and say so.
+        strict: raise if anything does not fit. Otherwise convert dtypes, leave other values that do not fit as they are
+            with their state, start without state where a value fits and its state does not, and say so.
         rename: saved names, or prefixes of them up to a dot, and what they are called now.
 
     Returns:

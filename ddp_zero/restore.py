@@ -29,7 +29,8 @@ class Restore:
         fit: what fits.
         values: where the value of each tensor of the model comes from.
         extra_states: state of modules that is no tensor.
-        states: what each parameter of the optimizer takes, by index.
+        names: of the optimizer's parameters, by index.
+        states: what each of them takes, by index.
         groups: the optimizer's groups as they will be.
     """
 
@@ -39,6 +40,7 @@ class Restore:
     fit: Fit = field(default_factory=Fit)
     values: dict[str, StoredTensor] = field(default_factory=dict)
     extra_states: dict[str, Any] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
     states: dict[int, dict[Any, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
@@ -92,7 +94,7 @@ class Restore:
         entries: Mapping[str, Any],
     ) -> None:
         fit, shared, table = self.fit, self.saved.shared, optimizer.table
-        names = [self.live.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
+        names = self.names = [self.live.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
         remaining = iter(names)
         live_groups = [[next(remaining) for _ in group["params"]] for group in optimizer.optimizer.param_groups]
         if shared.optimizer != class_name(optimizer.inner):
@@ -168,10 +170,8 @@ class Restore:
         """A parameter must be its rounded master, or the first step would undo what was loaded."""
         if self.optimizer is None:
             return
-        names = {id(value): name for name, value in self.live.tensors.items()}
         for index in self.optimizer.kept():
-            param = self.optimizer.table.params[index]
-            name = names[id(param)]
+            param, name = self.optimizer.table.params[index], self.names[index]
             master, value = self.states.get(index, {}).get(MASTER_KEY), self.values.get(name)
             if master is None or value is None or master == value:
                 continue
@@ -184,6 +184,8 @@ class Restore:
     def carry_out(self) -> None:
         """Read everything into its place, a tensor at a time; what runs the user's code first, since that may raise."""
         self.live.load_extra(fill(self.extra_states, self._read))
+        if self.optimizer is not None:
+            self._keep_states(self.optimizer)
         for name, stored in self.values.items():
             target = self.live.tensor(name)
             assert target is not None, "fits a tensor"
@@ -201,6 +203,13 @@ class Restore:
             if master is not None and MASTER_KEY in state:
                 read_into(self.saved.folder, state[MASTER_KEY], master)
                 state[MASTER_KEY] = master.detach()
+
+    def _keep_states(self, optimizer: OptimizerState) -> None:
+        """State belongs to a value: it stays where that stays, and goes where another was read."""
+        present = optimizer.state()
+        for index in optimizer.kept():
+            if self.names[index] not in self.values and index in present:
+                self.states[index] = present[index]
 
     def _read(self, stored: StoredTensor) -> Tensor:
         device = torch.device("cpu") if self.optimizer is None else self.optimizer.table.accelerator()

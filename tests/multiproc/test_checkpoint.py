@@ -351,6 +351,16 @@ def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup, root: Path) -> None
     own = {name for name, param in other.module.named_parameters() if param in resumed.state}
     assert not own & {"3.bias", "3.weight", "5.weight", "8.bias", "8.weight"}
     train(setup, other, resumed)
+    before = copy.deepcopy(dict(other.module.state_dict()))
+    names = [name for name, _ in other.module.named_parameters()]
+    states = {names[index]: state for index, state in copy.deepcopy(resumed.owned_state()).items()}
+    checkpoint.load(root, other, resumed, strict=False)
+    for index, state in resumed.owned_state().items():
+        if names[index] in ("3.bias", "3.weight", "5.weight", "8.bias", "8.weight"):
+            assert_identical(states[names[index]], state, "what is left as it is keeps its state")
+            assert_identical(before[names[index]], other.module.state_dict()[names[index]], names[index])
+        else:
+            assert state["step"] == 3
 
 
 def _renamed_parameters_are_found(setup: Setup, root: Path) -> None:
