@@ -3,13 +3,15 @@
     torchrun --standalone --nproc-per-node=2 examples/train_gpt.py
     torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --compare --plot run.png
     torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --dtype bf16 --master-weights --clip 1 --accumulate 4
+    torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --save-every 100 --resume runs/1
     python examples/train_gpt.py --text my_book.txt --steps 2000
 
 `MODES` holds the few lines in which plain and sharded training differ: ``--optimizer zero1-overlap`` steps inside
 backward, ``zero1-interleaved`` while backward still computes, ``zero2`` shards gradients as well. ``--clip`` and
 ``--master-weights`` are options of the sharded optimizer; `step_by_hand` is the same with torch's own parts, for plain
-training. Every rank draws its own batches; the weights start from the same seed. The text is Python's language
-reference, unless ``--text`` names another file.
+training. All ranks draw the same windows of text, and each trains on its share of them: the data does not depend on how
+many ranks there are. So the line with ``--resume``, given again after an interruption, goes on to the same end, at any
+number of ranks that divides the batch. The text is Python's language reference, unless ``--text`` names another file.
 """
 
 import math
@@ -17,10 +19,11 @@ import os
 import resource
 import sys
 import time
+import zlib
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,19 +43,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, hook_with_zero_step_interleaved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 VOCABULARY = 256  # a token is a byte
-EVAL_WINDOWS = 128  # per rank
+EVAL_WINDOWS = 256  # over all ranks
 PROMPT = b"The "
 SAMPLE_BYTES = 200
 LOG_LINES = 20
 PEAK_NOTE = "peak memory: of the process so far, Python and torch included; on a GPU, allocated there in this training"
 BUCKETS = 8  # about as many gradient buckets as DDP makes of the model
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RECIPE = ("steps", "accumulate", "heads", "lr", "clip", "seed")  # what shapes and dtypes do not show
 
 
 # Modes
@@ -146,7 +150,7 @@ def parse_options() -> Namespace:
     add = parser.add_argument
     add("--optimizer", choices=list(MODES), default="zero1", help="how the optimizer state is kept")
     add("--steps", type=positive, default=500, help="optimizer steps")
-    add("--batch-size", type=positive, default=8, help="windows of text per rank and backward pass")
+    add("--batch-size", type=positive, default=8, help="windows of text per rank and backward pass, at the start")
     add("--context", type=positive, default=128, help="bytes that the model sees at once")
     add("--layers", type=positive, default=4, help="transformer blocks")
     add("--width", type=positive, default=128, help="features per position")
@@ -159,6 +163,8 @@ def parse_options() -> Namespace:
     add("--seed", type=int, default=0, help="seed of weights and data")
     add("--eval-every", type=positive, default=100, help="steps between validations")
     add("--text", type=Path, help="train on this file; Python's language reference if not given")
+    add("--save-every", type=positive, metavar="N", help="steps between checkpoints, of which the newest two are kept")
+    add("--resume", type=Path, metavar="DIR", help="where checkpoints are; goes on from the newest if there is one")
     add("--compare", action="store_true", help="train with DDP + AdamW first; fail unless the parameters are equal")
     add("--plot", type=Path, metavar="FILE.png", help="draw losses and memory")
     options = parser.parse_args()
@@ -166,6 +172,17 @@ def parse_options() -> Namespace:
         parser.error(f"Expected --width to be a multiple of --heads {options.heads}, got {options.width}.")
     if options.master_weights and options.dtype == "fp32":
         parser.error("Expected --dtype bf16 with --master-weights, got fp32: such parameters are their own masters.")
+    if options.save_every is not None and options.resume is None:
+        parser.error("Expected --resume DIR with --save-every, got none: it says where to save, too.")
+    if options.resume is not None and options.resume.exists() and not options.resume.is_dir():
+        parser.error(f"Expected --resume to name a folder, or none yet, got {options.resume}.")
+    if options.resume is not None and options.compare:
+        parser.error("Expected --resume or --compare, got both: what is compared is trained from the beginning.")
+    if options.resume is not None and options.master_weights and options.optimizer == "ddp":
+        parser.error(
+            "Expected a sharded --optimizer with --resume and --master-weights, got ddp: its masters are no parameters "
+            "of the model, and would not be saved."
+        )
     if options.plot is not None and (options.plot.suffix != ".png" or not options.plot.parent.is_dir()):
         parser.error(f"Expected --plot to name a .png file in a folder that exists, got {options.plot}.")
     if options.plot is not None and find_spec("matplotlib") is None:
@@ -230,6 +247,7 @@ class Corpus:
     train: Tensor
     validation: Tensor
     context: int
+    checksum: int
 
     @classmethod
     def load(cls, path: Path | None, context: int) -> "Corpus":
@@ -243,16 +261,16 @@ class Corpus:
             )
         tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         cut = len(data) * 9 // 10
-        return cls(tokens[:cut], tokens[cut:], context)
+        return cls(tokens[:cut], tokens[cut:], context, zlib.crc32(data))
 
-    def draw(self, batch_size: int, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A random batch of inputs and targets."""
-        starts = torch.randint(len(self.train) - self.context, (batch_size,), generator=generator)
-        return self._windows(self.train, starts, device)
+    def draw(self, windows: int, generator: torch.Generator, world: World) -> tuple[Tensor, Tensor]:
+        """This rank's inputs and targets of random windows, which all ranks draw alike."""
+        starts = torch.randint(len(self.train) - self.context, (windows,), generator=generator)
+        return self._windows(self.train, starts[world.rank :: world.size], world.device)
 
     def held_out(self, batch_size: int, world: World) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's batches of the validation windows, which lie at equal distances over the held-out text."""
-        starts = torch.linspace(0, len(self.validation) - self.context - 1, EVAL_WINDOWS * world.size).long()
+        starts = torch.linspace(0, len(self.validation) - self.context - 1, EVAL_WINDOWS).long()
         for batch in starts[world.rank :: world.size].split(batch_size):
             yield self._windows(self.validation, batch, world.device)
 
@@ -374,8 +392,44 @@ class Outcome:
         return f"  grad norm {self.norm:.3g}, {'stepped' if self.skipped is None else 'not stepped'}"
 
 
+class Refusal(Exception):
+    """What the command line can put right: told without a traceback."""
+
+
+@dataclass
+class Position:
+    """Where a training stands, but for model and optimizer.
+
+    ``windows`` is how many windows of text all ranks together see in a backward pass.
+    """
+
+    windows: int
+    generator: torch.Generator
+    scheduler: LambdaLR
+    train_losses: list[float] = field(default_factory=list)
+    validation_losses: list[tuple[int, float]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same in numbers, lists, tuples and tensors."""
+        return {
+            "windows": self.windows,
+            "generator": self.generator.get_state(),
+            "scheduler": self.scheduler.state_dict(),
+            "train_losses": self.train_losses,
+            "validation_losses": self.validation_losses,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to where `state_dict` was called."""
+        self.windows = state["windows"]
+        self.generator.set_state(state["generator"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.train_losses = state["train_losses"]
+        self.validation_losses = state["validation_losses"]
+
+
 def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result:
-    """Train from the seed. A collective."""
+    """Train from the seed, or from a checkpoint. A collective."""
     torch.manual_seed(options.seed)
     model = GPT(options.context, options.layers, options.width, options.heads).to(world.device, DTYPES[options.dtype])
     initial = copy_parameters(model)
@@ -385,35 +439,79 @@ def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     optimizer = MODES[mode](ddp, options)
     scheduler = LambdaLR(optimizer, partial(lr_factor, steps=options.steps))
-    generator = torch.Generator().manual_seed(options.seed * world.size + world.rank)  # other data on every rank
-    train_losses: list[float] = []
-    validation_losses: list[tuple[int, float]] = []
+    position = Position(options.batch_size * world.size, torch.Generator().manual_seed(options.seed), scheduler)
+    if options.resume is not None:
+        resume(position, ddp, optimizer, options, corpus, world)
+    behind = len(position.train_losses)
     gradients = 0
     begin = time.perf_counter()
 
-    for step in range(1, options.steps + 1):
-        batches = [corpus.draw(options.batch_size, generator, world.device) for _ in range(options.accumulate)]
+    for step in range(behind + 1, options.steps + 1):
+        batches = [corpus.draw(position.windows, position.generator, world) for _ in range(options.accumulate)]
         loss = backward(ddp, batches)
         gradients = gradient_bytes(ddp)
         outcome = take_step(ddp, optimizer, options.clip)
         scheduler.step()
         optimizer.zero_grad()
-        train_losses.append(world.gather(loss).mean().item())
+        position.train_losses.append(world.gather(loss).mean().item())
         is_due = step == 1 or step % max(1, options.steps // LOG_LINES) == 0
-        world.update(progress(step, train_losses[-1], outcome, time.perf_counter() - begin, options, world), is_due)
+        world.update(progress(position, outcome, (time.perf_counter() - begin) / (step - behind), options), is_due)
         if outcome.skipped is not None:
             world.say(f"step {step:>5}/{options.steps}  not stepped: {outcome.skipped}")
         if step % options.eval_every == 0 or step == options.steps:
-            validation_losses.append((step, evaluate(model, options.batch_size, corpus, world)))
-            world.say(f"step {step:>5}/{options.steps}  validation loss {validation_losses[-1][1]:.3f}")
+            validation_loss = evaluate(model, position.windows // world.size, corpus, world)
+            position.validation_losses.append((step, validation_loss))
+            world.say(f"step {step:>5}/{options.steps}  validation loss {validation_loss:.3f}")
+        if options.save_every is not None and step % options.save_every == 0:
+            extra = {"recipe": recipe(options, corpus), "position": position.state_dict()}
+            checkpoint.save(options.resume, ddp, optimizer, extra=extra, step=step, keep=2, background=True)
 
+    if options.save_every is not None:
+        checkpoint.wait(ddp)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         for line in optimizer.explain().splitlines():
             if line.startswith(("regime", "gradients")):
                 world.say(line)
     usages = measure(model, optimizer, gradients, world)
     sample = model.generate(PROMPT, SAMPLE_BYTES, options.seed) if world.rank == 0 else b""
-    return Result(mode, train_losses, validation_losses, initial, copy_parameters(model), usages, sample)
+    losses = position.train_losses, position.validation_losses
+    return Result(mode, *losses, initial, copy_parameters(model), usages, sample)
+
+
+def resume(
+    position: Position,
+    ddp: DistributedDataParallel,
+    optimizer: Optimizer,
+    options: Namespace,
+    corpus: Corpus,
+    world: World,
+) -> None:
+    """Go on from the newest checkpoint, if there is one. A collective."""
+    try:
+        loaded = checkpoint.load(options.resume, ddp, optimizer)
+    except FileNotFoundError:
+        world.say(f"no checkpoint in {options.resume} yet: training from the beginning")
+        return
+    except ValueError as error:  # damaged, or another model or optimizer
+        raise Refusal(str(error)) from error
+    if loaded.folder == options.resume:
+        raise Refusal(f"Expected --resume to name a folder of checkpoints, got one of them: {loaded.folder}.")
+    for what, expected in loaded.extra["recipe"].items():
+        got = recipe(options, corpus)[what]
+        if got != expected:
+            raise Refusal(f"Expected {what} {expected} as in {loaded.folder}, got {got}. Give what the run began with.")
+    position.load_state_dict(loaded.extra["position"])
+    if position.windows % world.size:
+        raise Refusal(
+            f"Expected a number of ranks that divides the {position.windows} windows per backward pass in "
+            f"{loaded.folder}, got {world.size}."
+        )
+    world.say(f"resumed after step {loaded.step} with {position.windows // world.size} windows per rank")
+
+
+def recipe(options: Namespace, corpus: Corpus) -> dict[str, Any]:
+    """What must not change when a training is resumed."""
+    return {**{f"--{name}": getattr(options, name) for name in RECIPE}, "a text with CRC-32": corpus.checksum}
 
 
 def backward(ddp: DistributedDataParallel, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -476,7 +574,7 @@ def evaluate(model: GPT, batch_size: int, corpus: Corpus, world: World) -> float
     total = torch.zeros((), device=world.device)
     for inputs, targets in corpus.held_out(batch_size, world):
         total += model(inputs, targets) * len(inputs)
-    return world.gather(total / EVAL_WINDOWS).mean().item()
+    return world.gather(total / EVAL_WINDOWS).sum().item()
 
 
 def measure(model: nn.Module, optimizer: Optimizer, gradients: int, world: World) -> list[Usage]:
@@ -517,10 +615,11 @@ def copy_parameters(model: nn.Module) -> list[Tensor]:
 # Report
 
 
-def progress(step: int, loss: float, outcome: Outcome, seconds: float, options: Namespace, world: World) -> str:
-    """Step, loss, what clipping saw, speed so far and time left."""
-    speed = step * options.accumulate * options.batch_size * options.context * world.size / seconds
-    left = seconds / step * (options.steps - step)
+def progress(position: Position, outcome: Outcome, pace: float, options: Namespace) -> str:
+    """Step, loss, what clipping saw, speed and time left at this pace, in seconds per step."""
+    step, loss = len(position.train_losses), position.train_losses[-1]
+    speed = options.accumulate * position.windows * options.context / pace
+    left = pace * (options.steps - step)
     return f"step {step:>5}/{options.steps}  train loss {loss:.3f}{outcome}  {speed:,.0f} tokens/s  {left:.0f} s left"
 
 
@@ -640,6 +739,10 @@ def main() -> int:
         return 2
     try:
         return 0 if run(options, corpus, world) else 1
+    except Refusal as error:
+        if world.rank == 0:
+            print(f"train_gpt.py: error: {error}", file=sys.stderr)
+        return 2
     finally:
         dist.destroy_process_group()
 

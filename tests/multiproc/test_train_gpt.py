@@ -1,10 +1,15 @@
 """The example, run as its users run it."""
 
+import contextlib
 import os
 import pty
 import re
+import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -204,6 +209,95 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     assert run.code == 2
     assert f"Expected at least 90 bytes of text for --context 8, got 10 from --text {text}." in run.errors
     assert run.output == ""
+
+
+def losses(run: Finished, steps: int) -> list[tuple[str, ...]]:
+    """Step, kind and value of every loss that was printed."""
+    assert run.code == 0, f"{run.output}\n{run.errors}"
+    return re.findall(rf"^step +(\d+)/{steps}  (train|validation) loss ([\d.]+)", run.output, re.MULTILINE)
+
+
+def kill_after_two_checkpoints(folder: Path, scratch: Path, *arguments: str) -> None:
+    """Run on two ranks and kill torchrun and its workers, which are in sessions of their own, without warning."""
+    worker, pids = scratch / "worker.sh", scratch / "pids"
+    pids.touch()
+    worker.write_text(f"echo $$ >> '{pids}'; exec \"$@\"\n")
+    process = subprocess.Popen(
+        [sys.executable, *TORCHRUN, "--no-python", "sh", str(worker), sys.executable, EXAMPLE, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + TIMEOUT
+    try:
+        while len(list(folder.glob("step-*"))) < 2:
+            assert process.poll() is None, "it ended by itself"
+            assert time.monotonic() < deadline, f"no two checkpoints after {TIMEOUT:.0f} s"
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        for pid in pids.read_text().split():
+            with contextlib.suppress(ProcessLookupError):  # it has failed
+                os.kill(int(pid), signal.SIGKILL)
+        process.wait()
+
+
+def test_a_killed_run_ends_as_the_unbroken_one_at_any_number_of_ranks(tmp_path: Path) -> None:
+    steps = 40
+    arguments = (*TINY, f"--steps={steps}", "--eval-every=20", "--save-every=2")
+    whole = launch(*TORCHRUN, EXAMPLE, *arguments, f"--resume={tmp_path / 'whole'}")
+    unbroken = losses(whole, steps)
+    assert [loss[:2] for loss in unbroken[-2:]] == [("40", "train"), ("40", "validation")]
+    assert f"no checkpoint in {tmp_path / 'whole'} yet: training from the beginning" in whole.output
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["step-00000038", "step-00000040"]
+
+    at_two, at_one = tmp_path / "two", tmp_path / "one"
+    kill_after_two_checkpoints(at_two, tmp_path, *arguments, f"--resume={at_two}")
+    done = max(int(path.name.removeprefix("step-")) for path in at_two.glob("step-*"))
+    assert 4 <= done < steps, "it was killed in the middle"
+    shutil.copytree(at_two, at_one)
+    two = launch(*TORCHRUN, EXAMPLE, *arguments, f"--resume={at_two}")
+    assert losses(two, steps) == [loss for loss in unbroken if int(loss[0]) > done]
+    assert f"resumed after step {done} with 2 windows per rank" in two.output
+    one = launch(EXAMPLE, *arguments, f"--resume={at_one}")
+    assert losses(one, steps)[-2:] == unbroken[-2:], "before, rounding may show"
+    assert f"resumed after step {done} with 4 windows per rank" in one.output
+    assert "Warning" not in two.output + two.errors + one.output + one.errors
+
+
+def test_a_run_of_other_data_or_an_uneven_share_of_it_is_not_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    arguments = ("--context=8", "--layers=1", "--width=16", "--heads=2", "--steps=2", f"--resume={folder}")
+    saved = launch(EXAMPLE, *arguments, "--batch-size=3", "--save-every=1")
+    assert saved.code == 0, f"{saved.output}\n{saved.errors}"
+    newest = folder / "step-00000002"
+    other = launch(EXAMPLE, *arguments, "--seed=1")
+    assert (other.code, other.errors) == (
+        2,
+        f"train_gpt.py: error: Expected --seed 0 as in {newest}, got 1. Give what the run began with.\n",
+    )
+    uneven = launch(*TORCHRUN, EXAMPLE, *arguments)
+    assert uneven.code != 0
+    told = f"Expected a number of ranks that divides the 3 windows per backward pass in {newest}, got 2."
+    assert uneven.errors.count(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--save-every=1", "Expected --resume DIR with --save-every, got none"),
+        ("--resume=new --compare", "Expected --resume or --compare, got both"),
+        ("--resume=new --optimizer=ddp --dtype=bf16 --master-weights", "Expected a sharded --optimizer with --resume"),
+        (f"--resume={EXAMPLE}", "Expected --resume to name a folder"),
+    ],
+)
+def test_options_that_cannot_be_resumed_with_are_refused(
+    arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments.split()])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(EXAMPLE)["parse_options"]()
+    assert told in capsys.readouterr().err
 
 
 def test_progress_is_one_updating_line_on_a_terminal() -> None:
