@@ -1,6 +1,7 @@
 """The state-dict half of `ZeroRedundancyOptimizer`: what a plain optimizer's ``state_dict`` would be, from shards."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -123,7 +124,7 @@ class ConsolidatesState(Optimizer):
         self._take_over(state_dict, local, indices, masters)
 
     def _take_over(
-        self, state_dict: dict[str, Any], local: dict[str, Any], indices: list[int], masters: dict[int, Tensor]
+        self, state_dict: dict[str, Any], local: dict[str, Any], indices: Sequence[int], masters: dict[int, Tensor]
     ) -> None:
         scale = self._decision.loss_scale
         if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:

@@ -3,7 +3,8 @@
 All three give what this rank has to save and take what it has to load; parameters are indices in the order of groups.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -66,17 +67,21 @@ class OptimizerState(Protocol):
             ValueError: naming the parameter or the group.
         """
 
-    def load(self, state_dict: StateDict) -> None:
-        """Load a state dict with the states of `kept`, whose tensors become the optimizer's own."""
+    def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
+        """Load a state dict with the states of `kept`, whose tensors become the optimizer's own.
+
+        Args:
+            state_dict: parameters are their indices.
+            order: those that have a state on any rank, as the unsharded optimizer would have them.
+        """
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
     """The view of an optimizer that fits its class."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero  # imports TorchScript, which few need
-
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return ShardedState(optimizer)
-    if isinstance(optimizer, TorchZero):
+    torchs = sys.modules.get("torch.distributed.optim")  # importing it warns; who has one of its optimizers has done so
+    if torchs is not None and isinstance(optimizer, torchs.ZeroRedundancyOptimizer):
         return TorchZeroState(optimizer)
     return WholeState(optimizer)
 
@@ -126,7 +131,7 @@ class WholeState:
         for index, state in state_dict["state"].items():
             check_state(state, self.table, index, type(self.inner))
 
-    def load(self, state_dict: StateDict) -> None:
+    def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """By the optimizer itself."""
         self.optimizer.load_state_dict(state_dict)
 
@@ -198,10 +203,10 @@ class ShardedState:
         """As ``load_state_dict``."""
         self._zero.check_fits(state_dict)
 
-    def load(self, state_dict: StateDict) -> None:
+    def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """Drop an iteration that is under way, and load."""
         self._zero.reset()
-        self._zero.load_owned(state_dict)
+        self._zero.load_owned(state_dict, order)
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a rank owns of the optimizer, for sharded checkpoints: by index for this library's own, by name for others."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -138,11 +138,15 @@ class ShowsOwnState(ConsolidatesState):
             copy.copy(scale).load_state_dict(state_dict[SCALE_KEY])
         restrict_state_dict(state_dict, self.param_groups, self._sharded.table, self.optim, self._sharded.stepped)
 
-    def load_owned(self, state_dict: dict[str, Any]) -> None:
+    def load_owned(self, state_dict: dict[str, Any], order: Sequence[int]) -> None:
         """As `load_state_dict`, but states become this optimizer's own, not copied, and masters are not checked.
 
-        States of parameters that this rank does not own may be left out.
+        Args:
+            state_dict: may leave out the states of parameters that this rank does not own.
+            order: the parameters that have a state on any rank, as the unsharded optimizer would have them.
         """
         sharded = self._sharded
-        parts = restrict_state_dict(state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped)
-        self._take_over(state_dict, *parts)
+        local, _, masters = restrict_state_dict(
+            state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped
+        )
+        self._take_over(state_dict, local, order, masters)

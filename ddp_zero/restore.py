@@ -30,7 +30,7 @@ class Restore:
         values: where the value of each tensor of the model comes from.
         extra_states: state of modules that is no tensor.
         names: of the optimizer's parameters, by index.
-        states: what each of them takes, by index.
+        states: what each of them takes, by index, in the order in which the unsharded optimizer would have them.
         groups: the optimizer's groups as they will be.
     """
 
@@ -109,6 +109,9 @@ class Restore:
         fits = set(fit.states)
         for index, name in enumerate(names):
             self._place_state(index, name, optimizer, states.get(name, {}) if name in fits else {}, entries)
+        places = {name: place for place, name in enumerate(states)}
+        in_saved_order = sorted(self.states, key=lambda index: places.get(names[index], len(places)))
+        self.states = {index: self.states[index] for index in in_saved_order}
         for group, source in zip(optimizer.optimizer.param_groups, fit.groups, strict=True):
             options = group_options(group if source is None else shared.param_groups[source])
             _check_options(options, group)
@@ -193,7 +196,7 @@ class Restore:
         if self.optimizer is not None:
             self._read_masters(self.optimizer)
             self.optimizer.inner.state.clear()  # before the new one is there, so that there are never two
-            self.optimizer.load(self._state_dict(self._read))
+            self.optimizer.load(self._state_dict(self._read), list(self.states))
             self.optimizer.optimizer.zero_grad()
 
     def _read_masters(self, optimizer: OptimizerState) -> None:

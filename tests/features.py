@@ -33,6 +33,7 @@ _RESUME = _HERE + "test_checkpoint_resume.py::"
 RESUMES = _RESUME + "test_every_mode_and_world_size_resumes_every_other_bit_for_bit"
 KILLED = _RESUME + "test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_nothing_had_happened"
 HOSTILE = _HERE + "test_hostile_checkpoints.py::test_hostile_checkpoints_are_refused_and_change_nothing"
+KILLED_GPT = _HERE + "test_train_gpt.py::test_a_killed_run_ends_as_the_unbroken_one_at_any_number_of_ranks"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 FEATURES: list[tuple[str, str, str]] = [
@@ -89,6 +90,7 @@ FEATURES: list[tuple[str, str, str]] = [
         "yes",
         KILLED,
     ),
+    ("... a GPT killed in training and resumed at another number of ranks prints the same losses", "yes", KILLED_GPT),
     ("... hostile files, also with checksums that fit, are refused before anything is changed", "yes", HOSTILE),
     ("... in the background; memory of the shard and one tensor; what does not fit is listed", "yes", CHECKPOINT),
     (

@@ -182,6 +182,33 @@ def _what_the_user_adds_comes_back(setup: Setup, root: Path) -> None:
     dist.barrier()
 
 
+def _states_come_back_in_their_order(setup: Setup, root: Path) -> None:
+    """That of the plain optimizer: by step and then by parameter, whoever owns it."""
+    ddp = wrap()
+    params = list(ddp.parameters())
+    opt = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    for param in params[:4]:
+        param.requires_grad_(False)
+    ddp = wrap(ddp.module)
+    train(setup, ddp, opt, 0, 1)
+    for param in params[:4]:
+        param.requires_grad_(True)
+    ddp = wrap(ddp.module)
+    train(setup, ddp, opt, 0, 1)
+    checkpoint.save(root, ddp, opt)
+    other_model = wrap(build_model(1))
+    other = ZeroRedundancyOptimizer(other_model.parameters(), AdamW, lr=0.1)
+    checkpoint.load(root, other_model, other)
+    plain_model = wrap(build_model(1))
+    plain = AdamW(plain_model.parameters(), lr=0.1)
+    checkpoint.load(root, plain_model, plain)
+    for one in (opt, other):
+        one.consolidate_state_dict()
+    if setup.rank == 0:
+        orders = [list(one.state_dict()["state"]) for one in (opt, other, plain)]
+        assert orders == [[4, 5, 6, 7, 8, 9, 0, 1, 2, 3]] * 3
+
+
 def _masters_and_loss_scale_come_back(setup: Setup, root: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         own = {"master_weights": True, "loss_scale": DynamicLossScale(initial=64.0, growth_interval=2)}
@@ -712,6 +739,7 @@ CASES: list[tuple[Case, tuple[int, ...]]] = [
     (_every_optimizer_resumes, (1, 2, 3)),
     (_odd_models_are_saved_whole, (1, 2, 3)),
     (_what_the_user_adds_comes_back, (1, 2)),
+    (_states_come_back_in_their_order, (1, 2, 3)),
     (_masters_and_loss_scale_come_back, (1, 2)),
     (_any_moment_between_steps_is_saved, (1, 2, 3)),
     (_added_groups_are_saved, (1, 2, 3)),
