@@ -1,0 +1,593 @@
+import hashlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_zero import checkpoint_folder
+from ddp_zero.checkpoint_folder import (
+    MARKER,
+    Marker,
+    complete_in,
+    newest,
+    next_step,
+    open_regular,
+    parse_json,
+    publish,
+    read_marker,
+    read_text,
+    start,
+    sync_folder,
+    write_text,
+)
+
+NOT_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may do everything")
+
+
+def saved(root: Path, step: int, keep: int | None = None, digest: str = "0" * 64) -> str:
+    """Save a checkpoint without tensors; the name of its folder."""
+    unfinished = root / start(root, step)
+    write_text(unfinished / "part-0.json", "{}")
+    return publish(unfinished, Marker(step, (digest,)), keep).name
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def complete(root: Path) -> list[str]:
+    return [path.name for path in complete_in(root)]
+
+
+def with_marker(folder: Path, line: str) -> Path:
+    """Mark a folder with any line, so that its checksum fits."""
+    folder.mkdir(exist_ok=True)
+    (folder / MARKER).write_text(f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n", encoding="utf-8")
+    return folder
+
+
+def at_once(call: Callable[[], Any]) -> Any:
+    """What a call returns or raises; a failure if it waits for something."""
+    outcome: list[tuple[Any, Exception | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((call(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    if not outcome:
+        pytest.fail("It waits.")
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+# Starting
+
+
+def test_a_new_checkpoint_starts_as_an_empty_hidden_folder(tmp_path: Path) -> None:
+    name = start(tmp_path / "runs" / "1", 12)
+    assert name.startswith(".step-00000012-")
+    assert list((tmp_path / "runs" / "1" / name).iterdir()) == []
+    assert complete(tmp_path / "runs" / "1") == []
+
+
+def test_what_was_never_finished_is_swept_by_the_next_start(tmp_path: Path) -> None:
+    for step in (3, 10**17):
+        unfinished = tmp_path / start(tmp_path, step)
+        (unfinished / "deep").mkdir()
+        (unfinished / "deep" / "__0_0.distcp").write_bytes(b"\0" * 100)
+    name = start(tmp_path, 3)
+    assert names(tmp_path) == [name]
+
+
+def test_the_sweep_touches_nothing_else(tmp_path: Path) -> None:
+    finished = saved(tmp_path, 1)
+    others = [
+        *(".step-1-0123456789abcdef", ".step-00000001-0123456789abcde", ".step-00000001-0123456789ABCDEF"),
+        *(".step-00000001-0123456789abcdef.old", "step-00000002-0123456789abcdef", "..step-00000001-0123456789abcdef"),
+        *(".step-00000001-0123456789abcdef\n", ".git", "logs", "step-00000007"),
+    ]
+    for other in others:
+        (tmp_path / other).mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    name = start(tmp_path, 2)
+    assert names(tmp_path) == sorted([*others, finished, name, "notes.txt"])
+
+
+@pytest.mark.parametrize("step", [-1, 10**18, 10**30])
+def test_a_step_out_of_range_is_refused_before_anything_is_made(step: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"Expected a step from 0 to .*, got {step}"):
+        start(tmp_path / "runs", step)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", [0, 10**8, 10**18 - 1])
+def test_the_lowest_and_the_highest_step_can_be_saved(step: int, tmp_path: Path) -> None:
+    saved(tmp_path, step)
+    assert read_marker(newest(tmp_path)).step == step
+
+
+def test_a_file_in_the_place_of_the_folder_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("mine")
+    with pytest.raises(FileExistsError):
+        start(tmp_path / "runs", 1)
+
+
+@NOT_ROOT
+def test_a_folder_that_may_not_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError):
+        start(tmp_path, 1)
+
+
+# Publishing
+
+
+def test_publishing_marks_and_renames(tmp_path: Path) -> None:
+    unfinished = tmp_path / start(tmp_path, 7)
+    write_text(unfinished / "part-0.json", "{}")
+    published = publish(unfinished, Marker(7, ("ab", "cd")), None)
+    assert published == tmp_path / "step-00000007"
+    assert names(tmp_path) == ["step-00000007"]
+    assert names(published) == [MARKER, "part-0.json"]
+    assert read_marker(published) == Marker(7, ("ab", "cd"))
+
+
+def test_the_marker_is_on_disk_before_the_name_and_the_name_before_old_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1)
+    unfinished = tmp_path / start(tmp_path, 2)
+    folder = unfinished.stat().st_ino
+    synced: list[tuple[str, bool, bool]] = []
+
+    def fsync(descriptor: int) -> None:
+        inode = os.fstat(descriptor).st_ino
+        what = {folder: "checkpoint", tmp_path.stat().st_ino: "root"}.get(inode, "marker")
+        synced.append((what, (tmp_path / "step-00000002").exists(), (tmp_path / "step-00000001").exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    publish(unfinished, Marker(2, ("ab",)), 1)
+    assert synced == [("marker", False, True), ("checkpoint", False, True), ("root", True, True)]
+    assert complete(tmp_path) == ["step-00000002"]
+
+
+def test_the_same_step_saved_again_comes_after(tmp_path: Path) -> None:
+    assert [saved(tmp_path, 5, digest=str(save)) for save in range(12)] == [
+        "step-00000005",
+        *(f"step-00000005-{again}" for again in range(1, 12)),
+    ]
+    assert [read_marker(path).parts for path in complete_in(tmp_path)] == [(str(save),) for save in range(12)]
+    assert newest(tmp_path).name == "step-00000005-11"
+
+
+def test_a_torn_folder_of_the_same_step_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "step-00000005").mkdir()
+    assert saved(tmp_path, 5) == "step-00000005-1"
+    assert names(tmp_path / "step-00000005") == []
+
+
+def test_a_failure_before_the_rename_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1)
+    unfinished = tmp_path / start(tmp_path, 2)
+
+    def rename(self: Path, target: Path) -> Path:
+        raise OSError("disk gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(OSError, match="disk gone"):
+            publish(unfinished, Marker(2, ("ab",)), 1)
+    assert complete(tmp_path) == ["step-00000001"]
+    assert saved(tmp_path, 2) == "step-00000002"
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_marker_is_never_written_over_another(tmp_path: Path) -> None:
+    unfinished = with_marker(tmp_path / ".step-00000001-0123456789abcdef", "{}")
+    with pytest.raises(FileExistsError):
+        publish(unfinished, Marker(1, ()), None)
+    assert complete(tmp_path) == []
+
+
+def test_a_checkpoint_can_be_read_by_whoever_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        folder = tmp_path / saved(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
+
+
+# Keeping the last few
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4]), (4, [1, 2, 3, 4])])
+def test_the_last_few_are_kept(keep: int, left: list[int], tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        saved(tmp_path, step)
+    saved(tmp_path, 4, keep)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in left]
+
+
+def test_all_are_kept_by_default_and_while_they_are_few(tmp_path: Path) -> None:
+    for step in (1, 2):
+        saved(tmp_path, step, None)
+    saved(tmp_path, 3, 10**6)
+    assert len(complete(tmp_path)) == 3
+
+
+def test_the_new_one_is_kept_though_its_step_is_lower(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        saved(tmp_path, step)
+    saved(tmp_path, 5, 2)
+    assert names(tmp_path) == ["step-00000005", "step-00000030"]
+    saved(tmp_path, 4, 1)
+    assert names(tmp_path) == ["step-00000004"]
+
+
+def test_the_new_one_is_kept_though_its_step_was_saved_before(tmp_path: Path) -> None:
+    saved(tmp_path, 5, digest="old")
+    saved(tmp_path, 5, 1, digest="new")
+    assert names(tmp_path) == ["step-00000005-1"]
+    assert read_marker(newest(tmp_path)).parts == ("new",)
+
+
+def test_only_complete_checkpoints_count_and_only_they_go(tmp_path: Path) -> None:
+    for torn in ("step-00000001", "step-00000009"):
+        (tmp_path / torn).mkdir()
+    (tmp_path / "best").mkdir()
+    for step in (2, 3, 4):
+        saved(tmp_path, step, 2)
+    assert names(tmp_path) == ["best", "step-00000001", "step-00000003", "step-00000004", "step-00000009"]
+
+
+def test_a_kill_while_an_old_one_goes_leaves_no_torn_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1)
+
+    def rmtree(path: Path) -> None:
+        (path / "part-0.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        with pytest.raises(KeyboardInterrupt):
+            saved(tmp_path, 2, 1)
+    assert complete(tmp_path) == ["step-00000002"]
+    saved(tmp_path, 3)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+steps = st.integers(0, 12) | st.integers(0, 10**18 - 1)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(steps, st.none() | st.integers(1, 4)), unique_by=lambda save: save[0], max_size=8))
+def test_after_any_saves_the_highest_steps_and_the_new_one_are_left(saves: list[tuple[int, int | None]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root, left = Path(folder), list[int]()
+        for step, keep in saves:
+            saved(root, step, keep)
+            most = len(left) if keep is None else keep - 1
+            left = sorted([step, *sorted(left, reverse=True)[:most]])
+            assert [read_marker(path).step for path in complete_in(root)] == left
+            assert len(names(root)) == len(left)
+            assert read_marker(newest(root)).step == left[-1]
+            assert next_step(root) == left[-1] + 1
+
+
+# Finding
+
+
+def test_steps_are_ordered_by_number_not_by_text(tmp_path: Path) -> None:
+    unordered = [10**9, 99_999_999, 10**8, 2, 10**17, 0, 10]
+    for step in unordered:
+        saved(tmp_path, step)
+    assert [read_marker(path).step for path in complete_in(tmp_path)] == sorted(unordered)
+    assert newest(tmp_path).name == f"step-{10**17}"
+
+
+def test_a_checkpoint_is_the_newest_of_itself(tmp_path: Path) -> None:
+    first, _ = saved(tmp_path, 1), saved(tmp_path, 2)
+    assert newest(tmp_path / first) == tmp_path / first
+
+
+def test_a_checkpoint_may_be_moved_and_called_something_else(tmp_path: Path) -> None:
+    folder = (tmp_path / saved(tmp_path, 1)).rename(tmp_path / "best")
+    assert newest(folder) == folder
+    assert complete(tmp_path) == []
+
+
+def test_a_folder_of_links_to_checkpoints_is_read(tmp_path: Path) -> None:
+    target = tmp_path / saved(tmp_path, 3)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "step-00000003").symlink_to(target)
+    assert read_marker(newest(tmp_path / "links")).step == 3
+
+
+def torn(folder: Path, kind: str) -> None:
+    """A folder as a kill, a full disk or a bad copy may leave it."""
+    if kind == "file":
+        folder.write_text("torn")
+        return
+    folder.mkdir()
+    write_text(folder / "part-0.json", "{}")
+    if kind == "marker is a folder":
+        (folder / MARKER).mkdir()
+    elif kind == "marker is a link to nowhere":
+        (folder / MARKER).symlink_to(folder / "nothing")
+    elif kind == "marker is a pipe":
+        os.mkfifo(folder / MARKER)
+
+
+@pytest.mark.parametrize(
+    "kind", ["no marker", "file", "marker is a folder", "marker is a link to nowhere", "marker is a pipe"]
+)
+def test_a_torn_folder_is_never_picked(kind: str, tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    torn(tmp_path / "step-00000004", kind)
+    assert complete(tmp_path) == ["step-00000003"]
+    assert newest(tmp_path).name == "step-00000003"
+    assert next_step(tmp_path) == 4
+    with pytest.raises(FileNotFoundError, match=r"Expected a checkpoint .*step-00000004, got no complete one"):
+        newest(tmp_path / "step-00000004")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "step-1",
+            "step-0000001",
+            "step-0000000000000000001",
+            "step-00000001-",
+            "step-00000001-x",
+            "step-00000001.bak",
+        ),
+        *(
+            "step-00000001-1234567",
+            "step--0000001",
+            "xstep-00000001",
+            "step-00000001\n",
+            ".step-00000001",
+            "STEP-00000001",
+        ),
+    ],
+)
+def test_folders_of_other_names_are_not_picked(name: str, tmp_path: Path) -> None:
+    (tmp_path / saved(tmp_path, 1)).rename(tmp_path / name)
+    assert complete(tmp_path) == []
+    assert next_step(tmp_path) == 1
+
+
+def test_what_is_not_finished_is_not_picked_though_it_is_marked(tmp_path: Path) -> None:
+    unfinished = tmp_path / start(tmp_path, 1)
+    shutil.copytree(tmp_path / "other" / saved(tmp_path / "other", 1), unfinished, dirs_exist_ok=True)
+    assert complete(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", ["", "nowhere", "file"])
+def test_where_there_is_no_checkpoint_the_message_names_the_place(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert complete(tmp_path / path) == []
+    assert next_step(tmp_path / path) == 1
+    with pytest.raises(FileNotFoundError) as caught:
+        newest(tmp_path / path)
+    assert str(tmp_path / path) in str(caught.value)
+
+
+# The marker
+
+
+def test_a_marker_is_json_below_its_checksum(tmp_path: Path) -> None:
+    digest, line, rest = (tmp_path / saved(tmp_path, 4) / MARKER).read_text().split("\n")
+    assert digest == hashlib.sha256(line.encode()).hexdigest()
+    assert json.loads(line) == {"format": "ddp_zero", "version": 1, "step": 4, "parts": ["0" * 64]}
+    assert rest == ""
+
+
+def test_a_marker_with_any_byte_damaged_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / saved(tmp_path, 1)
+    whole = (folder / MARKER).read_bytes()
+    for position in range(len(whole)):
+        for flip in (0x01, 0x20, 0xFF):  # 0x20 makes upper case of lower
+            damaged = bytearray(whole)
+            damaged[position] ^= flip
+            (folder / MARKER).write_bytes(damaged)
+            with pytest.raises(ValueError, match=MARKER):
+                read_marker(folder)
+
+
+def test_a_marker_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / saved(tmp_path, 1)
+    whole = (folder / MARKER).read_bytes()
+    for length in range(len(whole) - 1):  # without the last line break it still says the same
+        (folder / MARKER).write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=MARKER):
+            read_marker(folder)
+
+
+def test_a_marker_with_more_behind_it_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / saved(tmp_path, 1)
+    with (folder / MARKER).open("a") as file:
+        file.write(" ")
+    with pytest.raises(ValueError, match="damaged"):
+        read_marker(folder)
+
+
+FIELDS: dict[str, Any] = {"format": "ddp_zero", "version": 1, "step": 3, "parts": ["ab"]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"format": "other"}, {"format": None}, {"version": 2}, {"version": 0}, {"version": "1"}, {"version": None}),
+        *({"step": "3"}, {"step": 3.0}, {"step": True}, {"step": None}, {"step": [3]}),
+        *({"parts": "ab"}, {"parts": None}, {"parts": {"ab": 1}}, {"parts": [1]}, {"parts": ["ab", None]}),
+    ],
+    ids=str,
+)
+def test_a_marker_with_a_fitting_checksum_but_other_fields_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert read_marker(with_marker(tmp_path / "good", json.dumps(FIELDS))) == Marker(3, ("ab",))
+    with pytest.raises(ValueError, match=MARKER):
+        read_marker(with_marker(tmp_path / "bad", json.dumps({**FIELDS, **fields})))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_marker_without_a_field_is_refused(field: str, tmp_path: Path) -> None:
+    line = json.dumps({key: value for key, value in FIELDS.items() if key != field})
+    with pytest.raises(ValueError, match=MARKER):
+        read_marker(with_marker(tmp_path / "bad", line))
+
+
+@pytest.mark.parametrize(
+    "line", ["", "null", "3", '"ddp_zero"', "[]", '["format", "version"]', "{", "NaN", "{'a': 1}", "[" * 100_000]
+)
+def test_a_marker_that_is_something_else_is_refused(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=MARKER):
+        read_marker(with_marker(tmp_path / "bad", line))
+
+
+# Reading files that may be anything
+
+
+def thing(path: Path, kind: str) -> Path:
+    """Something that is no regular file."""
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to nowhere":
+        path.symlink_to(path.with_name("nothing"))
+    elif kind == "link to a file":
+        path.with_name("secret").write_text("{}")
+        path.symlink_to(path.with_name("secret"))
+    elif kind == "link to an endless device":
+        path.symlink_to("/dev/zero")
+    elif kind == "link to itself":
+        path.symlink_to(path)
+    elif kind == "socket":
+        here = Path.cwd()
+        os.chdir(path.parent)  # the address of a socket is short
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+        os.chdir(here)
+    return path
+
+
+THINGS = [
+    *("nothing", "folder", "pipe", "socket", "link to nowhere", "link to a file", "link to an endless device"),
+    "link to itself",
+]
+
+
+@pytest.mark.parametrize("kind", THINGS)
+@pytest.mark.parametrize("read", [open_regular, read_text])
+def test_what_is_no_regular_file_is_refused_at_once(read: Callable[[Path], Any], kind: str, tmp_path: Path) -> None:
+    path = thing(tmp_path / "part-0.json", kind)
+    with pytest.raises(ValueError, match=r"^Expected a regular file.*part-0\.json"):
+        at_once(lambda: read(path))
+
+
+def test_an_endless_device_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="Expected a regular file, got another kind of thing: /dev/zero"):
+        at_once(lambda: read_text(Path("/dev/zero")))
+
+
+@pytest.mark.parametrize("kind", THINGS)
+def test_a_marker_that_is_no_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    thing(tmp_path / MARKER, kind)
+    with pytest.raises(ValueError, match=MARKER):
+        at_once(lambda: read_marker(tmp_path))
+
+
+def test_no_file_stays_open_behind_a_refusal(tmp_path: Path) -> None:
+    folders = [thing(tmp_path / kind, kind) for kind in ("folder", "pipe")]
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        for path in folders:
+            with pytest.raises(ValueError, match="another kind"):
+                open_regular(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@NOT_ROOT
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MARKER).write_text("x")
+    (tmp_path / MARKER).chmod(0)
+    with pytest.raises(ValueError, match=rf"Expected a regular file that can be read, got .*{MARKER}"):
+        read_marker(tmp_path)
+
+
+def test_a_file_that_the_disk_does_not_give_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(path: Path, flags: int) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(ValueError, match=r"Expected a regular file that can be read, got Permission denied: .*x"):
+        open_regular(tmp_path / "x")
+
+
+def test_a_huge_text_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / "part-0.json").open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on disk
+    with pytest.raises(ValueError, match=rf"got {1 << 40} in .*part-0\.json"):
+        read_text(tmp_path / "part-0.json")
+
+
+def test_the_largest_text_is_one_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_folder, "_LARGEST_TEXT", 5)
+    (tmp_path / "text").write_text("12345")
+    assert read_text(tmp_path / "text") == "12345"
+    (tmp_path / "text").write_text("123456")
+    with pytest.raises(ValueError, match="Expected at most 5 bytes, got 6"):
+        read_text(tmp_path / "text")
+
+
+@pytest.mark.parametrize("raw", [b"\xff", b"abc\x80", b"\xed\xa0\x80", b"\xc3"], ids=repr)
+def test_bytes_that_are_no_text_are_refused(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(raw)
+    with pytest.raises(ValueError, match=r"Expected text, got bytes that are none in .*text"):
+        read_text(tmp_path / "text")
+
+
+def test_a_text_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    text = "ä\r\n\n\t\0 \u2028 𝄞"
+    write_text(tmp_path / "text", text)
+    assert read_text(tmp_path / "text") == text
+
+
+def test_a_text_is_never_written_over_another(tmp_path: Path) -> None:
+    write_text(tmp_path / "text", "first")
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "text", "second")
+    assert read_text(tmp_path / "text") == "first"
+
+
+def test_a_folder_that_is_not_there_cannot_be_synced(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["", "{", "{'a': 1}", "[" * 100_000, '{"a":' * 100_000, "1" * 5000, "\ud800", "[1,]"])
+def test_what_is_no_json_is_refused_naming_the_file(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Expected JSON, got something else in .*part-7\.json"):
+        parse_json(text, Path("part-7.json"))

@@ -1,0 +1,297 @@
+from collections.abc import Mapping, Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_zero.fitting import Fit, Value, fit_groups, fit_values, listed, renamed
+
+MATRIX = Value((2, 3), "float32")
+VECTOR = Value((3,), "float32")
+NO_TENSOR = Value(None, None)
+
+
+def of_values(saved: Mapping[str, Value], live: Mapping[str, Value]) -> Fit:
+    fit = Fit()
+    fit_values(saved, live, fit)
+    return fit
+
+
+def of_groups(
+    saved: Sequence[Sequence[str]],
+    live: Sequence[Sequence[str]],
+    *,
+    values: str | None = None,
+    was_frozen: str = "",
+    is_frozen: str = "",
+) -> Fit:
+    """What fits where all names, or those in ``values``, fit as values."""
+    names = {name for group in [*saved, *live] for name in group}
+    fit = Fit(values=sorted(names) if values is None else values.split())
+    fit_groups(saved, live, names - set(was_frozen.split()), names - set(is_frozen.split()), fit)
+    return fit
+
+
+# Renaming
+
+
+def test_names_stay_where_nothing_is_renamed() -> None:
+    assert renamed(["a", "a.b", ""], {}) == {"a": "a", "a.b": "a.b", "": ""}
+
+
+def test_a_prefix_ends_at_a_dot() -> None:
+    names = ["old", "old.weight", "older", "older.weight", "my.old.weight"]
+    assert renamed(names, {"old": "new"}) == {
+        "old": "new",
+        "old.weight": "new.weight",
+        "older": "older",
+        "older.weight": "older.weight",
+        "my.old.weight": "my.old.weight",
+    }
+
+
+def test_a_whole_name_and_a_prefix_of_several_parts_can_be_renamed() -> None:
+    rename = {"a.b": "x", "c.weight": "y.z.bias"}
+    assert renamed(["a.b.weight", "a.c", "c.weight"], rename) == {
+        "a.b.weight": "x.weight",
+        "a.c": "a.c",
+        "c.weight": "y.z.bias",
+    }
+
+
+@pytest.mark.parametrize("rename", [{"a": "x", "a.b": "y"}, {"a.b": "y", "a": "x"}])
+def test_the_longest_of_several_prefixes_counts(rename: dict[str, str]) -> None:
+    assert renamed(["a.b.w", "a.b", "a.bc.w"], rename) == {"a.b.w": "y.w", "a.b": "y", "a.bc.w": "x.bc.w"}
+
+
+def test_names_can_be_swapped_since_each_is_renamed_once() -> None:
+    assert renamed(["a.w", "b.w"], {"a": "b", "b": "a"}) == {"a.w": "b.w", "b.w": "a.w"}
+
+
+def test_any_iterable_of_names_will_do() -> None:
+    assert renamed(iter(["a.w", "b.w"]), {"a": "c"}) == {"a.w": "c.w", "b.w": "b.w"}
+
+
+def test_old_names_that_no_saved_one_has_are_all_told() -> None:
+    with pytest.raises(ValueError, match=r"^Expected names in rename= that the checkpoint has, got \['b', 'w', 'zz'\]"):
+        renamed(["a.w", "bb.w"], {"zz": "x", "a": "y", "b": "z", "w": "v"})
+
+
+def test_an_old_name_that_a_longer_one_always_beats_is_told_too() -> None:
+    with pytest.raises(ValueError, match=r"got \['a'\]"):
+        renamed(["a.b.w", "a.b.v"], {"a": "x", "a.b": "y"})
+
+
+@pytest.mark.parametrize(
+    ("names", "rename"),
+    [
+        (["a.w", "b.w"], {"a": "b"}),
+        (["a.w", "b.w"], {"a": "c", "b": "c"}),
+        (["a.w", "b.w"], {"a.w": "c.w", "b": "c"}),
+    ],
+    ids=["onto one that stays", "two onto a third", "a name and a prefix"],
+)
+def test_names_that_would_become_the_same_are_told(names: list[str], rename: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"keep names apart, got several saved names for \['[bc]\.w'\]"):
+        renamed(names, rename)
+
+
+dotted = st.lists(st.sampled_from("ab"), min_size=1, max_size=3).map(".".join)
+
+
+@settings(deadline=None)
+@given(st.lists(dotted, unique=True, max_size=6), st.dictionaries(dotted, dotted, max_size=3))
+def test_renaming_replaces_the_longest_leading_parts_or_raises(names: list[str], rename: dict[str, str]) -> None:
+    expected, used = {}, set()
+    for name in names:
+        parts = name.split(".")
+        stems = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        stem = next((stem for stem in stems if stem in rename), None)
+        used.add(stem)
+        rest = parts[len(stem.split(".")) :] if stem else []
+        expected[name] = ".".join([rename[stem], *rest]) if stem else name
+    if set(rename) - used or len(set(expected.values())) < len(names):
+        with pytest.raises(ValueError, match="rename="):
+            renamed(names, rename)
+    else:
+        assert renamed(names, rename) == expected
+        assert list(renamed(names, rename)) == names
+
+
+# Values
+
+
+def test_values_of_the_same_name_shape_and_dtype_fit_in_the_order_of_the_model() -> None:
+    fit = of_values({"a": MATRIX, "b": VECTOR, "s": NO_TENSOR}, {"s": NO_TENSOR, "b": VECTOR, "a": MATRIX})
+    assert fit == Fit(values=["s", "b", "a"])
+
+
+def test_a_value_that_was_not_saved_is_a_misfit() -> None:
+    assert of_values({}, {"a": MATRIX}) == Fit(misfits=["'a' of the model is not in the checkpoint"])
+
+
+def test_a_saved_value_that_the_model_has_not_is_a_misfit() -> None:
+    assert of_values({"a": MATRIX}, {}) == Fit(misfits=["'a' of the checkpoint is not in the model"])
+
+
+def test_another_shape_is_a_misfit_whatever_the_dtype() -> None:
+    fit = of_values({"a": Value((3, 2), "bfloat16")}, {"a": MATRIX})
+    assert fit == Fit(misfits=["'a' has shape [2, 3], saved is [3, 2]"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"), [((), (1,)), ((6,), (2, 3)), ((2, 3, 1), (2, 3)), ((0,), (0, 0))], ids=lambda shape: str(shape)
+)
+def test_shapes_of_equal_size_are_still_others(saved: tuple[int, ...], live: tuple[int, ...]) -> None:
+    fit = of_values({"a": Value(saved, "int64")}, {"a": Value(live, "int64")})
+    assert fit == Fit(misfits=[f"'a' has shape {list(live)}, saved is {list(saved)}"])
+
+
+def test_another_dtype_is_a_misfit_that_can_be_converted() -> None:
+    fit = of_values({"a": Value((2, 3), "bfloat16")}, {"a": MATRIX})
+    assert fit == Fit(values=["a"], misfits=["'a' has dtype float32, saved is bfloat16"])
+
+
+def test_a_tensor_and_what_is_none_do_not_fit() -> None:
+    fit = of_values({"a": NO_TENSOR, "b": VECTOR}, {"a": VECTOR, "b": NO_TENSOR})
+    assert fit == Fit(
+        misfits=[
+            "'a' has shape [3], saved is none: it is no tensor",
+            "'b' has shape none: it is no tensor, saved is [3]",
+        ]
+    )
+
+
+def test_what_the_model_misses_is_told_after_what_the_checkpoint_misses() -> None:
+    fit = of_values({"old": MATRIX, "same": VECTOR}, {"new": MATRIX, "same": VECTOR})
+    assert fit.values == ["same"]
+    assert fit.misfits == ["'new' of the model is not in the checkpoint", "'old' of the checkpoint is not in the model"]
+
+
+values = st.dictionaries(
+    st.sampled_from("abcd"),
+    st.builds(Value, st.sampled_from([(), (1,), (2, 3)]), st.sampled_from(["float32", "bfloat16"]))
+    | st.just(NO_TENSOR),
+)
+
+
+@settings(deadline=None)
+@given(values, values)
+def test_every_value_fits_or_has_its_one_line(saved: dict[str, Value], live: dict[str, Value]) -> None:
+    fit = of_values(saved, live)
+    same_shape = [name for name in live if name in saved and saved[name].shape == live[name].shape]
+    assert fit.values == same_shape
+    unequal = [name for name in {**live, **saved} if saved.get(name) != live.get(name)]
+    assert sorted(line.split("'")[1] for line in fit.misfits) == sorted(unequal)
+    assert fit.notes == []
+
+
+# Groups
+
+
+def test_equal_groups_fit_one_to_one() -> None:
+    groups = [["a", "b"], ["c"]]
+    assert of_groups(groups, groups) == Fit(values=["a", "b", "c"], groups=[0, 1], states=["a", "b", "c"])
+
+
+@settings(deadline=None)
+@given(st.permutations(range(4)), st.randoms(use_true_random=False))
+def test_groups_in_another_order_take_the_options_of_their_own(order: list[int], random: Random) -> None:
+    saved = [["a", "b", "c"], ["d"], ["e", "f"], ["g", "h"]]
+    live = [random.sample(saved[position], len(saved[position])) for position in order]
+    fit = of_groups(saved, live)
+    assert fit.groups == order
+    assert fit.states == [name for names in live for name in names]
+    assert fit.misfits == fit.notes == []
+
+
+def test_both_halves_of_a_group_that_was_split_take_its_options() -> None:
+    fit = of_groups([["a", "b"], ["c"]], [["a"], ["c"], ["b"]])
+    assert (fit.groups, fit.misfits, fit.notes) == ([0, 1, 0], [], [])
+    assert fit.states == ["a", "c", "b"]
+
+
+def test_groups_that_were_joined_are_a_misfit_and_take_the_options_of_most() -> None:
+    fit = of_groups([["a"], ["b", "c"]], [["a", "b", "c"]])
+    assert fit.groups == [1]
+    assert fit.misfits == ["group 0 has parameters of the saved groups [0, 1]"]
+    assert fit.states == ["a", "b", "c"]
+
+
+def test_of_groups_with_equally_many_parameters_the_first_saved_one_gives_the_options() -> None:
+    fit = of_groups([["a"], ["b"], ["c"]], [["a"], ["c", "b"]])
+    assert (fit.groups, fit.misfits) == ([0, 1], ["group 1 has parameters of the saved groups [1, 2]"])
+
+
+def test_a_parameter_that_went_to_another_group_is_a_misfit_of_that_group() -> None:
+    fit = of_groups([["a", "b"], ["c"]], [["a"], ["c", "b"]])
+    assert fit.groups == [0, 0]
+    assert fit.misfits == ["group 1 has parameters of the saved groups [0, 1]"]
+
+
+def test_a_trainable_parameter_that_was_not_in_the_optimizer_is_a_misfit() -> None:
+    fit = of_groups([["a"]], [["a", "b"]])
+    assert (fit.states, fit.misfits, fit.notes) == (["a"], ["'b' of the optimizer is not in the saved one"], [])
+
+
+def test_a_parameter_that_was_frozen_and_not_in_the_optimizer_is_a_note() -> None:
+    fit = of_groups([["a"]], [["a", "b"]], was_frozen="b")
+    assert (fit.states, fit.misfits) == (["a"], [])
+    assert fit.notes == ["'b' starts without state: it was frozen and not in the optimizer"]
+
+
+def test_a_trainable_parameter_that_left_the_optimizer_is_a_misfit() -> None:
+    fit = of_groups([["a", "b"]], [["a"]])
+    assert (fit.states, fit.misfits, fit.notes) == (["a"], ["'b' of the saved optimizer is not in this one"], [])
+
+
+def test_a_parameter_that_is_frozen_and_left_the_optimizer_is_a_note() -> None:
+    fit = of_groups([["a", "b"]], [["a"]], is_frozen="b")
+    assert (fit.states, fit.misfits) == (["a"], [])
+    assert fit.notes == ["the state of 'b' is left out: it is frozen and not in the optimizer"]
+
+
+def test_a_frozen_parameter_in_both_optimizers_keeps_its_state() -> None:
+    fit = of_groups([["a", "b"]], [["a", "b"]], was_frozen="a", is_frozen="b")
+    assert (fit.states, fit.misfits, fit.notes) == (["a", "b"], [], [])
+
+
+def test_a_group_of_parameters_that_were_all_frozen_keeps_its_options() -> None:
+    fit = of_groups([["a"]], [["b"], ["a"]], was_frozen="b")
+    assert (fit.groups, fit.misfits) == ([None, 0], [])
+    assert fit.notes == [
+        "group 0 keeps its options: none of its parameters was in the optimizer",
+        "'b' starts without state: it was frozen and not in the optimizer",
+    ]
+
+
+def test_a_group_without_parameters_keeps_its_options_silently() -> None:
+    fit = of_groups([["a"], []], [[], ["a"]])
+    assert (fit.groups, fit.misfits, fit.notes) == ([None, 0], [], [])
+
+
+def test_parameters_whose_values_do_not_fit_are_not_told_again() -> None:
+    fit = of_groups([["a", "gone"]], [["a", "new"]], values="a")
+    assert (fit.groups, fit.states, fit.misfits, fit.notes) == ([0], ["a"], [], [])
+
+
+def test_parameters_whose_values_do_not_fit_have_no_say_in_the_options() -> None:
+    fit = of_groups([["a"], ["b", "c"]], [["a", "b", "c"]], values="a")
+    assert (fit.groups, fit.states, fit.misfits) == ([0], ["a"], [])
+
+
+# Messages
+
+
+def test_lines_are_listed_under_each_other() -> None:
+    assert listed([]) == ""
+    assert listed(["one", "two"]) == "\n  - one\n  - two"
+
+
+def test_of_many_lines_the_first_are_listed() -> None:
+    lines = [str(number) for number in range(25)]
+    assert listed(lines).count("\n") == 21
+    assert listed(lines).endswith("\n  - 19\n  and 5 more")
+    assert listed(lines, 25).endswith("\n  - 24")
+    assert listed(lines[:3], 2) == "\n  - 0\n  - 1\n  and 1 more"

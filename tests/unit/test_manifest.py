@@ -1,0 +1,527 @@
+import copy
+import hashlib
+import json
+import math
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_zero.manifest import (
+    Place,
+    StoredTensor,
+    as_meta,
+    decode_part,
+    encode_part,
+    fill,
+    part_name,
+    stored_in,
+    tensor_file_name,
+    text_and_tensors,
+)
+from ddp_zero.memory_layout import is_dense
+from ddp_zero.payload import TensorSpec, Tree, flatten, specs_in
+from tests.unit.test_payload import assert_same, trees
+
+FITTING = "0123456789abcdef" * 4
+FLOAT = torch.float32.itemsize
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def places(count: int) -> list[Place]:
+    return [Place("__0_0.distcp", 64 * number, 60, 64 * number + 8, FITTING) for number in range(count)]
+
+
+def stored(shape: Sequence[int] = (2,), dtype: torch.dtype = torch.float32, offset: int = 8) -> StoredTensor:
+    return StoredTensor(TensorSpec(tuple(shape), None, dtype, "cpu"), Place("__0_0.distcp", 0, 60, offset, FITTING))
+
+
+def decode(text: str) -> Tree:
+    """Decode what somebody has written, with a digest that fits."""
+    return decode_part(text, sha(text), "part-3.json")
+
+
+def decode_json(content: Any) -> Tree:
+    return decode(json.dumps(content))
+
+
+def assert_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^Expected a part of a checkpoint in part-3\.json, got \w+: "):
+        decode(text)
+
+
+ROW = ["__0_0.distcp", 0, 60, 8, FITTING]
+
+
+def leaf(number: Any = 0, shape: Any = (2, 3), stride: Any = None, dtype: Any = "float32", kind: Any = "cpu") -> Any:
+    """A tensor as it stands in the tree of a part."""
+    return {"tensor": number, "spec": [shape, stride, dtype, kind]}
+
+
+def part_of(tree: Any, rows: Any = (ROW,)) -> str:
+    return json.dumps({"tensors": rows, "tree": tree})
+
+
+# There and back
+
+
+@settings(deadline=None, max_examples=50)
+@given(trees)
+def test_any_tree_comes_back_with_its_tensors_stored(tree: Any) -> None:
+    text, tensors = text_and_tensors(tree, "here")
+    lying = places(len(tensors))
+    decoded = decode(encode_part(text, lying))
+    assert [one.place for one in stored_in(decoded)] == lying
+    assert [one.spec for one in stored_in(decoded)] == specs_in(text)
+    assert_same(tree, fill(decoded, lambda one: tensors[lying.index(one.place)]))
+
+
+def test_a_part_is_json_that_any_reader_takes_apart() -> None:
+    text, _ = flatten({"a": torch.zeros(2, 3)})
+    content = json.loads(encode_part(text, places(1)), parse_constant=pytest.fail)
+    assert content == {
+        "tensors": [["__0_0.distcp", 0, 60, 8, FITTING]],
+        "tree": {"dict": [["a", {"tensor": 0, "spec": [[2, 3], [3, 1], "float32", "cpu"]}]]},
+    }
+
+
+def test_strides_survive_where_there_are_no_gaps() -> None:
+    text, _ = flatten([torch.zeros(2, 3).t(), torch.zeros(8)[::2], torch.zeros(3).expand(2, 3)])
+    assert [one.spec.stride for one in decode(encode_part(text, places(3)))] == [(1, 3), None, None]
+
+
+def test_files_are_called_by_rank() -> None:
+    assert (part_name(12), tensor_file_name(12)) == ("part-12.json", "__12_0.distcp")
+
+
+def test_any_rank_may_name_its_file() -> None:
+    row = [tensor_file_name(123_456_789), *ROW[1:]]
+    assert decode(part_of(leaf(), [row])).place.file == "__123456789_0.distcp"
+
+
+def test_a_digest_that_does_not_fit_is_refused() -> None:
+    text = encode_part(*(flatten(None)[0], []))
+    for wrong in ("", sha(text + " "), sha(text).upper(), sha(text)[:-1]):
+        with pytest.raises(ValueError, match=r"^Expected part-3\.json to fit its checksum, got a damaged one\.$"):
+            decode_part(text, wrong, "part-3.json")
+
+
+def test_a_part_with_any_character_changed_is_refused() -> None:
+    text, _ = flatten({"a": torch.zeros(2)})
+    whole = encode_part(text, places(1))
+    for position, character in enumerate(whole):
+        damaged = whole[:position] + chr(ord(character) ^ 1) + whole[position + 1 :]
+        with pytest.raises(ValueError, match="damaged"):
+            decode_part(damaged, sha(whole), "part-3.json")
+
+
+def test_text_that_no_file_can_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="surrogates"):
+        decode_part("\ud800", FITTING, "part-3.json")
+
+
+# What is no part
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "null", "3", "1.5", "NaN", "true", '"tree"', "[]", '["tree", "tensors"]', "{}", "[[]]"),
+        *('{"tree": null}', '{"tensors": []}', '{"tree": null, "tensors": null}', '{"tree": null, "tensors": 3}'),
+        *('{"tree": null, "tensors": NaN}', '{"tree": null, "tensors": [3]}', '{"tree": null, "tensors": [[]]}'),
+        *('{"tree": null, "tensors": ["abcde"]}', '{"tree": null, "tensors": {"abcde": 1}}', '{"tree": {}}'),
+        *('{"tree": 1' + "0" * 5000 + ', "tensors": []}', '{"tree": 1, "tensors": [] } x', "\0", "\ufeff{}"),
+    ],
+    ids=lambda text: repr(text[:40]),
+)
+def test_what_is_no_part_is_refused(text: str) -> None:
+    assert_refused(text)
+
+
+@pytest.mark.parametrize("depth", [1000, 100_000])
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [("[", "]"), ('{"tuple": [', "]}"), ('{"dict": [["a", ', "]]}"), ('{"spec": ', "}"), ('{"tensor": ', "}")],
+)
+def test_a_tree_that_is_too_deep_is_refused(opening: str, closing: str, depth: int) -> None:
+    assert_refused('{"tensors": [], "tree": ' + opening * depth + "0" + closing * depth + "}")
+
+
+# Places that lead elsewhere
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("../x", "/etc/passwd", "__0_0.distcp/../..", "../__0_0.distcp", "./__0_0.distcp", "/__0_0.distcp"),
+        *("__0_0.distcp\0", "__0_0.distcp\n", "\n__0_0.distcp", "__0_0.distcp/", "a/__0_0.distcp", "..", ".", ""),
+        *("__0_1.distcp", "part-0.json", ".metadata", "__-1_0.distcp", "__1234567890_0.distcp", "__0_0xdistcp"),
+        *("__0_0.DISTCP", "~", "file:///etc/passwd", "__0_0.distcp:stream", "C:\\x", "\ud800"),
+        *(None, 0, True, 1.5, [], {}, ["__0_0.distcp"], {"__0_0.distcp": 1}),
+    ],
+    ids=repr,
+)
+def test_only_a_file_of_tensors_in_the_same_folder_can_be_named(file: Any) -> None:
+    assert_refused(part_of(leaf(), [[file, *ROW[1:]]]))
+
+
+NO_NUMBERS = [-1, -(1 << 70), 1 << 62, 1 << 64, 10**400, True, False, 0.0, 1.5, 1e300, float("nan"), float("inf")]
+NO_NUMBERS_AT_ALL: list[Any] = [None, "", "0", [], [0], {}]
+
+
+@pytest.mark.parametrize("number", [*NO_NUMBERS, *NO_NUMBERS_AT_ALL], ids=lambda number: repr(number)[:20])
+@pytest.mark.parametrize("position", [1, 2, 3])
+def test_begin_length_and_offset_are_numbers_of_bytes(position: int, number: Any) -> None:
+    row = list(ROW)
+    row[position] = number
+    assert_refused(part_of(leaf(), [row]))
+
+
+def test_the_largest_offset_is_one_that_no_sum_overflows() -> None:
+    row = ["__0_0.distcp", (1 << 62) - 1, (1 << 62) - 1, (1 << 62) - 1, FITTING]
+    assert decode(part_of(leaf(), [row])).place.offset == (1 << 62) - 1
+
+
+@pytest.mark.parametrize(
+    "digest",
+    ["", FITTING[:-1], FITTING + "0", FITTING.upper(), FITTING + "\n", "g" * 64, "٣" * 64, None, 0, [], list(FITTING)],
+    ids=lambda digest: repr(digest)[:20],
+)
+def test_the_checksum_of_a_tensor_is_one(digest: Any) -> None:
+    assert_refused(part_of(leaf(), [[*ROW[:4], digest]]))
+
+
+@pytest.mark.parametrize("row", [ROW[:4], [*ROW, 0], [], None, 0, "__0_0", {}, dict.fromkeys("abcde", 0)], ids=repr)
+def test_a_place_has_five_fields(row: Any) -> None:
+    assert_refused(part_of(leaf(), [row]))
+
+
+# Tensors that cannot exist
+
+
+@pytest.mark.parametrize("number", [*NO_NUMBERS, *NO_NUMBERS_AT_ALL], ids=lambda number: repr(number)[:20])
+def test_sizes_are_numbers(number: Any) -> None:
+    assert_refused(part_of(leaf(shape=[number])))
+    assert_refused(part_of(leaf(shape=[2, number, 3])))
+
+
+@pytest.mark.parametrize("number", [*NO_NUMBERS, *NO_NUMBERS_AT_ALL], ids=lambda number: repr(number)[:20])
+def test_strides_are_numbers(number: Any) -> None:
+    assert_refused(part_of(leaf(shape=[1, 2], stride=[number, 1])))
+
+
+@pytest.mark.parametrize("shape", [None, 2, 1.5, "23", {"2": 1}, True], ids=repr)
+def test_a_shape_is_a_list(shape: Any) -> None:
+    assert_refused(part_of(leaf(shape=shape)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ([1 << 61], "float16"),
+        ([1 << 60], "float32"),
+        ([1 << 58], "complex128"),
+        ([1 << 31, 1 << 31], "uint8"),
+        ([1 << 40] * 60, "uint8"),
+    ],
+)
+def test_more_bytes_than_there_can_be_are_refused_without_asking_for_them(shape: list[int], dtype: str) -> None:
+    text = part_of(leaf(shape=shape, dtype=dtype))
+    tracemalloc.start()
+    assert_refused(text)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_large_tensor_is_decoded_without_memory_for_it() -> None:
+    (one,) = stored_in(decode(part_of(leaf(shape=[1 << 50], dtype="uint8"))))
+    assert one.nbytes == 1 << 50
+
+
+@pytest.mark.parametrize("dims", [65, 10_000])
+def test_more_dimensions_than_torch_has_are_refused(dims: int) -> None:
+    assert as_meta(decode(part_of(leaf(shape=[1] * 64)))).dim() == 64
+    assert_refused(part_of(leaf(shape=[1] * dims)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        ([2, 3], [4, 1]),
+        ([2, 3], [0, 1]),
+        ([2, 3], [1, 1]),
+        ([2, 3], [3, 2]),
+        ([3], [0]),
+        ([3], [2]),
+        ([2, 3], [1]),
+        ([2, 3], [3, 1, 1]),
+        ([2, 3], []),
+        ([], [1]),
+        ([2], "1"),
+        ([2], 1),
+        ([2], {"1": 1}),
+        ([2], True),
+        ([2, 2, 2], [1, 2, 1 << 61]),
+    ],
+    ids=str,
+)
+def test_strides_with_gaps_or_of_another_length_are_refused(shape: Any, stride: Any) -> None:
+    assert_refused(part_of(leaf(shape=shape, stride=stride)))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("nn", "load", "save", "Tensor", "float32.itemsize", "__name__", "__dict__", "", "torch.float32", "Float32"),
+        *("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "strided", "no_such", "float32 ", "float32\0", "\ud800"),
+        *(None, 0, True, 1.5, [], ["float32"], {}),
+    ],
+    ids=repr,
+)
+def test_a_dtype_is_the_name_of_one_that_plain_tensors_have(dtype: Any) -> None:
+    assert_refused(part_of(leaf(dtype=dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["nn", "load", "float32.itemsize", "", None, 0, [], {}], ids=repr)
+def test_a_dtype_among_plain_values_is_one_too(dtype: Any) -> None:
+    assert_refused(part_of({"dict": [["a", {"dtype": dtype}]]}, []))
+
+
+@pytest.mark.parametrize("kind", [None, 0, True, 1.5, [], {}], ids=repr)
+def test_a_kind_of_device_is_a_string(kind: Any) -> None:
+    assert_refused(part_of(leaf(kind=kind)))
+
+
+def test_any_kind_of_device_may_be_named_since_none_is_asked_for() -> None:
+    assert decode(part_of(leaf(kind="no such device"))).spec.device_type == "no such device"
+
+
+@pytest.mark.parametrize("spec", [None, 0, "abcd", [], [[2], None, "float32"], [[2], None, "float32", "cpu", 1], {}])
+def test_a_spec_has_four_fields(spec: Any) -> None:
+    assert_refused(part_of({"tensor": 0, "spec": spec}))
+
+
+# Tensors and places that do not go together
+
+
+@pytest.mark.parametrize(
+    ("tree", "count"),
+    [
+        (None, 1),
+        (leaf(), 0),
+        (leaf(), 2),
+        ([leaf(0), leaf(1)], 1),
+        ([leaf(0), leaf(1)], 3),
+        ([leaf(0), leaf(2)], 2),
+        ([leaf(0), leaf(2)], 3),
+        ([leaf(0), leaf(0)], 2),
+        (leaf(1), 1),
+        (leaf(1), 2),
+        (leaf(-1), 1),
+        (leaf(-1), 0),
+        (leaf(1 << 62), 1),
+        (leaf(10**300), 1),
+        (leaf("0"), 1),
+        (leaf(0.0), 1),
+        (leaf(float("nan")), 1),
+        (leaf(None), 1),
+        (leaf([0]), 1),
+        (leaf({}), 1),
+        ({"tensor": 0}, 1),
+        ({"spec": leaf()["spec"]}, 0),
+        ({"dict": [[leaf(), 1]]}, 1),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_each_place_is_that_of_one_tensor(tree: Any, count: int) -> None:
+    assert_refused(part_of(tree, [ROW] * count))
+
+
+# Plain values that are none
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({}, {"other": 1}, {"dict": 1}, {"dict": None}, {"dict": [1]}, {"dict": [["a"]]}, {"dict": [["a", 1, 2]]}),
+        *({"dict": [[[], 1]]}, {"dict": [[{}, 1]]}, {"dict": [[["a"], 1]]}, {"dict": [None]}, {"dict": "abc"}),
+        *({"dict": [[{"tuple": [1]}, 1]]}, {"tuple": 1}, {"tuple": None}, {"size": 1}, {"size": None}),
+        *({"size": [1.5]}, {"size": ["1"]}, {"size": [None]}, {"size": "12"}),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_plain_values_that_are_none_are_refused(value: Any) -> None:
+    assert_refused(part_of(value, []))
+    assert_refused(part_of({"dict": [["deep", [1, {"tuple": [value]}]]]}, []))
+
+
+def test_the_last_of_equal_keys_counts() -> None:
+    assert decode('{"tensors": [1], "tree": 1, "tensors": [], "tree": {"dict": [["a", 2], ["a", 3]]}}') == {"a": 3}
+
+
+def test_floats_that_json_has_not_are_read() -> None:
+    nan, infinite, minus = decode('{"tensors": [], "tree": [NaN, Infinity, -1e999]}')
+    assert math.isnan(nan)
+    assert (infinite, minus) == (math.inf, -math.inf)
+
+
+# Anything at all
+
+
+VALID = json.loads(
+    encode_part(
+        flatten(
+            {
+                "model": {"w": torch.zeros(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16), 3: None},
+                "births": [(0, 1, "w"), (0, 2, "b")],
+                "extra": [torch.zeros(2, 3).t(), torch.float16, torch.Size([2]), 1.5, True, "text"],
+            }
+        )[0],
+        places(3),
+    )
+)
+
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([-1, 1, 2, 1 << 31, 1 << 61, 1 << 62, 1 << 63, 1 << 64, 10**300])
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["float32", "qint8", "nn", "cpu", "../x", "__1_0.distcp", FITTING, "w", "size"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["tensor", "spec", "dict", "tuple", "dtype", "size", "x"]), inner, max_size=2)
+        | inner.map(lambda value: {"dict": [["a", value]]})
+        | inner.map(lambda value: leaf(0, [value]))
+    ),
+    max_leaves=6,
+)
+
+
+def paths(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to each value in a JSON document."""
+    keys = content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
+    return [path, *(found for key in keys for found in paths(content[key], (*path, key)))]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> Any:
+    """A part in which some values were replaced, taken away, doubled or swapped."""
+    content = copy.deepcopy(VALID)
+    for _ in range(draw(st.integers(1, 3))):
+        *way, last = draw(st.sampled_from(paths(content)[1:]))
+        inside = content
+        for key in way:
+            inside = inside[key]
+        change = draw(st.sampled_from(["replace", "replace", "replace", "take away", "double", "swap"]))
+        if change == "replace" or isinstance(inside, dict):
+            inside[last] = draw(junk)
+        elif change == "take away":
+            del inside[last]
+        elif change == "double":
+            inside.insert(last, copy.deepcopy(inside[last]))
+        else:
+            other = draw(st.integers(0, len(inside) - 1))
+            inside[last], inside[other] = inside[other], inside[last]
+        if len(paths(content)) < 2:
+            break
+    return content
+
+
+def assert_value_error_or_sound(text: str) -> None:
+    """Decode what must be refused or harmless, in little memory."""
+    tree, told = None, "part-3.json"
+    tracemalloc.start()
+    try:
+        tree = decode(text)
+    except ValueError as error:
+        told = str(error)
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert "part-3.json" in told
+    assert peak < 4 << 20
+    for one in stored_in(tree):
+        spec, place = one.spec, one.place
+        numbers = [*spec.shape, *(spec.stride or ()), place.begin, place.length, place.offset]
+        assert all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+        assert "/" not in place.file
+        assert place.file.endswith("_0.distcp")
+        assert one.nbytes < 1 << 62
+        assert spec.stride is None or is_dense(spec.shape, spec.stride)
+        assert isinstance(spec.dtype, torch.dtype)
+        assert isinstance(spec.device_type, str)
+
+
+@settings(deadline=None, max_examples=200)
+@given(mutated())
+def test_a_forged_part_is_refused_or_harmless(content: Any) -> None:
+    assert_value_error_or_sound(json.dumps(content))
+
+
+@settings(deadline=None)
+@given(junk, st.lists(junk, max_size=3) | junk)
+def test_parts_of_anything_are_refused_or_harmless(tree: Any, rows: Any) -> None:
+    assert_value_error_or_sound(part_of(tree, rows))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_text_that_was_scribbled_into_is_refused_or_harmless(data: st.DataObject) -> None:
+    text = json.dumps(VALID)
+    begin = data.draw(st.integers(0, len(text) - 1))
+    end = begin + data.draw(st.integers(0, 3))
+    scribble = data.draw(st.text(alphabet='{}[]",:-0123456789eE.ntNaIu\\ ', max_size=4))
+    assert_value_error_or_sound(text[:begin] + scribble + text[end:])
+
+
+# Trees of stored tensors
+
+
+def test_a_stored_tensor_knows_its_bytes_and_describes_itself() -> None:
+    assert [stored(shape).nbytes for shape in ([], [0, 5], [2, 3])] == [FLOAT, 0, 6 * FLOAT]
+    assert stored([2, 3], torch.complex128).nbytes == 96
+    assert stored([2, 3], torch.bfloat16).describe() == "shape [2, 3] of bfloat16"
+
+
+def test_a_meta_tensor_has_shape_and_dtype_and_no_memory() -> None:
+    meta = as_meta(stored([1 << 40, 2], torch.float64))
+    assert (meta.shape, meta.dtype, meta.device.type) == ((1 << 40, 2), torch.float64, "meta")
+
+
+def test_filling_replaces_stored_tensors_in_order_and_nothing_else() -> None:
+    one, two, three = (stored(offset=offset) for offset in range(3))
+    tree: dict[Any, Any] = {
+        "a": (one, [two, None]),
+        3: {"b": three},
+        "size": torch.Size([2]),
+        "plain": [1.5, "text", torch.float16],
+    }
+    filled = fill(tree, lambda found: found.place.offset)
+    assert filled == {"a": (0, [1, None]), 3: {"b": 2}, "size": torch.Size([2]), "plain": [1.5, "text", torch.float16]}
+    assert [type(filled["a"]), type(filled["size"])] == [tuple, torch.Size]
+    assert stored_in(tree) == [one, two, three]
+    assert tree["a"][0] is one
+
+
+def test_a_tree_without_tensors_has_none() -> None:
+    assert stored_in({"a": [1, (2,)], "b": None}) == []
+    assert stored_in(None) == []
+
+
+def test_what_cannot_be_saved_is_told_with_where_it_is_and_what_to_do() -> None:
+    with pytest.raises(TypeError) as caught:
+        text_and_tensors({"extra": [1, {"rng": object()}]}, "a checkpoint")
+    message = str(caught.value)
+    assert message.startswith("Expected what can be saved without pickle in a checkpoint. ")
+    assert "builtins.object at ['extra'][1]['rng']" in message
+    assert "state dicts" in message

@@ -1,0 +1,423 @@
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddp_zero.checkpoint_folder import MARKER
+from ddp_zero.manifest import StoredTensor
+from ddp_zero.saved_checkpoint import SavedCheckpoint, Shared
+from ddp_zero.tensor_file import read
+from tests.unit.saved import (
+    TENSORS,
+    forge,
+    forge_texts,
+    mark,
+    paths,
+    rank_0,
+    rank_1,
+    replaced,
+    save,
+    sgd,
+    trained,
+    without,
+)
+
+CPU = torch.device("cpu")
+
+
+def value_of(saved: SavedCheckpoint, stored: Any) -> Tensor:
+    assert isinstance(stored, StoredTensor)
+    return read(saved.folder, stored, CPU)
+
+
+# What was saved
+
+
+def test_all_tensors_of_a_model_are_there_under_each_of_their_names(tmp_path: Path) -> None:
+    model, _ = trained()
+    saved = SavedCheckpoint.open(save(tmp_path, model))
+    assert list(saved.model) == ["frozen", "_extra_state", *TENSORS[1:], "head.weight"]
+    assert saved.model["head.weight"] is saved.model["embedding.weight"]
+    assert saved.model["_extra_state"] == {"epoch": 7, "seen": [1, 2]}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value_of(saved, saved.model[name]), value)
+
+
+def test_states_and_groups_are_there_by_name(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saved = SavedCheckpoint.open(save(tmp_path, model, optimizer))
+    names = ["norm.weight", "norm.bias", "embedding.weight"]
+    assert list(saved.state) == names
+    for name, state in zip(names, optimizer.state.values(), strict=True):
+        assert list(saved.state[name]) == ["step", "exp_avg", "exp_avg_sq"]
+        assert all(torch.equal(value_of(saved, saved.state[name][key]), value) for key, value in state.items())
+    groups = saved.shared.param_groups
+    assert [group["params"] for group in groups] == [names[:2], names[2:]]
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.01]
+    assert value_of(saved, groups[1]["lr"]).item() == 0.25
+    assert saved.shared.optimizer == "torch.optim.adamw.AdamW"
+    assert saved.shared.trainable == names[2:] + names[:2]
+    assert saved.shared.aliases == {"head.weight": "embedding.weight"}
+
+
+def test_a_parameter_without_state_is_in_its_group_only(tmp_path: Path) -> None:
+    saved = SavedCheckpoint.open(save(tmp_path, *trained(sgd)))
+    (group,) = saved.shared.param_groups
+    assert set(group["params"]) - set(saved.state) == {"frozen"}
+    assert "frozen" not in saved.shared.trainable
+
+
+def test_what_the_user_gave_is_there(tmp_path: Path) -> None:
+    model, _ = trained()
+    extra = {"scheduler": [1, None, 2.5], "table": torch.arange(3)}
+    saved = SavedCheckpoint.open(save(tmp_path, model, extra=extra, rank_extra=("rng", torch.arange(2)), step=12))
+    assert (saved.step, saved.folder) == (12, tmp_path / "step-00000012")
+    assert saved.shared.extra["scheduler"] == [1, None, 2.5]
+    assert value_of(saved, saved.shared.extra["table"]).tolist() == [0, 1, 2]
+    (mine,) = saved.rank_extras
+    assert (mine[0], value_of(saved, mine[1]).tolist()) == ("rng", [0, 1])
+
+
+def test_without_an_optimizer_there_is_none(tmp_path: Path) -> None:
+    saved = SavedCheckpoint.open(save(tmp_path, trained()[0]))
+    assert (saved.shared.optimizer, saved.shared.param_groups, saved.state) == (None, [], {})
+    assert "optim" not in saved.as_tree()
+
+
+def test_of_a_folder_the_newest_complete_one_is_read(tmp_path: Path) -> None:
+    model, _ = trained()
+    older, _ = save(tmp_path, model, step=9, extra="older"), save(tmp_path, model, step=10, extra="newer")
+    (tmp_path / "step-00000011").mkdir()
+    assert SavedCheckpoint.open(tmp_path).shared.extra == "newer"
+    assert SavedCheckpoint.open(older).shared.extra == "older"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_where_there_is_none_it_is_not_found(inside: bool, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="got no complete one"):
+        SavedCheckpoint.open(tmp_path if inside else tmp_path / "nowhere")
+
+
+def test_what_other_libraries_get_is_laid_out_as_torch_does() -> None:
+    saved = SavedCheckpoint(
+        folder=Path(),
+        step=3,
+        digest="",
+        model={"w": 1},
+        state={"w": {"n": 2}},
+        shared=Shared(
+            optimizer="torch.optim.sgd.SGD",
+            param_groups=[{"params": ["w"]}],
+            other_state={"calls": 4},
+            loss_scale={"scale": 2.0},
+            extra="mine",
+        ),
+        rank_extras=[None, "x"],
+    )
+    assert saved.as_tree() == {
+        "model": {"w": 1},
+        "optim": {"state": {"w": {"n": 2}}, "param_groups": [{"params": ["w"]}], "calls": 4},
+        "loss_scale": {"scale": 2.0},
+        "step": 3,
+        "extra": "mine",
+        "rank_extra": [None, "x"],
+    }
+
+
+# Several ranks
+
+
+def test_parts_are_joined_and_states_are_in_the_order_of_their_births(tmp_path: Path) -> None:
+    late = rank_1(state={"c": {"n": 1}, "d": {}}, births=[(0, 2, "c"), (1, 0, "d")], rank_extra="one")
+    early = rank_0(births=[(5, 0, "b"), (0, 1, "w")], param_groups=[{"params": ["w", "b", "c", "d"]}])
+    saved = SavedCheckpoint.open(forge(tmp_path / "forged", early, late))
+    assert list(saved.state) == ["w", "c", "d", "b"]
+    assert sorted(saved.model) == ["_extra_state", "b", "c", "tied", "w"]
+    assert saved.model["c"].place.file == "__1_0.distcp"
+    assert saved.rank_extras[1] == "one"
+    assert saved.state["c"] == {"n": 1}
+
+
+def test_the_digest_differs_where_anything_differs(tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [{}, {"extra": 1}, {"rank_extra": 1}, {"births": [(0, 2, "b"), (0, 0, "w")]}]
+    saved = [SavedCheckpoint.open(forge(tmp_path / str(at), rank_0(**change))) for at, change in enumerate(changes)]
+    assert len({one.digest for one in saved}) == len(changes)
+    again = SavedCheckpoint.open(forge(tmp_path / "again", rank_0()))
+    assert again.digest == saved[0].digest
+
+
+def test_an_alias_of_an_alias_is_a_name_too(tmp_path: Path) -> None:
+    saved = SavedCheckpoint.open(forge(tmp_path / "forged", rank_0(aliases={"x": "w", "y": "x"})))
+    assert saved.model["y"] is saved.model["w"]
+
+
+# Forged
+
+
+FORGED: dict[str, list[Any]] = {
+    "no parts": [],
+    "nothing shared": [rank_0(shared=None)],
+    "shared by rank 1 only": [rank_1(), rank_0()],
+    "shared twice": [rank_0(), rank_1(shared=rank_0()["shared"])],
+    "a value from two ranks": [rank_0(), rank_1(model={"w": torch.zeros(2, 3)})],
+    "a state from two ranks": [rank_0(), rank_1(state={"w": {}}, births=[(9, 9, "w")])],
+    "a birth missing": [rank_0(births=[(0, 0, "w")])],
+    "all births missing": [rank_0(births=[])],
+    "a birth twice": [rank_0(births=[(0, 1, "b"), (0, 0, "w"), (0, 2, "w")])],
+    "a birth of another": [rank_0(births=[(0, 1, "b"), (0, 0, "x")])],
+    "a birth without a state": [rank_0(), rank_1(births=[(1, 1, "c")])],
+    "a birth that is a list": [rank_0(births=[[0, 1, "b"], (0, 0, "w")])],
+    "a birth that is short": [rank_0(births=[(1, "b"), (0, 0, "w")])],
+    "a birth at True": [rank_0(births=[(0, True, "b"), (0, 0, "w")])],
+    "a birth at a float": [rank_0(births=[(0, float("nan"), "b"), (0, 0, "w")])],
+    "a birth by number": [rank_0(births=[(0, 1, 2), (0, 0, "w")])],
+    "a birth of a tensor": [rank_0(births=[(0, 1, torch.zeros(1)), (0, 0, "w")])],
+    "births as a tuple": [rank_0(births=((0, 1, "b"), (0, 0, "w")))],
+    "an alias to nowhere": [rank_0(aliases={"tied": "x"})],
+    "an alias of itself": [rank_0(aliases={"tied": "tied"})],
+    "an alias before what it names": [rank_0(aliases={"y": "x", "x": "w"})],
+    "an alias that is a name": [rank_0(aliases={"b": "w"})],
+    "an alias that is a name of rank 1": [rank_0(aliases={"c": "w"}), rank_1()],
+    "an alias of a number": [rank_0(aliases={"tied": 3})],
+    "an alias of a list": [rank_0(aliases={"tied": ["w"]})],
+    "a number as an alias": [rank_0(aliases={3: "w"})],
+    "a parameter twice in a group": [rank_0(param_groups=[{"params": ["w", "b", "w"]}])],
+    "a parameter in two groups": [rank_0(param_groups=[{"params": ["w", "b"]}, {"params": ["w"]}])],
+    "a group without parameters": [rank_0(param_groups=[{"lr": 1.0}])],
+    "a group of numbers": [rank_0(param_groups=[{"params": [0, 1]}])],
+    "a group of a tuple": [rank_0(param_groups=[{"params": ("w", "b")}])],
+    "a group of a string": [rank_0(param_groups=[{"params": "wb"}])],
+    "a group of tensors": [rank_0(param_groups=[{"params": [torch.zeros(1)]}])],
+    "a group with a number as an option": [rank_0(param_groups=[{"params": ["w", "b"], 3: 4}])],
+    "groups as a dict": [rank_0(param_groups={"params": ["w", "b"]})],
+    "groups as a tensor": [rank_0(param_groups=torch.zeros(1))],
+    "other state that hides the state": [rank_0(other_state={"state": {}})],
+    "other state that hides the groups": [rank_0(other_state={"param_groups": []})],
+    "other state by number": [rank_0(other_state={0: {}})],
+    "an optimizer that is no name": [rank_0(optimizer=3)],
+    "trainable as a string": [rank_0(trainable="wb")],
+    "trainable numbers": [rank_0(trainable=[1])],
+    "a loss scale that is a number": [rank_0(loss_scale=2.0)],
+    "values by number": [rank_0(model={0: torch.zeros(1), "w": torch.zeros(1)})],
+    "states by number": [rank_0(state={0: {}, 1: {}})],
+    "a state that is a tensor": [rank_0(state={"w": torch.zeros(1), "b": {}})],
+    "a state that is None": [rank_0(state={"w": None, "b": {}})],
+    "a part that is None": [None],
+    "a part that is a list": [[rank_0()]],
+    "a part that is a tensor": [torch.zeros(1)],
+    "a part that is text": ["shared"],
+    "a part that is a size": [torch.Size([1])],
+    "a part that is a dtype": [torch.float32],
+    "a part by number": [{0: 1}],
+    "rank 1 that is empty": [rank_0(), {}],
+    "more than a part has": [rank_0(other=1)],
+    "more than is shared": [{**rank_0(), "shared": {**rank_0()["shared"], "other": 1}}],
+    "shared by number": [{**rank_0(), "shared": {**rank_0()["shared"], 3: 1}}],
+    "shared that is a list": [rank_0(shared=["optimizer"])],
+    "shared that is a tensor": [rank_0(shared=torch.zeros(1))],
+    "methods for fields": [{**rank_0(), "as_tree": 1}],
+    "self": [{**rank_0(), "self": 1}],
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_checkpoint_is_refused_naming_where_it_is(name: str, tmp_path: Path) -> None:
+    folder = forge(tmp_path / "step-00000003", *FORGED[name])
+    for path in (folder, tmp_path):
+        with pytest.raises(ValueError, match=str(folder)) as caught:
+            SavedCheckpoint.open(path)
+        assert type(caught.value) is ValueError
+
+
+def test_what_the_forged_ones_were_made_of_is_not_refused(tmp_path: Path) -> None:
+    saved = SavedCheckpoint.open(forge(tmp_path / "forged", rank_0(), rank_1()))
+    assert list(saved.state) == ["w", "b"]
+    assert saved.model["tied"] is saved.model["w"]
+
+
+@pytest.mark.parametrize("path", [(key,) for key in rank_0()], ids=str)
+def test_a_part_without_one_of_its_fields_is_refused(path: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"part-0\.json"):
+        SavedCheckpoint.open(forge(tmp_path / "forged", without(rank_0(), *path)))
+
+
+JUNK: list[Any] = [
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1 << 80,
+        1.5,
+        float("nan"),
+        "",
+        "w",
+        "state",
+        torch.float32,
+        torch.Size([2]),
+        [],
+        ["w"],
+        [["w"]],
+    ),
+    *((), (0, 0, "w"), [(0, 0, "w")], {}, {"w": 1}, {"w": {}}, {0: 1}, {"params": ["w"]}, [{"params": ["w"]}]),
+]
+VALUES = [path for path in paths(rank_0()) if "rank_extra" not in path and "extra" not in path]
+
+
+def assert_sound(saved: SavedCheckpoint) -> None:
+    """What a reader may rely on."""
+    assert all(type(name) is str for name in [*saved.model, *saved.state])
+    assert all(isinstance(state, dict) for state in saved.state.values())
+    shared = saved.shared
+    assert all(type(key) is str for group in shared.param_groups for key in group)
+    names = [name for group in shared.param_groups for name in group["params"]]
+    assert all(type(name) is str for name in [*names, *shared.trainable])
+    assert len(set(names)) == len(names)
+    assert shared.optimizer is None or type(shared.optimizer) is str
+    assert all(saved.model[alias] is saved.model[name] for alias, name in shared.aliases.items())
+    assert len(saved.rank_extras) == 1
+    saved.as_tree()
+
+
+def test_a_wrong_type_anywhere_is_refused_or_harmless(tmp_path: Path) -> None:
+    refused = 0
+    for at, path in enumerate(VALUES):
+        for junk in [*JUNK[at % 3 :: 3], torch.zeros(2)]:
+            folder = forge(tmp_path / "forged", replaced(rank_0(), path, junk))
+            try:
+                saved = SavedCheckpoint.open(folder)
+            except ValueError:
+                refused += 1
+            else:
+                assert_sound(saved)
+    assert refused > len(VALUES) * len(JUNK) // 9
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.sampled_from(VALUES), st.sampled_from(JUNK)), min_size=2, max_size=4))
+def test_several_wrong_types_are_refused_or_harmless(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
+    tree = rank_0()
+    for path, junk in changes:
+        if path in paths(tree):
+            tree = replaced(tree, path, junk)
+    with tempfile.TemporaryDirectory() as name:
+        folder = forge(Path(name) / "forged", tree)
+        try:
+            saved = SavedCheckpoint.open(folder)
+        except ValueError as error:
+            saved, told = None, str(error)
+    if saved is None:
+        assert name in told
+    else:
+        assert_sound(saved)
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 64, "../part-0.json", "\0"], ids=repr)
+def test_a_marker_with_another_checksum_is_refused(digest: str, tmp_path: Path) -> None:
+    folder = forge(tmp_path / "forged", rank_0())
+    with pytest.raises(ValueError, match=r"Expected .*part-0\.json to fit its checksum"):
+        SavedCheckpoint.open(mark(folder, [digest]))
+
+
+def test_a_marker_of_more_parts_than_there_are_is_refused(tmp_path: Path) -> None:
+    folder = forge(tmp_path / "forged", rank_0())
+    digest = hashlib.sha256((folder / "part-0.json").read_bytes()).hexdigest()
+    assert SavedCheckpoint.open(mark(folder, [digest])).step == 3
+    with pytest.raises(ValueError, match=r"No such file.*part-1\.json"):
+        SavedCheckpoint.open(mark(folder, [digest, digest]))
+
+
+def test_a_part_that_stands_for_two_ranks_is_refused(tmp_path: Path) -> None:
+    text = (forge(tmp_path / "forged", rank_0()) / "part-0.json").read_text()
+    with pytest.raises(ValueError, match="in the part of rank 0 and in no other"):
+        SavedCheckpoint.open(forge_texts(tmp_path / "forged", [text, text]))
+
+
+def test_a_part_with_any_byte_damaged_is_refused(tmp_path: Path) -> None:
+    folder = forge(tmp_path / "forged", rank_0(), rank_1())
+    for path, every in ((folder / "part-0.json", 7), (folder / "part-1.json", 1)):
+        whole = path.read_bytes()
+        for position in range(0, len(whole), every):
+            damaged = bytearray(whole)
+            damaged[position] ^= (0x01, 0x20, 0xFF)[position % 3]
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=path.name):
+                SavedCheckpoint.open(folder)
+        path.write_bytes(whole)
+    assert SavedCheckpoint.open(folder).step == 3
+
+
+def test_a_part_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    folder = forge(tmp_path / "forged", rank_0())
+    size = (folder / "part-0.json").stat().st_size
+    for left in (size - 1, size // 2, 1, 0):
+        os.truncate(folder / "part-0.json", left)
+        with pytest.raises(ValueError, match=r"Expected .*part-0\.json to fit its checksum"):
+            SavedCheckpoint.open(folder)
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def a_link(path: Path) -> None:
+    path.rename(path.with_name("kept"))
+    path.symlink_to(path.with_name("kept"))
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("spoil", [gone, a_link, a_folder, a_pipe])
+def test_a_part_that_is_no_regular_file_is_refused(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    folder = forge(tmp_path / "forged", rank_0(), rank_1())
+    spoil(folder / "part-1.json")
+    with pytest.raises(ValueError, match=r"Expected a regular file.*part-1\.json"):
+        SavedCheckpoint.open(folder)
+
+
+def test_a_marker_that_is_damaged_is_refused_though_there_is_an_older_checkpoint(tmp_path: Path) -> None:
+    model, _ = trained()
+    newer = [save(tmp_path, model, step=step) for step in (1, 2)][1]
+    (newer / MARKER).write_text("damaged")
+    with pytest.raises(ValueError, match=str(newer / MARKER)):
+        SavedCheckpoint.open(tmp_path)
+
+
+def test_what_tools_of_torch_read_is_not_read_here(tmp_path: Path) -> None:
+    folder = save(tmp_path, *trained())
+    for name in (".metadata", "__0_1.distcp"):
+        (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")  # a pickle that runs something
+    (folder / "__0_0.distcp").unlink()
+    assert SavedCheckpoint.open(folder).step == 1
+
+
+def test_a_part_says_of_its_tensors_where_they_lie_and_what_they_hash_to(tmp_path: Path) -> None:
+    folder = save(tmp_path, trained()[0])
+    raw = (folder / "__0_0.distcp").read_bytes()
+    rows = json.loads((folder / "part-0.json").read_text())["tensors"]
+    saved = SavedCheckpoint.open(folder)
+    stored = [one for name, one in saved.model.items() if isinstance(one, StoredTensor) and name != "head.weight"]
+    for one, (file, begin, length, offset, digest) in zip(stored, rows, strict=True):
+        place = one.place
+        assert [place.file, place.begin, place.length, place.offset, place.sha256] == [
+            *(file, begin, length, offset, digest)
+        ]
+        assert hashlib.sha256(raw[offset : offset + one.nbytes]).hexdigest() == digest
