@@ -98,21 +98,22 @@ def save(
     live = LiveModel(model)
     writer = writer_of(model, _group(live, optimizer))
     peers, root = writer.peers, Path(path)
-    name = ""
+    place = ""
     with Agreement(peers, "checkpoint.save") as agreement:
         writer.finish()
         agreement.declare("step", step)
         agreement.declare("keep", keep)
-        if keep is not None and keep < 1:
-            raise ValueError(f"Expected keep of at least 1, got {keep}.")
+        for name, number, least in (("step", step, 0), ("keep", keep, 1)):
+            if number is not None and (type(number) is not int or number < least):
+                raise ValueError(f"Expected {name} to be an int of at least {least}, got {number!r}.")
         state = None if optimizer is None else state_of(optimizer)
         part = capture(live, state, peers.group_rank, peers.world_size, extra, rank_extra)
         text, tensors = text_and_tensors(part.as_tree(), "a checkpoint")
         if peers.group_rank == 0:
             step = next_step(root) if step is None else step
-            name = f"{step}/{start(root, step)}"
-    number, _, name = peers.all_gather_text(name)[0].partition("/")
-    work = Work(root / name, int(number), keep, text, copied(tensors) if background else tensors)
+            place = f"{step}/{start(root, step)}"
+    number_of_save, _, folder = peers.all_gather_text(place)[0].partition("/")
+    work = Work(root / folder, int(number_of_save), keep, text, copied(tensors) if background else tensors)
     return writer.start(work, background)
 
 

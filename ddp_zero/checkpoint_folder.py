@@ -20,8 +20,8 @@ from typing import Any
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"
 _VERSION = 1
-_NAME = re.compile(r"step-(\d{8,18})(?:-(\d{1,6}))?")
-_UNFINISHED = re.compile(r"\.step-\d{8,18}-[0-9a-f]{16}")
+_NAME = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,6}))?")
+_UNFINISHED = re.compile(r"\.step-[0-9]{8,18}-[0-9a-f]{16}")
 _LARGEST_TEXT = 1 << 28
 
 
@@ -56,7 +56,7 @@ def start(root: Path, step: int) -> str:
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
         if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path)
+            _discard(path)
     name = f".step-{step:08d}-{secrets.token_hex(8)}"
     (root / name).mkdir()
     return name
@@ -77,10 +77,9 @@ def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
     line = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marker)})
     write_text(unfinished / MARKER, f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n")
     sync_folder(unfinished)
-    name, again = f"step-{marker.step:08d}", 0
-    while (root / name).exists():  # the same step was saved before: both stay, the new one comes after
-        again += 1
-        name = f"step-{marker.step:08d}-{again}"
+    matches = [match for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
+    again = 1 + max((int(match[2] or 0) for match in matches if int(match[1]) == marker.step), default=-1)
+    name = f"step-{marker.step:08d}" + (f"-{again}" if again else "")  # of the same step the new one comes last
     unfinished.rename(root / name)
     sync_folder(root)
     others = [path for path in complete_in(root) if path.name != name]
@@ -110,7 +109,15 @@ def _remove(checkpoint: Path) -> None:
     """Remove the marker first, so that what a kill leaves behind is no checkpoint, and is swept by the next save."""
     hidden = checkpoint.with_name(f".step-{_order(checkpoint)[0]:08d}-{secrets.token_hex(8)}")
     checkpoint.rename(hidden)
-    shutil.rmtree(hidden)
+    _discard(hidden)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder, or the link or file that stands for one; never what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 # Reading
@@ -183,7 +190,7 @@ def read_text(path: Path) -> str:
         size = os.fstat(file.fileno()).st_size
         if size > _LARGEST_TEXT:
             raise ValueError(f"Expected at most {_LARGEST_TEXT} bytes, got {size} in {path}.")
-        raw = file.read(_LARGEST_TEXT)
+        raw = file.read(size)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -66,7 +66,7 @@ def _leaves(tree: Tree, path: _Path) -> Iterator[tuple[_Path, Any]]:
     """Stored tensors, and the largest trees without any that are no dicts, with their paths."""
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
-            yield from _leaves(value, (*path, key))
+            yield from _leaves(value, (*path, str(key)))
     elif isinstance(tree, list | tuple) and _has_tensors(tree):
         for position, value in enumerate(tree):
             yield from _leaves(value, (*path, position))

@@ -63,21 +63,25 @@ def export(path: Path, out: Path) -> list[Path]:
         ValueError: if it is damaged, or holds what safetensors cannot.
     """
     saved = SavedCheckpoint.open(path)
-    verify(saved.folder, stored_in([list(saved.model.values()), list(saved.state.values()), saved.shared.param_groups]))
+    shared = saved.shared
+    verify(saved.folder, stored_in([saved.model, saved.state, shared.param_groups, shared.other_state]))
     out.mkdir(parents=True, exist_ok=True)
     files = [_replace(out / MODEL_FILE, lambda file: _write_model(saved, file))]
-    if saved.shared.optimizer is not None:
+    if shared.optimizer is not None:
         files.append(_replace(out / OPTIMIZER_FILE, lambda file: torch.save(_optimizer_state(saved), file)))
     return files
 
 
 def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
     beside = target.with_name(f".{target.name}.unfinished")
-    with beside.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(target)
+    try:
+        with beside.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
     sync_folder(target.parent)
     return target
 
@@ -87,6 +91,8 @@ def _write_model(saved: SavedCheckpoint, file: BinaryIO) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, stored in tensors.items():
+        if name in header:
+            raise ValueError(f"Expected a name of which safetensors makes no use of its own, got {name!r}.")
         if stored.spec.dtype not in _SAFETENSORS:
             raise ValueError(f"Expected a dtype that safetensors has for {name!r}, got {stored.spec.dtype}.")
         begin, end = end, end + stored.nbytes
@@ -109,7 +115,7 @@ def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
         for name in group["params"]:
             index_of[name] = len(index_of)
         indices = [index_of[name] for name in group["params"]]
-        groups.append({**group, "params": indices, "param_names": list(group["params"])})
+        groups.append({**group, "params": indices})
     states: dict[Any, Any] = {**shared.other_state, **{index_of[name]: state for name, state in saved.state.items()}}
     scale = {} if shared.loss_scale is None else {"loss_scale": shared.loss_scale}
     tree = {"state": states, "param_groups": groups, **scale}

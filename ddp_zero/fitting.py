@@ -41,7 +41,8 @@ def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         names: as saved.
-        rename: old names or prefixes up to a dot, and what they are now. Of several that fit, the longest counts.
+        rename: old names or prefixes up to a dot, and what they are now, nothing if a prefix is gone. Of several that
+            fit, the longest counts.
 
     Raises:
         ValueError: for an old name that no saved one has, or two that become the same.
@@ -56,7 +57,7 @@ def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
             continue
         old = max(olds, key=len)
         used.add(old)
-        found[name] = rename[old] + name[len(old) :]
+        found[name] = f"{rename[old]}{name[len(old) :]}".removeprefix(".")
     unused = sorted(set(rename) - used)
     if unused:
         raise ValueError(f"Expected names in rename= that the checkpoint has, got {unused}.")
@@ -107,7 +108,7 @@ def fit_groups(
         if len(known) > 1:
             fit.misfits.append(f"group {position} has parameters of the saved groups {sorted(known)}")
         if not known and names:
-            fit.notes.append(f"group {position} keeps its options: none of its parameters was in the optimizer")
+            fit.notes.append(f"group {position} keeps its options: the saved optimizer has none of its parameters")
         for name in names:
             if name in values and name in group_of:
                 fit.states.append(name)

@@ -55,6 +55,31 @@ def build_inner(
     return inner
 
 
+def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
+    """See that one of torch's own optimizers takes a state dict, on stand-ins without memory; others are not asked.
+
+    Args:
+        inner: the optimizer; left as it is.
+        state_dict: with tensors on the meta device.
+
+    Raises:
+        ValueError: if it does not, with what it says.
+    """
+    if not type(inner).__module__.startswith("torch.optim"):
+        return
+    scratch = copy.copy(inner)
+    scratch.state = defaultdict(dict)
+    scratch.param_groups = [
+        {**group, "params": [torch.empty_like(param, device="meta") for param in group["params"]]}
+        for group in inner.param_groups
+    ]
+    try:
+        scratch.load_state_dict(state_dict)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"Expected state that {type(inner).__name__} can load, got {told}.") from error
+
+
 def fresh_state(inner: Optimizer, stepped: torch.Tensor) -> dict[str, Any]:
     """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place.
 

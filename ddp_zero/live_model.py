@@ -56,7 +56,7 @@ class LiveModel:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The entries that are tensors."""
-        return {name: value for name, value in self.entries.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in self.entries.items() if isinstance(value, Tensor) and not is_extra(name)}
 
     @property
     def trainable(self) -> list[str]:
@@ -65,13 +65,13 @@ class LiveModel:
 
     def values(self) -> dict[str, Value]:
         """Shape and dtype under every name, aliases included."""
-        found = {name: value_of(entry) for name, entry in self.entries.items()}
+        found = {name: value_of(name, entry) for name, entry in self.entries.items()}
         return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
 
     def tensor(self, name: str) -> Tensor | None:
         """The tensor of a name or an alias; None for what is none."""
         entry = self.entries[self.aliases.get(name, name)]
-        return entry if isinstance(entry, Tensor) else None
+        return entry if isinstance(entry, Tensor) and not is_extra(name) else None
 
     def load_extra(self, states: Mapping[str, Any]) -> None:
         """Give modules back the state that is no tensor."""
@@ -85,9 +85,14 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def value_of(entry: Any) -> Value:
-    """Shape and dtype of a tensor; of neither for anything else."""
-    if not isinstance(entry, Tensor):
+def is_extra(name: str) -> bool:
+    """Whether a name is that of what `torch.nn.Module.get_extra_state` returned, a tensor or not."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def value_of(name: str, entry: Any) -> Value:
+    """Shape and dtype of a parameter or a buffer; neither for anything else."""
+    if not isinstance(entry, Tensor) or is_extra(name):
         return Value(None, None)
     return Value(tuple(entry.shape), str(entry.dtype).removeprefix("torch."))
 

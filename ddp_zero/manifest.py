@@ -18,7 +18,7 @@ from torch import Tensor
 from ddp_zero.memory_layout import is_dense
 from ddp_zero.payload import TensorSpec, Tree, flatten, specs_in, unflatten
 
-_FILE = re.compile(r"__\d{1,9}_0\.distcp")
+_FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 62
 
@@ -116,8 +116,11 @@ def _checked(spec: TensorSpec) -> TensorSpec:
     numbers = [*spec.shape, *(spec.stride or ())]
     if len(spec.shape) > 64 or not all(type(number) is int and 0 <= number < _LARGEST for number in numbers):
         raise ValueError(f"Expected sizes and strides of a tensor, got {spec.shape!r:.200} and {spec.stride!r:.200}.")
-    if math.prod(spec.shape) * spec.dtype.itemsize >= _LARGEST or spec.dtype in _QUANTIZED:
+    elements = math.prod(max(size, 1) for size in spec.shape)  # torch multiplies them though one is 0
+    if elements * spec.dtype.itemsize >= _LARGEST or spec.dtype in _QUANTIZED:
         raise ValueError(f"Expected a tensor that can exist, got {list(spec.shape)} of {spec.dtype}.")
+    if spec.stride is not None and len(spec.stride) != len(spec.shape):
+        raise ValueError(f"Expected a stride for each size, got {spec.stride} for {spec.shape}.")
     if spec.stride is not None and not is_dense(spec.shape, spec.stride):
         raise ValueError(f"Expected strides without gaps, got {spec.stride} for {spec.shape}.")
     if not isinstance(spec.device_type, str):
@@ -166,6 +169,8 @@ def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
     """
     try:
         return flatten(tree)
+    except RecursionError as error:
+        raise TypeError(f"Expected a tree of some dozen levels in {where}, got one nested too deeply.") from error
     except TypeError as error:
         raise TypeError(
             f"Expected what can be saved without pickle in {where}. {error} Turn arrays into tensors with "

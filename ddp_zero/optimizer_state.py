@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_zero.inner import rehearse_load
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank, partition_greedy
@@ -127,9 +128,12 @@ class WholeState:
         return False
 
     def check_fits(self, state_dict: StateDict) -> None:
-        """Shapes of states against those of parameters, for torch's own optimizers."""
+        """Shapes of states against those of parameters, and a rehearsal, for torch's own optimizers."""
         for index, state in state_dict["state"].items():
-            check_state(state, self.table, index, type(self.inner))
+            if not isinstance(index, str):  # that belongs to no parameter
+                check_state(state, self.table, index, type(self.inner))
+        if self.inner is self.optimizer:
+            rehearse_load(self.inner, state_dict)
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """By the optimizer itself."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.join import _JoinConfig
 
 from ddp_zero.consolidation import SCALE_KEY, ConsolidatesState, is_index
-from ddp_zero.inner import fresh_state
+from ddp_zero.inner import fresh_state, rehearse_load
 from ddp_zero.live_model import LiveModel, clean
 from ddp_zero.overlap import Phase
 from ddp_zero.state_transfer import restrict_state_dict, with_masters
@@ -136,7 +136,9 @@ class ShowsOwnState(ConsolidatesState):
         scale = self._decision.loss_scale
         if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
             copy.copy(scale).load_state_dict(state_dict[SCALE_KEY])
-        restrict_state_dict(state_dict, self.param_groups, self._sharded.table, self.optim, self._sharded.stepped)
+        sharded = self._sharded
+        local, *_ = restrict_state_dict(state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped)
+        rehearse_load(self.optim, local)
 
     def load_owned(self, state_dict: dict[str, Any], order: Sequence[int]) -> None:
         """As `load_state_dict`, but states become this optimizer's own, not copied, and masters are not checked.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.fitting import Fit, Value, fit_groups, fit_values, listed, renamed
-from ddp_zero.live_model import LiveModel, value_of
+from ddp_zero.live_model import LiveModel, is_extra
 from ddp_zero.manifest import StoredTensor, as_meta, fill, stored_in
 from ddp_zero.optimizer_state import OptimizerState, class_name, group_options
 from ddp_zero.partition import partition_greedy
@@ -66,7 +66,7 @@ class Restore:
         names = renamed(dict.fromkeys([*saved.model, *(name for group in groups for name in group)]), rename)
         entries = {names[name]: entry for name, entry in saved.model.items()}
         states = {names[name]: state for name, state in saved.state.items() if name in names}
-        fit_values({name: _value_in(entry) for name, entry in entries.items()}, live.values(), plan.fit)
+        fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, live.values(), plan.fit)
         plan._place_values(entries)
         if optimizer is not None:
             plan._place_states(optimizer, [[names[name] for name in group] for group in groups], states, entries)
@@ -81,7 +81,7 @@ class Restore:
 
     def _place_values(self, entries: Mapping[str, Any]) -> None:
         for name in self.fit.values:
-            if isinstance(entries[name], StoredTensor):
+            if isinstance(entries[name], StoredTensor) and not is_extra(name):
                 self.values[name] = entries[name]
             else:
                 self.extra_states[name] = entries[name]
@@ -113,9 +113,9 @@ class Restore:
         in_saved_order = sorted(self.states, key=lambda index: places.get(names[index], len(places)))
         self.states = {index: self.states[index] for index in in_saved_order}
         for group, source in zip(optimizer.optimizer.param_groups, fit.groups, strict=True):
-            options = group_options(group if source is None else shared.param_groups[source])
+            options = {} if source is None else group_options(shared.param_groups[source])
             _check_options(options, group)
-            self.groups.append({**options, **{key: group[key] for key in ("params", "param_names") if key in group}})
+            self.groups.append({**group, **options})
 
     def _place_state(
         self, index: int, name: str, optimizer: OptimizerState, state: dict[Any, Any], entries: Mapping[str, Any]
@@ -161,8 +161,8 @@ class Restore:
         Raises:
             ValueError: naming the file.
         """
-        trees = [self.values, self.extra_states, self.states, self.groups, self.saved.shared.extra]
-        trees.append(list(self.saved.rank_extras))
+        shared, extras = self.saved.shared, list(self.saved.rank_extras)
+        trees = [self.values, self.extra_states, self.states, self.groups, shared.other_state, shared.extra, extras]
         needed = list(dict.fromkeys(stored for tree in trees for stored in stored_in(tree)))
         owners = partition_greedy([stored.nbytes for stored in needed], peers.world_size)
         mine = [stored for stored, owner in zip(needed, owners, strict=True) if owner == peers.group_rank]
@@ -237,8 +237,8 @@ def _kind(value: Any) -> str:
     return "list" if isinstance(value, tuple | list) else "None" if value is None else type(value).__name__
 
 
-def _value_in(entry: Any) -> Value:
+def _value_in(name: str, entry: Any) -> Value:
     """Shape and dtype of a saved entry."""
-    if not isinstance(entry, StoredTensor):
-        return value_of(entry)
+    if not isinstance(entry, StoredTensor) or is_extra(name):
+        return Value(None, None)
     return Value(entry.spec.shape, str(entry.spec.dtype).removeprefix("torch."))

@@ -109,6 +109,8 @@ class SavedCheckpoint:
         births = sorted(birth for part in parts for birth in part.births)
         if sorted(name for _, _, name in births) != sorted(state):
             raise ValueError(f"Expected the place of every optimizer state in their order, got others: {folder}.")
+        if not set(state) <= {name for group in shared.param_groups for name in group["params"]}:
+            raise ValueError(f"Expected states of parameters that are in a group, got others: {folder}.")
         ordered = {name: state[name] for _, _, name in births}
         extras = [part.rank_extra for part in parts]
         return cls(folder, marker.step, "".join(marker.parts), model, ordered, shared, extras)

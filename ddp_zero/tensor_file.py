@@ -130,7 +130,7 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
         ValueError: as `verify`; the target has changed then.
     """
     is_flat = target.is_contiguous()
-    whole = target if is_flat else torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
+    whole = target if is_flat else torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="cpu")
     flat, done = whole.view(-1), 0
     for piece in pieces(folder, stored):
         values = torch.frombuffer(piece, dtype=stored.spec.dtype)

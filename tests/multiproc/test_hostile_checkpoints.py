@@ -157,6 +157,24 @@ def twice(folder: Path) -> None:
     sign(folder)
 
 
+def without_step(content: Part) -> None:
+    (states,) = (value for key, value in content["tree"]["dict"] if key == "state")
+    for _, state in states["dict"]:
+        state["dict"] = [pair for pair in state["dict"] if pair[0] != "step"]
+    numbers = iter(range(10_000))
+    kept: list[Any] = []
+
+    def renumber(tree: Any) -> None:
+        if isinstance(tree, dict) and "tensor" in tree:
+            kept.append(content["tensors"][tree["tensor"]])
+            tree["tensor"] = next(numbers)
+        for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []:
+            renumber(item)
+
+    renumber(content["tree"])
+    content["tensors"] = kept
+
+
 HUGE = 1 << 40
 ATTACKS: dict[str, Attack] = {
     "pickle as the marker": replace(MARKER, pickle.dumps(_Bomb())),
@@ -205,6 +223,7 @@ ATTACKS: dict[str, Attack] = {
     "values that are plain": entry(["model"], {"dict": []}),
     "states of nobody": entry(["state"], {"dict": []}),
     "a state that is a number": entry(["state"], {"dict": [["0.weight", 3]]}),
+    "states without their step": part(without_step),
     "births of others": entry(["births"], [{"tuple": [0, 0, "nobody"]}]),
     "nothing shared": entry(["shared"], None),
     "groups that are text": entry(["shared", "param_groups"], "all"),

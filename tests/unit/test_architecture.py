@@ -141,7 +141,7 @@ ROOMS = {
         "torch.distributed.algorithms.join.Joinable torch.distributed.algorithms.join.JoinHook",
     ),
     "api": room(5, "gradients optimizer"),
-    "optimizer_state": room(5, "optimizer parameters partition state_transfer"),
+    "optimizer_state": room(5, "inner optimizer parameters partition state_transfer"),
     "capture": room(5, "live_model optimizer_state partition payload saved_checkpoint"),
     "restore": room(
         5,

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from ddp_zero import checkpoint_folder, tensor_file
+from ddp_zero import tensor_file
 from ddp_zero.export import MODEL_FILE, OPTIMIZER_FILE, export, main
 from ddp_zero.payload import as_bytes
 from tests.unit.saved import TENSORS, Tied, adamw, save, sgd, train, trained
@@ -121,11 +122,10 @@ def test_every_dtype_that_safetensors_has_is_written_under_its_name(name: str, t
 
 
 def test_the_library_of_safetensors_reads_the_file(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     tensors = {name: of_random_bits((3, 5), dtype) for name, dtype in DTYPES.items()}
     model = buffers(**tensors, transposed=torch.arange(6.0).view(2, 3).t(), empty=torch.ones(0, 2))
     export(save(tmp_path / "runs", model), tmp_path)
-    found = safetensors.load_file(tmp_path / MODEL_FILE)
+    found = safetensors.torch.load_file(tmp_path / MODEL_FILE)
     assert set(found) == set(model.state_dict())
     for name, value in model.state_dict().items():
         assert (found[name].dtype, found[name].shape, bits(found[name])) == (value.dtype, value.shape, bits(value))
@@ -159,7 +159,6 @@ def test_the_header_is_padded_whatever_its_length(length: int, tmp_path: Path) -
 
 def test_weights_take_the_memory_of_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr(checkpoint_folder, "_LARGEST_TEXT", 1 << 16)
     folder = save(tmp_path / "runs", buffers(large=torch.arange(1 << 18), small=torch.arange(2)))
     tracemalloc.start()
     export(folder, tmp_path)

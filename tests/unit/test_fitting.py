@@ -261,7 +261,7 @@ def test_a_group_of_parameters_that_were_all_frozen_keeps_its_options() -> None:
     fit = of_groups([["a"]], [["b"], ["a"]], was_frozen="b")
     assert (fit.groups, fit.misfits) == ([None, 0], [])
     assert fit.notes == [
-        "group 0 keeps its options: none of its parameters was in the optimizer",
+        "group 0 keeps its options: the saved optimizer has none of its parameters",
         "'b' starts without state: it was frozen and not in the optimizer",
     ]
 

@@ -305,4 +305,4 @@ def test_giving_state_back_leaves_values_and_gradients_alone() -> None:
     ],
 )
 def test_a_value_is_shape_and_dtype_of_a_tensor(entry: Any, value: Value) -> None:
-    assert value_of(entry) == value
+    assert value_of("layer.weight", entry) == value
