@@ -196,7 +196,7 @@ class SteppedTensors:
     def diverged(self) -> list[int]:
         """Owned parameters that are not their rounded masters. Reads them all."""
         params = self._table.params
-        return [index for index, master in self._masters.items() if not _rounds_to(master, params[index])]
+        return [index for index, master in self._masters.items() if not rounds_to(master, params[index])]
 
     def follow_model(self) -> None:
         """Before the first step the model is the truth: masters are made from it as it is now."""
@@ -233,7 +233,7 @@ def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
     """
     for index, master in masters.items():
         param = table.params[index]
-        if master.shape != param.shape or not _rounds_to(master, param):
+        if master.shape != param.shape or not rounds_to(master, param):
             raise ValueError(
                 f"Expected {table.label(index)} to be its master weight rounded to {param.dtype}, got another value. "
                 "Load the model's state dict, of the same moment, before the optimizer's. To go on from the model as "
@@ -247,7 +247,7 @@ def _times(grad: Tensor, factor: Tensor | float) -> Tensor:
     return (grad * factor).to(grad.dtype)
 
 
-def _rounds_to(master: Tensor, param: Tensor) -> bool:
+def rounds_to(master: Tensor, param: Tensor) -> bool:
     """Whether they are equal in the dtype of the latter, NaN being equal to NaN."""
     rounded, value = master.detach().to(param.device, param.dtype), param.detach()
     if torch.equal(rounded, value):

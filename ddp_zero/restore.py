@@ -10,9 +10,10 @@ from torch import Tensor
 from ddp_zero.fitting import Fit, Value, fit_groups, fit_values, listed, renamed
 from ddp_zero.live_model import LiveModel, is_extra
 from ddp_zero.manifest import StoredTensor, as_meta, fill, stored_in
-from ddp_zero.optimizer_state import OptimizerState, class_name, group_options
+from ddp_zero.optimizer_state import OptimizerState, class_name, group_options, other_state
 from ddp_zero.partition import partition_greedy
 from ddp_zero.peers import Peers
+from ddp_zero.precision import rounds_to
 from ddp_zero.saved_checkpoint import SavedCheckpoint
 from ddp_zero.state_transfer import MASTER_KEY
 from ddp_zero.tensor_file import read, read_into, verify
@@ -31,6 +32,7 @@ class Restore:
         extra_states: state of modules that is no tensor.
         names: of the optimizer's parameters, by index.
         states: what each of them takes, by index, in the order in which the unsharded optimizer would have them.
+        other_state: what the optimizer's state will have that belongs to no parameter.
         groups: the optimizer's groups as they will be.
     """
 
@@ -42,6 +44,7 @@ class Restore:
     extra_states: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     states: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    other_state: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     # What fits
@@ -69,7 +72,7 @@ class Restore:
         fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, live.values(), plan.fit)
         plan._place_values(entries)
         if optimizer is not None:
-            plan._place_states(optimizer, [[names[name] for name in group] for group in groups], states, entries)
+            plan._place_states(optimizer, [[names[name] for name in group] for group in groups], states)
         if strict and plan.fit.misfits:
             raise ValueError(
                 f"Expected {saved.folder} to fit the model and the optimizer, got{listed(plan.fit.misfits)}\n"
@@ -91,7 +94,6 @@ class Restore:
         optimizer: OptimizerState,
         saved_groups: list[list[str]],
         states: Mapping[str, dict[Any, Any]],
-        entries: Mapping[str, Any],
     ) -> None:
         fit, shared, table = self.fit, self.saved.shared, optimizer.table
         names = self.names = [self.live.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
@@ -101,14 +103,16 @@ class Restore:
             was = "no optimizer" if shared.optimizer is None else shared.optimizer
             fit.misfits.append(f"the optimizer is {class_name(optimizer.inner)}, saved is {was}")
             fit.groups = [None] * len(live_groups)
+            self.other_state = other_state(optimizer.inner)
         else:
+            self.other_state = shared.other_state
             trainable = set(shared.trainable), set(self.live.trainable)
             fit_groups(saved_groups, live_groups, *trainable, fit)
         if (shared.loss_scale is not None) and optimizer.scale() is None:
             fit.misfits.append("the saved dynamic loss scale has no place: the optimizer has none")
         fits = set(fit.states)
         for index, name in enumerate(names):
-            self._place_state(index, name, optimizer, states.get(name, {}) if name in fits else {}, entries)
+            self._place_state(index, name, optimizer, states.get(name, {}) if name in fits else {})
         places = {name: place for place, name in enumerate(states)}
         in_saved_order = sorted(self.states, key=lambda index: places.get(names[index], len(places)))
         self.states = {index: self.states[index] for index in in_saved_order}
@@ -117,9 +121,7 @@ class Restore:
             _check_options(options, group)
             self.groups.append({**group, **options})
 
-    def _place_state(
-        self, index: int, name: str, optimizer: OptimizerState, state: dict[Any, Any], entries: Mapping[str, Any]
-    ) -> None:
+    def _place_state(self, index: int, name: str, optimizer: OptimizerState, state: Mapping[Any, Any]) -> None:
         """The state of one parameter; its fp32 master is the more exact value wherever dtypes have changed."""
         param = optimizer.table.params[index]
         state, value = dict(state), self.values.get(name)
@@ -149,9 +151,9 @@ class Restore:
             | ({"param_names": list(group["param_names"])} if "param_names" in group else {})
             for group in self.groups
         ]
-        shared = self.saved.shared
-        scale = {} if shared.loss_scale is None else {"loss_scale": shared.loss_scale}
-        return {"state": {**fill(shared.other_state, fill_with), **states}, "param_groups": groups, **scale}
+        saved_scale = self.saved.shared.loss_scale
+        scale = {} if saved_scale is None else {"loss_scale": saved_scale}
+        return {"state": {**fill(self.other_state, fill_with), **states}, "param_groups": groups, **scale}
 
     # Whether it is whole
 
@@ -161,8 +163,8 @@ class Restore:
         Raises:
             ValueError: naming the file.
         """
-        shared, extras = self.saved.shared, list(self.saved.rank_extras)
-        trees = [self.values, self.extra_states, self.states, self.groups, shared.other_state, shared.extra, extras]
+        extras = [self.saved.shared.extra, *self.saved.rank_extras]
+        trees = [self.values, self.extra_states, self.states, self.groups, self.other_state, extras]
         needed = list(dict.fromkeys(stored for tree in trees for stored in stored_in(tree)))
         owners = partition_greedy([stored.nbytes for stored in needed], peers.world_size)
         mine = [stored for stored, owner in zip(needed, owners, strict=True) if owner == peers.group_rank]
@@ -178,8 +180,8 @@ class Restore:
             master, value = self.states.get(index, {}).get(MASTER_KEY), self.values.get(name)
             if master is None or value is None or master == value:
                 continue
-            rounded, as_saved = (self._read(stored).to(param.dtype) for stored in (master, value))
-            if not torch.equal(rounded.nan_to_num(), as_saved.nan_to_num()):
+            rounded, as_saved = (self._read(stored).to(param.dtype) for stored in (master, value))  # as read later
+            if not rounds_to(rounded, as_saved):
                 raise ValueError(f"Expected {name!r} to be its saved master weight rounded, got another value.")
 
     # Changing the model and the optimizer

@@ -145,7 +145,8 @@ ROOMS = {
     "capture": room(5, "live_model optimizer_state partition payload saved_checkpoint"),
     "restore": room(
         5,
-        "fitting live_model manifest optimizer_state partition peers saved_checkpoint state_transfer tensor_file",
+        "fitting live_model manifest optimizer_state partition peers precision saved_checkpoint state_transfer "
+        "tensor_file",
     ),
     "saving": room(
         5,
