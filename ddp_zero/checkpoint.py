@@ -71,7 +71,7 @@ def save(
 
     The checkpoint appears when all of it is on disk: a rank that is killed leaves those before as they were. It is one
     of the last step that was taken; gradients are not part of it, so go on from where that step's data ended. Besides
-    its shard a rank holds a copy of one tensor, or of the shard with ``background=True``.
+    its shard a rank holds a copy of one tensor where it must, as from a GPU, or of the shard with ``background=True``.
 
     Args:
         path: a folder for the checkpoints of one run, on a file system that all ranks share.

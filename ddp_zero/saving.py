@@ -92,18 +92,22 @@ class Saving:
         """Wait until the checkpoint is complete, and return its folder.
 
         Raises:
-            RuntimeError: if the save has failed, on this rank or another; the first time that it is asked.
+            RuntimeError: if the save has failed, on this rank or another.
         """
-        self._is_told = True
         try:
             return self._future.result()
         except Exception as error:
+            self._is_told = True
             raise RuntimeError(f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}") from error
 
     def finish(self) -> None:
         """As `wait`, but a failure that was raised already is not raised again."""
-        if not self._is_told:
+        was_told = self._is_told
+        try:
             self.wait()
+        except RuntimeError:
+            if not was_told:
+                raise
 
     @property
     def is_done(self) -> bool:

@@ -29,7 +29,7 @@ _LOCAL_HEADER_BYTES = 30
 
 
 def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[Place]:
-    """Write tensors to a new file and wait until it is on disk; at most one of them is copied at a time.
+    """Write tensors to a new file and wait until it is on disk; at most one of them is copied at a time, if it must be.
 
     Args:
         path: the file.
@@ -38,14 +38,8 @@ def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[Place]:
     Returns:
         Where each of them lies.
     """
-    written: list[tuple[int, int, int, str]] = []
     with path.open("xb") as file:
-        for tensor in tensors:
-            plain = _as_saved(tensor)
-            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-            begin = file.tell()
-            torch.save(plain, file)
-            written.append((begin, file.tell() - begin, plain.nbytes, _digest(plain)))
+        written = [_write(file, tensor) for tensor in tensors]
         file.flush()
         os.fsync(file.fileno())
     with path.open("rb") as file:
@@ -55,19 +49,29 @@ def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[Place]:
         ]
 
 
-def _as_saved(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, contiguous, with a storage of its own size: `torch.save` writes whole storages."""
+def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
+    """Where it begins, its length in the file, bytes of its elements, and their SHA-256."""
     plain = tensor.detach().cpu().contiguous()
-    if plain.untyped_storage().nbytes() != plain.nbytes:
-        plain = plain.clone(memory_format=torch.contiguous_format)
-    return plain
+    memory = _memory(plain)
+    file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+    begin = file.tell()
+    torch.save(_alone(plain, memory), file)
+    return begin, file.tell() - begin, plain.nbytes, hashlib.sha256(memory).hexdigest()
 
 
-def _digest(tensor: Tensor) -> str:
-    """SHA-256 of the elements of a contiguous CPU tensor, which the caller keeps alive."""
-    nbytes = tensor.nbytes
-    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else b""
-    return hashlib.sha256(memory).hexdigest()
+def _memory(plain: Tensor) -> memoryview:
+    """The elements of a contiguous CPU tensor as bytes, valid as long as the tensor is alive."""
+    nbytes = plain.nbytes
+    return memoryview((ctypes.c_char * nbytes).from_address(plain.data_ptr()) if nbytes else b"").cast("B")
+
+
+def _alone(plain: Tensor, memory: memoryview) -> Tensor:
+    """The same elements with a storage of their own size, not copied: `torch.save` writes whole storages."""
+    if plain.untyped_storage().nbytes() == plain.nbytes:
+        return plain
+    if not plain.nbytes:
+        return torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8).view(plain.dtype).view(plain.shape)
 
 
 class _Window:
