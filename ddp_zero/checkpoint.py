@@ -8,6 +8,8 @@ A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readab
 index in JSON beside it. Loading reads only these two and raw bytes: nothing is unpickled.
 """
 
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -22,13 +24,15 @@ from torch.optim import Optimizer
 
 from ddp_zero.agreement import Agreement
 from ddp_zero.capture import capture, copied
-from ddp_zero.checkpoint_folder import next_step, start
-from ddp_zero.live_model import LiveModel
+from ddp_zero.checkpoint_folder import check_comes_last, next_step, start
+from ddp_zero.collectives import Communicator
+from ddp_zero.live_model import LiveModel, group_of
 from ddp_zero.manifest import text_and_tensors
-from ddp_zero.optimizer_state import state_of
+from ddp_zero.optimizer_state import OptimizerState, class_name, state_of
+from ddp_zero.peers import Peers, check_not_alone
 from ddp_zero.restore import Restore
 from ddp_zero.saved_checkpoint import SavedCheckpoint
-from ddp_zero.saving import Saving, Work, finish, writer_of
+from ddp_zero.saving import Saving, Work, finish_all, writer_of
 
 PathLike = str | os.PathLike[str]
 
@@ -74,13 +78,13 @@ def save(
     its shard a rank holds a copy of one tensor where it must, as from a GPU, or of the shard with ``background=True``.
 
     Args:
-        path: a folder for the checkpoints of one run, on a file system that all ranks share.
+        path: a folder for the checkpoints of one run, on a file system that all ranks share; one job at a time.
         model: the DDP model, or a plain one in a single process.
         optimizer: a sharded optimizer of this library or of torch, or a plain one.
         extra: anything else of which rank 0's is saved: None, numbers, strings, tensors, and lists, tuples and dicts
             of them, such as a scheduler's state dict.
         rank_extra: the same, of which every rank's own is saved, such as the state of its random numbers.
-        step: the number of the checkpoint, the same on every rank; by default one more than the last one's.
+        step: the number of the checkpoint, the same on every rank, not below the last one's; by default one more.
         keep: how many checkpoints to leave in the folder, the new one included; None: all.
         background: copy this rank's share to the CPU and write it in a thread. The next save or load waits for it and
             raises what it has failed with; so does the result's ``wait()``, to be called before
@@ -90,31 +94,39 @@ def save(
         The save; its ``wait()`` returns the checkpoint's folder.
 
     Raises:
-        RuntimeError: between backward and step, if a save in the background has failed, or if this one fails elsewhere.
+        RuntimeError: with overlap or stage 2, between backward and step; if a save in the background has failed; or if
+            this one fails elsewhere.
         TypeError: for something that cannot be saved without pickle, saying where it is.
-        ValueError: for a parameter of the optimizer that the model has not, or arguments that differ between ranks.
+        ValueError: for a parameter of the optimizer that the model has not, arguments that differ between ranks, or a
+            plain model in a job of several ranks.
         OSError: if the disk does not take it.
     """
-    live = LiveModel(model)
-    writer = writer_of(model, _group(live, optimizer))
-    peers, root = writer.peers, Path(path)
-    place = ""
-    with Agreement(peers, "checkpoint.save") as agreement:
+    group = _group(model, optimizer)
+    check_not_alone(group)
+    writer = writer_of(group)
+    with Agreement(writer.peers, "checkpoint.save") as agreement:
         writer.finish()
-        agreement.declare("step", step)
         agreement.declare("keep", keep)
-        for name, number, least in (("step", step, 0), ("keep", keep, 1)):
-            if number is not None and (type(number) is not int or number < least):
-                raise ValueError(f"Expected {name} to be an int of at least {least}, got {number!r}.")
-        state = None if optimizer is None else state_of(optimizer)
-        part = capture(live, state, peers.group_rank, peers.world_size, extra, rank_extra)
+        live, state = _declared(agreement, model, optimizer)
+        part = capture(live, state, writer.peers.group_rank, writer.peers.world_size, extra, rank_extra)
         text, tensors = text_and_tensors(part.as_tree(), "a checkpoint")
-        if peers.group_rank == 0:
-            step = next_step(root) if step is None else step
-            place = f"{step}/{start(root, step)}"
-    number_of_save, _, folder = peers.all_gather_text(place)[0].partition("/")
-    work = Work(root / folder, int(number_of_save), keep, text, copied(tensors) if background else tensors)
-    return writer.start(work, background)
+        tensors = copied(tensors) if background else tensors
+        place = _start(writer.peers, agreement, Path(path), step, keep)
+    number, folder = json.loads(writer.peers.all_gather_text(place)[0])
+    return writer.start(Work(Path(path) / folder, number, keep, text, tensors), background)
+
+
+def _start(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:
+    """Rank 0 makes a folder; returns there, as JSON, the number of the checkpoint and the folder's name."""
+    agreement.declare("step", step)
+    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
+        if number is not None and (type(number) is not int or number < least):
+            raise ValueError(f"Expected {name} to be an int of at least {least}, got {number!r}.")
+    if peers.group_rank != 0:
+        return ""
+    check_comes_last(root, step)
+    step = next_step(root) if step is None else step
+    return json.dumps([step, start(root, step)])
 
 
 def load(
@@ -147,38 +159,55 @@ def load(
         ValueError: if it is damaged, was made by something else, or does not fit, with all that does not.
         RuntimeError: if that happened on another rank, or a save in the background has failed.
     """
-    live = LiveModel(model)
-    writer = writer_of(model, _group(live, optimizer))
+    writer = writer_of(_group(model, optimizer))
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
         writer.finish()
         saved = SavedCheckpoint.open(Path(path))
         agreement.declare("checkpoint", saved.digest)
-        plan = Restore.plan(saved, live, None if optimizer is None else state_of(optimizer), rename, strict)
+        agreement.declare("strict and rename", (strict, sorted(rename.items())))
+        live, state = _declared(agreement, model, optimizer)
+        plan = Restore.plan(saved, live, state, rename, strict)
         plan.verify(peers)
-    with Agreement(peers, "reading a checkpoint that was found whole"):
-        plan.carry_out()
         extra = plan.read_extra(saved.shared.extra)
         is_same_world = len(saved.rank_extras) == peers.world_size
         rank_extra = plan.read_extra(saved.rank_extras[peers.group_rank]) if is_same_world else None
+    with Agreement(peers, "reading a checkpoint that was found whole"):
+        plan.carry_out()
     return Loaded(saved.folder, saved.step, extra, rank_extra, tuple(plan.fit.misfits), tuple(plan.fit.notes))
 
 
-def wait(model: nn.Module) -> None:
-    """Wait for a model's save in the background, if one is under way.
+def wait() -> None:
+    """Wait for all saves in the background of this process. Never communicates.
 
     Raises:
-        RuntimeError: if it has failed and nobody was told.
+        RuntimeError: if one has failed and this rank was not told before.
     """
-    finish(model)
+    finish_all()
 
 
-def _group(live: LiveModel, optimizer: Optimizer | None) -> ProcessGroup | None:
-    """The ranks that save and load together."""
-    if live.group is not None:
-        return live.group
-    group: ProcessGroup | None = getattr(optimizer, "join_process_group", None)  # of a sharded optimizer
-    return group
+def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None:
+    """The ranks that save and load together: those of DDP, or of a sharded optimizer."""
+    group = group_of(model)
+    sharded: ProcessGroup | None = getattr(optimizer, "join_process_group", None)
+    if group is not None and sharded is not None and not Communicator(group).has_same_ranks(sharded):
+        raise ValueError(
+            "Expected an optimizer that is sharded over the ranks of the DDP model, got one over others. Build it "
+            "with process_group=ddp.process_group."
+        )
+    return sharded if group is None else group
+
+
+def _declared(
+    agreement: Agreement, model: nn.Module, optimizer: Optimizer | None
+) -> tuple[LiveModel, OptimizerState | None]:
+    """The views of model and optimizer, which must have the same names, shapes, dtypes and classes on every rank."""
+    live, state = LiveModel(model), None if optimizer is None else state_of(optimizer)
+    values = repr(sorted(live.values().items()))
+    agreement.declare("names, shapes and dtypes in the model", hashlib.sha256(values.encode()).hexdigest())
+    kind = "none" if state is None else f"{type(state).__name__} of {class_name(state.inner)}"
+    agreement.declare("optimizer", kind)
+    return live, state
 
 
 if __name__ == "__main__":

@@ -46,6 +46,22 @@ def next_step(root: Path) -> int:
     return max((_order(path)[0] for path in complete_in(root)), default=0) + 1
 
 
+def check_comes_last(root: Path, step: int | None) -> None:
+    """See that a folder is one of checkpoints, and that a new one of this step would be its newest.
+
+    Raises:
+        ValueError: if not.
+    """
+    if (root / MARKER).exists():
+        raise ValueError(f"Expected a folder of checkpoints, got one of them: {root}. Give the folder above.")
+    last = next_step(root) - 1
+    if step is not None and step < last:
+        raise ValueError(
+            f"Expected a step of at least {last}, that of the newest checkpoint in {root}, got {step}. Remove those "
+            "that come after it, or save into another folder: a load would take the newest."
+        )
+
+
 def start(root: Path, step: int) -> str:
     """Make a hidden folder for a new checkpoint, and remove those that were never finished. Returns its name.
 
@@ -54,6 +70,7 @@ def start(root: Path, step: int) -> str:
     if not 0 <= step < 10**18:
         raise ValueError(f"Expected a step from 0 to 10**18 - 1, got {step}.")
     root.mkdir(parents=True, exist_ok=True)
+    sync_folder(root.parent)
     for path in root.iterdir():
         if _UNFINISHED.fullmatch(path.name):
             _discard(path)
@@ -106,7 +123,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove the marker first, so that what a kill leaves behind is no checkpoint, and is swept by the next save."""
+    """Hide it first, so that what a kill leaves behind is no checkpoint, and is swept by the next save."""
     hidden = checkpoint.with_name(f".step-{_order(checkpoint)[0]:08d}-{secrets.token_hex(8)}")
     checkpoint.rename(hidden)
     _discard(hidden)

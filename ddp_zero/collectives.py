@@ -14,6 +14,7 @@ send padding); one broadcast per owner (as many bytes over all ranks, but relaye
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -97,11 +98,16 @@ class Beside:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        comm = Communicator(group)
-        self.group_rank, self.world_size, self.name = comm.group_rank, comm.world_size, comm.name
+        comm = Communicator(group)  # not kept: whoever keeps these ranks must not keep the group alive
+        self.group_rank, self.world_size = comm.group_rank, comm.world_size
+        self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
         count = _built_beside[group] = _built_beside.get(group, 0) + 1
         store = dist.PrefixStore(f"ddp_zero/{count}", group.get_group_store())  # type: ignore[attr-defined]
-        self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, dist.default_pg_timeout)
+        self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, comm.time_out)
+
+    def name(self, group_rank: GroupRank) -> str:
+        """How messages call a rank."""
+        return self._names[group_rank]
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
@@ -159,6 +165,13 @@ class Communicator:
         self.sent_bytes = 0
         self.round = 0
         self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
+
+    @property
+    def time_out(self) -> timedelta:
+        """How long a message may take."""
+        device = torch.device("cpu" if "cpu" in self._backends else next(iter(self._backends)))
+        limit: timedelta = self.process_group._get_backend(device).options._timeout
+        return limit
 
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
         """The job-wide number of a member of the group."""

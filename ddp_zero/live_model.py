@@ -23,17 +23,26 @@ class LiveModel:
         module: the model without DDP around it.
         entries: parameters, persistent buffers, and state of modules that is no tensor, by name; each once.
         aliases: further names of tensors that have several, with their first.
-        group: the process group of DDP, or None.
+
+    Raises:
+        TypeError: for a tensor in the model's state dict that is none of its own, as a hook may put there.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.module, self.group = _unwrapped(model)
+        self.module, _ = _unwrapped(model)
         self.entries: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
         self._names: dict[int, str] = {}
+        own = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         for raw, value in self.module.state_dict(keep_vars=True).items():
             name = clean(raw)
-            first = self._names.setdefault(id(value), name) if isinstance(value, Tensor) else name
+            is_tensor = isinstance(value, Tensor) and not is_extra(name)
+            if is_tensor and id(value) not in own:
+                raise TypeError(
+                    f"Expected parameters and buffers of the model in its state_dict(), got another tensor as "
+                    f"{name!r}. It could not be loaded in place: save it as part of `extra`."
+                )
+            first = self._names.setdefault(id(value), name) if is_tensor else name
             if first == name:
                 self.entries[name] = value
             else:
@@ -60,8 +69,9 @@ class LiveModel:
 
     @property
     def trainable(self) -> list[str]:
-        """Names of the parameters that are not frozen."""
-        return [name for name, value in self.tensors.items() if value.requires_grad]
+        """Names of the parameters that are not frozen, aliases included."""
+        trainable = [name for name, value in self.tensors.items() if value.requires_grad]
+        return trainable + [alias for alias, name in self.aliases.items() if name in set(trainable)]
 
     def values(self) -> dict[str, Value]:
         """Shape and dtype under every name, aliases included."""
@@ -78,6 +88,11 @@ class LiveModel:
         if states:
             raw_of = {clean(raw): raw for raw in self.module.state_dict(keep_vars=True)}
             self.module.load_state_dict({raw_of[name]: state for name, state in states.items()}, strict=False)
+
+
+def group_of(model: nn.Module) -> ProcessGroup | None:
+    """The process group of DDP, or None."""
+    return _unwrapped(model)[1]
 
 
 def clean(name: str) -> str:
@@ -102,8 +117,8 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, ProcessGroup | None]:
     while True:
         if isinstance(model, DistributedDataParallel):
             inner, group = model.module, model.process_group
+        elif type(model).__name__ == "OptimizedModule":  # what torch.compile returns
+            inner = model._orig_mod
         else:
-            inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
             return model, group
         model = inner

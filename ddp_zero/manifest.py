@@ -21,6 +21,7 @@ from ddp_zero.payload import TensorSpec, Tree, flatten, specs_in, unflatten
 _FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 62
+_MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ def decode_part(text: str, digest: str, told: object) -> Tree:
         places = [_place(row) for row in content["tensors"]]
         specs = [_checked(spec) for spec in specs_in(tree)]
         stored = [StoredTensor(spec, place) for spec, place in zip(specs, places, strict=True)]
-        return unflatten(tree, stored)
+        decoded = unflatten(tree, stored)
+        if len(stored_in(decoded)) != len(stored):
+            raise ValueError("Expected every tensor at one place of the tree, got one at several.")
+        return decoded
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
         raise ValueError(f"Expected a part of a checkpoint in {told}, got {type(error).__name__}: {error}") from error
 
@@ -114,10 +118,12 @@ def _place(row: Any) -> Place:
 
 def _checked(spec: TensorSpec) -> TensorSpec:
     numbers = [*spec.shape, *(spec.stride or ())]
-    if len(spec.shape) > 64 or not all(type(number) is int and 0 <= number < _LARGEST for number in numbers):
+    if len(spec.shape) > _MOST_DIMENSIONS or not all(
+        type(number) is int and 0 <= number < _LARGEST for number in numbers
+    ):
         raise ValueError(f"Expected sizes and strides of a tensor, got {spec.shape!r:.200} and {spec.stride!r:.200}.")
     elements = math.prod(max(size, 1) for size in spec.shape)  # torch multiplies them though one is 0
-    if elements * spec.dtype.itemsize >= _LARGEST or spec.dtype in _QUANTIZED:
+    if spec.dtype not in _DTYPES or elements * spec.dtype.itemsize >= _LARGEST:
         raise ValueError(f"Expected a tensor that can exist, got {list(spec.shape)} of {spec.dtype}.")
     if spec.stride is not None and len(spec.stride) != len(spec.shape):
         raise ValueError(f"Expected a stride for each size, got {spec.stride} for {spec.shape}.")
@@ -128,7 +134,13 @@ def _checked(spec: TensorSpec) -> TensorSpec:
     return spec
 
 
-_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.complex32),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    torch.bool,
+}
+"""Dtypes of whole bytes whose elements are nothing but their bytes."""
 
 
 # Trees
@@ -150,7 +162,7 @@ def fill(tree: Tree, read: Callable[[StoredTensor], Any]) -> Tree:
     if isinstance(tree, StoredTensor):
         return read(tree)
     if isinstance(tree, Mapping):
-        return {key: fill(value, read) for key, value in tree.items()}
+        return type(tree)({key: fill(value, read) for key, value in tree.items()})  # type: ignore[call-arg]
     if type(tree) in (list, tuple):
         return type(tree)(fill(value, read) for value in tree)
     return tree
@@ -168,7 +180,11 @@ def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
         TypeError: for a value that has no place in a checkpoint.
     """
     try:
-        return flatten(tree)
+        text, tensors = flatten(tree)
+        for tensor in tensors:
+            if tensor.dtype not in _DTYPES or tensor.dim() > _MOST_DIMENSIONS:
+                raise TypeError(f"Expected tensors of whole bytes, got {tensor.dim()} dimensions of {tensor.dtype}.")
+        return text, tensors
     except RecursionError as error:
         raise TypeError(f"Expected a tree of some dozen levels in {where}, got one nested too deeply.") from error
     except TypeError as error:

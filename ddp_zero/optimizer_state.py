@@ -96,7 +96,12 @@ class WholeState:
         self.table = ParameterTable(optimizer.param_groups)
 
     def check(self) -> None:
-        """Nothing happens outside ``step()``."""
+        """Nothing happens outside ``step()``; but a state dict of its own making cannot be taken apart."""
+        if type(self.inner).state_dict is not Optimizer.state_dict:
+            raise TypeError(
+                f"Expected an optimizer with the state_dict() of torch.optim.Optimizer, got "
+                f"{type(self.inner).__name__}, which has its own. Save its state_dict() as `extra`."
+            )
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
         """An even share."""

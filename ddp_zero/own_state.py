@@ -39,11 +39,14 @@ class ShowsOwnState(ConsolidatesState):
         """
         names = self._qualified_names(model)
         found = self.owned_state()
-        states = {names[index]: dict(state) for index, state in found.items()}
+        states: dict[str, Any] = {names[index]: dict(state) for index, state in found.items()}
+        whole: Mapping[Any, Any] = self.optim.state
+        states.update({key: value for key, value in whole.items() if isinstance(key, str)})
         if init_missing:
             for index in filter(self._is_trainable, self._sharded.binding.owned()):
-                fresh = fresh_state(self.optim, self._sharded.stepped[index])
-                states[names[index]] = {**fresh, **states.get(names[index], {})}
+                if self._sharded.stepped[index] not in self.optim.state:
+                    fresh = fresh_state(self.optim, self._sharded.stepped[index])
+                    states[names[index]] = {**fresh, **states.get(names[index], {})}
         remaining = iter(names)
         groups = [
             {key: value for key, value in group.items() if key != "param_names"}
@@ -73,7 +76,7 @@ class ShowsOwnState(ConsolidatesState):
         groups = [
             {**group, "params": [index_of[name] for name in group["params"]]} for group in state_dict["param_groups"]
         ]
-        states = {index_of[name]: state for name, state in state_dict["state"].items()}
+        states = {index_of.get(name, name): state for name, state in state_dict["state"].items()}
         self.load_state_dict({**state_dict, "state": states, "param_groups": groups})
 
     def _is_trainable(self, index: int) -> bool:
@@ -106,6 +109,7 @@ class ShowsOwnState(ConsolidatesState):
                 "Expected to be outside Join, got a save inside it: ranks that have joined would not take part. Save "
                 "after the Join context."
             )
+        self._sharded.check_masters()
         hook = self._hook
         if hook is None or (hook.machine.phase in (Phase.REST, Phase.STEPPED) and hook.memory is None):
             return

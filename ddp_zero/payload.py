@@ -1,12 +1,14 @@
 """Trees of tensors and plain values as JSON plus a list of tensors; no pickle in either direction.
 
 A *tree* is built of None, bool, int, float, str, `torch.dtype`, `torch.Size`, dense tensors, lists, tuples and dicts
-with str or int keys. Subclasses of these are refused: the other side could not tell what they were.
+with str or int keys, `OrderedDict` and `Counter` among them. Other subclasses of these are refused: the other side
+could not tell what they were.
 Floats survive exactly, infinities and NaN included. `flatten` turns a tree into (JSON text, tensors in order);
 `TensorSpec` tells the other side what to allocate for each tensor before it arrives.
 """
 
 import json
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 from ddp_zero.memory_layout import is_dense
 
 Tree = Any
+_MAPPINGS = (dict, OrderedDict, Counter)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
     if type(value) in (list, tuple):
         items = [_encode(item, tensors, f"{path}[{position}]") for position, item in enumerate(value)]
         return items if type(value) is list else {"tuple": items}
-    if type(value) is dict and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, _encode(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]}
+    if type(value) in _MAPPINGS and all(type(key) in (str, int) for key in value):
+        items = [[key, _encode(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]
+        return {"dict": items} if type(value) is dict else {"dict": items, "of": _MAPPINGS.index(type(value))}
     raise TypeError(
         f"Expected dense tensors, numbers, strings, lists, tuples and dicts with str or int keys, got "
         f"{type(value).__module__}.{type(value).__qualname__} at {path or 'the top'}."
@@ -87,7 +91,8 @@ def _decode(value: Any, tensors: Sequence[object]) -> Tree:
         return torch.Size(value["size"])
     if "tuple" in value:
         return tuple(_decode(item, tensors) for item in value["tuple"])
-    return {key: _decode(item, tensors) for key, item in value["dict"]}
+    mapping = {key: _decode(item, tensors) for key, item in value["dict"]}
+    return _MAPPINGS[value["of"]](mapping) if "of" in value else mapping
 
 
 def _collect_specs(value: Any, specs: dict[int, TensorSpec]) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch.distributed import ProcessGroup, get_world_size, is_available, is_initialized
+
 from ddp_zero.partition import GroupRank
 
 
@@ -44,3 +46,16 @@ class Alone:
     def all_gather_text(self, text: str) -> list[str]:
         """Its own text."""
         return [text]
+
+
+def check_not_alone(group: ProcessGroup | None) -> None:
+    """See that what has no process group is not in a job of several ranks, each of which would act alone.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if group is None and is_available() and is_initialized() and get_world_size() > 1:
+        raise ValueError(
+            f"Expected a model in DistributedDataParallel or a sharded optimizer in a job of {get_world_size()} "
+            "ranks, got neither: ranks could not save together. Give the DDP model."
+        )

@@ -68,11 +68,12 @@ class Restore:
         groups = [group["params"] for group in saved.shared.param_groups]
         names = renamed(dict.fromkeys([*saved.model, *(name for group in groups for name in group)]), rename)
         entries = {names[name]: entry for name, entry in saved.model.items()}
-        states = {names[name]: state for name, state in saved.state.items() if name in names}
+        first = {name: live.aliases.get(new, new) for name, new in names.items()}  # what the optimizer goes by
+        states = {first[name]: state for name, state in saved.state.items()}
         fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, live.values(), plan.fit)
         plan._place_values(entries)
         if optimizer is not None:
-            plan._place_states(optimizer, [[names[name] for name in group] for group in groups], states)
+            plan._place_states(optimizer, [[first[name] for name in group] for group in groups], states, first)
         if strict and plan.fit.misfits:
             raise ValueError(
                 f"Expected {saved.folder} to fit the model and the optimizer, got{listed(plan.fit.misfits)}\n"
@@ -84,7 +85,11 @@ class Restore:
 
     def _place_values(self, entries: Mapping[str, Any]) -> None:
         for name in self.fit.values:
-            if isinstance(entries[name], StoredTensor) and not is_extra(name):
+            first = self.live.aliases.get(name)
+            if first is not None:
+                if first in entries and entries[first] != entries[name]:
+                    self.fit.misfits.append(f"{name!r} is tied to {first!r} in the model, saved are two values")
+            elif isinstance(entries[name], StoredTensor) and not is_extra(name):
                 self.values[name] = entries[name]
             else:
                 self.extra_states[name] = entries[name]
@@ -94,6 +99,7 @@ class Restore:
         optimizer: OptimizerState,
         saved_groups: list[list[str]],
         states: Mapping[str, dict[Any, Any]],
+        first: Mapping[str, str],
     ) -> None:
         fit, shared, table = self.fit, self.saved.shared, optimizer.table
         names = self.names = [self.live.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
@@ -106,8 +112,8 @@ class Restore:
             self.other_state = other_state(optimizer.inner)
         else:
             self.other_state = shared.other_state
-            trainable = set(shared.trainable), set(self.live.trainable)
-            fit_groups(saved_groups, live_groups, *trainable, fit)
+            was_trainable = {first.get(name, name) for name in shared.trainable}
+            fit_groups(saved_groups, live_groups, was_trainable, set(self.live.trainable), fit)
         if (shared.loss_scale is not None) and optimizer.scale() is None:
             fit.misfits.append("the saved dynamic loss scale has no place: the optimizer has none")
         fits = set(fit.states)
@@ -133,7 +139,7 @@ class Restore:
         if optimizer.wants_master(index):
             if has_master or is_converted:
                 state[MASTER_KEY] = master if has_master else value
-            elif value is not None:
+            elif value is not None and name in self.fit.states:
                 self.fit.misfits.append(f"{name!r} has a master weight, saved is none")
         elif has_master and not is_converted:
             self.fit.misfits.append(f"the saved master weight of {name!r} has no place: the optimizer keeps none")

@@ -3,6 +3,7 @@
 Ranks speak on a Gloo group of their own, so that a save in the background never meets the collectives of training.
 """
 
+import atexit
 import hashlib
 import shutil
 import weakref
@@ -10,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddp_zero.agreement import Agreement
@@ -116,16 +117,14 @@ class Saving:
 
 
 class Writer:
-    """Who saves one model: its peers, and the save that is under way.
+    """Who saves with the ranks of a process group: peers, and the save that is under way, one at a time.
 
     Attributes:
-        group: the process group of training, or None.
-        peers: the same ranks, on a group of their own.
+        peers: the ranks, on connections of their own.
         last: the last save, or None.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self.group = group
         self.peers: Peers = Alone() if group is None or Communicator(group).world_size == 1 else Beside(group)
         self.last: Saving | None = None
 
@@ -151,23 +150,23 @@ class Writer:
         return self.last
 
 
-_writers: "weakref.WeakKeyDictionary[nn.Module, Writer]" = weakref.WeakKeyDictionary()
+_alone = Writer(None)
+_writers: "weakref.WeakKeyDictionary[ProcessGroup, Writer]" = weakref.WeakKeyDictionary()
+atexit.register(_writers.clear)  # Gloo's threads would race with the end of the interpreter, seen as SIGABRT
 
 
-def writer_of(model: nn.Module, group: ProcessGroup | None) -> Writer:
-    """The writer of a model; the first call is a collective of the group."""
-    writer = _writers.get(model)
-    if writer is None or writer.group is not group:
-        if writer is not None:
-            writer.finish()
-        writer = _writers[model] = Writer(group)
-    return writer
+def writer_of(group: ProcessGroup | None) -> Writer:
+    """The writer of a process group, of a process alone if None; the first call is a collective of the group."""
+    if group is None:
+        return _alone
+    if group not in _writers:
+        _writers[group] = Writer(group)
+    return _writers[group]
 
 
-def finish(model: nn.Module) -> None:
-    """Wait for a model's save that is under way, if there is one; see `Writer.finish`."""
-    writer = _writers.get(model)
-    if writer is not None:
+def finish_all() -> None:
+    """Wait for every save of this process that is under way; see `Writer.finish`."""
+    for writer in [_alone, *_writers.values()]:
         writer.finish()
 
 
@@ -177,3 +176,5 @@ def _logged(work: Work, peers: Peers) -> Path:
     except Exception as error:
         logger.error("saving a checkpoint in the background has failed: %s", error)
         raise
+    finally:
+        work.tensors.clear()  # a traceback that is kept keeps the work

@@ -81,8 +81,7 @@ class ShardedStep:
         self.factors = None
         self.table.check_groups(self.param_groups)
         self.stepped.follow_model()
-        if self.stepped.have_changed():
-            self._check_masters()
+        self.check_masters()
         return self.local_step.begin(closure)
 
     def step_bucket(self, index: int, exact: ExactGradient = no_exact_gradient, **kwargs: Any) -> Any:
@@ -118,11 +117,16 @@ class ShardedStep:
             return () if self.local_step.is_done else self.binding.owned()
         return self.binding.plan.buckets[index].segments[self.comm.group_rank].params
 
-    def _check_masters(self) -> None:
-        """Somebody has written to low-precision parameters: see that they are what they were.
+    def check_masters(self) -> None:
+        """If somebody may have written to low-precision parameters, see that they are their rounded masters.
 
         Asks nobody: ranks may write on their own, as one that evaluates and puts everything back.
+
+        Raises:
+            RuntimeError: naming the first that is not.
         """
+        if not self.stepped.have_changed():
+            return
         diverged = self.stepped.diverged()
         if diverged:
             raise RuntimeError(

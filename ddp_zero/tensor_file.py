@@ -55,7 +55,13 @@ def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
     memory = _memory(plain)
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     begin = file.tell()
-    torch.save(_alone(plain, memory), file)
+    try:
+        torch.save(_alone(plain, memory), file)
+    except RuntimeError as error:  # torch says where in its own code it was when a write failed, not why
+        cause = error.__context__
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, file.name) from error
+        raise
     return begin, file.tell() - begin, plain.nbytes, hashlib.sha256(memory).hexdigest()
 
 

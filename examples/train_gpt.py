@@ -467,7 +467,7 @@ def train(mode: str, options: Namespace, corpus: Corpus, world: World) -> Result
             checkpoint.save(options.resume, ddp, optimizer, extra=extra, step=step, keep=2, background=True)
 
     if options.save_every is not None:
-        checkpoint.wait(ddp)
+        checkpoint.wait()
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         for line in optimizer.explain().splitlines():
             if line.startswith(("regime", "gradients")):

@@ -5,8 +5,10 @@ import os
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -187,7 +189,7 @@ def _state_of_modules_and_of_no_parameter_comes_back(setup: Setup, root: Path) -
 
 def _what_the_user_adds_comes_back(setup: Setup, root: Path) -> None:
     model, opt = sharded()
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 2, 5])  # its state has a Counter
     train(setup, model, opt)
     scheduler.step()
     extra = {
@@ -195,6 +197,7 @@ def _what_the_user_adds_comes_back(setup: Setup, root: Path) -> None:
         "position": (3, 0.1, float("inf"), None, True, "text"),
         "moments": [torch.arange(6).view(2, 3).t(), {7: torch.tensor(2.5, dtype=torch.bfloat16)}],
         "nothing": {},
+        "average": model.module.state_dict(),  # an OrderedDict
     }
     torch.manual_seed(setup.rank)
     saved = checkpoint.save(root, model, opt, extra=extra, rank_extra=torch.get_rng_state(), step=12)
@@ -203,6 +206,8 @@ def _what_the_user_adds_comes_back(setup: Setup, root: Path) -> None:
     loaded = checkpoint.load(root, model, opt)
     assert (loaded.step, loaded.folder) == (12, root / "step-00000012")
     assert_identical(extra, loaded.extra, "extra")
+    assert [type(loaded.extra[key]) for key in ("scheduler", "average")] == [dict, OrderedDict]
+    scheduler.load_state_dict(loaded.extra["scheduler"])
     torch.set_rng_state(loaded.rank_extra)
     assert torch.equal(torch.rand(3), drawn)
     if setup.rank == 0:
@@ -506,6 +511,66 @@ def _freezing_may_change_in_between(setup: Setup, root: Path) -> None:
     train(setup, again, last)
 
 
+def _ties_may_come_and_go(setup: Setup, root: Path) -> None:
+    """Tied by either name, untied: states go where they belong, and what cannot be is a misfit."""
+
+    def build(tie: str | None, seed: int = 0) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+        torch.manual_seed(seed)
+        parts = {"a": nn.Linear(8, 8, bias=False), "b": nn.Linear(8, 8, bias=False), "c": nn.Linear(8, 3)}
+        if tie is not None:
+            parts["b"].weight = parts["a"].weight
+        order = "bac" if tie == "b first" else "abc"
+        model = nn.Sequential()
+        for name in order:
+            model.add_module(name, parts[name])
+        return sharded(2, model)
+
+    model, opt = build("a first")
+    train(setup, model, opt)
+    checkpoint.save(root / "tied", model, opt)
+    other, resumed = build("b first", 1)
+    loaded = checkpoint.load(root / "tied", other, resumed)
+    assert (loaded.skipped, loaded.notes) == ((), ())
+    shared = {param: state["exp_avg"] for param, state in resumed.state.items() if param is other.module.a.weight}
+    mine = {param: state["exp_avg"] for param, state in opt.state.items() if param is model.module.a.weight}
+    if shared and mine:
+        assert_identical(next(iter(mine.values())), next(iter(shared.values())), "state of the tied weight")
+    apart, free = build(None, 1)
+    with refused(ValueError, "'b.weight' of the optimizer is not in the saved one", apart, free):
+        checkpoint.load(root / "tied", apart, free)
+    checkpoint.load(root / "tied", apart, free, strict=False)
+    assert_identical(apart.module.a.weight.detach(), apart.module.b.weight.detach(), "both have the value")
+    train(setup, apart, free)
+    checkpoint.save(root / "apart", apart, free)
+    with refused(ValueError, "'b.weight' is tied to 'a.weight' in the model, saved are two values", model, opt):
+        checkpoint.load(root / "apart", model, opt)
+
+
+def _unfreezing_makes_masters(setup: Setup, root: Path) -> None:
+    def build(frozen: int) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+        module = Wrapped(build_model().bfloat16(), torch.bfloat16)
+        for param in list(module.parameters())[:frozen]:
+            param.requires_grad_(False)
+        ddp = wrap(module)
+        params = [param for param in ddp.parameters() if param.requires_grad]
+        return ddp, ZeroRedundancyOptimizer(params, AdamW, master_weights=True, lr=0.1)
+
+    model, opt = build(4)
+    train(setup, model, opt)
+    checkpoint.save(root, model, opt)
+    other, resumed = build(0)
+    assert checkpoint.load(root, other, resumed).skipped == ()
+    for param, master in resumed.master_weights.items():
+        assert torch.equal(master.bfloat16(), param)
+    train(setup, other, resumed)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(1)
+    if resumed.master_weights:
+        with pytest.raises(RuntimeError, match=r"to be its fp32 master weight rounded|a failure on rank"):
+            checkpoint.save(root, other, resumed)
+
+
 # Others' formats and optimizers
 
 
@@ -598,6 +663,49 @@ def _torchs_helpers_work_once_all_ranks_have_everything(setup: Setup, root: Path
 # Ranks
 
 
+def _ranks_that_give_different_things_are_told(setup: Setup, root: Path) -> None:
+    model, opt = sharded()
+    train(setup, model, opt)
+    with pytest.raises(ValueError, match=r"Expected the same optimizer on every rank in checkpoint\.save"):
+        checkpoint.save(root, model, None if setup.rank else opt)
+    with pytest.raises(ValueError, match="Expected a model in DistributedDataParallel or a sharded optimizer in a job"):
+        checkpoint.save(root, model.module, AdamW(model.parameters()))
+    checkpoint.save(root, model, opt)
+    with refused(ValueError, "Expected the same optimizer on every rank in checkpoint.load, got", model, opt):
+        checkpoint.load(root, model, None if setup.rank else opt)
+    with refused(ValueError, "Expected the same strict and rename on every rank", model, opt):
+        checkpoint.load(root, model, opt, strict=False, rename={"0": "0"} if setup.rank else {"2": "2"})
+    pairs = dist.new_group([setup.rank], use_local_synchronization=True)
+    alone = ZeroRedundancyOptimizer(model.module.parameters(), AdamW, process_group=pairs)
+    with pytest.raises(ValueError, match="sharded over the ranks of the DDP model, got one over others"):
+        checkpoint.save(root, model, alone)
+
+
+def _one_save_at_a_time_whoever_asks(setup: Setup, root: Path) -> None:
+    """Two models in one folder, and one under another wrapper."""
+    model, opt = sharded()
+    other, second = sharded(1, build_model(1))
+    compiled: Any = torch.compile(model, backend="eager")
+    for one, optimizer in ((model, opt), (other, second), (compiled, opt)):
+        checkpoint.save(root, one, optimizer, background=True)
+    checkpoint.wait()
+    assert len(list(root.glob("step-*"))) == 3
+    assert checkpoint.load(root / "step-00000002", other, second).step == 2
+
+
+def _a_rank_that_does_not_come_is_missed_in_time(setup: Setup, root: Path) -> None:
+    group = dist.new_group(list(range(setup.world_size)), timeout=timedelta(seconds=3))
+    ddp = DistributedDataParallel(build_model(), process_group=group)
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, process_group=group)
+    checkpoint.save(root, ddp, opt)
+    begin = time.monotonic()
+    if setup.rank == 0:
+        with pytest.raises(RuntimeError, match="Expected all ranks to take part in a save or load"):
+            checkpoint.save(root, ddp, opt)
+        assert time.monotonic() - begin < 20
+    dist.barrier()
+
+
 def _each_rank_writes_its_share(setup: Setup, root: Path) -> None:
     model, opt = sharded(2, nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)]))
     for _ in range(2):
@@ -682,7 +790,7 @@ def _one_ranks_failure_is_everybodys(setup: Setup, root: Path) -> None:
     with pytest.raises(kind, match=r"pickle in a checkpoint.* got builtins.object at \['rank_extra'\]\['it'\]"):
         checkpoint.save(root, model, opt, rank_extra={"it": object() if last else 1})
     with pytest.raises(ValueError, match="the same step on every rank"):
-        checkpoint.save(root, model, opt, step=setup.rank)
+        checkpoint.save(root, model, opt, step=2 + setup.rank)
     with pytest.raises(ValueError, match="keep to be an int of at least 1, got 0"):
         checkpoint.save(root, model, opt, keep=0)
 
@@ -759,10 +867,16 @@ def _old_checkpoints_go(setup: Setup, root: Path) -> None:
         checkpoint.save(root, model, opt, keep=2)
         assert len(visible()) == min(step, 2)
     assert visible() == ["step-00000002", "step-00000003"]
-    checkpoint.save(root, model, opt, step=1, keep=1)
-    assert visible() == ["step-00000001"]
-    checkpoint.save(root, model, opt, step=1)
-    assert checkpoint.load(root, model, opt).folder.name == "step-00000001-1"
+    with pytest.raises(
+        ValueError if setup.rank == 0 else RuntimeError, match="a step of at least 3, that of the newest"
+    ):
+        checkpoint.save(root, model, opt, step=1)
+    with pytest.raises(
+        ValueError if setup.rank == 0 else RuntimeError, match="a folder of checkpoints, got one of them"
+    ):
+        checkpoint.save(root / "step-00000003", model, opt)
+    checkpoint.save(root, model, opt, step=3)
+    assert checkpoint.load(root, model, opt).folder.name == "step-00000003-1"
 
 
 CASES: list[tuple[Case, tuple[int, ...]]] = [
@@ -777,6 +891,11 @@ CASES: list[tuple[Case, tuple[int, ...]]] = [
     (_gradients_are_not_part_of_a_checkpoint, (1, 2)),
     (_between_backward_and_step_it_is_refused, (1, 2)),
     (_misfits_are_listed_and_the_rest_is_loaded, (1, 2)),
+    (_ties_may_come_and_go, (1, 2)),
+    (_unfreezing_makes_masters, (2,)),
+    (_ranks_that_give_different_things_are_told, (2, 3)),
+    (_one_save_at_a_time_whoever_asks, (1, 2)),
+    (_a_rank_that_does_not_come_is_missed_in_time, (2,)),
     (_renamed_parameters_are_found, (2,)),
     (_another_class_is_refused_and_the_model_loaded, (2,)),
     (_dtypes_are_converted_when_lenient, (1, 2)),

@@ -217,7 +217,7 @@ def _trains_until_it_is_killed(
     for step in range(done, done + ROUND_STEPS):
         _one_step(run, step)
         checkpoint.save(root, run.model, run.optimizer, step=step + 1, keep=2, background=background)
-    checkpoint.wait(run.model)
+    checkpoint.wait()
     return done + ROUND_STEPS
 
 

@@ -75,7 +75,12 @@ ROOMS = {
     ),
     "saved_checkpoint": room(1, "checkpoint_folder manifest payload"),
     "collectives": room(2, "partition payload"),
-    "peers": room(2, "partition"),
+    "peers": room(
+        2,
+        "partition",
+        "torch.distributed.ProcessGroup torch.distributed.get_world_size torch.distributed.is_available "
+        "torch.distributed.is_initialized",
+    ),
     "agreement": room(2, "parameters partition peers"),
     "param_sync": room(2, "collectives flat plan tracing"),
     "grad_reduce": room(2, "collectives partition"),
@@ -156,8 +161,8 @@ ROOMS = {
     "export": room(5, "checkpoint_folder manifest saved_checkpoint tensor_file"),
     "checkpoint": room(
         6,
-        "agreement capture checkpoint_folder export live_model manifest optimizer_state restore saved_checkpoint "
-        "saving",
+        "agreement capture checkpoint_folder collectives export live_model manifest optimizer_state peers "
+        "restore saved_checkpoint saving",
         "torch.distributed.ProcessGroup",
     ),
     "__init__": room(6, "api loss_scale optimizer overlap step_record"),

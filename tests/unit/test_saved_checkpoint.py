@@ -66,7 +66,7 @@ def test_states_and_groups_are_there_by_name(tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in groups] == [0.0, 0.01]
     assert value_of(saved, groups[1]["lr"]).item() == 0.25
     assert saved.shared.optimizer == "torch.optim.adamw.AdamW"
-    assert saved.shared.trainable == names[2:] + names[:2]
+    assert saved.shared.trainable == [*names[2:], *names[:2], "head.weight"]
     assert saved.shared.aliases == {"head.weight": "embedding.weight"}
 
 
