@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_zero.live_model import LiveModel
+from ddp_zero.live_model import LiveModel, by_group
 from ddp_zero.optimizer_state import OptimizerState, class_name, group_options, other_state
 from ddp_zero.partition import GroupRank, partition_greedy
 from ddp_zero.payload import Tree
@@ -32,8 +32,7 @@ def capture(
     owned: list[int] = []
     if optimizer is not None:
         optimizer.check()
-        table = optimizer.table
-        names = [live.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
+        names = live.names_of(optimizer.table)
         owned = optimizer.owned(rank, world_size)
     mine = {names[index] for index in owned} | set(_share_of_rest(live, names, rank, world_size))
     model = {name: value for name, value in live.entries.items() if name in mine}
@@ -66,10 +65,10 @@ def _shared(live: LiveModel, optimizer: OptimizerState | None, names: list[str],
     trainable, aliases = live.trainable, live.aliases
     if optimizer is None:
         return Shared(trainable=trainable, aliases=aliases, extra=extra)
-    remaining = iter(names)
+    param_groups = optimizer.optimizer.param_groups
     groups = [
-        {**group_options(group), "params": [next(remaining) for _ in group["params"]]}
-        for group in optimizer.optimizer.param_groups
+        {**group_options(group), "params": params}
+        for group, params in zip(param_groups, by_group(names, param_groups), strict=True)
     ]
     return Shared(
         optimizer=class_name(optimizer.inner),

@@ -140,8 +140,8 @@ def load(
     """Load a checkpoint into a model and an optimizer, whatever wrote it and on however many ranks. A collective.
 
     Nothing is changed before all of it was checked: that it is complete and undamaged, and that it fits. Then
-    parameters are written in place, state is replaced, gradients are dropped. A rank reads the model and the states of
-    what it owns, a tensor at a time.
+    parameters are written in place, state is replaced, the optimizer's gradients are dropped. A rank reads the model
+    and the states of what it owns, a tensor at a time.
 
     Args:
         path: a checkpoint, or a folder of them, of which the complete one of the highest step is loaded.

@@ -1,6 +1,6 @@
 """A model's parameters and buffers by fully qualified name, as `torch.distributed.checkpoint.state_dict` calls them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.fitting import Value
+from ddp_zero.parameters import ParameterTable
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What torch.compile and activation checkpointing put into names."""
@@ -62,6 +63,14 @@ class LiveModel:
             )
         return name
 
+    def names_of(self, table: ParameterTable) -> list[str]:
+        """The names of an optimizer's parameters, by index.
+
+        Raises:
+            ValueError: for one that the model does not have.
+        """
+        return [self.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The entries that are tensors."""
@@ -93,6 +102,12 @@ class LiveModel:
 def group_of(model: nn.Module) -> ProcessGroup | None:
     """The process group of DDP, or None."""
     return _unwrapped(model)[1]
+
+
+def by_group(names: Sequence[str], param_groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """The names of an optimizer's parameters, by index, in a list for each of its groups."""
+    remaining = iter(names)
+    return [[next(remaining) for _ in group["params"]] for group in param_groups]
 
 
 def clean(name: str) -> str:

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import _JoinConfig
 
 from ddp_zero.consolidation import SCALE_KEY, ConsolidatesState, is_index
 from ddp_zero.inner import fresh_state, rehearse_load
-from ddp_zero.live_model import LiveModel, clean
+from ddp_zero.live_model import LiveModel, by_group, clean
 from ddp_zero.overlap import Phase
 from ddp_zero.state_transfer import restrict_state_dict, with_masters
 
@@ -47,11 +47,9 @@ class ShowsOwnState(ConsolidatesState):
                 if self._sharded.stepped[index] not in self.optim.state:
                     fresh = fresh_state(self.optim, self._sharded.stepped[index])
                     states[names[index]] = {**fresh, **states.get(names[index], {})}
-        remaining = iter(names)
         groups = [
-            {key: value for key, value in group.items() if key != "param_names"}
-            | {"params": [next(remaining) for _ in group["params"]]}
-            for group in self.param_groups
+            {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
+            for group, params in zip(self.param_groups, by_group(names, self.param_groups), strict=True)
         ]
         scale = self._decision.loss_scale
         dynamic = {SCALE_KEY: scale.state_dict()} if scale is not None and scale.is_dynamic else {}
@@ -85,8 +83,7 @@ class ShowsOwnState(ConsolidatesState):
     def _qualified_names(self, model: nn.Module | None) -> list[str]:
         table = self._sharded.table
         if model is not None:
-            live = LiveModel(model)
-            return [live.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
+            return LiveModel(model).names_of(table)
         given = [name for group in self.param_groups for name in group.get("param_names", [])]
         if len(given) != len(table):
             raise ValueError(

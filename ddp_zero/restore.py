@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.fitting import Fit, Value, fit_groups, fit_values, listed, renamed
-from ddp_zero.live_model import LiveModel, is_extra
+from ddp_zero.live_model import LiveModel, by_group, is_extra
 from ddp_zero.manifest import StoredTensor, as_meta, fill, stored_in
 from ddp_zero.optimizer_state import OptimizerState, class_name, group_options, other_state
 from ddp_zero.partition import partition_greedy
@@ -101,10 +101,9 @@ class Restore:
         states: Mapping[str, dict[Any, Any]],
         first: Mapping[str, str],
     ) -> None:
-        fit, shared, table = self.fit, self.saved.shared, optimizer.table
-        names = self.names = [self.live.name_of(param, table.label(index)) for index, param in enumerate(table.params)]
-        remaining = iter(names)
-        live_groups = [[next(remaining) for _ in group["params"]] for group in optimizer.optimizer.param_groups]
+        fit, shared = self.fit, self.saved.shared
+        names = self.names = self.live.names_of(optimizer.table)
+        live_groups = by_group(names, optimizer.optimizer.param_groups)
         if shared.optimizer != class_name(optimizer.inner):
             was = "no optimizer" if shared.optimizer is None else shared.optimizer
             fit.misfits.append(f"the optimizer is {class_name(optimizer.inner)}, saved is {was}")

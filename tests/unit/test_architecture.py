@@ -57,7 +57,7 @@ ROOMS = {
     "buffers": room(1),
     "reducer": room(1, "memory_layout"),
     "tracing": room(1),
-    "live_model": room(1, "fitting", "torch.distributed.ProcessGroup"),
+    "live_model": room(1, "fitting parameters", "torch.distributed.ProcessGroup"),
     "checkpoint_folder": room(1),
     "manifest": room(1, "memory_layout payload"),
     "tensor_file": room(1, "checkpoint_folder manifest"),
