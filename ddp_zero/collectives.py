@@ -95,6 +95,9 @@ class Beside:
 
     Args:
         group: a group that this process belongs to.
+
+    Raises:
+        RuntimeError: if a rank has not come when the group's time-out has passed.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -103,7 +106,12 @@ class Beside:
         self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
         count = _built_beside[group] = _built_beside.get(group, 0) + 1
         store = dist.PrefixStore(f"ddp_zero/{count}", group.get_group_store())  # type: ignore[attr-defined]
-        self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, comm.time_out)
+        try:
+            self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, comm.time_out)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Expected all ranks to come to their first save or load within {comm.time_out}, got: {error}"
+            ) from error
 
     def name(self, group_rank: GroupRank) -> str:
         """How messages call a rank."""

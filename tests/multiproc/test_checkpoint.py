@@ -693,6 +693,16 @@ def _one_save_at_a_time_whoever_asks(setup: Setup, root: Path) -> None:
     assert checkpoint.load(root / "step-00000002", other, second).step == 2
 
 
+def _a_rank_that_never_came_is_missed_in_time(setup: Setup, root: Path) -> None:
+    group = dist.new_group(list(range(setup.world_size)), timeout=timedelta(seconds=3))
+    ddp = DistributedDataParallel(build_model(), process_group=group)
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, process_group=group)
+    if setup.rank == 0:
+        with pytest.raises(RuntimeError, match=r"to come to their first save or load within 0:00:03, got"):
+            checkpoint.save(root, ddp, opt)
+    dist.barrier()
+
+
 def _a_rank_that_does_not_come_is_missed_in_time(setup: Setup, root: Path) -> None:
     group = dist.new_group(list(range(setup.world_size)), timeout=timedelta(seconds=3))
     ddp = DistributedDataParallel(build_model(), process_group=group)
@@ -895,6 +905,7 @@ CASES: list[tuple[Case, tuple[int, ...]]] = [
     (_unfreezing_makes_masters, (2,)),
     (_ranks_that_give_different_things_are_told, (2, 3)),
     (_one_save_at_a_time_whoever_asks, (1, 2)),
+    (_a_rank_that_never_came_is_missed_in_time, (2,)),
     (_a_rank_that_does_not_come_is_missed_in_time, (2,)),
     (_renamed_parameters_are_found, (2,)),
     (_another_class_is_refused_and_the_model_loaded, (2,)),
