@@ -32,7 +32,7 @@ from ddp_zero.optimizer_state import OptimizerState, class_name, state_of
 from ddp_zero.peers import Peers, check_not_alone
 from ddp_zero.restore import Restore
 from ddp_zero.saved_checkpoint import SavedCheckpoint
-from ddp_zero.saving import Saving, Work, finish_all, writer_of
+from ddp_zero.saving import SaveJob, Saving, finish_all, writer_of
 
 PathLike = str | os.PathLike[str]
 
@@ -113,7 +113,7 @@ def save(
         tensors = copied(tensors) if background else tensors
         place = _start(writer.peers, agreement, Path(path), step, keep)
     number, folder = json.loads(writer.peers.all_gather_text(place)[0])
-    return writer.start(Work(Path(path) / folder, number, keep, text, tensors), background)
+    return writer.start(SaveJob(Path(path) / folder, number, keep, text, tensors), background)
 
 
 def _start(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:

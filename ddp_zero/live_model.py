@@ -79,8 +79,8 @@ class LiveModel:
     @property
     def trainable(self) -> list[str]:
         """Names of the parameters that are not frozen, aliases included."""
-        trainable = [name for name, value in self.tensors.items() if value.requires_grad]
-        return trainable + [alias for alias, name in self.aliases.items() if name in set(trainable)]
+        first = dict.fromkeys(name for name, value in self.tensors.items() if value.requires_grad)
+        return [*first, *(alias for alias, name in self.aliases.items() if name in first)]
 
     def values(self) -> dict[str, Value]:
         """Shape and dtype under every name, aliases included."""

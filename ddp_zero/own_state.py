@@ -68,8 +68,11 @@ class ShowsOwnState(ConsolidatesState):
         names = self._qualified_names(model)
         saved = [name for group in state_dict["param_groups"] for name in group["params"]]
         if saved != names:
-            differing = next((pair for pair in zip_longest(names, saved) if pair[0] != pair[1]), None)
-            raise ValueError(f"Expected parameter {differing and differing[0]!r}, got {differing and differing[1]!r}.")
+            ours, theirs = next(pair for pair in zip_longest(names, saved) if pair[0] != pair[1])
+            raise ValueError(
+                f"Expected parameter {ours!r}, got {theirs!r}. Load what sharded_state_dict() gave for the same "
+                "parameters in the same order; ddp_zero.checkpoint.load() finds them by name."
+            )
         index_of = {name: index for index, name in enumerate(names)}
         groups = [
             {**group, "params": [index_of[name] for name in group["params"]]} for group in state_dict["param_groups"]

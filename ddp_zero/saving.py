@@ -26,7 +26,7 @@ from ddp_zero.tracing import logger
 
 
 @dataclass(frozen=True)
-class Work:
+class SaveJob:
     """What a rank has to write.
 
     Attributes:
@@ -44,7 +44,7 @@ class Work:
     tensors: list[Tensor]
 
 
-def write(work: Work, peers: Peers) -> Path:
+def write(job: SaveJob, peers: Peers) -> Path:
     """Write this rank's part and wait for all others. A collective. Returns the folder of the complete checkpoint.
 
     Raises:
@@ -53,29 +53,29 @@ def write(work: Work, peers: Peers) -> Path:
     rank, published = peers.group_rank, ""
     try:
         with Agreement(peers, "writing a checkpoint"):
-            if not work.folder.is_dir():
+            if not job.folder.is_dir():
                 raise FileNotFoundError(
-                    f"Expected the folder that rank 0 has made, got none on {peers.name(rank)}: {work.folder}. All "
+                    f"Expected the folder that rank 0 has made, got none on {peers.name(rank)}: {job.folder}. All "
                     "ranks must save to one file system."
                 )
-            places = write_tensors(work.folder / tensor_file_name(rank), work.tensors)
-            write_text(work.folder / part_name(rank), encode_part(work.text, places))
+            places = write_tensors(job.folder / tensor_file_name(rank), job.tensors)
+            write_text(job.folder / part_name(rank), encode_part(job.text, places))
         with Agreement(peers, "completing a checkpoint"):
             if rank == 0:
-                published = _complete(work, peers.world_size).name
+                published = _complete(job, peers.world_size).name
     except Exception:
         if rank == 0:
-            shutil.rmtree(work.folder, ignore_errors=True)
+            shutil.rmtree(job.folder, ignore_errors=True)
         raise
-    return work.folder.parent / peers.all_gather_text(published)[0]
+    return job.folder.parent / peers.all_gather_text(published)[0]
 
 
-def _complete(work: Work, world_size: int) -> Path:
+def _complete(job: SaveJob, world_size: int) -> Path:
     """Read all parts as a load would, write the index for other tools, and make the checkpoint visible."""
-    texts = (read_text(work.folder / part_name(rank)) for rank in range(world_size))
-    marker = Marker(work.step, tuple(hashlib.sha256(text.encode()).hexdigest() for text in texts))
-    write_dcp_metadata(work.folder, SavedCheckpoint.read(work.folder, marker).as_tree())
-    return publish(work.folder, marker, work.keep)
+    texts = (read_text(job.folder / part_name(rank)) for rank in range(world_size))
+    marker = Marker(job.step, tuple(hashlib.sha256(text.encode()).hexdigest() for text in texts))
+    write_dcp_metadata(job.folder, SavedCheckpoint.read(job.folder, marker).as_tree())
+    return publish(job.folder, marker, job.keep)
 
 
 class Saving:
@@ -137,15 +137,15 @@ class Writer:
         if self.last is not None:
             self.last.finish()
 
-    def start(self, work: Work, background: bool) -> Saving:
+    def start(self, job: SaveJob, background: bool) -> Saving:
         """Write, in a thread if asked to; a failure there is logged at once and raised at the next call."""
         future: Future[Path] = Future()
         if background:
             pool = ThreadPoolExecutor(1, "ddp_zero.checkpoint")
-            future = pool.submit(_logged, work, self.peers)
+            future = pool.submit(_logged, job, self.peers)
             pool.shutdown(wait=False)  # no more work; the interpreter waits for this one before it ends
         else:
-            future.set_result(write(work, self.peers))
+            future.set_result(write(job, self.peers))
         self.last = Saving(future)
         return self.last
 
@@ -170,11 +170,11 @@ def finish_all() -> None:
         writer.finish()
 
 
-def _logged(work: Work, peers: Peers) -> Path:
+def _logged(job: SaveJob, peers: Peers) -> Path:
     try:
-        return write(work, peers)
+        return write(job, peers)
     except Exception as error:
         logger.error("saving a checkpoint in the background has failed: %s", error)
         raise
     finally:
-        work.tensors.clear()  # a traceback that is kept keeps the work
+        job.tensors.clear()  # a traceback that is kept keeps the job

@@ -60,12 +60,16 @@ def sharded(
 
 
 def train(setup: Setup, model: nn.Module, optimizer: Optimizer, seed: int = 0, steps: int = 3) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    before = [param.detach().clone() for param in params]
     for inputs, targets in batches(setup.rank, steps, seed):
         optimizer.zero_grad()
         loss = loss_of(model, inputs, targets)
         scales = isinstance(optimizer, ZeroRedundancyOptimizer) and optimizer.loss_scale is not None
         (optimizer.scale(loss) if scales else loss).backward()  # type: ignore[attr-defined]
         optimizer.step()
+    moved = sum(not torch.equal(old, new) for old, new in zip(before, params, strict=True))
+    assert moved >= len(params) // 2 if steps else moved == 0, f"{moved} of {len(params)} parameters moved"
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> Any:
