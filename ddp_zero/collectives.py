@@ -32,6 +32,7 @@ from ddp_zero.payload import TensorSpec, Tree, as_bytes, flatten, specs_in, unfl
 
 _TREE_TAG = 0x7EE0
 _CHUNK_BYTES = 4 << 20
+_GLOO_TRIES = 5
 
 
 class Work(Protocol):
@@ -97,7 +98,7 @@ class Beside:
         group: a group that this process belongs to.
 
     Raises:
-        RuntimeError: if a rank has not come when the group's time-out has passed.
+        RuntimeError: if a rank has not come when the group's time-out has passed, or has gone in the next such span.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -107,7 +108,11 @@ class Beside:
         count = _built_beside[group] = _built_beside.get(group, 0) + 1
         store = dist.PrefixStore(f"ddp_zero/{count}", group.get_group_store())  # type: ignore[attr-defined]
         try:
-            self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, comm.time_out)
+            store.set(str(self.group_rank), "here")
+            store.wait([str(rank) for rank in range(self.world_size)], comm.time_out)
+            # Gloo tries that often to reach a rank that has died after telling its address, each time for a time-out
+            self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, comm.time_out / _GLOO_TRIES)
+            self._gloo._set_default_timeout(comm.time_out)
         except RuntimeError as error:
             raise RuntimeError(
                 f"Expected all ranks to come to their first save or load within {comm.time_out}, got: {error}"
@@ -332,7 +337,7 @@ class Communicator:
         """
         length = int(self._receive(TensorSpec((1,), (1,), torch.int64, "cpu"), source, device).item())
         raw = self._receive(TensorSpec((length,), (1,), torch.uint8, "cpu"), source, device)
-        text = _to_bytes(raw).decode()
+        text = bytes(raw.tolist()).decode()
         return unflatten(text, [self._receive(spec, source, device) for spec in specs_in(text)])
 
     def _send(self, tensor: Tensor, to: GroupRank) -> None:
@@ -379,7 +384,8 @@ def _all_gather_text(peers: "Communicator | Beside", text: str, device: torch.de
     buffer = torch.zeros(max(lengths), dtype=torch.uint8)
     buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     gathered = peers.all_gather_tensor(buffer.to(device))
-    return [zlib.decompress(_to_bytes(part[:length])).decode() for part, length in zip(gathered, lengths, strict=True)]
+    whole = [bytes(part[:length].tolist()) for part, length in zip(gathered, lengths, strict=True)]
+    return [zlib.decompress(raw).decode() for raw in whole]
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -392,7 +398,3 @@ def _started(work: Work | None) -> Work:
     if work is None:
         raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
     return work
-
-
-def _to_bytes(raw: Tensor) -> bytes:
-    return bytes(raw.tolist())

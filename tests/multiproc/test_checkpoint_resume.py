@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,11 +31,13 @@ from tests.multiproc.cases import (
     split_groups,
     sum_in_rank_order,
 )
-from tests.multiproc.harness import Setup, run_ranks, run_ranks_to_end
+from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
 
 Group = dist.ProcessGroup | None
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.99)}
 STEPS = 3
+_STORES: Any = dist  # whose types know no stores
+_PrefixStore = _STORES.PrefixStore
 
 
 @dataclass
@@ -219,6 +222,40 @@ def _trains_until_it_is_killed(
         checkpoint.save(root, run.model, run.optimizer, step=step + 1, keep=2, background=background)
     checkpoint.wait()
     return done + ROUND_STEPS
+
+
+class _DiesOnceItsAddressIsKnown(_STORES.Store):  # type: ignore[misc]
+    """What a rank tells the others goes through; the first thing it asks for kills it."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        super().__init__()
+        self._store = _PrefixStore(prefix, store)
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        if any("/" in key for key in keys):  # Gloo's own, after the ranks have seen that all are there
+            kill_this_process()
+        self._store.wait(keys, timeout)
+
+
+def _dies_while_its_first_save_connects(setup: Setup, root: str) -> float:
+    run = MODES["standalone"](setup.rank, None)
+    if setup.rank == 1:
+        _STORES.PrefixStore = _DiesOnceItsAddressIsKnown
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="to come to their first save or load within"):
+        checkpoint.save(root, run.model, run.optimizer)
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_dies_while_its_first_save_connects_is_missed_in_time(tmp_path: Path) -> None:
+    """Gloo tries five times to reach an address that is known; that once took five times the group's time-out."""
+    survivor, victim = run_ranks_to_end(_dies_while_its_first_save_connects, 2, str(tmp_path), group_timeout=5)
+    assert victim.killed
+    assert survivor.result is not None, survivor.error
+    assert 4 < survivor.result < 12
 
 
 def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_nothing_had_happened(
