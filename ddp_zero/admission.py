@@ -7,6 +7,19 @@ from ddp_zero.parameters import ParameterTable
 from ddp_zero.sharded_step import ShardedStep
 
 
+def check_can_sync(sync: str, as_views: bool) -> None:
+    """See that parameters can arrive where they live.
+
+    Raises:
+        ValueError: if a sync is to outlast its step and has no memory that does.
+    """
+    if sync == "forward" and not as_views:
+        raise ValueError(
+            "Expected parameters_as_bucket_view=True with sync='forward', got False: parameters that are on their way "
+            "would need copies of all of them. Pass parameters_as_bucket_view=True, or sync='step'."
+        )
+
+
 def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -> None:
     """See that an optimizer can be given a hook.
 

@@ -80,7 +80,7 @@ def shard_optimizer(
         shard_buckets: spread each bucket over the ranks.
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
         **defaults: options for ``optimizer_class``, and for `ZeroRedundancyOptimizer`: ``max_grad_norm``,
-            ``norm_type``, ``nonfinite``, ``loss_scale``, ``master_weights``, ``grad_comm_dtype``,
+            ``norm_type``, ``nonfinite``, ``loss_scale``, ``master_weights``, ``sync``, ``grad_comm_dtype``,
             ``gradient_predivide_factor``.
 
     Raises:
@@ -99,6 +99,7 @@ def shard_optimizer(
         **defaults,
     )
     if not overlap and stage == 1:
+        zero._sync_before_forward(ddp)
         if hook is None and not zero._decision.watch.is_on:
             return zero  # DDP's own reduction, and nobody will ask for more
         ddp.register_comm_hook(ddp.process_group if hook_state is None else hook_state, zero._build_watch(ddp, hook))

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from ddp_zero.collectives import Communicator
-from ddp_zero.flat import PackedStorage, ParameterStorage, ViewStorage, release
-from ddp_zero.param_sync import ParameterSync
+from ddp_zero.flat import PackedStorage, ViewStorage, release
+from ddp_zero.param_sync import ForwardSync, ParameterSync
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank, partition_greedy
 from ddp_zero.plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
@@ -32,6 +32,7 @@ class Binding:
         comm: the group that shares the parameters.
         table: the parameters.
         as_views: whether parameters move into flat storage (``parameters_as_bucket_view``).
+        syncs_in_forward: whether a sync may outlast its step, which needs flat storage.
 
     Attributes:
         layout: parameter indices of each DDP bucket that the plan follows, or None.
@@ -44,10 +45,13 @@ class Binding:
     plan: ShardPlan
     sync: ParameterSync
 
-    def __init__(self, comm: Communicator, table: ParameterTable, as_views: bool) -> None:
+    def __init__(
+        self, comm: Communicator, table: ParameterTable, as_views: bool, syncs_in_forward: bool = False
+    ) -> None:
         self._comm = comm
         self._table = table
         self._as_views = as_views
+        self._syncs_in_forward = syncs_in_forward
         self._trainable = [param.requires_grad for param in table.params]
         self._active = list(self._trainable)
         self._is_settled = True
@@ -138,21 +142,16 @@ class Binding:
         }
 
     def _bind(self, specs: list[ParameterSpec]) -> None:
+        if hasattr(self, "sync"):
+            self.sync.complete()
         params = self._table.params
         ranks = self._comm.world_size
         if self.layout is None:
             self.plan = plan_standalone(specs, self.owners, ranks, BUCKET_CAP_BYTES)
         else:
             self.plan = plan_for_ddp(specs, self.owners, ranks, self.layout, BUCKET_CAP_BYTES)
-        storage: ParameterStorage
-        if self._as_views and self._is_settled:
-            storage = ViewStorage(self.plan, params, self._table.label)
-            in_flight = max(1, len(self.plan.buckets))
-        else:
-            storage = PackedStorage(params)
-            in_flight = _PACKED_IN_FLIGHT
         self.digest = self.plan.digest()
-        self.sync = ParameterSync(self._comm, storage, self.digest, in_flight)
+        self.sync = self._new_sync()
         self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
         self._bound_places = self._places()
         logger.debug(
@@ -162,6 +161,16 @@ class Binding:
             len(params),
             len(self.plan.buckets),
         )
+
+    def _new_sync(self) -> ParameterSync:
+        plan, params = self.plan, self._table.params
+        if not (self._as_views and self._is_settled):
+            return ParameterSync(self._comm, PackedStorage(params), params, self.digest, _PACKED_IN_FLIGHT)
+        storage = ViewStorage(plan, params, self._table.label)
+        if not self._syncs_in_forward:
+            return ParameterSync(self._comm, storage, params, self.digest, max(1, len(plan.buckets)))
+        needed = plan.buckets if self.layout is None else plan.buckets[::-1]  # DDP's first bucket has the last layers
+        return ForwardSync(self._comm, storage, params, self.digest, needed)
 
     def _places(self) -> list[int]:
         return [param.data_ptr() for param in self._table.params]

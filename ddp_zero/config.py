@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ddp_zero.loss_scale import LARGEST, SMALLEST, DynamicLossScale, check_number
 
 NONFINITE = ("skip", "raise", "step")
+SYNC = ("step", "forward")
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class StepOptions:
             they were; None: skip where the step waits for all gradients anyway, else step.
         loss_scale: what ``opt.scale`` multiplies the loss by, a number or a policy; None: there is none.
         master_weights: whether fp16 and bf16 parameters are stepped in fp32.
+        sync: when the parameters that others have stepped are waited for: at the end of the ``"step"``, or in the next
+            ``"forward"`` pass, by whoever uses one.
 
     Raises:
         TypeError: for a value of another type.
@@ -29,6 +32,7 @@ class StepOptions:
     nonfinite: str | None = None
     loss_scale: DynamicLossScale | float | None = None
     master_weights: bool = False
+    sync: str = "step"
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -40,6 +44,8 @@ class StepOptions:
             raise ValueError(f"Expected norm_type above 0, got {self.norm_type!r}.")
         if self.nonfinite not in (None, *NONFINITE):
             raise ValueError(f"Expected nonfinite to be one of {NONFINITE} or None, got {self.nonfinite!r}.")
+        if self.sync not in SYNC:
+            raise ValueError(f"Expected sync to be one of {SYNC}, got {self.sync!r}.")
         self._check_loss_scale()
 
     def _check_loss_scale(self) -> None:

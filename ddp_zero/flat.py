@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ddp_zero.memory_layout import is_dense
 from ddp_zero.partition import GroupRank
@@ -49,7 +48,6 @@ class ViewStorage:
                             f"Expected parameters without gaps or overlaps in memory, got {label(param)} with "
                             f"strides {list(params[param].stride())}. Use parameters_as_bucket_view=False."
                         )
-        self._params = params
         self._segments = [[_flatten(segment, params) for segment in bucket.segments] for bucket in plan.buckets]
 
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
@@ -57,8 +55,7 @@ class ViewStorage:
         return self._segments[bucket.index]
 
     def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
-        """Nothing to copy; tell autograd that the parameters changed, as an in-place step does for its owner."""
-        _mark_changed([self._params[param] for param in _received(bucket, group_rank)])
+        """Nothing to copy."""
 
 
 class PackedStorage:
@@ -83,12 +80,9 @@ class PackedStorage:
     def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Unpack what the other owners sent."""
         for segment, tensor in zip(bucket.segments, segments, strict=True):
-            if segment.owner == group_rank or not segment.params:
-                continue
-            if not self._is_alias(segment):
+            if segment.owner != group_rank and segment.params and not self._is_alias(segment):
                 targets = [param.data for param in self._of(segment)]  # counts versions of its own
                 torch._foreach_copy_(targets, _views(segment, tensor, self._params))
-            _mark_changed(self._of(segment))
 
     def _of(self, segment: Segment) -> list[Tensor]:
         return [self._params[param] for param in segment.params]
@@ -110,18 +104,6 @@ def release(params: Sequence[Tensor]) -> None:
     """Give parameters memory of their own, so that they do not keep a whole segment alive."""
     for param in params:
         param.data = param.data.clone()  # keeps dense strides
-
-
-def _mark_changed(params: Sequence[Tensor]) -> None:
-    """Tell autograd what an in-place step tells it on the owner: parameters with a gradient have changed.
-
-    Those without one were not stepped, and a graph that still needs them may go backward.
-    """
-    increment_version([param for param in params if param.grad is not None])
-
-
-def _received(bucket: Bucket, group_rank: GroupRank) -> list[int]:
-    return [param for segment in bucket.segments if segment.owner != group_rank for param in segment.params]
 
 
 def _views(segment: Segment, tensor: Tensor, params: Sequence[Tensor]) -> list[Tensor]:

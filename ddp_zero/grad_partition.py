@@ -33,6 +33,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ddp_zero.awaited import untouched
 from ddp_zero.bucket_memory import BucketMemory
 from ddp_zero.grad_bucket import ReducedSegment, ReduceOptions, ScratchLayout, WholeBucket, Workshop
 from ddp_zero.grad_reduce import sum_whole
@@ -147,8 +148,8 @@ class PartitionedGradients:
         whole = {} if was_consumed else self._copies_of_owned()
         self._memory.capture()
         params, index_of = self._sharded.table.params, self._sharded.table.index_of
-        for arrival in self._arrivals:
-            for index in (index_of[param] for param in arrival.params):
+        with untouched():
+            for index in (index_of[param] for arrival in self._arrivals for param in arrival.params):
                 if index in whole:
                     self._visible.show(index, whole[index])
                 elif params[index].grad is not None and (was_consumed or not self._is_owned(index)):

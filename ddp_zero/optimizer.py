@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.admission import check_has_no_hook, check_model
+from ddp_zero.admission import check_can_sync, check_has_no_hook, check_model
 from ddp_zero.agreement import Agreement
+from ddp_zero.before_forward import complete_before_forward
 from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator
 from ddp_zero.config import StepOptions
@@ -72,6 +73,10 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
             waits for all gradients anyway, else step.
         loss_scale: what `scale` multiplies the loss by, a number or a `DynamicLossScale`.
         master_weights: step fp16 and bf16 parameters in fp32: their owner keeps an fp32 copy and state in fp32.
+        sync: ``"step"``: when the step is over, every rank has all new parameters. ``"forward"``: they may still be on
+            their way then, first those that the next forward pass needs first, and whoever uses one waits for it:
+            layers, ``state_dict()``, code that reads it. Needs ``parameters_as_bucket_view=True``, and takes effect
+            once the optimizer knows the model: by a hook, or built by `shard_optimizer`. See `finish_sync`.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -107,6 +112,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
         nonfinite: str | None = None,
         loss_scale: DynamicLossScale | float | None = None,
         master_weights: bool = False,
+        sync: str = "step",
         **defaults: Any,
     ) -> None:
         self._comm = Communicator(process_group)
@@ -117,7 +123,8 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
         Joinable.__init__(self)
         with Agreement(self._comm, "building ZeroRedundancyOptimizer") as agreement:
             self._reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
-            options = StepOptions(max_grad_norm, norm_type, nonfinite, loss_scale, master_weights)
+            options = StepOptions(max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync)
+            check_can_sync(sync, parameters_as_bucket_view)
             check_can_be_sharded(optimizer_class)
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
@@ -127,7 +134,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
             agreement.declare("stage", repr(self._reduction))
             agreement.declare("step options", repr(options))
             agreement.declare_parameters(table)
-            binding = Binding(self._comm, table, parameters_as_bucket_view)
+            binding = Binding(self._comm, table, parameters_as_bucket_view, sync == "forward")
             stepped = SteppedTensors(table, master_weights)
             agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
             self.optim = build_inner(optimizer_class, self.param_groups, stepped.own(binding.owned()), defaults)
@@ -195,7 +202,13 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
             why_wait=_weakly(self),
             watch=self._decision.watch,
         )
+        self._sync_before_forward(ddp)
         return self._hook.on_bucket
+
+    def _sync_before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Have forward passes that cannot wait by themselves wait for all parameters."""
+        if self._decision.options.sync == "forward":
+            complete_before_forward(ddp, self._sharded)
 
     def _build_watch(self, ddp: DistributedDataParallel, wrapped: CommHook | None) -> CommHook:
         """A hook that only looks at gradients before they are averaged, if anybody will ask, for ``last_step``."""
@@ -276,6 +289,9 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
         if self._hook is not None:
             lines += self._hook.describe()
         plan = self._sharded.binding.plan
+        if self._decision.options.sync == "forward":
+            where = "in the next forward pass" if self._sharded.leaves_syncs else "at the end of the step: see sync="
+            lines.append(f"parameters of others are waited for {where}")
         lines += [describe_shards(plan, self.rank, state_bytes(self.optim.state)), draw_buckets(plan)]
         return "\n".join(lines)
 

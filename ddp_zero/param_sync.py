@@ -1,64 +1,216 @@
-"""Sends what this rank stepped and receives what the others did, bucket after bucket in plan order."""
+"""Sends what this rank stepped and receives what the others did, bucket after bucket."""
 
+import atexit
+import contextlib
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from ddp_zero.awaited import all_arrivals, arrived, can_await, expect
 from ddp_zero.collectives import Communicator, Exchange
 from ddp_zero.flat import ParameterStorage
 from ddp_zero.plan import Bucket
 from ddp_zero.tracing import label
 
 
+@dataclass(frozen=True)
+class BucketSync:
+    """A bucket whose exchange was started.
+
+    Attributes:
+        bucket: which.
+        segments: what is sent and received, by rank.
+        exchange: the messages.
+        stepped: this rank's view of the parameters that others step: those with a gradient.
+    """
+
+    bucket: Bucket
+    segments: Sequence[Tensor]
+    exchange: Exchange
+    stepped: Sequence[Tensor]
+
+
 class ParameterSync:
-    """Keeps a bounded number of bucket exchanges in flight, started and finished in the same order on every rank.
+    """Keeps a bounded number of bucket exchanges in flight, started and finished in plan order on every rank.
 
     Args:
         comm: the group.
         storage: where segment tensors come from.
+        params: the parameters that the plan speaks of, by index.
         plan_digest: a number that differs where plans differ.
         max_in_flight: exchanges that may be in flight at once, at least 1; bounds the temporary memory of a packed
             storage to that many buckets.
     """
 
-    def __init__(self, comm: Communicator, storage: ParameterStorage, plan_digest: int, max_in_flight: int) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        storage: ParameterStorage,
+        params: Sequence[Tensor],
+        plan_digest: int,
+        max_in_flight: int,
+    ) -> None:
         self._comm = comm
         self._storage = storage
+        self._params = params
         self._plan_digest = plan_digest
         self._max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[Bucket, list[Tensor], Exchange]] = deque()
+        self._in_flight: deque[BucketSync] = deque()
 
     def start(self, bucket: Bucket) -> None:
         """Start the exchange of a bucket whose owned segment has been stepped."""
         if self._comm.world_size == 1:
             return
         while len(self._in_flight) >= self._max_in_flight:
-            self._finish_oldest()
+            self._finish(self._in_flight.popleft())
         with label("sync", bucket=bucket.index):
             segments = self._storage.segments_to_sync(bucket, self._comm.group_rank)
-            self._in_flight.append(
-                (bucket, segments, self._comm.start_exchange(segments, (self._plan_digest, bucket.index)))
-            )
+            exchange = self._comm.start_exchange(segments, (self._plan_digest, bucket.index))
+            self._in_flight.append(BucketSync(bucket, segments, exchange, self._stepped_elsewhere(bucket)))
 
     def finish(self) -> None:
-        """Wait for everything in flight and publish it.
+        """The step is over: wait for everything in flight and publish it.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
         while self._in_flight:
-            self._finish_oldest()
+            self._finish(self._in_flight.popleft())
         self._comm.round += 1
+
+    def complete(self) -> None:
+        """Have all parameters of steps that are over."""
 
     def abandon(self) -> None:
         """After an error: forget what is in flight without waiting for peers that may never answer."""
         while self._in_flight:
-            _, _, exchange = self._in_flight.popleft()
-            exchange.abandon()
+            self._in_flight.popleft().exchange.abandon()
         self._comm.round += 1
 
-    def _finish_oldest(self) -> None:
-        bucket, segments, exchange = self._in_flight.popleft()
-        with label("wait_sync", bucket=bucket.index):
-            exchange.wait(f"the sync of bucket {bucket.index}")
-        self._storage.publish(bucket, segments, self._comm.group_rank)
+    def _finish(self, sync: BucketSync) -> None:
+        with label("wait_sync", bucket=sync.bucket.index):
+            sync.exchange.wait(f"the sync of bucket {sync.bucket.index}")
+        self._storage.publish(sync.bucket, sync.segments, self._comm.group_rank)
+        increment_version(sync.stepped)  # what an in-place step tells autograd on the owner
+
+    def _stepped_elsewhere(self, bucket: Bucket) -> list[Tensor]:
+        """Those without a gradient were not stepped, and a graph that still needs them may go backward."""
+        received = [segment.params for segment in bucket.segments if segment.owner != self._comm.group_rank]
+        return [self._params[param] for params in received for param in params if self._params[param].grad is not None]
+
+
+class ForwardSync(ParameterSync):
+    """Leaves a step's exchanges in flight when it is over; who uses a parameter waits for its bucket, see `awaited`.
+
+    The link carries one message after the other, so buckets are sent in the order in which the next forward pass needs
+    them. Where backward steps the one that is needed first last, all are sent then, behind the last reduction.
+
+    Args:
+        comm, storage, params, plan_digest: see `ParameterSync`. The storage must be the parameters' own.
+        needed: all buckets of the plan, in the order in which a forward pass needs them.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        storage: ParameterStorage,
+        params: Sequence[Tensor],
+        plan_digest: int,
+        needed: Sequence[Bucket],
+    ) -> None:
+        super().__init__(comm, storage, params, plan_digest, max_in_flight=max(1, len(needed)))
+        self._needed = needed
+        self._stepped: set[int] = set()
+        self._left: dict[int, BucketSync] = {}  # of steps that are over
+        self._error: RuntimeError | None = None
+
+    def start(self, bucket: Bucket) -> None:
+        """Start the exchanges for which this bucket was missing."""
+        self._stepped.add(bucket.index)
+        for needed in self._needed[len(self._in_flight) :]:
+            if needed.index not in self._stepped:
+                return
+            super().start(needed)
+
+    def finish(self) -> None:
+        """The step is over: send what was held back, and let whoever uses a parameter wait for it."""
+        started = {sync.bucket.index for sync in self._in_flight}
+        for bucket in self._needed:
+            if bucket.index in self._stepped - started:
+                super().start(bucket)
+        self._stepped.clear()
+        unnoticed = []
+        for sync in self._in_flight:
+            index, params = sync.bucket.index, self._params_of(sync)
+            self._left[index] = sync
+            if all(map(can_await, params)):
+                expect(params, _Arrival(self, index))
+            else:
+                unnoticed.append(index)
+        self._in_flight.clear()
+        self._comm.round += 1
+        for index in unnoticed:
+            self.complete_bucket(index)
+
+    def complete(self) -> None:
+        """Wait for all that steps have left in flight.
+
+        Raises:
+            RuntimeError: if a peer failed or the group's time-out passed.
+        """
+        for index in list(self._left):
+            self.complete_bucket(index)
+
+    def complete_bucket(self, index: int) -> None:
+        """Wait for one bucket; nothing if it has come.
+
+        Raises:
+            RuntimeError: if a peer failed or the group's time-out passed, again and again until `abandon`.
+        """
+        if self._error is not None:
+            raise RuntimeError(f"{self._error}. Call opt.reset() to go on with what has come.") from self._error
+        if index not in self._left:
+            return
+        try:
+            self._finish(self._left[index])
+        except RuntimeError as error:
+            self._error = error
+            raise
+        arrived(self._params_of(self._left.pop(index)))
+
+    def abandon(self) -> None:
+        """Forget the step that is under way; what earlier ones have left still comes, unless that has failed."""
+        super().abandon()
+        self._stepped.clear()
+        if self._error is not None:
+            for sync in self._left.values():
+                sync.exchange.abandon()
+                arrived(self._params_of(sync))
+            self._left.clear()
+            self._error = None
+
+    def _params_of(self, sync: BucketSync) -> list[Tensor]:
+        """Its own ones too: what is being sent must not be written to."""
+        return [self._params[param] for segment in sync.bucket.segments for param in segment.params]
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrival:
+    """Waits for a bucket. Holds the sync: its messages come even if its optimizer is gone."""
+
+    sync: ForwardSync
+    bucket: int
+
+    def __call__(self) -> None:
+        self.sync.complete_bucket(self.bucket)
+
+
+@atexit.register
+def _complete_all() -> None:
+    """Peers may still wait for what this process sends."""
+    for arrival in all_arrivals():
+        with contextlib.suppress(RuntimeError):
+            arrival()

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ddp_zero.awaited import untouched
 from ddp_zero.local_step import ParamGroup, restrict_group
 from ddp_zero.parameters import ParameterTable
 
@@ -68,7 +69,7 @@ class SteppedTensors:
         self._table = table
         self._masters: dict[int, Tensor] = {}
         self._index_of_master: dict[Tensor, int] = {}
-        self._versions: list[tuple[int, int]] | None = None  # before the first step the model is the truth
+        self._versions: list[tuple[int, int, int]] | None = None  # before the first step the model is the truth
 
     # Who is stepped
 
@@ -132,8 +133,6 @@ class SteppedTensors:
     def extend(self, table: ParameterTable) -> None:
         """Parameters were added; those that were there keep their index."""
         self._table = table
-        if self._versions is not None:
-            self._versions += self._current_versions()[len(self._versions) :]
 
     # A step
 
@@ -190,7 +189,7 @@ class SteppedTensors:
         return self.has_masters and self._versions is None
 
     def have_changed(self) -> bool:
-        """Whether anybody may have written to low-precision parameters since the last step, but for ``param.data``."""
+        """Whether anybody may have written to parameters with a master since the last step, but for ``param.data``."""
         return self.has_masters and self._versions is not None and self._versions != self._current_versions()
 
     def diverged(self) -> list[int]:
@@ -213,9 +212,10 @@ class SteppedTensors:
         for index, master in self._masters.items():
             master.copy_(known.get(index, self._table.params[index]))
 
-    def _current_versions(self) -> list[tuple[int, int]]:
-        low = (param for param in self._table.params if param.dtype in LOW_PRECISION)
-        return [(param._version, param.data_ptr()) for param in low]
+    def _current_versions(self) -> list[tuple[int, int, int]]:
+        with untouched():
+            params = [(index, self._table.params[index]) for index in self._masters]
+            return [(index, param._version, param.data_ptr()) for index, param in params]
 
 
 def localise_group(group: ParamGroup, stepped: Mapping[Tensor, Tensor]) -> ParamGroup:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from ddp_zero.absent import AbsentGradient
+from ddp_zero.awaited import untouched
 from ddp_zero.sharded_step import ShardedStep
 
 
@@ -15,19 +16,21 @@ class PublishedGradients:
 
     def note(self) -> None:
         """The step was taken; from now on a change is too late."""
-        grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
-        self._noted = [(index, *_mark(grad)) for index, grad in grads if grad is not None]
+        with untouched():
+            grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
+            self._noted = [(index, *_mark(grad)) for index, grad in grads if grad is not None]
 
     def first_changed(self) -> int | None:
         """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
 
         What is written through ``grad.data`` cannot be seen.
         """
-        for index, place, version in self._noted:
-            grad = self._sharded.table.params[index].grad
-            if grad is None or _mark(grad) != (place, version):
-                return index
-        return None
+        with untouched():
+            for index, place, version in self._noted:
+                grad = self._sharded.table.params[index].grad
+                if grad is None or _mark(grad) != (place, version):
+                    return index
+            return None
 
     def check_unchanged(self) -> None:
         """See that no gradient was changed too late.

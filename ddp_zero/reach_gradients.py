@@ -1,13 +1,14 @@
 """The gradient half of `ZeroRedundancyOptimizer`: what users do to gradients, wherever they rest."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
+from ddp_zero.awaited import untouched
 from ddp_zero.clipping import clip_gradients
 from ddp_zero.decision import Decision
 from ddp_zero.grad_bucket import ReduceOptions
@@ -117,7 +118,8 @@ class ReachesGradients(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, also those that wait to be added to the next sum."""
-        super().zero_grad(set_to_none)
+        with untouched() if set_to_none else nullcontext():  # zeroing goes through those that stand for others
+            super().zero_grad(set_to_none)
         self._decision.forget()
         if self._hook is not None:
             self._hook.drop_carried()

@@ -34,6 +34,7 @@ class ShardedStep:
         factors: what gradients are multiplied by in the step that is under way, or None.
         last_step: what became of the last one.
         has_stepped_inside: whether a step was taken inside backward and not taken back.
+        leaves_syncs: whether a sync that can may outlast its step: a model makes sure that its forward passes wait.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
         order: in which order states were created.
     """
@@ -55,6 +56,7 @@ class ShardedStep:
         self.factors: GradientFactors | None = None
         self.last_step: StepRecord | None = None
         self.has_stepped_inside = False
+        self.leaves_syncs = False
         self._exposed_groups = _groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)
         self.order = StateOrder()
@@ -79,6 +81,7 @@ class ShardedStep:
         """
         self.snapshot = None
         self.factors = None
+        self.binding.sync.complete()
         self.table.check_groups(self.param_groups)
         self.stepped.follow_model()
         self.check_masters()
@@ -96,9 +99,11 @@ class ShardedStep:
         return result
 
     def finish(self, **kwargs: Any) -> None:
-        """Wait for all syncs, show the options that the step left, note the states that it created."""
+        """End the syncs, show the options that the step left, note the states that it created."""
         try:
             self.binding.sync.finish()
+            if not self.leaves_syncs:
+                self.binding.sync.complete()
         except BaseException:
             self.binding.sync.abandon()
             raise

@@ -83,6 +83,17 @@ class TakesSteps(ReachesGradients, Joinable):
         if self._hook is not None:
             self._hook.reset()
 
+    def finish_sync(self) -> None:
+        """Have all parameters that others have stepped; with ``sync="forward"`` only whoever uses one waits for it.
+
+        What torch does with a parameter waits by itself. Call this before code outside of it reads or writes memory of
+        parameters: pointers or views kept from before, TorchScript modules, extensions. Nothing otherwise.
+
+        Raises:
+            RuntimeError: if a peer failed or the group's time-out passed.
+        """
+        self._sharded.binding.sync.complete()
+
     @property
     def last_step(self) -> StepRecord | None:
         """What became of the last step, the same on every rank; None before the first."""

@@ -48,9 +48,10 @@ ROOMS = {
     "flat": room(1, "memory_layout partition plan"),
     "local_step": room(1),
     "inner": room(1, "local_step precision"),
-    "precision": room(1, "local_step parameters"),
+    "precision": room(1, "awaited local_step parameters"),
     "step_record": room(1),
     "watch": room(1),
+    "awaited": room(1),
     "payload": room(1, "memory_layout"),
     "side_stream": room(1),
     "absent": room(1),
@@ -82,12 +83,13 @@ ROOMS = {
         "torch.distributed.is_initialized",
     ),
     "agreement": room(2, "parameters partition peers"),
-    "param_sync": room(2, "collectives flat plan tracing"),
+    "param_sync": room(2, "awaited collectives flat plan tracing"),
     "grad_reduce": room(2, "collectives partition"),
     "binding": room(3, "collectives flat param_sync parameters partition plan tracing"),
     "state_transfer": room(3, "agreement collectives local_step parameters partition payload precision"),
     "admission": room(3, "parameters sharded_step"),
-    "published": room(3, "absent sharded_step"),
+    "before_forward": room(3, "sharded_step"),
+    "published": room(3, "absent awaited sharded_step"),
     "take_back": room(3, "local_step sharded_step"),
     "decision": room(
         3, "absent clipping config local_step loss_scale partition precision sharded_step step_record watch"
@@ -108,7 +110,8 @@ ROOMS = {
     "visible": room(3, "absent grad_bucket sharded_step"),
     "grad_partition": room(
         3,
-        "bucket_memory grad_bucket grad_reduce gradients parameters reducer sharded_step side_stream tracing visible",
+        "awaited bucket_memory grad_bucket grad_reduce gradients parameters reducer sharded_step side_stream tracing "
+        "visible",
         "torch.distributed.GradBucket",
     ),
     "clipping": room(3, "absent precision sharded_step"),
@@ -129,7 +132,7 @@ ROOMS = {
     ),
     "reach_gradients": room(
         4,
-        "clipping decision grad_bucket hook overlap sharded_step visible",
+        "awaited clipping decision grad_bucket hook overlap sharded_step visible",
         "torch.distributed.algorithms.join._JoinConfig",
     ),
     "take_step": room(
@@ -139,7 +142,7 @@ ROOMS = {
     ),
     "optimizer": room(
         4,
-        "admission agreement binding collectives config decision grad_bucket grad_partition gradients "
+        "admission agreement before_forward binding collectives config decision grad_bucket grad_partition gradients "
         "hook inner join local_step loss_scale overlap own_state parameters partition precision report sharded_step "
         "side_stream take_step",
         "torch.distributed.ProcessGroup "
@@ -451,11 +454,11 @@ def test_the_scan_for_moves_sees_every_assignment(code: str, count: int) -> None
 
 @every_room
 def test_only_the_reducers_room_looks_into_ddp_and_into_backward(name: str) -> None:
-    """Reductions and hooks name the type of what a hook is given; absent gradients are a subclass of tensors."""
+    """Reductions and hooks name the type of what a hook is given; two rooms have subclasses of tensors."""
     found = internals(read(name))
     if name == "reducer":
         assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph"} <= found
-    elif name == "absent":
+    elif name in ("absent", "awaited"):
         assert found == {"torch._C"}
     else:
         takes_buckets = name in ("collectives", "gradients", "grad_partition", "hook")

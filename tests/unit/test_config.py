@@ -18,6 +18,7 @@ def test_by_default_nothing_is_asked_of_a_step_and_it_does_not_wait() -> None:
         "nonfinite": None,
         "loss_scale": None,
         "master_weights": False,
+        "sync": "step",
     }
     assert options.why_wait() is None
 

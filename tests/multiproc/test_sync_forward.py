@@ -1,0 +1,615 @@
+"""``sync="forward"``: parameters may still be on their way when a step is over, and nobody ever sees an old one."""
+
+import copy
+import io
+import threading
+import time
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.awaited import Awaited
+from ddp_zero.collectives import Communicator, Exchange
+from ddp_zero.param_sync import ForwardSync
+from tests.multiproc.cases import (
+    assert_identical,
+    batches,
+    build_model,
+    loss_of,
+    split_groups,
+    sum_in_rank_order,
+)
+from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
+
+STEPS = 8
+CAP_MB = 0.0015  # several buckets
+MODES: dict[str, dict[str, Any]] = {
+    "stage 1, standalone": {"overlap": False},
+    "stage 1, overlapped": {},
+    "stage 1, interleaved": {"interleaved": True},
+    "stage 1, clipped": {"max_grad_norm": 0.1},
+    "stage 2, interleaved": {"stage": 2},
+    "stage 2, last bucket": {"stage": 2, "interleaved": False},
+    "stage 2, whole buckets": {"stage": 2, "shard_buckets": False},
+    "stage 2, after backward": {"stage": 2, "overlap": False},
+}
+OPTIONS: dict[str, Any] = {"lr": 1e-2}
+
+
+def wrapped(model: nn.Module, group: dist.ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=CAP_MB, gradient_as_bucket_view=True, **options
+    )
+
+
+def plain(model: nn.Module, group: dist.ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
+    """Sums in rank order, as stage 2 does and as DDP does at two ranks."""
+    ddp = wrapped(model, group, **options)
+    ddp.register_comm_hook(ddp.process_group, sum_in_rank_order)
+    return ddp
+
+
+def sharded(
+    ddp: DistributedDataParallel, mode: dict[str, Any], build: Callable[..., Optimizer] = AdamW, **options: Any
+) -> ZeroRedundancyOptimizer:
+    if mode.get("stage", 1) == 1:
+        mode = {**mode, "hook": sum_in_rank_order}
+    return shard_optimizer(ddp, build, sync="forward", **mode, **OPTIONS, **options)
+
+
+def left(opt: ZeroRedundancyOptimizer) -> list[int]:
+    """Buckets that are on their way after a step."""
+    sync = opt._sharded.binding.sync
+    return list(sync._left) if isinstance(sync, ForwardSync) else []
+
+
+def assert_same_values(expected: nn.Module, actual: nn.Module, when: str) -> None:
+    """Of parameters that may be on their way: reading them is a use."""
+    for (name, one), other in zip(expected.named_parameters(), actual.parameters(), strict=True):
+        assert_identical(one.detach(), other.detach(), f"{name} {when}")
+
+
+def train_step(model: nn.Module, opt: Optimizer, inputs: Tensor, targets: Tensor) -> None:
+    loss_of(model, inputs, targets).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+class Twins:
+    """The same model under DDP with the plain optimizer, and under ours."""
+
+    def __init__(self, mode: str = "stage 2, interleaved", model: nn.Module | None = None, **options: Any) -> None:
+        model = build_model() if model is None else model
+        self.expected, self.ddp = plain(model, **options), wrapped(copy.deepcopy(model), **options)
+        self.reference = AdamW(self.expected.parameters(), **OPTIONS)
+        self.opt = sharded(self.ddp, MODES[mode])
+        self.before = copy.deepcopy(model)
+        self.data = batches(dist.get_rank(), 1000)
+
+    def train(self, steps: int = 4) -> None:
+        """After it, syncs are on their way."""
+        for _ in range(steps):
+            inputs, targets = next(self.data)
+            train_step(self.expected, self.reference, inputs, targets)
+            train_step(self.ddp, self.opt, inputs, targets)
+        assert left(self.opt)
+
+    def check(self) -> None:
+        assert_same_values(self.expected.module, self.ddp.module, "sync in forward")
+        pairs = zip(self.before.parameters(), self.ddp.module.parameters(), strict=True)
+        assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"
+        assert not left(self.opt)
+
+
+# Parity
+
+
+def _equals_ddp(setup: Setup) -> int:
+    compared = 0
+    for name, build in product(MODES, (AdamW, SGD)):
+        clip = MODES[name].get("max_grad_norm")
+        expected, ddp = plain(build_model()), wrapped(build_model())
+        reference, opt = build(expected.parameters(), **OPTIONS), sharded(ddp, MODES[name], build)
+        before = copy.deepcopy(expected.module)
+        in_flight = []
+        for inputs, targets in batches(setup.rank, STEPS):
+            loss_of(expected, inputs, targets).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(expected.parameters(), clip)
+            reference.step()
+            reference.zero_grad()
+            train_step(ddp, opt, inputs, targets)
+            in_flight.append(len(left(opt)))
+        assert min(in_flight[3:]) >= (1 if "standalone" in name else 2), (
+            f"{name} waits at the end of a step: {in_flight}"
+        )
+        assert_same_values(expected.module, ddp.module, name)
+        moved = zip(before.parameters(), ddp.module.parameters(), strict=True)
+        assert all(not torch.equal(one, other) for one, other in moved), name
+        assert not left(opt)
+        compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_mode_equals_ddp_with_the_plain_optimizer(world_size: int) -> None:
+    assert run_ranks(_equals_ddp, world_size, timeout=300) == [2 * len(MODES)] * world_size
+
+
+# Uses
+
+
+def _state_dict(twins: Twins) -> None:
+    for value, expected in zip(
+        twins.ddp.module.state_dict().values(), twins.expected.module.state_dict().values(), strict=True
+    ):
+        assert_identical(expected, value, "state_dict")
+
+
+def _average_kept_beside(twins: Twins) -> None:
+    averages = [torch.zeros_like(param) for param in twins.before.parameters()]
+    ours = [average.clone() for average in averages]
+    with torch.no_grad():
+        torch._foreach_lerp_(averages, list(twins.expected.parameters()), 0.5)
+        torch._foreach_lerp_(ours, list(twins.ddp.parameters()), 0.5)
+    for expected, average in zip(averages, ours, strict=True):
+        assert_identical(expected, average, "average")
+
+
+def _written_in_place(twins: Twins) -> None:
+    """Also what this rank sends: its peers must not get half of it."""
+    with torch.no_grad():
+        for model in (twins.expected, twins.ddp):
+            for param in model.parameters():
+                param.clamp_(-0.2, 0.2)
+    twins.train(2)
+
+
+def _loaded(twins: Twins) -> None:
+    state = {name: value + 1 for name, value in twins.before.state_dict().items()}
+    for model in (twins.expected, twins.ddp):
+        model.module.load_state_dict(state)
+    twins.train(2)
+
+
+def _copied_and_saved(twins: Twins) -> None:
+    for made in (copy.deepcopy, _saved_and_loaded):
+        twins.train(1)
+        twin = made(twins.ddp.module)
+        assert all(type(param) is nn.Parameter for param in twin.parameters())
+        assert_same_values(twins.expected.module, twin, made.__name__)
+        assert not left(twins.opt)
+
+
+def _saved_and_loaded(module: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    loaded: nn.Module = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    return loaded
+
+
+def _sent_by_the_user(twins: Twins) -> None:
+    """Collectives take tensors to C++; all of them look at the dtype first."""
+    calls: list[Callable[[Tensor], object]] = [
+        lambda param: dist.broadcast(param, 0),
+        lambda param: dist.all_reduce(param, dist.ReduceOp.MAX),
+        lambda param: dist.all_gather([torch.empty_like(param) for _ in range(2)], param),
+        lambda param: dist.gather(param, [torch.empty_like(param) for _ in range(2)] if dist.get_rank() == 0 else None),
+        lambda param: dist.reduce(param, 0, dist.ReduceOp.MAX),
+    ]
+    for call in calls:
+        twins.train(1)
+        with torch.no_grad():
+            for param in twins.ddp.parameters():
+                call(param)
+                assert not isinstance(param, Awaited)
+
+
+def _evaluated(twins: Twins) -> None:
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
+    for model in (twins.expected, twins.ddp):
+        model.eval()
+    with torch.no_grad():
+        assert_identical(twins.expected.module(inputs), twins.ddp.module(inputs), "outputs")
+    assert not left(twins.opt)
+    for model in (twins.expected, twins.ddp):
+        model.train()
+
+
+def _consolidated(twins: Twins) -> None:
+    twins.opt.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        ours, plain_state = twins.opt.state_dict()["state"], twins.reference.state_dict()["state"]
+        for index, values in plain_state.items():
+            for key, value in values.items():
+                assert_identical(value, ours[index][key], f"{key} of {index}")
+
+
+def _asked_for_its_shape(twins: Twins) -> None:
+    """Nothing waits, nothing comes."""
+    before = left(twins.opt)
+    for param in twins.ddp.parameters():
+        assert param.shape
+        assert param.dtype
+        assert param.device
+        assert param.requires_grad
+        assert param.grad is None
+        assert param.numel()
+        assert param.size()
+        assert param.dim()
+        assert isinstance(param, nn.Parameter)
+        assert {param: 1}[param] == 1
+    twins.opt.zero_grad()
+    twins.ddp.zero_grad()
+    assert left(twins.opt) == before
+
+
+def _finished_by_hand(twins: Twins) -> None:
+    """For those that keep views from before."""
+    twins.opt.finish_sync()
+    assert not left(twins.opt)
+    twins.train(1)
+
+
+def _exception_in_forward(twins: Twins) -> None:
+    """What is on its way belongs to a step that was taken; it still comes after `reset`."""
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        twins.ddp(torch.ones(2, 5))
+    twins.opt.reset()
+    twins.train(2)
+
+
+def _added_group(twins: Twins) -> None:
+    twins.opt.add_param_group({"params": [("added", nn.Parameter(torch.ones(3)))]})
+    assert not left(twins.opt)
+
+
+def _deep_copied_optimizer(twins: Twins) -> None:
+    model, opt = copy.deepcopy((twins.ddp.module, twins.opt))
+    assert_same_values(twins.expected.module, model, "copy")
+    assert opt.stage == 2
+
+
+def _step_without_a_use(twins: Twins) -> None:
+    """Gradients that no forward pass has made: the step completes the one before."""
+    for model, opt in ((twins.expected, twins.reference), (twins.ddp, twins.opt)):
+        inputs, targets = torch.ones(2, 8), torch.ones(2, 3)
+        loss_of(model, inputs, targets).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+USES = [
+    _state_dict,
+    _average_kept_beside,
+    _written_in_place,
+    _loaded,
+    _copied_and_saved,
+    _sent_by_the_user,
+    _evaluated,
+    _consolidated,
+    _asked_for_its_shape,
+    _finished_by_hand,
+    _exception_in_forward,
+    _added_group,
+    _deep_copied_optimizer,
+    _step_without_a_use,
+]
+
+
+def _slow_wait(exchange: Exchange, what: str, original: Any = Exchange.wait) -> Any:
+    time.sleep(0.002)
+    return original(exchange, what)
+
+
+def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
+    """The other rank is late with everything it sends."""
+    start = Communicator.start_exchange
+
+    def late(comm: Communicator, *args: Any) -> Exchange:
+        if setup.rank == 1:
+            time.sleep(0.01)
+        return start(comm, *args)
+
+    with mock.patch.object(Communicator, "start_exchange", late), mock.patch.object(Exchange, "wait", _slow_wait):
+        twins = Twins()
+        twins.train()
+        use(twins)
+        twins.check()
+
+
+def _uses_wait(setup: Setup) -> None:
+    for use in USES:
+        try:
+            _use_waits(setup, use)
+        except Exception as error:
+            raise AssertionError(f"in {use.__name__}") from error
+
+
+def test_whoever_uses_a_parameter_waits_for_it() -> None:
+    run_ranks(_uses_wait, 2, timeout=200)
+
+
+# Models
+
+
+class Tied(nn.Module):
+    """The first layer's weight is the last one's, too, and a parameter is of no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = checkpoint(self.middle, torch.tanh(self.first(inputs)), use_reentrant=False)
+        result: Tensor = self.out((torch.tanh(hidden) @ self.first.weight) * self.scale)
+        return result
+
+
+class Attention(nn.Module):
+    """Looks at the type of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.out(self.layer(inputs[None])[0])
+        return result
+
+
+def _models(setup: Setup) -> None:
+    torch.manual_seed(0)
+    for model in (Tied(), Attention(), nn.Sequential(nn.LSTM(8, 4), _First(), nn.Linear(4, 3))):
+        twins = Twins(model=model)
+        twins.train()
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
+        for one in (twins.expected, twins.ddp):
+            one.eval()
+        with torch.no_grad():
+            parts = [(one.layer if isinstance(one, Attention) else one) for one in _modules(twins)]
+            inputs = inputs[None] if isinstance(model, Attention) else inputs
+            assert_identical(parts[0](inputs), parts[1](inputs), "outputs")
+        twins.check()
+
+
+def _modules(twins: Twins) -> list[nn.Module]:
+    return [twins.expected.module, twins.ddp.module]
+
+
+class _First(nn.Module):
+    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
+        return pair[0]
+
+
+def _compiled(setup: Setup) -> None:
+    """Compiled code is made for parameters of one type: the model inside DDP, DDP with it, a layer."""
+    torch._dynamo.config.optimize_ddp = False  # it takes no small buckets
+    for how in ("inside", "outside", "layer", "late"):
+        twins = Twins()
+        if how == "inside":
+            twins.ddp.module = torch.compile(twins.ddp.module, backend="eager")
+        model: Any = torch.compile(twins.ddp, backend="eager") if how == "outside" else twins.ddp
+        if how == "layer":
+            twins.ddp.module[0].compile(backend="eager")
+        for step in range(8):
+            if how == "late" and step == 4:
+                model = torch.compile(twins.ddp, backend="eager")
+            inputs, targets = next(twins.data)
+            train_step(twins.expected, twins.reference, inputs, targets)
+            train_step(model, twins.opt, inputs, targets)
+        if how == "outside":
+            assert not left(twins.opt), "nothing can wait before compiled code"
+        pairs = zip(twins.expected.parameters(), twins.ddp.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs), how
+        assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+        torch._dynamo.reset()
+
+
+def _recipes(setup: Setup) -> None:
+    """bf16 with masters; accumulation; parameters that go unused; a static graph."""
+    every: list[dict[str, Any]] = [{"find_unused_parameters": True}, {"static_graph": True}, {}]
+    for options in every:
+        twins = Twins(**options)
+        twins.train(6)
+        for model, opt in ((twins.expected, twins.reference), (twins.ddp, twins.opt)):
+            inputs, targets = torch.ones(2, 8) + setup.rank, torch.ones(2, 3)
+            if not options:
+                with model.no_sync():
+                    loss_of(model, inputs, targets).backward()
+            train_step(model, opt, inputs, targets)
+        twins.check()
+    low = build_model().to(torch.bfloat16)
+    models = [wrapped(copy.deepcopy(low)) for _ in range(2)]
+    opts = [
+        shard_optimizer(model, AdamW, stage=2, master_weights=True, sync=sync, **OPTIONS)
+        for model, sync in zip(models, ("step", "forward"), strict=True)
+    ]
+    for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
+        for model, opt in zip(models, opts, strict=True):
+            train_step(model, opt, inputs.bfloat16(), targets.bfloat16())
+        if step < 3:  # parameters still move into buckets
+            continue
+        with mock.patch.object(type(opts[1]._sharded.stepped), "diverged", side_effect=AssertionError("reads all")):
+            opts[1]._sharded.check_masters()
+    assert left(opts[1])
+    assert not left(opts[0])
+    assert_same_values(models[0].module, models[1].module, "masters")
+
+
+def _join(setup: Setup) -> None:
+    for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 1, standalone"):
+        models = [wrapped(build_model()) for _ in range(2)]
+        opts = [
+            shard_optimizer(model, AdamW, sync=sync, **MODES[mode], **OPTIONS)
+            for model, sync in zip(models, ("step", "forward"), strict=True)
+        ]
+        for model, opt in zip(models, opts, strict=True):
+            with Join([model, opt]):
+                for inputs, targets in batches(setup.rank, 4 + 2 * setup.rank):
+                    train_step(model, opt, inputs, targets)
+        assert_same_values(models[0].module, models[1].module, mode)
+
+
+def _group(setup: Setup) -> None:
+    if setup.rank < 2:
+        dist.new_group([2, 3])
+        return
+    group = dist.new_group([2, 3])
+    expected, ddp = plain(build_model(), group), wrapped(build_model(), group)
+    reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES["stage 2, interleaved"])
+    for inputs, targets in batches(setup.rank, STEPS):
+        train_step(expected, reference, inputs, targets)
+        train_step(ddp, opt, inputs, targets)
+    assert left(opt)
+    assert_same_values(expected.module, ddp.module, "group")
+
+
+def test_models_that_share_look_at_or_pack_parameters() -> None:
+    run_ranks(_models, 2)
+
+
+def test_compiled_models() -> None:
+    run_ranks(_compiled, 2, timeout=200)
+
+
+def test_masters_accumulation_and_unused_parameters() -> None:
+    run_ranks(_recipes, 2)
+
+
+def test_join() -> None:
+    run_ranks(_join, 2)
+
+
+def test_groups_whose_ranks_are_not_those_of_the_job() -> None:
+    run_ranks(_group, 4)
+
+
+# Order
+
+
+def _order(setup: Setup) -> tuple[list[int], list[int]]:
+    """Which bucket is sent, and then waited for, in a step and the next forward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+    opt = shard_optimizer(ddp, AdamW, stage=2, sync="forward", **OPTIONS)
+    for _ in range(4):
+        ddp(torch.ones(2, 16)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    opt.finish_sync()
+    sent: list[int] = []
+    waited: list[int] = []
+    start, finish = Communicator.start_exchange, ForwardSync._finish
+
+    def sending(comm: Communicator, segments: Any, subject: tuple[int, ...]) -> Exchange:
+        sent.append(subject[1])
+        return start(comm, segments, subject)
+
+    def finishing(sync: ForwardSync, one: Any) -> None:
+        waited.append(one.bucket.index)
+        finish(sync, one)
+
+    with (
+        mock.patch.object(Communicator, "start_exchange", sending),
+        mock.patch.object(ForwardSync, "_finish", finishing),
+    ):
+        ddp(torch.ones(2, 16)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        assert not waited
+        hidden = torch.ones(2, 16)
+        for count, layer in enumerate(model, start=1):
+            hidden = layer(hidden)
+            assert len(waited) <= count, "a layer waits for its own bucket only"
+    return sent, waited
+
+
+def test_what_forward_needs_first_is_sent_first_and_each_layer_waits_for_its_own() -> None:
+    for sent, waited in run_ranks(_order, 2):
+        buckets = sorted(sent, reverse=True)
+        assert len(buckets) > 3
+        assert sent == buckets
+        assert waited == buckets
+
+
+# Failures
+
+
+def _peer_dies(setup: Setup) -> str:
+    twins = Twins()
+    twins.train()
+    if setup.rank == 1:
+        with mock.patch.object(Communicator, "start_exchange", side_effect=lambda *_: kill_this_process()):
+            train_step(twins.ddp, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
+    train_step(twins.ddp, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
+    told = ""
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"Expected rank 1 \(global rank 1\) to take part in the sync of") as e:
+            twins.ddp(torch.ones(2, 8))
+        told = str(e.value)
+    with pytest.raises(RuntimeError, match="Expected rank 1"):
+        twins.ddp.module.state_dict()
+    twins.opt.reset()
+    assert not any(isinstance(param, Awaited) for param in twins.ddp.parameters())
+    return told
+
+
+def test_a_use_raises_when_the_peer_has_died_again_and_again() -> None:
+    survivor, victim = run_ranks_to_end(_peer_dies, 2, group_timeout=5)
+    assert victim.killed
+    assert survivor.error is None, survivor.error
+    assert "bucket" in survivor.result
+
+
+def _one_rank_uses_the_result(setup: Setup) -> float:
+    """The other drops model and optimizer, and the process group, with messages still to be sent."""
+    twins = Twins()
+    twins.train()
+    if setup.rank == 1:
+        del twins
+        threading.Event().wait(0.1)
+        dist.destroy_process_group()
+        return 0.0
+    time.sleep(0.5)
+    twins.check()
+    return 1.0
+
+
+def test_a_rank_that_drops_the_model_still_sends_it() -> None:
+    first, second = run_ranks_to_end(_one_rank_uses_the_result, 2)
+    assert first.result == 1.0, first.error
+    assert second.result == 0.0 or "destroy" in str(second.error) or "process group" in str(second.error), second.error
+
+
+def _refused(setup: Setup) -> None:
+    ddp = wrapped(build_model())
+    with pytest.raises(ValueError, match=r"Expected parameters_as_bucket_view=True with sync='forward'"):
+        shard_optimizer(ddp, AdamW, sync="forward", parameters_as_bucket_view=False)
+    with pytest.raises(ValueError, match=r"Expected sync to be one of \('step', 'forward'\), got 'later'"):
+        shard_optimizer(ddp, AdamW, sync="later")
+    with pytest.raises(ValueError, match="step options"):
+        shard_optimizer(ddp, AdamW, sync="forward" if setup.rank else "step")
+    alone = ZeroRedundancyOptimizer(
+        split_groups(ddp.module, 2), AdamW, parameters_as_bucket_view=True, sync="forward", **OPTIONS
+    )
+    alone.finish_sync()
+
+
+def test_refused() -> None:
+    run_ranks(_refused, 2)
