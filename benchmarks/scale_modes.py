@@ -1,0 +1,231 @@
+"""Models as sizes, plans of them at any number of ranks, and the modes: how each steps, and what each keeps."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from scale_schedule import (
+    Cut,
+    Job,
+    Phases,
+    Step,
+    ddp_step,
+    fsdp_step,
+    overlapped_step,
+    standalone_step,
+    torch_zero_step,
+)
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from train_gpt import GPT
+
+from ddp_zero.binding import BUCKET_CAP_BYTES
+from ddp_zero.partition import partition_greedy
+from ddp_zero.plan import ParameterSpec, ShardPlan, owners_by_bucket, plan_for_ddp, plan_standalone
+
+MODELS = {
+    "26m": {"context": 64, "layers": 8, "width": 512, "heads": 8},
+    "87m": {"context": 64, "layers": 12, "width": 768, "heads": 12},
+}
+MANY = "many"
+MANY_SMALL = [4 * 32, 4 * 32 * 32] * 1000  # linear layers of width 32, each with its bias
+FIRST_BUCKET_BYTES = 1 << 20  # DDP's default, as is 25 MiB for the others
+STATE_FACTOR = 2  # AdamW keeps two moments of each element
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as plans see it.
+
+    Attributes:
+        name: what it is called.
+        sizes: bytes of its tensors, the last one first: about the order in which gradients are ready.
+        layout: the tensors of each of DDP's buckets.
+        is_guessed: whether tensors are as large as each other only because nothing more is known.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    layout: tuple[tuple[int, ...], ...]
+    is_guessed: bool = False
+
+    @property
+    def largest_bucket(self) -> int:
+        """In bytes."""
+        return max(sum(self.sizes[tensor] for tensor in bucket) for bucket in self.layout)
+
+
+def tensor_sizes(name: str) -> list[int]:
+    """Bytes of a built-in model's tensors, the last one first."""
+    if name == MANY:
+        return MANY_SMALL
+    with torch.device("meta"):
+        model = GPT(**MODELS[name])
+    return [param.nbytes for param in model.parameters()][::-1]
+
+
+def built_in(name: str) -> Shape:
+    """A model of examples/train_gpt.py, or one of many small tensors, with DDP's default buckets."""
+    sizes = tensor_sizes(name)
+    return Shape(name, tuple(sizes), ddp_layout(sizes))
+
+
+def ddp_layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """DDP's final buckets: each is closed by the tensor that fills it, the first one at 1 MiB."""
+    layout: list[tuple[int, ...]] = []
+    members: list[int] = []
+    for tensor in range(len(sizes)):
+        members.append(tensor)
+        cap = BUCKET_CAP_BYTES if layout else FIRST_BUCKET_BYTES
+        if sum(sizes[member] for member in members) >= cap or tensor == len(sizes) - 1:
+            layout.append(tuple(members))
+            members = []
+    return tuple(layout)
+
+
+def measured_shape(name: str, tensors: int, bucket_bytes: Sequence[int]) -> Shape:
+    """A model that was measured: its buckets are known, its tensors only if it is built in."""
+    if name in (*MODELS, MANY):
+        shape = built_in(name)
+        found = [sum(shape.sizes[tensor] for tensor in bucket) for bucket in shape.layout]
+        if found == list(bucket_bytes):
+            return shape
+        return Shape(name, shape.sizes, _cut_at(shape.sizes, bucket_bytes))
+    each = max(1, round(tensors / len(bucket_bytes)))
+    sizes = [nbytes // each + (part < nbytes % each) for nbytes in bucket_bytes for part in range(each)]
+    layout = tuple(tuple(range(each * index, each * (index + 1))) for index in range(len(bucket_bytes)))
+    return Shape(name, tuple(sizes), layout, is_guessed=True)
+
+
+def _cut_at(sizes: Sequence[int], bucket_bytes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Consecutive tensors in buckets of about these bytes: a tensor goes where its middle lies."""
+    members: list[list[int]] = [[] for _ in bucket_bytes]
+    index, end, start = 0, bucket_bytes[0], 0
+    for tensor, size in enumerate(sizes):
+        while start + size / 2 > end and index < len(bucket_bytes) - 1:
+            index += 1
+            end += bucket_bytes[index]
+        members[index].append(tensor)
+        start += size
+    return tuple(tuple(bucket) for bucket in members if bucket)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What ranks own of a model, at one number of ranks; bytes of parameters of the rank that owns most."""
+
+    overlapped: int
+    standalone: int
+
+
+def plan_job(shape: Shape, ranks: int, phases: Phases) -> tuple[Job, Shards]:
+    """Plan the model as the library would."""
+    specs = [ParameterSpec(size, size, "bytes") for size in shape.sizes]
+    whole = partition_greedy(shape.sizes, ranks)
+    owners = owners_by_bucket(shape.sizes, whole, ranks, shape.layout, split=True)
+    overlapped = plan_for_ddp(specs, owners, ranks, shape.layout, BUCKET_CAP_BYTES)
+    standalone = plan_standalone(specs, whole, ranks, BUCKET_CAP_BYTES)
+    job = Job(ranks, phases, _cuts(overlapped), _cuts(standalone), Cut.of(_loads(standalone)))
+    return job, Shards(max(_loads(overlapped)), max(_loads(standalone)))
+
+
+def _cuts(plan: ShardPlan) -> tuple[Cut, ...]:
+    return tuple(Cut.of([segment.numel for segment in bucket.segments]) for bucket in plan.buckets)
+
+
+def _loads(plan: ShardPlan) -> list[int]:
+    loads = [0] * plan.world_size
+    for spec, owner in zip(plan.specs, plan.owners, strict=True):
+        loads[owner] += spec.nbytes
+    return loads
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that memory is made of, at one number of ranks: parameters, those a rank owns, the largest bucket."""
+
+    ranks: int
+    params: int
+    shards: Shards
+    bucket: int
+
+    @property
+    def even(self) -> float:
+        """Parameters per rank if tensors could be cut anywhere."""
+        return self.params / self.ranks
+
+
+Memory = Callable[[Sizes], float]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to train.
+
+    Attributes:
+        step: its schedule.
+        memory: bytes of parameters, state and gradients on the rank that needs most; activations come on top.
+        formula: the same in words.
+    """
+
+    step: Step
+    memory: Memory
+    formula: str
+
+
+def _stage_1(owned: Callable[[Shards], int]) -> Memory:
+    return lambda sizes: 2 * sizes.params + STATE_FACTOR * owned(sizes.shards)
+
+
+def _stage_2(keeps_shard: bool) -> Memory:
+    def memory(sizes: Sizes) -> float:
+        owned = sizes.shards.overlapped
+        return sizes.params + STATE_FACTOR * owned + keeps_shard * owned + 3 * sizes.bucket
+
+    return memory
+
+
+STATE_ALL = "parameters + state of the owned + all gradients"
+BUCKETS_ONLY = "parameters + state of the owned + 3 buckets"
+BUCKETS_AND_SHARD = f"{BUCKETS_ONLY} + gradients of the owned"
+DDP = "DDP + fused AdamW"
+ONE, TWO = "ddp_zero stage 1", "ddp_zero stage 2"
+
+
+def _overlapped(stage: int, lag: int | None, syncs_in_forward: bool = False, backwards: bool = False) -> Mode:
+    step = partial(overlapped_step, stage=stage, lag=lag, syncs_in_forward=syncs_in_forward, backwards=backwards)
+    if stage == 1:
+        return Mode(step, _stage_1(lambda shards: shards.overlapped), STATE_ALL)
+    return Mode(step, _stage_2(keeps_shard=lag is None), BUCKETS_ONLY if lag else BUCKETS_AND_SHARD)
+
+
+MODES: dict[str, Mode] = {
+    DDP: Mode(ddp_step, lambda sizes: (2 + STATE_FACTOR) * sizes.params, "parameters + all state + all gradients"),
+    "torch ZeroRedundancyOptimizer, bucket views": Mode(
+        torch_zero_step, _stage_1(lambda shards: shards.standalone), STATE_ALL
+    ),
+    "FSDP2, no reshard after forward": Mode(
+        fsdp_step,
+        lambda sizes: sizes.params + (2 + STATE_FACTOR) * sizes.even + 2 * sizes.bucket,
+        "parameters + even shards of parameters, state and gradients + 2 buckets",
+    ),
+    f"{ONE}, standalone": Mode(standalone_step, _stage_1(lambda shards: shards.standalone), STATE_ALL),
+    f"{ONE}, overlapped": _overlapped(stage=1, lag=None),
+    f"{ONE}, interleaved": _overlapped(stage=1, lag=1),
+    f"{ONE}, interleaved, sync in forward": _overlapped(stage=1, lag=1, syncs_in_forward=True),
+    f"{ONE}, sync in forward, last bucket first": _overlapped(1, None, syncs_in_forward=True, backwards=True),
+    f"{TWO}, interleaved": _overlapped(stage=2, lag=1),
+    f"{TWO}, last bucket": _overlapped(stage=2, lag=None),
+    f"{TWO}, after backward": _overlapped(stage=2, lag=None),
+    f"{TWO}, sync in forward": _overlapped(stage=2, lag=1, syncs_in_forward=True),
+    f"{TWO}, sync in forward, last bucket first": _overlapped(2, None, syncs_in_forward=True, backwards=True),
+}
+
+
+def ideal(sizes: Sizes) -> float:
+    """Stage 2 of state cut evenly by elements, and nothing kept of gradients: no partition of the state needs less."""
+    return sizes.params + STATE_FACTOR * sizes.even + 3 * sizes.bucket

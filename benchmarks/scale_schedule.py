@@ -1,0 +1,409 @@
+"""A training step as a schedule: each rank computes, sends and receives, one thing of each kind at a time.
+
+The computing lane is the thread that runs forward, backward and DDP's hook: where the hook waits, backward waits. Links
+are full duplex. Collectives take a link in the order in which they are started, which is the plan's:
+
+    time on a link = bytes / rate + messages * cost of a message, and a latency for each round
+
+A ring moves all ranks together, at the pace of the busiest; an all-reduce has 2 (N - 1) rounds. A direct exchange has
+one round, in which a rank sends its segment N - 1 times (the sync) or receives it N - 1 times (the reduction): N - 1
+messages for everyone, and many bytes for whoever owns much. `Transport` says which is assumed. What the CPU spends on
+copying, and on summing what has come, is not in the model.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+GOODPUT = 1448 / 1514  # payload of an Ethernet frame of TCP with time stamps, over its bytes
+CHUNK_BYTES = 4 << 20  # of a direct exchange, see ddp_zero/collectives.py
+STEPS = 4  # simulated, until one is like the one before
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects a rank with all others.
+
+    Attributes:
+        gbit: its rate in each direction, in Gbit/s.
+        latency: seconds until a message arrives, paid once per round.
+        message: seconds that each message costs a rank besides its bytes.
+    """
+
+    gbit: float
+    latency: float
+    message: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of payload, in one direction."""
+        return self.gbit * 1e9 / 8 * GOODPUT
+
+
+class Transport(Enum):
+    """How collectives are carried out."""
+
+    GLOO = "Gloo"
+    """Ring all-reduce; direct exchange for ddp_zero; a binomial tree per broadcast, one broadcast after the other;
+    FSDP2's collectives block, and its reduce-scatter sends as much as an all-reduce."""
+    RING = "rings"
+    """Rings for everything, of unequal parts where they are unequal, and nothing blocks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A bucket as cut into one segment per rank; ``segments`` are their bytes."""
+
+    segments: Tensor
+
+    @classmethod
+    def of(cls, segments: Sequence[int]) -> "Cut":
+        """The segments of all ranks."""
+        return cls(torch.tensor(segments, dtype=torch.float64))
+
+    @classmethod
+    def evenly(cls, nbytes: float, ranks: int) -> "Cut":
+        """Elements are cut wherever it takes."""
+        return cls(torch.full((ranks,), nbytes / ranks, dtype=torch.float64))
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        return len(self.segments)
+
+    @cached_property
+    def total(self) -> float:
+        """Bytes of all segments."""
+        return float(self.segments.sum())
+
+    @cached_property
+    def largest(self) -> float:
+        """Bytes of the largest segment."""
+        return float(self.segments.max())
+
+    @cached_property
+    def chunks(self) -> Tensor:
+        """Messages that it takes to send each segment once."""
+        return (self.segments / CHUNK_BYTES).ceil()
+
+
+@dataclass(frozen=True)
+class Together:
+    """A collective in which all ranks keep pace.
+
+    Attributes:
+        busiest: bytes over the busiest link.
+        sent: bytes that a rank sends, on average.
+        rounds: messages that wait for each other.
+    """
+
+    busiest: float
+    sent: float
+    rounds: int
+
+    def seconds(self, link: Link) -> float:
+        """How long it takes from when the last rank is there."""
+        return self.busiest / link.bytes_per_second + self.rounds * (link.latency + link.message)
+
+
+@dataclass(frozen=True, eq=False)
+class Direct:
+    """Messages from every rank to every other; bytes and messages of each rank."""
+
+    sent_bytes: Tensor
+    received_bytes: Tensor
+    sends: Tensor
+    receives: Tensor
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends, on average."""
+        return float(self.sent_bytes.mean())
+
+
+Transfer = Together | Direct
+
+
+def all_reduce(nbytes: float, ranks: int) -> Together:
+    """A ring: reduce-scatter, then all-gather."""
+    sent = 2 * (ranks - 1) / ranks * nbytes
+    return Together(sent, sent, 2 * (ranks - 1))
+
+
+def ring(cut: Cut) -> Together:
+    """Half of it, of parts that may be unequal."""
+    others = cut.ranks - 1
+    busiest = cut.total - float(cut.segments.min()) if others else 0.0
+    return Together(busiest, others / cut.ranks * cut.total, others)
+
+
+def sync(cut: Cut, transport: Transport) -> Transfer:
+    """Every rank gets every segment from its owner."""
+    if transport is Transport.RING:
+        return ring(cut)
+    others = cut.ranks - 1
+    chunks = cut.chunks
+    return Direct(others * cut.segments, cut.total - cut.segments, others * chunks, chunks.sum() - chunks)
+
+
+def reduction(cut: Cut, transport: Transport) -> Transfer:
+    """Every owner gets its segment from all others: a sync backwards."""
+    transfer = sync(cut, transport)
+    if isinstance(transfer, Together):
+        return transfer
+    return Direct(transfer.received_bytes, transfer.sent_bytes, transfer.receives, transfer.sends)
+
+
+def broadcasts(cut: Cut, transport: Transport) -> Together:
+    """One per owner. On Gloo each waits for the one before, and each round of a tree sends the whole segment on."""
+    if transport is Transport.RING:
+        return ring(cut)
+    rounds = math.ceil(math.log2(cut.ranks))
+    owners = int(cut.segments.count_nonzero())
+    return Together(rounds * cut.total, (cut.ranks - 1) / cut.ranks * cut.total, rounds * owners)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds that a rank computes in each step; the step is that of the unsharded optimizer."""
+
+    forward: float
+    backward: float
+    adamw: float
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What is trained, at one number of ranks.
+
+    Attributes:
+        ranks: how many.
+        phases: what they compute.
+        overlapped: DDP's buckets in the order of their reduction, cut by the plan for a step inside backward.
+        standalone: the buckets of the plan for a step after backward.
+        whole: all parameters as one, cut by largest first; what torch's ZeroRedundancyOptimizer does.
+    """
+
+    ranks: int
+    phases: Phases
+    overlapped: tuple[Cut, ...]
+    standalone: tuple[Cut, ...]
+    whole: Cut
+
+    def share(self, bucket: Cut) -> float:
+        """Of all parameters, and so of what is computed."""
+        return bucket.total / self.whole.total
+
+    def local_step(self, bucket: Cut) -> Tensor:
+        """Seconds for which each rank steps what it owns of a bucket."""
+        return self.phases.adamw / self.whole.total * bucket.segments
+
+
+class Lanes:
+    """What each rank computes, sends and receives, and how far it has come with it.
+
+    Args:
+        ranks: how many.
+        link: what each has.
+        transport: how collectives are carried out.
+        free: collectives of this kind take no time: what would be if they were hidden.
+
+    Attributes:
+        clock: when each rank's computing lane is free.
+        sent: bytes that a rank has sent, on average.
+        transport: how collectives are carried out.
+    """
+
+    def __init__(self, ranks: int, link: Link, transport: Transport, free: str | None = None) -> None:
+        self.clock = torch.zeros(ranks, dtype=torch.float64)
+        self.sent = 0.0
+        self.transport = transport
+        self._link = link
+        self._free = free
+        self._sending = self.clock
+        self._receiving = self.clock
+        self._arrives: dict[tuple[str, int], Tensor] = {}
+
+    def compute(self, seconds: float | Tensor) -> None:
+        """Keep the computing lanes busy."""
+        self.clock = self.clock + seconds
+
+    def start(self, kind: str, bucket: int, transfer: Transfer) -> None:
+        """Queue a collective for the links."""
+        self.sent += transfer.sent
+        if kind == self._free or len(self.clock) == 1:
+            self._arrives[kind, bucket] = self.clock.max().expand_as(self.clock)
+        elif isinstance(transfer, Together):
+            lanes = torch.stack([self.clock, self._sending, self._receiving])
+            end = (lanes.max() + transfer.seconds(self._link)).expand_as(self.clock)
+            self._sending = self._receiving = self._arrives[kind, bucket] = end
+        else:
+            self._arrives[kind, bucket] = self._exchange(transfer)
+
+    def wait(self, kind: str, bucket: int) -> None:
+        """Let the computing lanes wait for a collective; not if there is none, as in the first forward."""
+        if (kind, bucket) in self._arrives:
+            self.clock = torch.maximum(self.clock, self._arrives[kind, bucket])
+
+    def _exchange(self, transfer: Direct) -> Tensor:
+        """When each rank has sent and received all that is its. The last of its peers may serve it last."""
+        rate, message = self._link.bytes_per_second, self._link.message
+        begins = torch.maximum(self.clock, self._sending)
+        self._sending = begins + transfer.sent_bytes / rate + transfer.sends * message
+        senders = transfer.sent_bytes > 0
+        if not senders.any():
+            return self.clock
+        first, last = begins[senders].min(), self._sending[senders].max()
+        listens = torch.maximum(self.clock, self._receiving).maximum(first)
+        self._receiving = listens + transfer.received_bytes / rate + transfer.receives * message
+        received = torch.where(transfer.received_bytes > 0, self._receiving.maximum(last), self.clock)
+        return torch.maximum(self._sending, received) + self._link.latency
+
+
+def forward(lanes: Lanes, job: Job, syncs: bool = False) -> None:
+    """The last bucket in backward order is the first that forward needs."""
+    for index in reversed(range(len(job.overlapped))):
+        if syncs:
+            lanes.wait("sync", index)
+        lanes.compute(job.phases.forward * job.share(job.overlapped[index]))
+
+
+def backward(lanes: Lanes, job: Job, on_bucket: Callable[[int], None]) -> None:
+    """Call DDP's hook for each bucket as it fills up."""
+    for index, bucket in enumerate(job.overlapped):
+        lanes.compute(job.phases.backward * job.share(bucket))
+        on_bucket(index)
+
+
+def ddp_backward(lanes: Lanes, job: Job) -> None:
+    """All-reduces beside backward, awaited at its end."""
+    buckets = job.overlapped
+    backward(lanes, job, lambda index: lanes.start("reduce", index, all_reduce(buckets[index].total, job.ranks)))
+    for index in range(len(buckets)):
+        lanes.wait("reduce", index)
+
+
+def ddp_step(lanes: Lanes, job: Job) -> None:
+    """DDP and the unsharded optimizer."""
+    forward(lanes, job)
+    ddp_backward(lanes, job)
+    lanes.compute(job.phases.adamw)
+
+
+def torch_zero_step(lanes: Lanes, job: Job) -> None:
+    """DDP, a local step, then broadcasts."""
+    forward(lanes, job)
+    ddp_backward(lanes, job)
+    lanes.compute(job.local_step(job.whole))
+    lanes.start("sync", 0, broadcasts(job.whole, lanes.transport))
+    lanes.wait("sync", 0)
+
+
+def fsdp_step(lanes: Lanes, job: Job) -> None:
+    """Even shards in groups as large as DDP's buckets: gathered in forward, where they stay, reduced in backward."""
+    blocks = lanes.transport is Transport.GLOO
+    evenly = [Cut.evenly(bucket.total, job.ranks) for bucket in job.overlapped]
+
+    def reduce(index: int) -> None:
+        scattered = ring(evenly[index])
+        lanes.start("reduce", index, all_reduce(evenly[index].total, job.ranks) if blocks else scattered)
+        if blocks:
+            lanes.wait("reduce", index)
+
+    for index in reversed(range(len(evenly))):
+        lanes.start("sync", index, ring(evenly[index]))
+        if blocks:
+            lanes.wait("sync", index)
+            lanes.compute(job.phases.forward * job.share(evenly[index]))
+    if not blocks:
+        forward(lanes, job, syncs=True)
+    backward(lanes, job, reduce)
+    for index in range(len(evenly)):
+        lanes.wait("reduce", index)
+    lanes.compute(job.phases.adamw / job.ranks)
+
+
+def standalone_step(lanes: Lanes, job: Job) -> None:
+    """Stage 1 after backward: bucket k travels while bucket k + 1 is stepped."""
+    forward(lanes, job)
+    ddp_backward(lanes, job)
+    for index, bucket in enumerate(job.standalone):
+        lanes.compute(job.local_step(bucket))
+        lanes.start("sync", index, sync(bucket, lanes.transport))
+    for index in range(len(job.standalone)):
+        lanes.wait("sync", index)
+
+
+def overlapped_step(
+    lanes: Lanes, job: Job, stage: int, lag: int | None, syncs_in_forward: bool = False, backwards: bool = False
+) -> None:
+    """What the hook does, see `ddp_zero.overlap`; in stage 2 a reduction waits for the one before.
+
+    ``backwards``: the last bucket, which forward needs first, is stepped and sent first.
+    """
+    buckets = job.overlapped
+    forward(lanes, job, syncs_in_forward)
+
+    def finish(index: int) -> None:
+        lanes.wait("reduce", index)
+        lanes.compute(job.local_step(buckets[index]))
+        lanes.start("sync", index, sync(buckets[index], lanes.transport))
+
+    def on_bucket(index: int) -> None:
+        if stage == 2:
+            if index:
+                lanes.wait("reduce", index - 1)
+            lanes.start("reduce", index, reduction(buckets[index], lanes.transport))
+        else:
+            lanes.start("reduce", index, all_reduce(buckets[index].total, job.ranks))
+        is_last = index == len(buckets) - 1
+        if lag is not None and index >= lag and not is_last:
+            finish(index - lag)
+        if is_last:
+            first = 0 if lag is None else max(0, index - lag)
+            left = range(first, index + 1)
+            for bucket in reversed(left) if backwards else left:
+                finish(bucket)
+
+    backward(lanes, job, on_bucket)
+    if not syncs_in_forward:
+        for index in range(len(buckets)):
+            lanes.wait("sync", index)
+
+
+Step = Callable[[Lanes, Job], None]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step, once every step is like the one before.
+
+    Attributes:
+        seconds: from one step to the next.
+        exposed: of those, what would be saved if syncs took no time.
+        sent: bytes that a rank sends in a step, on average.
+    """
+
+    seconds: float
+    exposed: float
+    sent: float
+
+
+def forecast(step: Step, job: Job, link: Link, transport: Transport) -> Forecast:
+    """Simulate a mode."""
+    lanes, hidden = Lanes(job.ranks, link, transport), Lanes(job.ranks, link, transport, free="sync")
+    seconds, without = _last_period(step, lanes, job), _last_period(step, hidden, job)
+    return Forecast(seconds, seconds - without, lanes.sent / STEPS)
+
+
+def _last_period(step: Step, lanes: Lanes, job: Job) -> float:
+    began = 0.0
+    for _ in range(STEPS):
+        began = float(lanes.clock.max())
+        step(lanes, job)
+    return float(lanes.clock.max()) - began
