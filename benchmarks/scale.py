@@ -5,10 +5,11 @@
     python benchmarks/scale.py --measured benchmarks/results/compare-26m-2ranks.json
     python benchmarks/scale.py --check
 
-Each mode is simulated bucket by bucket with the plans that the library would make (`scale_schedule.py`). What forward,
-backward and the step compute is given or taken from a measurement and stays as it is at any number of ranks: each rank
-has its own batch. ``--check`` predicts every result of ``compare.py`` over a shaped link from that result's own phases
-and the link's rate, and prints both. Nothing is fitted to a mode; latency and cost of a message were measured once.
+Each mode is simulated bucket by bucket with the plans that the library would make, see `scale_schedule.py` and
+`scale_wire.py`. What forward, backward and the step compute is given or taken from a measurement and stays as it is at
+any number of ranks: each rank has its own batch. ``--check`` predicts every result of ``compare.py`` over a shaped link
+from that result's own phases and the link's rate, and prints both. Nothing is fitted to a mode; latency and cost of a
+message were measured once.
 """
 
 import json
@@ -26,7 +27,8 @@ import partition
 import torch
 from scale_check import check
 from scale_modes import DDP, MANY, MODELS, MODES, Shape, Sizes, built_in, ideal, measured_shape, plan_job
-from scale_schedule import Forecast, Link, Phases, Transport, forecast
+from scale_schedule import Forecast, Phases, forecast
+from scale_wire import Link, Transport
 
 RESULTS = Path(__file__).parent / "results"
 RANKS = tuple(2**power for power in range(1, 13))
@@ -130,6 +132,14 @@ def ownership(outlook: Outlook, shape: Shape, ranks: Sequence[int]) -> str:
     )
 
 
+def formulas() -> str:
+    """In words: what memory is counted."""
+    modes_of: dict[str, list[str]] = {}
+    for name, mode in MODES.items():
+        modes_of.setdefault(mode.formula, []).append(name)
+    return "\n".join(f"- {formula}: {'; '.join(names)}" for formula, names in modes_of.items())
+
+
 def planning() -> str:
     """In words: what a plan costs."""
     timing = partition.measure(partition.PARAMETERS, 1024)
@@ -138,7 +148,7 @@ def planning() -> str:
     return f"planning {partition.PARAMETERS:,} parameters for 1,024 ranks: {took:.0f} ms, {verdict} {LIMIT_MS:.0f}"
 
 
-def report(outlook: Outlook, shape: Shape, ranks: Sequence[int]) -> str:
+def report(outlook: Outlook, shape: Shape, ranks: Sequence[int], activation_mib: float) -> str:
     """All tables."""
     parts = []
     for gbit, by_transport in outlook.steps.items():
@@ -147,10 +157,10 @@ def report(outlook: Outlook, shape: Shape, ranks: Sequence[int]) -> str:
     parts += [
         f"## Turning points ({EXPOSED:.0%} of a step, from there on at every N)",
         turning_points(outlook, ranks),
-        "## Memory without activations of the rank that needs most",
+        f"## Memory of the rank that needs most, {activation_mib:g} MiB of activations included",
         memory_table(outlook, ranks),
         ownership(outlook, shape, ranks),
-        "Formulas: " + "; ".join(f"{name}: {mode.formula}" for name, mode in MODES.items()) + ".",
+        formulas(),
     ]
     return "\n\n".join(parts)
 
@@ -224,7 +234,9 @@ def main() -> None:
         "rings: for everything, of unequal parts; nothing blocks but where a step needs it",
         planning(),
     ]
-    text = "\n".join([*(f"- {fact}" for fact in facts), "", report(outlook, shape, options.ranks), ""])
+    text = "\n".join(
+        [*(f"- {fact}" for fact in facts), "", report(outlook, shape, options.ranks, options.activation_mib), ""]
+    )
     print(text)
     store(f"scale-{shape.name}", text, facts, outlook)
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_modes import MODES, measured_shape, plan_job
-from scale_schedule import Link, Phases, Transport, forecast
+from scale_modes import MODES, Sizes, measured_shape, plan_job
+from scale_schedule import Phases, forecast
+from scale_wire import Link, Transport
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A mode of a result: seconds, and bytes sent per rank on average, measured and predicted."""
+    """A mode of a result, measured and predicted: seconds, bytes sent per rank on average, most bytes of memory."""
 
     result: str
     mode: str
@@ -20,6 +21,8 @@ class Comparison:
     predicted: float
     measured_bytes: float
     predicted_bytes: float
+    measured_memory: float
+    predicted_memory: float
 
     @property
     def error(self) -> float:
@@ -31,14 +34,16 @@ def compare(found: dict[str, Any], result: str, link: Link) -> list[Comparison]:
     """Predict each mode of a result from its own phases and its link's rate."""
     model, ranks = found["model"], found["ranks"]
     shape = measured_shape(model["name"], model["tensors"], model["bucket_bytes"])
-    job, _ = plan_job(shape, ranks, Phases(**found["phases"]))
+    job, shards = plan_job(shape, ranks, Phases(**found["phases"]))
     shaped = replace(link, gbit=found["link"]["gbit"])
+    sizes = Sizes(ranks, sum(shape.sizes), shards, shape.largest_bucket)
     comparisons = []
     for name, measured in found["modes"].items():
         if name in MODES:
             step = forecast(MODES[name].step, job, shaped, Transport.GLOO)
             seconds, sent = statistics.median(measured["seconds"]), statistics.mean(measured["sent_bytes"])
-            comparisons.append(Comparison(result, name, seconds, step.seconds, sent, step.sent))
+            peak, memory = max(measured["peak_bytes"]), MODES[name].memory(sizes)
+            comparisons.append(Comparison(result, name, seconds, step.seconds, sent, step.sent, peak, memory))
     return comparisons
 
 
@@ -62,10 +67,8 @@ def check(folder: Path, link: Link) -> str:
 
 def table(comparisons: list[Comparison]) -> str:
     """Markdown: one row per mode of each result."""
-    rows = [
-        "| result | mode | measured ms | predicted ms | error | sent MB, measured | sent MB, predicted |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ("result", "mode", "ms measured", "predicted", "error", "MB sent", "predicted", "peak MB", "by formula")
+    rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for one in comparisons:
         cells = (
             one.result,
@@ -75,6 +78,8 @@ def table(comparisons: list[Comparison]) -> str:
             f"{one.error:+.1%}",
             f"{one.measured_bytes / 1e6:.1f}",
             f"{one.predicted_bytes / 1e6:.1f}",
+            f"{one.measured_memory / 1e6:.0f}",
+            f"{one.predicted_memory / 1e6:.0f}",
         )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -86,5 +91,6 @@ def summary(comparisons: list[Comparison]) -> str:
     median = statistics.median(abs(one.error) for one in comparisons)
     return (
         f"{len(comparisons)} comparisons; median error {median:.1%}, largest {worst.error:+.1%} ({worst.mode}, "
-        f"{worst.result}). Measured are medians; predictions leave out what the CPU spends on sending and summing."
+        f"{worst.result}). Measured are medians; predictions leave out what the CPU spends on sending and summing. "
+        "Formulas leave out activations."
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from scale_schedule import (
-    Cut,
     Job,
     Phases,
     Step,
@@ -18,6 +17,7 @@ from scale_schedule import (
     standalone_step,
     torch_zero_step,
 )
+from scale_wire import Cut
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

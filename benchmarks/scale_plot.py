@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_schedule import Forecast, Transport
+from scale_schedule import Forecast
+from scale_wire import Transport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +38,7 @@ def draw(path: Path, steps: Steps, memory: Mapping[str, Mapping[int, float]]) ->
     for name, bytes_by_ranks in memory.items():
         mebibytes = [nbytes / MIB for nbytes in bytes_by_ranks.values()]
         plot(left, name, list(bytes_by_ranks), mebibytes, colors[name])
-    left.set(title="rank that needs most, without activations", ylabel="MiB (by formula)", ylim=0)
+    left.set(title="memory of the rank that needs most", ylabel="MiB (by formula)", ylim=0)
     right.legend(*left.get_legend_handles_labels(), loc="center left")
     figure.savefig(path, dpi=70)
 

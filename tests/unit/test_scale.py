@@ -12,22 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from scale_check import check, compare
 from scale_modes import MODES, Shards, Sizes, built_in, ddp_layout, ideal, measured_shape, plan_job
-from scale_schedule import (
-    GOODPUT,
-    Cut,
-    Direct,
-    Job,
-    Lanes,
-    Link,
-    Phases,
-    Transport,
-    all_reduce,
-    broadcasts,
-    forecast,
-    reduction,
-    ring,
-    sync,
-)
+from scale_schedule import Job, Lanes, Phases, forecast
+from scale_wire import GOODPUT, Cut, Direct, Link, Transport, all_reduce, broadcasts, reduction, ring, sync
 
 MEGABYTE = 10**6
 UNIT = Link(gbit=8e-3 / GOODPUT, latency=0.0, message=0.0)  # a megabyte per second
@@ -79,6 +65,15 @@ def test_with_one_rank_or_a_link_without_end_a_step_is_what_it_computes(mode: st
     assert seconds(mode, job_of([2], [3]), UNIT, transport) == pytest.approx(3 + 6 + 12)
     shared = 12.0 if mode.startswith("DDP") else 6.0
     assert seconds(mode, job_of([2, 2], [1, 1]), FAST, transport) == pytest.approx(3 + 6 + shared, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_step_is_like_the_one_before_after_a_few(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [THREE, plan_job(built_in("26m"), 16, Phases(0.17, 0.33, 0.04))[0]]
+    links = [UNIT, Link(10.0, 1e-4, 1e-4)]
+    few = [seconds(mode, job, link) for job in jobs for link in links]
+    monkeypatch.setattr("scale_schedule.STEPS", 12)
+    assert [seconds(mode, job, link) for job in jobs for link in links] == pytest.approx(few)
 
 
 def test_waiting_in_forward_gains_only_where_the_last_bucket_is_sent_first() -> None:
@@ -216,7 +211,11 @@ def a_result(link: dict[str, float] | None) -> dict[str, Any]:
         "link": link,
         "phases": {"forward": 0.17, "backward": 0.33, "adamw": 0.04},
         "modes": {
-            "DDP + fused AdamW": {"seconds": [2.0, 1.0, 9.0], "sent_bytes": [100_000_000, 102_000_000]},
+            "DDP + fused AdamW": {
+                "seconds": [2.0, 1.0, 9.0],
+                "sent_bytes": [100_000_000, 102_000_000],
+                "peak_bytes": [4, 5 * MEGABYTE],
+            },
             "unheard of": {"seconds": [1.0], "sent_bytes": [1]},
         },
     }
@@ -235,7 +234,7 @@ def test_a_check_compares_medians_with_predictions_from_the_same_result(tmp_path
     (tmp_path / "compare-26m-2ranks-1gbit.json").write_text(json.dumps(found))
     (tmp_path / "compare-26m-2ranks.json").write_text(json.dumps(a_result(None)))
     text = check(tmp_path, link)
-    assert "| compare-26m-2ranks-1gbit | DDP + fused AdamW | 2000 | 1133 | -43.3% | 101.0 | 101.5 |" in text
+    assert "| compare-26m-2ranks-1gbit | DDP + fused AdamW | 2000 | 1133 | -43.3% | 101.0 | 101.5 | 5 | 406 |" in text
     assert "1 comparisons; median error 43.3%, largest -43.3% (DDP + fused AdamW, compare-26m-2ranks-1gbit)" in text
     assert "compare-26m-2ranks.json: the link is not shaped" in text
     assert "compare-26m-2ranks-1gbit.json: no prediction for unheard of" in text
