@@ -145,7 +145,8 @@ def planning() -> str:
     timing = partition.measure(partition.PARAMETERS, 1024)
     took = timing.partition + timing.plan
     verdict = "under" if took < LIMIT_MS else "NOT under"
-    return f"planning {partition.PARAMETERS:,} parameters for 1,024 ranks: {took:.0f} ms, {verdict} {LIMIT_MS:.0f}"
+    planned = f"planning {partition.PARAMETERS:,} parameters for 1,024 ranks"
+    return f"{planned}: {took:.0f} ms of CPU time, {verdict} {LIMIT_MS:.0f}"
 
 
 def report(outlook: Outlook, shape: Shape, ranks: Sequence[int], activation_mib: float) -> str:

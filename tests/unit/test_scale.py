@@ -187,10 +187,10 @@ def test_shares_shrink_until_the_largest_tensor_is_all_that_a_rank_owns() -> Non
 
 
 def test_4096_ranks_take_a_second_or_so() -> None:
-    started = time.perf_counter()
+    started = time.thread_time()  # not wall time: the cores may be shared
     job, _ = plan_job(built_in("87m"), 4096, Phases(0.6, 1.2, 0.14))
     assert 0 < seconds(TWO + "interleaved", job) < float("inf")
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
 
 
 # The check
