@@ -1,0 +1,200 @@
+"""Step time, bytes on the wire and peak memory of DDP, torch's and other sharded optimizers, and ours, in one run.
+
+    python benchmarks/compare.py
+    python benchmarks/compare.py --model 87m --link 1gbit --rounds 5
+    python benchmarks/compare.py --model many --modes DDP --modes "stage 2" --no-memory
+    python benchmarks/compare.py --modes clipped --modes nonfinite
+
+All modes train the same model on the same data from the same seed, on Gloo ranks of one thread each on this machine.
+They take turns: each round times one step of every mode, in a random order that is the same on all ranks, from a
+barrier to the slowest rank's end. A ratio is that of two modes' steps in the same round. Afterwards a few more steps of
+every mode count the bytes that ranks really send (the kernel's counters, not the library's), and parts of a step are
+timed alone.
+
+Memory is measured in processes of each mode's own: the kernel's high-water mark of resident memory, above what was
+resident before there was a model. Memory that is freed goes back to the kernel at once (glibc's
+``MALLOC_MMAP_THRESHOLD_`` is 1 MiB). The formula beside it adds up what the mode keeps: parameters, the rank's own
+optimizer state, its gradients and buckets, and activations. Those are the same peak of the model alone, in forward and
+backward without DDP and optimizer, into gradients that stay, less parameters and gradients; they include what the
+libraries of matrix products and the threads of a first backward need, some 40 MiB here. In stage 2 and FSDP activations
+and gradients are not at their highest together, which the formula takes for granted.
+
+``--link`` gives every rank a network namespace behind a link of that rate, see ``link.py``; it needs root, and Linux.
+Where that is not to be had the run is skipped. ``--modes`` takes parts of names; the reference always runs. Modes that
+clip or skip run only where a filter finds no other. DeepSpeed and FairScale compete if they are installed.
+"""
+
+import json
+import os
+import signal
+import sys
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from contestants import ALONE_NAME, MODES, Sizes, select
+from launch import run_ranks
+from link import ENVIRONMENT, RATES, Link, Unavailable, run
+from models import MODELS
+from report import MIB, Found, table, tell_facts
+
+RESULTS = Path(__file__).parent / "results"
+LARGE = ("87m",)
+MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+
+Launcher = Callable[..., list[Any]]
+"""`run_ranks` on the network of this run."""
+
+
+def parse_options() -> Namespace:
+    """Read the command line, or leave with a message."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="26m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each mode")
+    parser.add_argument("--batch-size", type=int, default=4, help="per rank")
+    parser.add_argument("--modes", action="append", default=[], metavar="TEXT", help="part of a name; repeatable")
+    parser.add_argument("--link", choices=RATES, help="rate of each rank's network link")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave the memory phase out")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    options = parser.parse_args()
+    if options.rounds < 2 or options.ranks < 2:
+        parser.error("Expected at least 2 rounds and 2 ranks.")
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("Expected Linux, whose /proc counts bytes and resets the peak of resident memory.")
+    try:
+        options.names = select(options.modes, is_large=options.model in LARGE)
+    except ValueError as error:
+        parser.error(str(error))
+    needed, free = estimate(options.names, parameter_bytes(options.model), options.ranks), available()
+    if needed > free:
+        parser.error(
+            f"Expected {needed / MIB:.0f} MiB of free memory for {len(options.names)} modes of {options.model} on "
+            f"{options.ranks} ranks, got {free / MIB:.0f}. Choose fewer --modes."
+        )
+    return options
+
+
+def parameter_bytes(model: str) -> int:
+    """Of a model that need not be built for it."""
+    import torch
+
+    with torch.device("meta"):
+        return sum(param.nbytes for param in MODELS[model].build().parameters())
+
+
+def estimate(names: Sequence[str], parameters: int, ranks: int) -> int:
+    """Bytes that all ranks need for all modes at once, activations aside."""
+    fallback = 4 * parameters  # where there is no formula
+    total = 0
+    for name in names:
+        sizes = Sizes(parameters, 2 * parameters // (ranks if is_sharded(name) else 1), 0, 0, 0)
+        total += MODES[name].formula(sizes) or fallback
+    return ranks * total
+
+
+def is_sharded(name: str) -> bool:
+    """Whether ranks keep a part of the optimizer state."""
+    return not name.startswith("DDP")
+
+
+def available() -> int:
+    """Bytes of memory that this machine has free."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def measure(options: Namespace, launch: Launcher) -> tuple[Found, float | None]:
+    """Race, then memory; everything but the facts, and the measured rate of the link."""
+    job = {
+        "model": options.model,
+        "batch_size": options.batch_size,
+        "rounds": options.rounds,
+        "modes": options.names,
+        "gbit": RATES[options.link] if options.link else None,
+    }
+    say(f"{len(options.names)} modes in turns")
+    raced = launch({**job, "phase": "race"}, {})[0]
+    found = {
+        "model": {"name": options.model, **raced["model"]},
+        "ranks": options.ranks,
+        "link": {"gbit": job["gbit"]} if options.link else None,
+        "batch_size": options.batch_size,
+        "rounds": options.rounds,
+        "phases": raced["phases"],
+        "modes": raced["modes"],
+    }
+    memory = {}
+    for name in [ALONE_NAME, *options.names] if options.memory else []:
+        say(f"memory of {name}")
+        memory[name] = launch({**job, "phase": "memory", "mode": name}, MEMORY_ENVIRONMENT)
+    add_memory(found, memory)
+    return found, raced["rate"]
+
+
+def add_memory(found: Found, memory: dict[str, list[dict[str, int]]]) -> None:
+    """Peaks of every mode, and the formula."""
+    model = found["model"]
+    whole = model["parameter_bytes"]
+    found["activation_bytes"] = [rank["peak"] - 2 * whole for rank in memory.get(ALONE_NAME, [])]
+    for name, mode in found["modes"].items():
+        ranks = memory.get(name, [])
+        mode["peak_bytes"] = [rank["peak"] for rank in ranks]
+        mode["peak_bytes_whole_run"] = [rank["peak_whole_run"] for rank in ranks]
+        largest = max(model["bucket_bytes"]), max(model["block_bytes"])
+        sizes = [
+            Sizes(whole, rank["state"], *largest, activations)
+            for rank, activations in zip(ranks, found["activation_bytes"], strict=bool(ranks))
+        ]
+        formulas = [MODES[name].formula(one) for one in sizes]
+        mode["formula_bytes"] = [one for one in formulas if one is not None]
+
+
+def write(options: Namespace, found: Found) -> None:
+    """Print the table, store it with what it was made from, and draw."""
+    text = "\n".join([*(f"- {fact}" for fact in found["facts"]), "", table(found), ""])
+    print(text)
+    options.results.mkdir(exist_ok=True)
+    link = f"-{options.link}" if options.link else ""
+    stem = options.results / f"compare-{options.model}-{options.ranks}ranks{link}"
+    stem.with_suffix(".md").write_text(text)
+    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    if find_spec("matplotlib") is None:
+        say("plots were left out: no matplotlib. Run: pip install -e '.[plot]'")
+        return
+    from plots import draw
+
+    draw(stem.with_suffix(".png"), found)
+
+
+def say(text: str) -> None:
+    """Progress."""
+    print(f"compare.py: {text}", file=sys.stderr, flush=True)
+
+
+def end(number: int, _: object) -> NoReturn:
+    """On SIGTERM leave as on Ctrl-C, through every ``finally``."""
+    sys.exit(128 + number)
+
+
+def main() -> None:
+    """Everything from the command line to the files."""
+    options = parse_options()
+    signal.signal(signal.SIGTERM, end)
+    load = os.getloadavg()[0]
+    try:
+        with Link(options.ranks, options.link, run, os.getpid()) if options.link else nullcontext() as link:
+            prefixes = [link.prefix(rank) if link else [] for rank in range(options.ranks)]
+            network = ENVIRONMENT if link else {}
+            found, rate = measure(options, lambda job, more: run_ranks(job, prefixes, {**network, **more}))
+    except Unavailable as error:
+        print(f"skipped: {error}")
+        return
+    write(options, {"facts": tell_facts(options, found, load, rate), **found})
+
+
+if __name__ == "__main__":
+    main()

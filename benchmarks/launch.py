@@ -1,0 +1,54 @@
+"""Starts the ranks of `compare.py`, and leaves none behind."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).parent / "rank.py"
+POLL_SECONDS = 0.05
+
+
+def run_ranks(job: Mapping[str, Any], prefixes: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[Any]:
+    """What each rank found, in rank order; what ranks print goes to standard error.
+
+    Args:
+        job: handed to every rank.
+        prefixes: of each rank's command line.
+        environment: of all ranks, added to this process's.
+
+    Raises:
+        RuntimeError: if a rank fails. The others are killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "job.json").write_text(json.dumps({**job, "ranks": len(prefixes)}))
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, prefix in enumerate(prefixes):
+                command = [*prefix, sys.executable, str(SCRIPT), folder, str(rank)]
+                variables = {**os.environ, **environment}
+                # in sessions of their own: Ctrl-C is for this process, which then ends them
+                processes.append(subprocess.Popen(command, env=variables, stdout=2, start_new_session=True))
+            wait(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [json.loads((Path(folder) / f"found-{rank}.json").read_text()) for rank in range(len(prefixes))]
+
+
+def wait(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Until all have ended, or one has failed."""
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                raise RuntimeError(f"Expected rank {rank} to end well, got exit code {code}.")
+        if None not in codes:
+            return
+        time.sleep(POLL_SECONDS)

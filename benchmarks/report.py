@@ -1,0 +1,139 @@
+"""What `compare.py` found, as text: facts, ratios, and the table."""
+
+import os
+import platform
+import shlex
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from contestants import MODES, REFERENCE, TORCHS
+from models import MODELS
+
+MIB = 2**20
+NOTHING = "-"  # was not measured
+
+Found = dict[str, Any]
+"""The content of the JSON file."""
+
+
+def quartiles_of_ratio(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Of one mode's steps to another's, round by round."""
+    return statistics.quantiles(
+        [mine / other for mine, other in zip(seconds, base, strict=True)], n=4, method="inclusive"
+    )
+
+
+def lower_bound(ranks: int, parameter_bytes: int) -> float:
+    """Bytes that a rank has to send in a step: gradients reduced to their owners, and parameters back."""
+    return 2 * (ranks - 1) / ranks * parameter_bytes
+
+
+def table(found: Found) -> str:
+    """Markdown: one row per mode."""
+    columns = [
+        "mode",
+        "median ms",
+        f"ratio to {REFERENCE} (quartiles)",
+        "ratio to torch's, bucket views (quartiles)",
+        "MB sent per rank and step",
+        "ratio to the bound",
+        "peak MiB from the third step",
+        "peak MiB, whole run",
+        "MiB by formula",
+        "largest difference",
+    ]
+    rows = [columns, ["---"] * len(columns), *(row(name, found) for name in found["modes"])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def row(name: str, found: Found) -> list[str]:
+    """The cells of a mode."""
+    modes: dict[str, Any] = found["modes"]
+    mode = modes[name]
+    sent = max(mode["sent_bytes"])
+    bound = lower_bound(found["ranks"], found["model"]["parameter_bytes"])
+    return [
+        name,
+        rounded(1000 * statistics.median(mode["seconds"])),
+        *(ratio(mode["seconds"], modes[base]["seconds"]) if base in modes else NOTHING for base in (REFERENCE, TORCHS)),
+        rounded(sent / 1e6),
+        f"{sent / bound:.2f}",
+        *memory_cells(mode),
+        f"{mode['difference']:.2g}" if mode["difference"] else "0.0",
+    ]
+
+
+def rounded(number: float) -> str:
+    """To three digits, of a large number to the whole."""
+    return f"{number:.{0 if number >= 100 else 1 if number >= 10 else 2}f}"
+
+
+def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
+    """Its median and quartiles."""
+    low, middle, high = quartiles_of_ratio(seconds, base)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def memory_cells(mode: dict[str, Any]) -> list[str]:
+    """Of the rank that needs most."""
+    kinds = ("peak_bytes", "peak_bytes_whole_run", "formula_bytes")
+    return [f"{max(mode[kind]) / MIB:.0f}" if mode[kind] else NOTHING for kind in kinds]
+
+
+def tell_facts(options: Namespace, found: Found, load: float, rate: float | None) -> list[str]:
+    """What was measured, where and how; for the list above the table."""
+    model, phases = found["model"], {name: rounded(1000 * value) for name, value in found["phases"].items()}
+    buckets = ", ".join(f"{size / MIB:.1f}" for size in model["bucket_bytes"])
+    facts = [
+        f"date: {date.today()}",
+        f"command: python benchmarks/compare.py {shlex.join(sys.argv[1:])}".rstrip(),
+        f"versions: torch {torch.__version__}, Python {platform.python_version()}{others(found)}",
+        f"machine: {processor()}, {os.cpu_count()} cores; load average {load:.1f} before the run",
+        f"model: {options.model}, {model['parameters']:,} parameters in {model['tensors']} tensors, {options.ranks} "
+        f"Gloo ranks of one thread each, {options.batch_size} x {MODELS[options.model].sample} per rank, "
+        f"{options.rounds} rounds",
+        f"DDP's buckets in the order of reduction, MiB: {buckets}",
+        f"median ms of DDP's parts, sending nothing, all ranks at once: forward {phases['forward']}, backward "
+        f"{phases['backward']}, fused AdamW {phases['adamw']}",
+        f"network: {network(options.link, rate)}",
+        f"lower bound of what a rank sends in a step: "
+        f"{lower_bound(options.ranks, model['parameter_bytes']) / 1e6:.1f} MB",
+        "largest difference: of any parameter on any rank, at the end, to DDP + fused AdamW, or among clipped modes to "
+        "the clipped one; every parameter had moved",
+    ]
+    if options.memory:
+        facts.append(
+            "memory: resident, above a rank's own before there was a model, of the rank that needs most; by formula: "
+            "parameters, own state, gradients and buckets as the mode needs them, and "
+            f"{max(found['activation_bytes']) / MIB:.0f} MiB of activations"
+        )
+    return facts
+
+
+def others(found: Found) -> str:
+    """Versions of the packages from which modes came."""
+    packages = sorted({MODES[name].needs for name in found["modes"]} - {"torch"})
+    return "".join(f", {package} {version(package)}" for package in packages)
+
+
+def network(link: str | None, rate: float | None) -> str:
+    """How bytes travelled and were counted."""
+    if link is None:
+        return "none, ranks talk inside the machine; bytes sent are those that the process writes"
+    return (
+        f"every rank in a network namespace of its own behind a link of {link}, {rate:.3f} Gbit/s measured with all "
+        "ranks sending and receiving at once; bytes sent are those of the rank's interface, headers included"
+    )
+
+
+def processor() -> str:
+    """Its name, as Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
