@@ -20,9 +20,9 @@ from types import TracebackType
 INTERFACE = "lan"
 PREFIX = "ddpzero"
 RATES = {"1gbit": 1.0, "100mbit": 0.1}  # Gbit/s
-QUEUE = "2ms"  # how long a packet may wait for tokens
+QUEUE = "50ms"  # how long a packet may wait for tokens
 SHORTEST_BURST = 65536  # bytes; the kernel hands over as much at once
-BURST_SECONDS = 0.0005
+BURST_SECONDS = 0.01
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE}
 
 Command = list[str]

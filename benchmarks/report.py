@@ -127,9 +127,11 @@ def network(link: str | None, rate: float | None) -> str:
     """How bytes travelled and were counted."""
     if link is None:
         return "none, ranks talk inside the machine; bytes sent are those that the process writes"
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     return (
-        f"every rank in a network namespace of its own behind a link of {link}, {rate:.3f} Gbit/s measured with all "
-        "ranks sending and receiving at once; bytes sent are those of the rank's interface, headers included"
+        f"every rank in a network namespace of its own behind a link of {link}, {rate:.3f} Gbit/s measured with "
+        f"all ranks sending and receiving at once, TCP's congestion control is {control}; bytes sent are those of the "
+        "rank's interface, headers included"
     )
 
 
