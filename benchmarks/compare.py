@@ -21,11 +21,13 @@ and gradients are not at their highest together, which the formula takes for gra
 
 ``--link`` gives every rank a network namespace behind a link of that rate, see ``link.py``; it needs root, and Linux.
 Where that is not to be had the run is skipped. ``--modes`` takes parts of names; the reference always runs. Modes that
-clip or skip run only where a filter finds no other. DeepSpeed and FairScale compete if they are installed.
+clip or skip run only where a filter finds no other; files of a filtered run have the filters in their names. DeepSpeed
+and FairScale compete if they are installed.
 """
 
 import json
 import os
+import re
 import signal
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
@@ -158,8 +160,7 @@ def write(options: Namespace, found: Found) -> None:
     text = "\n".join([*(f"- {fact}" for fact in found["facts"]), "", table(found), ""])
     print(text)
     options.results.mkdir(exist_ok=True)
-    link = f"-{options.link}" if options.link else ""
-    stem = options.results / f"compare-{options.model}-{options.ranks}ranks{link}"
+    stem = options.results / stem_of(options)
     stem.with_suffix(".md").write_text(text)
     stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     if find_spec("matplotlib") is None:
@@ -168,6 +169,12 @@ def write(options: Namespace, found: Found) -> None:
     from plots import draw
 
     draw(stem.with_suffix(".png"), found)
+
+
+def stem_of(options: Namespace) -> str:
+    """The files' name; runs of some of the modes have one of their own."""
+    parts = [f"compare-{options.model}-{options.ranks}ranks", *([options.link] if options.link else [])]
+    return "-".join([*parts, *(re.sub("[^a-z0-9]+", "-", text.lower()).strip("-") for text in options.modes)])
 
 
 def say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,18 +41,18 @@ def _check(found: dict[str, Any], names: list[str]) -> None:
 
 def test_every_number_of_the_table_is_measured(tmp_path: Path) -> None:
     ended = _compare(tmp_path, "--modes", "stage 2, interleaved")
-    found = json.loads((tmp_path / "compare-tiny-2ranks.json").read_text())
+    found = json.loads((tmp_path / "compare-tiny-2ranks-stage-2-interleaved.json").read_text())
     _check(found, ["DDP + fused AdamW", "ddp_zero stage 2, interleaved"])
     assert found["link"] is None
     for mode in found["modes"].values():
         assert min(mode["peak_bytes"]) > 0
         assert len(mode["formula_bytes"]) == len(mode["peak_bytes_whole_run"]) == 2
-    assert (tmp_path / "compare-tiny-2ranks.md").read_text() in ended.stdout
+    assert (tmp_path / "compare-tiny-2ranks-stage-2-interleaved.md").read_text() in ended.stdout
 
 
 def test_modes_that_do_not_train_ddp_take_part(tmp_path: Path) -> None:
     _compare(tmp_path, "--modes", "FSDP2", "--modes", "torch Z", "--no-memory")
-    found = json.loads((tmp_path / "compare-tiny-2ranks.json").read_text())
+    found = json.loads((tmp_path / "compare-tiny-2ranks-fsdp2-torch-z.json").read_text())
     torchs = "torch ZeroRedundancyOptimizer"
     names = ["DDP + fused AdamW", torchs, f"{torchs}, bucket views", "FSDP2, no reshard after forward"]
     _check(found, names)
@@ -62,7 +63,8 @@ def test_ranks_behind_links(tmp_path: Path) -> None:
     ended = _compare(tmp_path, "--link", "100mbit", "--modes", "stage 2, interleaved", "--no-memory")
     if ended.stdout.startswith("skipped:"):
         pytest.skip(ended.stdout)
-    found = json.loads((tmp_path / "compare-tiny-2ranks-100mbit.json").read_text())
+    found = json.loads((tmp_path / "compare-tiny-2ranks-100mbit-stage-2-interleaved.json").read_text())
     _check(found, ["DDP + fused AdamW", "ddp_zero stage 2, interleaved"])
     assert found["link"] == {"gbit": 0.1}
-    assert any("0.09" in fact and "Gbit/s measured" in fact for fact in found["facts"])
+    rates = [re.search(r"([0-9.]+) Gbit/s measured", fact) for fact in found["facts"]]
+    assert [0.07 < float(rate.group(1)) < 0.12 for rate in rates if rate] == [True]

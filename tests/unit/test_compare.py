@@ -155,11 +155,11 @@ def test_a_picture_is_drawn_with_and_without_memory(tmp_path: Path) -> None:
 
 def test_what_is_written_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"facts": ["one fact"], **_found()}
-    options = Namespace(model="tiny", ranks=2, link="1gbit", results=tmp_path / "new")
+    options = Namespace(model="tiny", ranks=2, link="1gbit", modes=["stage 2, Last"], results=tmp_path / "new")
     for mode in found["modes"].values():
         mode["peak_bytes"] = mode["formula_bytes"] = [2**20]
     compare.write(options, found)
-    stem = tmp_path / "new" / "compare-tiny-2ranks-1gbit"
+    stem = tmp_path / "new" / "compare-tiny-2ranks-1gbit-stage-2-last"
     assert json.loads(stem.with_suffix(".json").read_text()) == found
     assert stem.with_suffix(".md").read_text().strip() == capsys.readouterr().out.strip()
 
