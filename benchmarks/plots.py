@@ -41,7 +41,7 @@ def draw_time(axes: "Axes", found: Found) -> None:
     base = modes[REFERENCE]["seconds"]
     quartiles = [quartiles_of_ratio(mode["seconds"], base) for mode in modes.values()]
     medians = [middle for _, middle, _ in quartiles]
-    draw_bars(axes, list(modes), medians, "  %.2f")
+    draw_bars(axes, list(modes), medians, "%.2f")
     errors = [[middle - low for low, middle, _ in quartiles], [high - middle for _, middle, high in quartiles]]
     axes.errorbar(medians, range(len(modes)), xerr=errors, fmt="none", ecolor="black", capsize=2)
     axes.axvline(1, color="black", linestyle="--", linewidth=0.8)
@@ -59,9 +59,9 @@ def draw_memory(axes: "Axes", found: Found) -> None:
 
 def draw_bars(axes: "Axes", names: Sequence[str], values: Sequence[float], form: str) -> None:
     """One bar per mode, first on top, with its number."""
-    colors = ["tab:blue" if name.startswith(OURS) else "silver" for name in names]
+    colors = ["skyblue" if name.startswith(OURS) else "silver" for name in names]
     bars = axes.barh(range(len(names)), values, color=colors)
-    axes.bar_label(bars, fmt=form, padding=2, fontsize="small")
+    axes.bar_label(bars, fmt=form, label_type="center", fontsize="small")  # clear of what is drawn at their ends
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.margins(x=0.15)
