@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import compare
 import contestants
+import launch
 import link
 import report
 from contestants import CLIPPED, MODES, REFERENCE, TORCHS, Sizes
@@ -162,6 +164,36 @@ def test_what_is_written_can_be_read_again(tmp_path: Path, capsys: pytest.Captur
     stem = tmp_path / "new" / "compare-tiny-2ranks-1gbit-stage-2-last"
     assert json.loads(stem.with_suffix(".json").read_text()) == found
     assert stem.with_suffix(".md").read_text().strip() == capsys.readouterr().out.strip()
+
+
+# Ranks
+
+_RANK = """
+import json, os, sys, time
+folder, rank = sys.argv[1], int(sys.argv[2])
+job = json.load(open(f"{folder}/job.json"))
+if rank == job["fails"]:
+    sys.exit(3)
+if job["fails"] is not None:
+    time.sleep(60)
+json.dump([rank, job["ranks"], os.environ["GREETING"]], open(f"{folder}/found-{rank}.json", "w"))
+"""
+
+
+def test_ranks_get_the_job_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SCRIPT", tmp_path / "rank.py")
+    launch.SCRIPT.write_text(_RANK)
+    found = launch.run_ranks({"fails": None}, [[], ["env", "GREETING=hello"]], {"GREETING": "good day"})
+    assert found == [[0, 2, "good day"], [1, 2, "hello"]]
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SCRIPT", tmp_path / "rank.py")
+    launch.SCRIPT.write_text(_RANK)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"Expected rank 1 to end well, got exit code 3\."):
+        launch.run_ranks({"fails": 1}, [[], []], {"GREETING": ""})
+    assert time.monotonic() - begin < 30
 
 
 # Link
