@@ -13,9 +13,9 @@ send padding); one broadcast per owner (as many bytes over all ranks, but relaye
 
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ import torch.distributed as dist
 # for good, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT at exit with torch 2.13.0).
 import torch.distributed.nn
 from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from ddp_zero.partition import GlobalRank, GroupRank
@@ -34,12 +34,8 @@ _TREE_TAG = 0x7EE0
 _CHUNK_BYTES = 4 << 20
 _GLOO_TRIES = 5
 
-
-class Work(Protocol):
-    """Something in flight that can be waited for."""
-
-    def wait(self) -> object:
-        """Block until it is done; raises `RuntimeError` if a peer failed or the group's time-out passed."""
+Pending = tuple[Callable[[], str], Work]
+"""Something in flight, and how messages call the peer."""
 
 
 def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
@@ -60,7 +56,7 @@ def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
 class Exchange:
     """Messages in flight. The tensors they are read from and written to must stay untouched until `wait` returns."""
 
-    def __init__(self, works: Sequence[tuple[str, Work]], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
         self._works = works
         self._tensors = tensors  # keeps the memory alive that the backend reads and writes
 
@@ -78,7 +74,7 @@ class Exchange:
                 work.wait()
             except RuntimeError as error:
                 _abandoned.append(self)
-                raise RuntimeError(f"Expected {peer} to take part in {what}, got: {error}") from error
+                raise RuntimeError(f"Expected {peer()} to take part in {what}, got: {error}") from error
 
     def abandon(self) -> None:
         """Never wait for it. Its memory is kept until the process ends, since the backend may still write there."""
@@ -224,12 +220,12 @@ class Communicator:
         self.sent_bytes += mine.nbytes * (self.world_size - 1)
         return Exchange(self._broadcast_each([segment.detach().view(torch.uint8) for segment in segments]), segments)
 
-    def _broadcast_each(self, raw: Sequence[Tensor]) -> list[tuple[str, Work]]:
-        works: list[tuple[str, Work]] = []
+    def _broadcast_each(self, raw: Sequence[Tensor]) -> list[Pending]:
+        works: list[Pending] = []
         for owner, segment in enumerate(raw):
             if segment.numel():
                 work = dist.broadcast(segment, group_src=owner, group=self.process_group, async_op=True)
-                works.append((self.name(GroupRank(owner)), _started(work)))
+                works.append((partial(self.name, GroupRank(owner)), _started(work)))
         return works
 
     # Messages between pairs of ranks
@@ -256,14 +252,15 @@ class Communicator:
             subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
         """
         group, tag = self.process_group, _tag(self.round, *subject)
-        works: list[tuple[str, Work]] = []
-        for peer, tensors in received.items():
-            for chunk in _chunks(tensors):
-                works.append((self.name(peer), _started(dist.irecv(chunk, group_src=peer, group=group, tag=tag))))
-        for peer, tensors in sent.items():
-            for chunk in _chunks(tensors):
-                works.append((self.name(peer), _started(dist.isend(chunk, group_dst=peer, group=group, tag=tag))))
-                self.sent_bytes += chunk.numel()
+        works: list[Pending] = []
+        for post, messages in ((group.recv, received), (group.send, sent)):
+            for peer, tensors in messages.items():
+                name = partial(self.name, peer)
+                try:
+                    works += [(name, post([chunk], peer, tag)) for chunk in _chunks(tensors)]
+                except RuntimeError as error:
+                    raise RuntimeError(f"Expected {name()} to be there for messages, got: {error}") from error
+        self.sent_bytes += sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
         return Exchange(works, [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors])
 
     # Sums
@@ -287,7 +284,7 @@ class Communicator:
         else:
             work = dist.all_reduce(whole, group=self.process_group, async_op=True)
         self.sent_bytes += whole.nbytes - mine.nbytes
-        return Exchange([("every rank", _started(work))], [whole, mine]), mine
+        return Exchange([(lambda: "every rank", _started(work))], [whole, mine]), mine
 
     def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
         """Write the owner's values into a contiguous tensor on every rank."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_zero.buffers import BufferPool
 from ddp_zero.collectives import Communicator
-from ddp_zero.grad_reduce import SegmentReduction, room_numel, sum_dtype
+from ddp_zero.grad_reduce import SegmentReduction, room_numel, scales_late, sum_dtype
 from ddp_zero.plan import Bucket
 from ddp_zero.reducer import Place
 from ddp_zero.sharded_step import ShardedStep
@@ -173,11 +173,13 @@ class ReducedSegment:
     def _start(self, flat: Tensor) -> SegmentReduction:
         workshop, layout = self._workshop, self.layout
         comm, options = workshop.comm, workshop.options
-        if workshop.predivide_factor != 1:
-            flat.mul_(1.0 / workshop.predivide_factor)
         start, stop = layout.ranges[comm.group_rank]
-        wire = flat
-        if options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize:
+        wire, factor = flat, 1.0 / workshop.predivide_factor
+        travels_smaller = options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize
+        if (travels_smaller or not scales_late(comm, flat)) and factor != 1.0:
+            flat.mul_(factor)
+            factor = 1.0
+        if options.comm_dtype is not None and travels_smaller:
             raw = self._lend_room(layout.numel * options.comm_dtype.itemsize)
             wire = raw[: layout.numel * options.comm_dtype.itemsize].view(options.comm_dtype).copy_(flat)
         out = flat[start:stop]
@@ -192,7 +194,7 @@ class ReducedSegment:
             room = self._lend_room(nbytes)[:nbytes].view(wire.dtype)
         whole = wire[: layout.ranges[-1][1]]
         subject = (workshop.sharded.binding.digest, layout.index)
-        return SegmentReduction(comm, whole, parts, out, room, subject, limit=whole.numel())
+        return SegmentReduction(comm, whole, parts, out, room, subject, whole.numel(), factor)
 
     def wait(self) -> None:
         """Block until the sum is there, with what had been accumulated before."""

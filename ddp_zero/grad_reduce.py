@@ -18,6 +18,7 @@ from ddp_zero.partition import GroupRank
 
 _REDUCE, _REDUCE_WHOLE = 1, 2  # told apart from the syncs of the same bucket by their tags
 _WHOLE_ROOM_BYTES = 32 << 20
+_PIECE_NUMEL = 1 << 17  # what is scaled and summed at a time, so that it is read from memory once
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -46,6 +47,7 @@ class SegmentReduction:
         room: 1-D, of the dtype of ``whole``, at least `room_numel` elements; unused where messages are not direct.
         subject: the plan and the bucket.
         limit: elements of the bucket; bounds how much is received at a time.
+        factor: what every rank's contribution is multiplied by, before the sum; see `scales_late`.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class SegmentReduction:
         room: Tensor,
         subject: tuple[int, int],
         limit: int,
+        factor: float = 1.0,
     ) -> None:
         self._comm = comm
+        self._factor = factor
         self._own = parts[comm.group_rank]
         self._out = out
         self._room = room
@@ -118,23 +122,44 @@ class SegmentReduction:
         return self._room[place * length : (place + 1) * length]
 
     def _add_up(self, start: int, stop: int) -> None:
-        """Sum one window over the ranks, in their order, touching nothing twice where dtypes allow it."""
-        rank, out, own = self._comm.group_rank, self._out[start:stop], self._own[start:stop]
-        slots = {peer: self._slot(peer, stop - start) for peer in self._comm.peers()}
-        if out.dtype != own.dtype:
-            out.copy_(own if rank == 0 else slots[GroupRank(0)])
-            for peer in range(1, self._comm.world_size):
-                out.add_(own if peer == rank else slots[GroupRank(peer)])
-            return
-        before = [slots[GroupRank(peer)] for peer in range(rank)]
-        for addend in before[1:]:
-            before[0].add_(addend)
-        if before:
-            torch.add(before[0], own, out=out)
-        elif out.data_ptr() != own.data_ptr():
-            out.copy_(own)
-        for peer in range(rank + 1, self._comm.world_size):
-            out.add_(slots[GroupRank(peer)])
+        """Sum one window over the ranks, in their order."""
+        rank = self._comm.group_rank
+        parts = [
+            self._own[start:stop] if peer == rank else self._slot(GroupRank(peer), stop - start)
+            for peer in range(self._comm.world_size)
+        ]
+        out = self._out[start:stop]
+        for *pieces, total in zip(*(torch.split(one, _PIECE_NUMEL) for one in (*parts, out)), strict=True):
+            if self._factor != 1.0:
+                for piece in pieces:
+                    piece.mul_(self._factor)
+            _sum_in_order(pieces, total, rank)
+
+
+def scales_late(comm: Communicator, wire: Tensor) -> bool:
+    """Whether contributions can be scaled by the owner as it sums them, instead of in a pass of their own before.
+
+    Not where the backend sums, nor where they travel in a dtype in which a product is rounded or may overflow.
+    """
+    return comm.world_size > 1 and comm.has_direct_messages(wire.device) and sum_dtype(wire.dtype) == wire.dtype
+
+
+def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
+    """Sum what the ranks have sent, of which this rank's own may be in ``out``; destroys it."""
+    own = parts[rank]
+    if out.dtype != own.dtype:
+        out.copy_(parts[0])
+        for part in parts[1:]:
+            out.add_(part)
+        return
+    for part in parts[1:rank]:
+        parts[0].add_(part)
+    if rank:
+        torch.add(parts[0], own, out=out)
+    elif out.data_ptr() != own.data_ptr():
+        out.copy_(own)
+    for part in parts[rank + 1 :]:
+        out.add_(part)
 
 
 def sum_whole(

@@ -285,17 +285,18 @@ def _order_of_messages(setup: Setup, slow_rank: int) -> list[tuple[str, int, int
     """What was sent to and received from whom, in the order issued, with one rank late at every local step."""
     binding.BUCKET_CAP_BYTES = 800
     log: list[tuple[str, int, int]] = []
-    isend, irecv = dist.isend, dist.irecv
+    group: Any = dist.ProcessGroup
+    send, receive = group.send, group.recv
 
-    def logged_send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        log.append(("send", kwargs["group_dst"], tensor.numel()))
-        return isend(tensor, *args, **kwargs)
+    def logged_send(one: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        log.append(("send", peer, tensors[0].numel()))
+        return send(one, tensors, peer, tag)
 
-    def logged_receive(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        log.append(("receive", kwargs["group_src"], tensor.numel()))
-        return irecv(tensor, *args, **kwargs)
+    def logged_receive(one: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        log.append(("receive", peer, tensors[0].numel()))
+        return receive(one, tensors, peer, tag)
 
-    dist.isend, dist.irecv = logged_send, logged_receive
+    group.send, group.recv = logged_send, logged_receive
     case = OptimizerCase("slow", SlowSGD if setup.rank == slow_rank else torch.optim.SGD, {"lr": 0.1})
     twins = build_twins(OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1}))
     twins.opt.optim.__class__ = case.build  # type: ignore[assignment]

@@ -45,7 +45,11 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
         ),
         mock.patch.object(ParameterSync, "start", logged("sync", ParameterSync.start, lambda _, b: b.index)),
         mock.patch.object(ParameterSync, "finish", logged("finish", ParameterSync.finish, lambda *_: None)),
-        mock.patch.object(dist, "isend", logged("send", dist.isend, lambda t, group_dst, **_: (group_dst, t.numel()))),
+        mock.patch.object(
+            dist.ProcessGroup,
+            "send",
+            logged("send", dist.ProcessGroup.send, lambda _, tensors, peer, tag: (peer, tensors[0].numel())),
+        ),
         mock.patch.object(
             Communicator, "send_tree", logged("move", Communicator.send_tree, lambda *args, **_: args[-1])
         ),
