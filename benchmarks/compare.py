@@ -6,10 +6,10 @@
     python benchmarks/compare.py --modes clipped --modes nonfinite
 
 All modes train the same model on the same data from the same seed, on Gloo ranks of one thread each on this machine.
-They take turns: each round times one step of every mode, in a random order that is the same on all ranks, from a
-barrier to the slowest rank's end. A ratio is that of two modes' steps in the same round. Afterwards a few more steps of
-every mode count the bytes that ranks really send (the kernel's counters, not the library's), and parts of a step are
-timed alone.
+They take turns: each round times some steps of every mode in a row, in a random order that is the same on all ranks,
+from a barrier until the slowest rank has taken them and all that they send has come. A ratio is that of two modes'
+steps in the same round. Parts of a step are timed alone in every round. Afterwards a few more steps of every mode count
+the bytes that ranks really send (the kernel's counters, not the library's).
 
 Memory is measured in processes of each mode's own: the kernel's high-water mark of resident memory, above what was
 resident before there was a model. Memory that is freed goes back to the kernel at once (glibc's
@@ -56,15 +56,16 @@ def parse_options() -> Namespace:
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="26m")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each mode")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each mode")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--batch-size", type=int, default=4, help="per rank")
     parser.add_argument("--modes", action="append", default=[], metavar="TEXT", help="part of a name; repeatable")
     parser.add_argument("--link", choices=RATES, help="rate of each rank's network link")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave the memory phase out")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
-    if options.rounds < 2 or options.ranks < 2:
-        parser.error("Expected at least 2 rounds and 2 ranks.")
+    if options.rounds < 2 or options.ranks < 2 or options.steps < 1:
+        parser.error("Expected at least 2 rounds, 2 ranks and 1 step.")
     if not Path("/proc/self/clear_refs").exists():
         parser.error("Expected Linux, whose /proc counts bytes and resets the peak of resident memory.")
     try:
@@ -115,6 +116,7 @@ def measure(options: Namespace, launch: Launcher) -> tuple[Found, float | None]:
         "model": options.model,
         "batch_size": options.batch_size,
         "rounds": options.rounds,
+        "steps": options.steps,
         "modes": options.names,
         "gbit": RATES[options.link] if options.link else None,
     }
@@ -126,6 +128,7 @@ def measure(options: Namespace, launch: Launcher) -> tuple[Found, float | None]:
         "link": {"gbit": job["gbit"]} if options.link else None,
         "batch_size": options.batch_size,
         "rounds": options.rounds,
+        "steps": options.steps,
         "phases": raced["phases"],
         "modes": raced["modes"],
     }

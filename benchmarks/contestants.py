@@ -53,6 +53,11 @@ class Contestant:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def settle(self) -> None:
+        """Have all that steps have sent."""
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.finish_sync()
+
     def whole_parameters(self) -> Iterator[Tensor]:
         """As they would be without sharding, one at a time. A collective."""
         for param in self.model.parameters():
@@ -271,6 +276,8 @@ MODES: dict[str, Mode] = {
     "ddp_zero stage 2, last bucket": Mode(ours(stage=2, interleaved=False), kept_where_owned),
     # by default it would also look for gradients that are not finite, which the others do not
     "ddp_zero stage 2, after backward": Mode(ours(stage=2, overlap=False, nonfinite="step"), kept_where_owned),
+    "ddp_zero stage 1, interleaved, sync in forward": Mode(ours(interleaved=True, sync="forward")),
+    "ddp_zero stage 2, sync in forward": Mode(ours(stage=2, sync="forward"), used_up),
     "DeepSpeed ZeRO-1": Mode(deepspeed_zero(1), gradients=None, needs="deepspeed"),
     "DeepSpeed ZeRO-2": Mode(deepspeed_zero(2), gradients=None, needs="deepspeed"),
     "FairScale OSS": Mode(ddp_with(fairscale_oss), needs="fairscale"),
@@ -292,6 +299,7 @@ FEWER = (  # of a model so large that not all fit
     "ddp_zero stage 1, overlapped",
     "ddp_zero stage 2, interleaved",
     "ddp_zero stage 2, last bucket",
+    "ddp_zero stage 2, sync in forward",
 )
 
 

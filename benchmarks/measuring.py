@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contestants import ALONE, ALONE_NAME, MODES, REFERENCE, Mode
+from contestants import ALONE, ALONE_NAME, MODES, OPTIONS, REFERENCE, Mode
 from link import INTERFACE
 from models import MODELS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 Job = dict[str, Any]
-"""What the command line asked for: model, batch_size, ranks, rounds, modes, gbit; in a memory phase mode and bytes."""
+"""What the command line asked for: model, batch_size, ranks, rounds, steps, modes, gbit; in a memory phase mode."""
 
-WARM_UP = 4  # DDP rebuilds its buckets in the second step
+WARM_UP = 4  # steps: DDP rebuilds its buckets in the second
 WIRE_STEPS = 2
 FIRST_STEPS = 2  # in which DDP shows its buckets
 MEMORY_STEPS = 4
@@ -38,13 +39,15 @@ class Measured:
         self.contestant = mode.build(self.task.build())
         self.data = torch.Generator().manual_seed(1 + dist.get_rank())
 
-    def step(self) -> float:
-        """One training step, on the data that every mode sees; returns its seconds on this rank."""
-        batch = self.task.draw(self.batch_size, self.data)
+    def steps(self, count: int = 1) -> float:
+        """Training steps, on the data that every mode sees, and all that they send; seconds of each on this rank."""
+        batches = [self.task.draw(self.batch_size, self.data) for _ in range(count)]
         dist.barrier()
         started = time.perf_counter()
-        self.contestant.train(batch)
-        return time.perf_counter() - started
+        for batch in batches:
+            self.contestant.train(batch)
+        self.contestant.settle()
+        return (time.perf_counter() - started) / count
 
 
 def slowest(seconds: float) -> float:
@@ -71,27 +74,29 @@ def race(job: Job) -> dict[str, Any]:
     rate = probe(job["gbit"]) if job["gbit"] else None
     field = {name: Measured(MODES[name], job) for name in names}
     order = random.Random(0)
+    for measured in field.values():
+        measured.steps(WARM_UP)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(WARM_UP + job["rounds"]):
+    phases: list[dict[str, float]] = []
+    for _ in range(job["rounds"]):
         for name in order.sample(names, k=len(names)):
-            elapsed = slowest(field[name].step())
-            if turn >= WARM_UP:
-                seconds[name].append(elapsed)
+            seconds[name].append(slowest(field[name].steps(job["steps"])))
+        phases.append(time_phases(field[REFERENCE]))
     sent = {name: of_all_ranks(sent_per_step(field[name])) for name in names}
     differences = compare_parameters(field, job)
     model = describe(field[REFERENCE].contestant.model)
     modes = {
         name: {"seconds": seconds[name], "sent_bytes": sent[name], "difference": differences[name]} for name in names
     }
-    return {"model": model, "modes": modes, "phases": time_phases(field[REFERENCE], job["rounds"]), "rate": rate}
+    medians = {part: statistics.median(one[part] for one in phases) for part in phases[0]}
+    return {"model": model, "modes": modes, "phases": medians, "rate": rate}
 
 
 def sent_per_step(measured: Measured) -> float:
     """Bytes that this rank sends, on average over some steps."""
     dist.barrier()
     before = sent_bytes()
-    for _ in range(WIRE_STEPS):
-        measured.step()
+    measured.steps(WIRE_STEPS)
     dist.barrier()
     return (sent_bytes() - before) / WIRE_STEPS
 
@@ -166,27 +171,35 @@ def sum_by_block(ddp: nn.Module) -> list[int]:
     return [*blocks, sum(param.nbytes for param in ddp.parameters()) - sum(blocks)]
 
 
-def time_phases(reference: Measured, rounds: int) -> dict[str, float]:
-    """Median seconds of parts of a step that send nothing, while all ranks compute at once."""
-    ddp, optimizer = reference.contestant.model, reference.contestant.optimizer
+def time_phases(reference: Measured) -> dict[str, float]:
+    """Seconds of parts of a step that send nothing, while all ranks compute at once; the model stays as it was."""
+    ddp = reference.contestant.model
     assert isinstance(ddp, DistributedDataParallel), "the reference is DDP"
-    seconds: dict[str, list[float]] = {"forward": [], "backward": [], "adamw": []}
+    params = list(ddp.parameters())
+    twins = [param.detach().clone().requires_grad_() for param in params]
+    optimizer = AdamW(twins, **OPTIONS)
+    batch = reference.task.draw(reference.batch_size, torch.Generator().manual_seed(0))
     loss = torch.zeros(())
 
     def forward() -> None:
         nonlocal loss
         loss = ddp(*batch)
 
-    for _ in range(1 + rounds):  # the first one warms up
-        batch = reference.task.draw(reference.batch_size, reference.data)
-        with ddp.no_sync():
-            for name, act in (("forward", forward), ("backward", lambda: loss.backward()), ("adamw", optimizer.step)):
+    def step() -> None:
+        for twin, param in zip(twins, params, strict=True):
+            twin.grad = param.grad
+        optimizer.step()
+
+    seconds = {}
+    with ddp.no_sync():
+        for _ in range(2):  # the first time warms up
+            for name, act in (("forward", forward), ("backward", lambda: loss.backward()), ("adamw", step)):
                 dist.barrier()
                 started = time.perf_counter()
                 act()
-                seconds[name].append(slowest(time.perf_counter() - started))
-        optimizer.zero_grad()
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
+                seconds[name] = slowest(time.perf_counter() - started)
+            ddp.zero_grad()
+    return seconds
 
 
 # Memory
@@ -216,7 +229,7 @@ def measure_memory(job: Job) -> dict[str, int]:
         if step == FIRST_STEPS:
             peak_at_first = resident("VmHWM")
             forget_peak()
-        measured.step()
+        measured.steps()
     peak = resident("VmHWM")
     return {
         "peak": peak - baseline,

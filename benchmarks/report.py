@@ -98,7 +98,7 @@ def tell_facts(options: Namespace, found: Found, load: float, rate: float | None
         f"machine: {processor()}, {os.cpu_count()} cores; load average {load:.1f} before the run",
         f"model: {options.model}, {model['parameters']:,} parameters in {model['tensors']} tensors, {options.ranks} "
         f"Gloo ranks of one thread each, {options.batch_size} x {MODELS[options.model].sample} per rank, "
-        f"{options.rounds} rounds",
+        f"{options.rounds} rounds of {options.steps} steps",
         f"DDP's buckets in the order of reduction, MiB: {buckets}",
         f"median ms of DDP's parts, sending nothing, all ranks at once: forward {phases['forward']}, backward "
         f"{phases['backward']}, fused AdamW {phases['adamw']}",

@@ -38,6 +38,7 @@ class Binding:
         layout: parameter indices of each DDP bucket that the plan follows, or None.
         owners: the owner of every parameter, by index.
         plan: the current plan.
+        not_reduced: the first active parameter in none of the DDP buckets that the plan follows, or None.
         digest: a number that differs where owners, buckets or what travels in them differ.
         sync: sends and receives its buckets.
     """
@@ -91,11 +92,6 @@ class Binding:
         if not self._is_settled:
             self._is_settled = True
             self._bind(self._table.specs(self._active))
-
-    def not_reduced(self) -> int | None:
-        """The first active parameter in none of the DDP buckets that the plan follows, or None."""
-        reduced = {param for bucket in self.layout or () for param in bucket}
-        return next((index for index, spec in enumerate(self.plan.specs) if spec.active and index not in reduced), None)
 
     def refresh(self, may_talk: bool, held: Collection[int] = ()) -> bool:
         """Plan and bind again if a parameter was moved, frozen or unfrozen since; says whether it was.
@@ -152,6 +148,9 @@ class Binding:
             self.plan = plan_for_ddp(specs, self.owners, ranks, self.layout, BUCKET_CAP_BYTES)
         self.digest = self.plan.digest()
         self.sync = self._new_sync()
+        reduced = {param for bucket in self.layout or () for param in bucket}
+        unreduced = (index for index, spec in enumerate(specs) if spec.active and index not in reduced)
+        self.not_reduced = next(unreduced, None)
         self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
         self._bound_places = self._places()
         logger.debug(

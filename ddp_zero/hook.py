@@ -261,7 +261,7 @@ class OverlapHook:
             return "find_unused_parameters=True: only the reducer knows which gradients exist"
         if self._sharded.local_step.steps_whole:
             return "the optimizer wraps another one, which steps all its parameters at once"
-        outside = self._sharded.binding.not_reduced()
+        outside = self._sharded.binding.not_reduced
         if outside is not None:
             return f"{self._sharded.table.label(outside)} is in none of DDP's buckets"
         return None

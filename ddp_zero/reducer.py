@@ -33,9 +33,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def backward_id() -> int:
-    """A number for the backward pass that this thread runs; another one inside a reentrant checkpoint."""
-    return torch._C._current_graph_task_id()
+backward_id = torch._C._current_graph_task_id
+"""A number for the backward pass that this thread runs; another one inside a reentrant checkpoint."""
 
 
 def after_the_reducer(callback: Callable[[], None]) -> None:

@@ -155,13 +155,14 @@ def migrate_state(
         for index, old, _ in moves:
             if old == comm.group_rank and stepped[index] in state:
                 _check_can_travel(state[stepped[index]], table.label(index))
+    device = table.accelerator()
     for index, old, new in moves:
         if comm.group_rank == old:
             key, master = stepped[index], stepped.give(index)
             born = (order.give(key), state.pop(key)) if key in state else None
             comm.send_tree((None if master is None else master.detach(), born), new)
         elif comm.group_rank == new:
-            master, born = comm.receive_tree(old, table.accelerator())
+            master, born = comm.receive_tree(old, device)
             if master is not None:
                 stepped.take(index, master)
             if born is not None:
