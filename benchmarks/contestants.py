@@ -182,12 +182,15 @@ class Mode:
 
 
 def ddp_with(
-    build: Callable[[DistributedDataParallel], Optimizer], has_views: bool = True, clips: bool = False
+    build: Callable[[DistributedDataParallel], Optimizer],
+    has_views: bool = True,
+    clips: bool = False,
+    bucket_mib: int | None = None,
 ) -> Callable[[nn.Module], Contestant]:
     """A contestant on top of DDP."""
 
     def contestant(model: nn.Module) -> Contestant:
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=has_views)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=has_views, bucket_cap_mb=bucket_mib)
         return Contestant(ddp, build(ddp), clips)
 
     return contestant
@@ -230,9 +233,9 @@ def standalone(ddp: DistributedDataParallel) -> Optimizer:
     return ZeroRedundancyOptimizer(ddp.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
 
 
-def ours(**options: Any) -> Callable[[nn.Module], Contestant]:
+def ours(bucket_mib: int | None = None, **options: Any) -> Callable[[nn.Module], Contestant]:
     """By `shard_optimizer`."""
-    return ddp_with(lambda ddp: shard_optimizer(ddp, AdamW, **options, **OPTIONS))
+    return ddp_with(lambda ddp: shard_optimizer(ddp, AdamW, **options, **OPTIONS), bucket_mib=bucket_mib)
 
 
 def deepspeed_zero(stage: int) -> Callable[[nn.Module], Contestant]:
@@ -281,6 +284,8 @@ MODES: dict[str, Mode] = {
     "DeepSpeed ZeRO-1": Mode(deepspeed_zero(1), gradients=None, needs="deepspeed"),
     "DeepSpeed ZeRO-2": Mode(deepspeed_zero(2), gradients=None, needs="deepspeed"),
     "FairScale OSS": Mode(ddp_with(fairscale_oss), needs="fairscale"),
+    # memory that no formula of DDP's default buckets tells
+    "ddp_zero stage 2, buckets of 8 MiB": Mode(ours(8, stage=2), gradients=None, is_extra=True),
     CLIPPED: Mode(ddp_with(adamw, clips=True), base=CLIPPED, is_extra=True),
     "ddp_zero stage 1, overlapped, clipped": Mode(ours(max_grad_norm=MAX_NORM), base=CLIPPED, is_extra=True),
     'ddp_zero stage 1, overlapped, nonfinite="skip"': Mode(ours(nonfinite="skip"), is_extra=True),

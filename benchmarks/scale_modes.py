@@ -196,8 +196,8 @@ DDP = "DDP + fused AdamW"
 ONE, TWO = "ddp_zero stage 1", "ddp_zero stage 2"
 
 
-def _overlapped(stage: int, lag: int | None, syncs_in_forward: bool = False, backwards: bool = False) -> Mode:
-    step = partial(overlapped_step, stage=stage, lag=lag, syncs_in_forward=syncs_in_forward, backwards=backwards)
+def _overlapped(stage: int, lag: int | None, syncs_in_forward: bool = False) -> Mode:
+    step = partial(overlapped_step, stage=stage, lag=lag, syncs_in_forward=syncs_in_forward)
     if stage == 1:
         return Mode(step, _stage_1(lambda shards: shards.overlapped), STATE_ALL)
     return Mode(step, _stage_2(keeps_shard=lag is None), BUCKETS_ONLY if lag else BUCKETS_AND_SHARD)
@@ -217,12 +217,10 @@ MODES: dict[str, Mode] = {
     f"{ONE}, overlapped": _overlapped(stage=1, lag=None),
     f"{ONE}, interleaved": _overlapped(stage=1, lag=1),
     f"{ONE}, interleaved, sync in forward": _overlapped(stage=1, lag=1, syncs_in_forward=True),
-    f"{ONE}, sync in forward, last bucket first": _overlapped(1, None, syncs_in_forward=True, backwards=True),
     f"{TWO}, interleaved": _overlapped(stage=2, lag=1),
     f"{TWO}, last bucket": _overlapped(stage=2, lag=None),
     f"{TWO}, after backward": _overlapped(stage=2, lag=None),
     f"{TWO}, sync in forward": _overlapped(stage=2, lag=1, syncs_in_forward=True),
-    f"{TWO}, sync in forward, last bucket first": _overlapped(2, None, syncs_in_forward=True, backwards=True),
 }
 
 

@@ -186,12 +186,10 @@ def standalone_step(lanes: Lanes, job: Job) -> None:
         lanes.wait("sync", index)
 
 
-def overlapped_step(
-    lanes: Lanes, job: Job, stage: int, lag: int | None, syncs_in_forward: bool = False, backwards: bool = False
-) -> None:
+def overlapped_step(lanes: Lanes, job: Job, stage: int, lag: int | None, syncs_in_forward: bool = False) -> None:
     """What the hook does, see `ddp_zero.overlap`; in stage 2 a reduction waits for the one before.
 
-    ``backwards``: the last bucket, which forward needs first, is stepped and sent first.
+    ``syncs_in_forward``: all buckets are sent after the last step, the one that forward needs first before the others.
     """
     buckets = job.overlapped
     forward(lanes, job, syncs_in_forward)
@@ -199,7 +197,8 @@ def overlapped_step(
     def finish(index: int) -> None:
         lanes.wait("reduce", index)
         lanes.compute(job.local_step(buckets[index]))
-        lanes.start("sync", index, sync(buckets[index], lanes.transport))
+        if not syncs_in_forward:
+            lanes.start("sync", index, sync(buckets[index], lanes.transport))
 
     def on_bucket(index: int) -> None:
         if stage == 2:
@@ -213,13 +212,14 @@ def overlapped_step(
             finish(index - lag)
         if is_last:
             first = 0 if lag is None else max(0, index - lag)
-            left = range(first, index + 1)
-            for bucket in reversed(left) if backwards else left:
+            for bucket in range(first, index + 1):
                 finish(bucket)
 
     backward(lanes, job, on_bucket)
-    if not syncs_in_forward:
-        for index in range(len(buckets)):
+    for index in reversed(range(len(buckets))):
+        if syncs_in_forward:
+            lanes.start("sync", index, sync(buckets[index], lanes.transport))
+        else:
             lanes.wait("sync", index)
 
 

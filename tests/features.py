@@ -26,6 +26,9 @@ SITUATIONS_2 = _STAGE_2 + "test_what_holds_for_stage_1_holds_for_stage_2"
 MEMORY_2 = _STAGE_2 + "test_a_step_holds_three_bucket_buffers_and_its_own_shard_only_where_the_step_waits"
 WIRE_2 = _STAGE_2 + "test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes"
 STAGE_2 = _STAGE_2 + "test_stage_2"
+_FORWARD = _HERE + "test_sync_forward.py::"
+IN_FORWARD = _FORWARD + "test_every_mode_equals_ddp_with_the_plain_optimizer"
+USES = _FORWARD + "test_whoever_uses_a_parameter_waits_for_it"
 RECIPES = _HERE + "test_recipes.py::test_a_step_that_needs_all_gradients_equals_ddp_with_torchs_own_parts"
 DECIDE = _HERE + "test_decision.py::test_decision"
 CHECKPOINT = _HERE + "test_checkpoint.py::test_checkpoint"
@@ -76,6 +79,8 @@ FEATURES: list[tuple[str, str, str]] = [
         STAGE_2,
     ),
     ("... a norm of a part of the gradients is refused, with the remedy", "yes", STAGE_2),
+    ('`sync="forward"`: a sync may outlast its step; every mode bit-equal', "yes", IN_FORWARD),
+    ("... whoever uses a parameter waits: layers, `state_dict`, averages, writes, copies, collectives", "yes", USES),
     (
         "Clipping, `GradScaler` with overflows, own loss scale, fp32 masters, accumulation: bit-equal in every mode",
         "yes",

@@ -49,9 +49,13 @@ def _stage_2_after_backward(ddp: DistributedDataParallel, **options: Any) -> Zer
     return shard_optimizer(ddp, torch.optim.AdamW, stage=2, overlap=False, **options)
 
 
+def _sync_in_forward(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
+    return shard_optimizer(ddp, torch.optim.AdamW, stage=2, sync="forward", **options)
+
+
 MODES: list[Callable[..., ZeroRedundancyOptimizer]] = [
     *(_standalone, _packed, _overlapped, _interleaved),
-    *(_stage_2, _stage_2_at_the_end, _stage_2_after_backward),
+    *(_stage_2, _stage_2_at_the_end, _stage_2_after_backward, _sync_in_forward),
 ]
 
 
@@ -65,12 +69,14 @@ def _equal_on_a_gpu(setup: Setup, backend: str) -> None:
             plain_model, ddp = (DistributedDataParallel(copy.deepcopy(model), **wrap) for _ in range(2))
             plain = torch.optim.AdamW(plain_model.parameters(), lr=0.01, **options)
             opt = build(ddp, lr=0.01, **options)
-            for inputs, targets in batches(setup.rank, 10):
+            for step, (inputs, targets) in enumerate(batches(setup.rank, 10)):
                 for one, optimizer in ((plain_model, plain), (ddp, opt)):
                     optimizer.zero_grad()
                     nn.functional.mse_loss(one(inputs.to(device)), targets.to(device)).backward()
                     optimizer.step()
-                assert_equal_models(plain_model, ddp, f"{build.__name__} {options}")
+                if step % 2:  # in between, the next forward pass waits for parameters, or they have come
+                    opt.finish_sync()
+                    assert_equal_models(plain_model, ddp, f"{build.__name__} {options}")
             opt.consolidate_state_dict(to=0)
             if setup.rank == 0:
                 assert_identical(plain.state_dict()["state"], opt.state_dict()["state"], "state")
