@@ -26,7 +26,7 @@ _READS_NO_VALUES = {
     *(getattr(Tensor, name) for name in _METHODS),
     torch._C.TensorBase.grad.__set__,  # type: ignore[union-attr]
 }
-_OWN_FUNCTIONS = (Tensor.__torch_function__, torch.nn.Parameter.__torch_function__)
+_FUNCTIONS = (Tensor.__dict__["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
 
 _arrivals: dict[int, Callable[[], None]] = {}  # by id of a tensor that is alive, what brings its values
 
@@ -61,10 +61,10 @@ class Awaited:
         return self.__reduce_ex__(protocol)
 
 
-def can_await(tensor: Tensor) -> bool:
-    """Whether uses of this tensor can be noticed: not if its type has a ``__torch_function__`` of its own."""
-    function = getattr(type(tensor).__torch_function__, "__func__", type(tensor).__torch_function__)
-    return any(function is getattr(own, "__func__", own) for own in _OWN_FUNCTIONS)
+def can_await(tensors: Iterable[Tensor]) -> bool:
+    """Whether uses of these tensors can be noticed: not if a type has a ``__torch_function__`` of its own."""
+    functions = [getattr(kind, "__torch_function__", None) for kind in set(map(type, tensors))]
+    return all(getattr(function, "__func__", function) in _FUNCTIONS for function in functions)
 
 
 def expect(tensors: Iterable[Tensor], arrival: Callable[[], None]) -> None:

@@ -122,8 +122,8 @@ class BucketMemory:
         """See that every gradient of the bucket is in its scratch."""
         views = self._views.get(layout.index)
         start, size = flat.data_ptr(), flat.element_size()
-        for param in layout.params:
-            grad, place = param.grad, layout.places[param]
+        for param, place in layout.places.items():
+            grad = param.grad
             if grad is None:
                 place.window(flat).zero_()
             elif not has_landed or (grad.data_ptr() != start + place.offset * size and param.numel()):
@@ -176,7 +176,7 @@ class BucketMemory:
             self._note_own_memory()
             return
         for index, views in self._views.items():
-            if index in self._buffers:
+            if index in self._buffers and not views.are_complete:
                 for param in views.places:
                     if param.grad is not None:
                         views.capture(param, param.grad)

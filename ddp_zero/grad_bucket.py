@@ -80,6 +80,7 @@ class ScratchLayout:
         table = sharded.table
         self.index = bucket.index
         self.params = params
+        self.indices = [table.index_of[param] for param in params]
         self.numel = sum(param.numel() for param in params)
         self.dtype, self.device = params[0].dtype, params[0].device
         self.places: dict[Tensor, Place] = {}
@@ -162,7 +163,7 @@ class ReducedSegment:
     """A bucket on its way to the owners; then this rank's sum of it."""
 
     def __init__(self, workshop: Workshop, layout: ScratchLayout, scratch: Tensor) -> None:
-        self.params = layout.params
+        self.params, self.indices = layout.params, layout.indices
         self.layout = layout
         self._workshop = workshop
         self._scratch: Tensor | None = scratch
@@ -277,14 +278,14 @@ class WholeBucket:
     """
 
     def __init__(self, params: list[Tensor], window_of: Callable[[Tensor], Tensor], workshop: Workshop) -> None:
-        self.params = params
+        index_of = workshop.sharded.table.index_of
+        self.params, self.indices = params, [index_of[param] for param in params]
         self._window_of = window_of
         self._workshop = workshop
 
     def wait(self) -> None:
         """It was waited for when it was reduced; add what had been accumulated before, on the rank that owns it."""
-        index_of = self._workshop.sharded.table.index_of
-        for index in (index_of[param] for param in self.params):
+        for index in self.indices:
             carried = self._workshop.carried.pop(index, None)
             if carried is not None:
                 self.gradient(index).add_(carried)

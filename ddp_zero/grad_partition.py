@@ -146,13 +146,13 @@ class PartitionedGradients:
             self._end_iteration()  # DDP's first layout: it has published whole gradients
             return
         whole = {} if was_consumed else self._copies_of_owned()
-        self._memory.capture()
-        params, index_of = self._sharded.table.params, self._sharded.table.index_of
+        params, owners, rank = self._sharded.table.params, self._sharded.binding.owners, self._sharded.comm.group_rank
         with untouched():
-            for index in (index_of[param] for arrival in self._arrivals for param in arrival.params):
+            self._memory.capture()
+            for index in (index for arrival in self._arrivals for index in arrival.indices):
                 if index in whole:
                     self._visible.show(index, whole[index])
-                elif params[index].grad is not None and (was_consumed or not self._is_owned(index)):
+                elif params[index].grad is not None and (was_consumed or owners[index] != rank):
                     self._visible.hide(index, was_consumed)
         self._end_iteration()
 

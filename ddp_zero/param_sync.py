@@ -146,7 +146,7 @@ class ForwardSync(ParameterSync):
         for sync in self._in_flight:
             index, params = sync.bucket.index, self._params_of(sync)
             self._left[index] = sync
-            if all(map(can_await, params)):
+            if can_await(params):
                 expect(params, _Arrival(self, index))
             else:
                 unnoticed.append(index)

@@ -17,7 +17,7 @@ class PublishedGradients:
     def note(self) -> None:
         """The step was taken; from now on a change is too late."""
         with untouched():
-            grads = ((index, param.grad) for index, param in enumerate(self._sharded.table.params))
+            grads = [(index, param.grad) for index, param in enumerate(self._sharded.table.params)]
             self._noted = [(index, *_mark(grad)) for index, grad in grads if grad is not None]
 
     def first_changed(self) -> int | None:
@@ -25,9 +25,10 @@ class PublishedGradients:
 
         What is written through ``grad.data`` cannot be seen.
         """
+        params = self._sharded.table.params
         with untouched():
             for index, place, version in self._noted:
-                grad = self._sharded.table.params[index].grad
+                grad = params[index].grad
                 if grad is None or _mark(grad) != (place, version):
                     return index
             return None

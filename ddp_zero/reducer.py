@@ -143,6 +143,11 @@ class BucketViews:
         """Parameters whose view was captured, with that view."""
         return self._views.items()
 
+    @property
+    def are_complete(self) -> bool:
+        """Whether the reducer's view has been seen for every parameter."""
+        return len(self._views) == len(self.places)
+
     def is_captured(self, param: Tensor) -> bool:
         """Whether the reducer's view for this parameter has been seen."""
         return param in self._views
