@@ -4,7 +4,7 @@ import atexit
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -145,7 +145,8 @@ class ForwardSync(ParameterSync):
         unnoticed = []
         for sync in self._in_flight:
             index, params = sync.bucket.index, self._params_of(sync)
-            self._left[index] = sync
+            increment_version(sync.stepped)  # now: a graph from before the step must not read what is still coming
+            self._left[index] = replace(sync, stepped=())
             if can_await(params):
                 expect(params, _Arrival(self, index))
             else:

@@ -613,3 +613,25 @@ def _refused(setup: Setup) -> None:
 
 def test_refused() -> None:
     run_ranks(_refused, 2)
+
+
+# What reads parameters without asking
+
+
+def _graph_of_before(setup: Setup) -> None:
+    """Autograd reads saved parameters in C++: backward through a graph from before the step."""
+    twins = Twins()
+    twins.train()
+    twins.opt.finish_sync()
+    scales = [torch.ones_like(param.detach(), requires_grad=True) for param in twins.ddp.parameters()]
+    losses = [(param * scale).sum() for param, scale in zip(twins.ddp.parameters(), scales, strict=True)]
+    train_step(twins.ddp, twins.opt, *next(twins.data))
+    before = left(twins.opt)
+    for loss, scale in zip(losses, scales, strict=True):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, scale)
+    assert left(twins.opt) == before != []
+
+
+def test_autograd_refuses_a_graph_from_before_the_step_whose_parameters_are_on_their_way() -> None:
+    run_ranks(_graph_of_before, 2)
