@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -126,6 +127,7 @@ class ForwardSync(ParameterSync):
         self._stepped: set[int] = set()
         self._left: dict[int, BucketSync] = {}  # of steps that are over
         self._error: RuntimeError | None = None
+        self._one_waits = threading.RLock()  # a message can be waited for once: other threads wait for who does
 
     def start(self, bucket: Bucket) -> None:
         """Start the exchanges for which this bucket was missing."""
@@ -171,16 +173,17 @@ class ForwardSync(ParameterSync):
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed, again and again until `abandon`.
         """
-        if self._error is not None:
-            raise RuntimeError(f"{self._error}. Call opt.reset() to go on with what has come.") from self._error
-        if index not in self._left:
-            return
-        try:
-            self._finish(self._left[index])
-        except RuntimeError as error:
-            self._error = error
-            raise
-        arrived(self._params_of(self._left.pop(index)))
+        with self._one_waits:
+            if self._error is not None:
+                raise RuntimeError(f"{self._error}. Call opt.reset() to go on with what has come.") from self._error
+            if index not in self._left:
+                return
+            try:
+                self._finish(self._left[index])
+            except RuntimeError as error:
+                self._error = error
+                raise
+            arrived(self._params_of(self._left.pop(index)))
 
     def abandon(self) -> None:
         """Forget the step that is under way; what earlier ones have left still comes, unless that has failed."""

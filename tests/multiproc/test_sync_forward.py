@@ -635,3 +635,46 @@ def _graph_of_before(setup: Setup) -> None:
 
 def test_autograd_refuses_a_graph_from_before_the_step_whose_parameters_are_on_their_way() -> None:
     run_ranks(_graph_of_before, 2)
+
+
+def _late(rank: int, seconds: float) -> Any:
+    """A rank sends its parameters late, once."""
+    start, sleeps = Communicator.start_exchange, [seconds]
+
+    def late(comm: Communicator, *args: Any) -> Exchange:
+        if comm.group_rank == rank and sleeps:
+            time.sleep(sleeps.pop())
+        return start(comm, *args)
+
+    return mock.patch.object(Communicator, "start_exchange", late)
+
+
+def _threads(setup: Setup) -> None:
+    """Several threads use the same parameters at once."""
+    twins = Twins()
+    twins.train()
+    errors: list[Exception] = []
+
+    def use() -> None:
+        try:
+            for param in twins.ddp.parameters():
+                param.sum()
+        except Exception as error:
+            errors.append(error)
+
+    for late_rank in (0, 1):
+        inputs, targets = next(twins.data)
+        train_step(twins.expected, twins.reference, inputs, targets)
+        with _late(late_rank, 0.3):
+            train_step(twins.ddp, twins.opt, inputs, targets)
+            threads = [threading.Thread(target=use) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert not errors, errors[0]
+    twins.check()
+
+
+def test_threads_that_use_the_same_parameter_wait_for_it_together() -> None:
+    run_ranks(_threads, 2, group_timeout=10)
