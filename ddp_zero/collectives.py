@@ -59,9 +59,10 @@ class Exchange:
     def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
         self._works = works
         self._tensors = tensors  # keeps the memory alive that the backend reads and writes
+        self._waited = 0  # works that are over; Gloo would wait for a second message
 
     def wait(self, what: str) -> None:
-        """Block until everything has arrived and left.
+        """Block until everything has arrived and left. Can be called again after a signal's handler has raised.
 
         Args:
             what: what is exchanged, for the message, such as ``the sync of bucket 3``.
@@ -69,12 +70,14 @@ class Exchange:
         Raises:
             RuntimeError: naming the peer, if one failed or the group's time-out passed.
         """
-        for peer, work in self._works:
+        for position, (peer, work) in enumerate(self._works[self._waited :], start=self._waited):
             try:
                 work.wait()
             except RuntimeError as error:
                 _abandoned.append(self)
                 raise RuntimeError(f"Expected {peer()} to take part in {what}, got: {error}") from error
+            finally:
+                self._waited += position == self._waited and work.is_completed()  # raised after waiting
 
     def abandon(self) -> None:
         """Never wait for it. Its memory is kept until the process ends, since the backend may still write there."""

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -678,3 +679,35 @@ def _threads(setup: Setup) -> None:
 
 def test_threads_that_use_the_same_parameter_wait_for_it_together() -> None:
     run_ranks(_threads, 2, group_timeout=10)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop(*_: Any) -> None:
+    raise _Stop
+
+
+def _interrupted(setup: Setup) -> bool:
+    """As by Ctrl-C, after which the user saves the model."""
+    signal.signal(signal.SIGALRM, _stop)
+    twins = Twins()
+    twins.train()
+    inputs, targets = next(twins.data)
+    train_step(twins.expected, twins.reference, inputs, targets)
+    has_stopped = False
+    with _late(1, 0.6):
+        train_step(twins.ddp, twins.opt, inputs, targets)
+        if setup.rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            twins.ddp.module.state_dict()
+        except _Stop:
+            has_stopped = True
+    twins.check()
+    return has_stopped
+
+
+def test_a_wait_that_a_signal_has_interrupted_goes_on_at_the_next_use() -> None:
+    assert run_ranks(_interrupted, 2, group_timeout=10) == [True, False]
