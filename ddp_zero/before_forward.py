@@ -1,9 +1,16 @@
 """What a model does before a forward pass with parameters that are on their way (``sync="forward"``).
 
-Most uses wait by themselves, see `awaited`. This is for those that look at the type of a parameter first: compiled code
-is made for one type, and `torch.nn`'s attention has a faster way, with other last bits, only for parameters that are
-nothing special, and only in evaluation. So evaluation and compiled parts of a model wait for all parameters. Where the
-whole model with DDP around it is compiled, nothing runs before compiled code; then steps wait again.
+Most uses wait by themselves, see `awaited`. This is for those that do not.
+
+Some hand a tensor to C++ without asking its type: `torch.func.vmap` and ``grad``, `torch.sparse_coo_tensor`,
+`torch.tensor`, extensions. So a module waits for the parameters that it holds itself.
+
+Compiled code is made for parameters of one type. So evaluation, and models with compiled parts, wait for all. Where DDP
+itself is compiled, nothing runs before compiled code; then steps wait again.
+
+Steps wait from the start where waiting before forward would not do: TorchScript reads parameters in C++, and the
+attention of `torch.nn` has a faster way to evaluate, with other last bits, only for parameters that are nothing special,
+in modules without hooks.
 """
 
 import weakref
@@ -14,17 +21,30 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_zero.awaited import wait_for
 from ddp_zero.sharded_step import ShardedStep
 
-_HAVE_A_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+_STEPS_WAIT_FOR = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, torch.jit.ScriptModule)
 
 
-def complete_before_forward(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
-    """Register what waits before a forward pass of the model, or of one of its parts in evaluation."""
-    parts = [module for module in ddp.modules() if isinstance(module, _HAVE_A_FAST_PATH)]
-    for module in (ddp, ddp.module, *parts):
+def wait_before_forward(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
+    """Register what waits before a forward pass of the model or of a part of it, so that steps need not."""
+    modules = list(ddp.modules())
+    if any(isinstance(module, _STEPS_WAIT_FOR) for module in modules):
+        return
+    for module in (ddp, ddp.module):
         module.register_forward_pre_hook(_BeforeForward(sharded))
+    for module in modules:
+        if module._parameters:
+            module.register_forward_pre_hook(_wait_for_own)
     sharded.leaves_syncs = True
+
+
+def _wait_for_own(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook; nothing where all has come, as in copies of the model."""
+    if not torch.compiler.is_compiling():
+        for param in module._parameters.values():
+            wait_for(param)
 
 
 class _BeforeForward:

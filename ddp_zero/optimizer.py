@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.admission import check_can_sync, check_has_no_hook, check_model
 from ddp_zero.agreement import Agreement
-from ddp_zero.before_forward import complete_before_forward
+from ddp_zero.before_forward import wait_before_forward
 from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator
 from ddp_zero.config import StepOptions
@@ -208,7 +208,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
     def _sync_before_forward(self, ddp: DistributedDataParallel) -> None:
         """Have forward passes that cannot wait by themselves wait for all parameters."""
         if self._decision.options.sync == "forward":
-            complete_before_forward(ddp, self._sharded)
+            wait_before_forward(ddp, self._sharded)
 
     def _build_watch(self, ddp: DistributedDataParallel, wrapped: CommHook | None) -> CommHook:
         """A hook that only looks at gradients before they are averaged, if anybody will ask, for ``last_step``."""

@@ -5,6 +5,7 @@ import io
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -711,3 +712,63 @@ def _interrupted(setup: Setup) -> bool:
 
 def test_a_wait_that_a_signal_has_interrupted_goes_on_at_the_next_use() -> None:
     assert run_ranks(_interrupted, 2, group_timeout=10) == [True, False]
+
+
+class Bypass(nn.Module):
+    """Hands its parameters to functions that do not ask for the type of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.diagonal = nn.Parameter(torch.rand(8, 8)), nn.Parameter(torch.rand(8))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.func.vmap(lambda row: inputs @ row)(self.matrix)
+        scale = torch.sparse_coo_tensor(torch.arange(8).repeat(2, 1), self.diagonal, (8, 8), check_invariants=False)
+        result: Tensor = self.out((scale @ hidden).T)
+        return result
+
+
+def _bypassed(setup: Setup) -> None:
+    torch.manual_seed(0)
+    twins = Twins(model=Bypass())
+    twins.train()
+    data = [next(twins.data) for _ in range(4)]
+    for inputs, targets in data:
+        train_step(twins.expected, twins.reference, inputs, targets)
+    for step, (inputs, targets) in enumerate(data):
+        with _late(step % 2, 0.1):
+            train_step(twins.ddp, twins.opt, inputs, targets)
+    twins.check()
+
+
+def test_a_module_waits_for_its_own_parameters_before_it_hands_them_to_who_does_not_ask() -> None:
+    run_ranks(_bypassed, 2)
+
+
+def _scripted(setup: Setup, how: str) -> None:
+    """TorchScript reads parameters in C++."""
+    torch._C._jit_set_profiling_executor(False)  # it rounds otherwise from its third run on, of either model
+    models: list[Any] = [build_model(), build_model()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        for index, model in enumerate(models):
+            if how == "whole":
+                models[index] = torch.jit.script(model)
+            else:
+                model[0] = torch.jit.script(model[0])
+    expected, ddp = plain(models[0]), wrapped(models[1])
+    reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES["stage 2, interleaved"])
+    data = list(batches(setup.rank, STEPS))
+    for inputs, targets in data:
+        train_step(expected, reference, inputs, targets)
+    for step, (inputs, targets) in enumerate(data):
+        with _late(step % 2, 0.05):
+            train_step(ddp, opt, inputs, targets)
+    opt.finish_sync()
+    assert_same_values(expected.module, ddp.module, how)
+
+
+@pytest.mark.parametrize("how", ["whole", "a layer"])
+def test_scripted_modules_wait(how: str) -> None:
+    run_ranks(_scripted, 2, how)

@@ -88,7 +88,7 @@ ROOMS = {
     "binding": room(3, "collectives flat param_sync parameters partition plan tracing"),
     "state_transfer": room(3, "agreement collectives local_step parameters partition payload precision"),
     "admission": room(3, "parameters sharded_step"),
-    "before_forward": room(3, "sharded_step"),
+    "before_forward": room(3, "awaited sharded_step"),
     "published": room(3, "absent awaited sharded_step"),
     "take_back": room(3, "local_step sharded_step"),
     "decision": room(
