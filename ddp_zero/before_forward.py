@@ -9,8 +9,8 @@ Compiled code is made for parameters of one type. So evaluation, and models with
 itself is compiled, nothing runs before compiled code; then steps wait again.
 
 Steps wait from the start where waiting before forward would not do: TorchScript reads parameters in C++, and the
-attention of `torch.nn` has a faster way to evaluate, with other last bits, only for parameters that are nothing special,
-in modules without hooks.
+attention of `torch.nn` has a faster way to evaluate, with other last bits, only for parameters that are nothing
+special, in modules without hooks.
 """
 
 import weakref

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -212,9 +213,12 @@ class _Arrival:
         self.sync.complete_bucket(self.bucket)
 
 
+_PROCESS = os.getpid()
+
+
 @atexit.register
 def _complete_all() -> None:
-    """Peers may still wait for what this process sends."""
-    for arrival in all_arrivals():
+    """Peers may still wait for what this process sends; not a fork of it."""
+    for arrival in all_arrivals() if os.getpid() == _PROCESS else ():
         with contextlib.suppress(RuntimeError):
             arrival()

@@ -86,8 +86,9 @@ class TakesSteps(ReachesGradients, Joinable):
     def finish_sync(self) -> None:
         """Have all parameters that others have stepped; with ``sync="forward"`` only whoever uses one waits for it.
 
-        What torch does with a parameter waits by itself. Call this before code outside of it reads or writes memory of
-        parameters: pointers or views kept from before, TorchScript modules, extensions. Nothing otherwise.
+        Modules wait for their own parameters, and nearly all of torch for any. Call this before other code reads or
+        writes them: pointers or views kept from before, extensions, `torch.func.grad` of a function of parameters,
+        ``torch.tensor(param)``, `torch.sparse_coo_tensor`, methods of a process group. Nothing otherwise.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
