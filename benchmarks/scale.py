@@ -216,7 +216,9 @@ def main() -> None:
     options = parse_options()
     link = Link(options.gbit[0], options.latency_us / 1e6, options.message_us / 1e6)
     if options.check:
-        print(check(RESULTS, link))
+        text = f"- date: {date.today()}\n- command: python benchmarks/scale.py --check\n\n{check(RESULTS, link)}\n"
+        print(text)
+        (RESULTS / "scale-check.md").write_text(text)
         return
     shape, phases, source = inputs(options)
     outlook = look_out(shape, phases, options)

@@ -21,7 +21,7 @@ class Comparison:
     predicted: float
     measured_bytes: float
     predicted_bytes: float
-    measured_memory: float
+    measured_memory: float | None
     predicted_memory: float
 
     @property
@@ -42,7 +42,7 @@ def compare(found: dict[str, Any], result: str, link: Link) -> list[Comparison]:
         if name in MODES:
             step = forecast(MODES[name].step, job, shaped, Transport.GLOO)
             seconds, sent = statistics.median(measured["seconds"]), statistics.mean(measured["sent_bytes"])
-            peak, memory = max(measured["peak_bytes"]), MODES[name].memory(sizes)
+            peak, memory = max(measured["peak_bytes"], default=None), MODES[name].memory(sizes)
             comparisons.append(Comparison(result, name, seconds, step.seconds, sent, step.sent, peak, memory))
     return comparisons
 
@@ -78,7 +78,7 @@ def table(comparisons: list[Comparison]) -> str:
             f"{one.error:+.1%}",
             f"{one.measured_bytes / 1e6:.1f}",
             f"{one.predicted_bytes / 1e6:.1f}",
-            f"{one.measured_memory / 1e6:.0f}",
+            "-" if one.measured_memory is None else f"{one.measured_memory / 1e6:.0f}",
             f"{one.predicted_memory / 1e6:.0f}",
         )
         rows.append(f"| {' | '.join(cells)} |")

@@ -35,7 +35,7 @@ def wait_before_forward(ddp: DistributedDataParallel, sharded: ShardedStep) -> N
     for module in (ddp, ddp.module):
         module.register_forward_pre_hook(_BeforeForward(sharded))
     for module in modules:
-        if module._parameters:
+        if module._parameters and _wait_for_own not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_wait_for_own)
     sharded.leaves_syncs = True
 

@@ -238,5 +238,12 @@ def test_a_check_compares_medians_with_predictions_from_the_same_result(tmp_path
     assert "compare-26m-2ranks-1gbit.json: no prediction for unheard of" in text
 
 
+def test_a_check_of_a_result_without_memory_leaves_its_cells_empty(tmp_path: Path) -> None:
+    found = a_result({"gbit": 1.0})
+    found["modes"]["DDP + fused AdamW"]["peak_bytes"] = []
+    (tmp_path / "compare-26m-2ranks-1gbit.json").write_text(json.dumps(found))
+    assert "| 101.0 | 101.5 | - | 406 |" in check(tmp_path, UNIT)
+
+
 def test_a_check_without_results_says_so(tmp_path: Path) -> None:
     assert check(tmp_path, UNIT).startswith("Nothing to check against")
