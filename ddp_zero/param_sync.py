@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -208,17 +208,16 @@ class _Arrival:
 
     sync: ForwardSync
     bucket: int
+    process: int = field(default_factory=os.getpid)
 
     def __call__(self) -> None:
         self.sync.complete_bucket(self.bucket)
 
 
-_PROCESS = os.getpid()
-
-
 @atexit.register
 def _complete_all() -> None:
-    """Peers may still wait for what this process sends; not a fork of it."""
-    for arrival in all_arrivals() if os.getpid() == _PROCESS else ():
-        with contextlib.suppress(RuntimeError):
-            arrival()
+    """Peers may still wait for what this process sends; not what it was forked from."""
+    for arrival in all_arrivals():
+        if isinstance(arrival, _Arrival) and arrival.process == os.getpid():
+            with contextlib.suppress(RuntimeError):
+                arrival()

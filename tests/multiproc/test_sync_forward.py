@@ -3,11 +3,14 @@
 import copy
 import io
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -613,6 +616,44 @@ def test_a_rank_that_drops_the_model_still_sends_it() -> None:
     first, second = run_ranks_to_end(_one_rank_uses_the_result, 2)
     assert first.result == 1.0, first.error
     assert second.result == 0.0 or "destroy" in str(second.error) or "process group" in str(second.error), second.error
+
+
+_ENDS_AT_ONCE = """
+import sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from ddp_zero import shard_optimizer
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+ddp = DistributedDataParallel(torch.nn.Linear(4096, 2048), gradient_as_bucket_view=True)
+opt = shard_optimizer(ddp, torch.optim.SGD, lr=0.1, overlap=False, sync="forward")
+for step in range(3):
+    ddp(torch.ones(1, 4096)).sum().backward()
+    if rank == 0 and step == 2:
+        time.sleep(2)  # what the other sends has nowhere to go before this rank steps
+    opt.step()
+    opt.zero_grad()
+assert opt._sharded.binding.sync._left, "nothing is on its way"
+if rank == 0:
+    print(sum(param.double().sum().item() for param in ddp.parameters()))
+"""
+
+
+def test_a_process_that_ends_right_after_its_last_step_still_sends(tmp_path: Path) -> None:
+    """At the end of the interpreter, since nobody has asked before."""
+    rendezvous = (tmp_path / "rendezvous").as_uri()
+    commands = [[sys.executable, "-W", "ignore", "-c", _ENDS_AT_ONCE, str(rank), rendezvous] for rank in (0, 1)]
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
+    ]
+    try:
+        told = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], told
+    assert float(told[0][0])
 
 
 def _refused(setup: Setup) -> None:
