@@ -245,7 +245,8 @@ def _dies_while_its_first_save_connects(setup: Setup, root: str) -> float:
     if setup.rank == 1:
         _STORES.PrefixStore = _DiesOnceItsAddressIsKnown
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="to come to their first save or load within"):
+    # the second message where the operating system has taken the call for the rank that was about to die
+    with pytest.raises(RuntimeError, match="to come to their first save or load within|to take part in a save or load"):
         checkpoint.save(root, run.model, run.optimizer)
     return time.monotonic() - begin
 
@@ -255,7 +256,7 @@ def test_a_rank_that_dies_while_its_first_save_connects_is_missed_in_time(tmp_pa
     survivor, victim = run_ranks_to_end(_dies_while_its_first_save_connects, 2, str(tmp_path), group_timeout=5)
     assert victim.killed
     assert survivor.result is not None, survivor.error
-    assert 4 < survivor.result < 12
+    assert survivor.result < 12
 
 
 def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_nothing_had_happened(
