@@ -6,11 +6,9 @@ with a ``__torch_function__``. Torch asks that before it does anything with such
 their own type, and repeats the call. So a use that nobody has thought of waits, and a parameter that has come costs
 nothing. What only asks for a shape, or for ``param.grad``, does not wait.
 
-Not seen are uses that do not pass through Python's tensors: memory that was aliased before (``view = param.data`` kept
-from an earlier step), and modules of TorchScript, which hold parameters in C++.
-
-Alternatives considered: a forward pre-hook on every module (costs each call of each module, and misses parameters that
-are used by another module than the one that holds them: tied weights, `torch.nn.MultiheadAttention`).
+Not seen are memory that was aliased before (``view = param.data`` kept from an earlier step), and functions that take a
+tensor to C++ without asking for its type; `before_forward` has modules wait for their own parameters, whoever they hand
+them to. Alternatives considered: those pre-hooks alone (they miss tied weights, averages, writes, ``state_dict()``).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -70,6 +70,7 @@ def _at_compile_time(reference: Callable[[], ShardedStep | None]) -> Callable[[]
     """What the compiler calls instead of compiling it, as `torch.compiler.assume_constant_result` does it."""
 
     def note() -> None:
+        """From now on steps wait."""
         sharded = reference()
         if sharded is not None:
             sharded.leaves_syncs = False

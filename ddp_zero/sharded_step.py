@@ -101,15 +101,19 @@ class ShardedStep:
     def finish(self, **kwargs: Any) -> None:
         """End the syncs, show the options that the step left, note the states that it created."""
         try:
-            self.binding.sync.finish()
-            if not self.leaves_syncs:
-                self.binding.sync.complete()
+            self.end_syncs()
         except BaseException:
             self.binding.sync.abandon()
             raise
         self.local_step.finish(**kwargs)
         self.order.after_step(self.inner.state, self.stepped.index_of)
         self.stepped.note_versions()
+
+    def end_syncs(self) -> None:
+        """All buckets were sent: have them, unless whoever uses a parameter waits for it."""
+        self.binding.sync.finish()
+        if not self.leaves_syncs:
+            self.binding.sync.complete()
 
     @property
     def param_groups(self) -> list[ParamGroup]:

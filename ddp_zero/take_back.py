@@ -76,7 +76,7 @@ class StepMemory:
         sharded.local_step.take_back(self._options_left, self._counts_left)
         for bucket in sharded.binding.plan.buckets:
             sharded.binding.sync.start(bucket)
-        sharded.binding.sync.finish()
+        sharded.end_syncs()
         sharded.stepped.note_versions()
 
 
