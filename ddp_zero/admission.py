@@ -1,9 +1,12 @@
 """Which models and optimizers the hook can bring together, checked before anything depends on it."""
 
+from collections.abc import Collection
+
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.parameters import ParameterTable
+from ddp_zero.reducer import finds_unused, reduced_parameters
 from ddp_zero.sharded_step import ShardedStep
 
 
@@ -72,6 +75,31 @@ def check_bucket_of(ddp: DistributedDataParallel, params: list[Tensor]) -> None:
             "Expected the hook to be registered on the DDP model that it was built for, got a bucket with "
             "parameters of another one. Pass the same model to hook_with_zero_step() and call its "
             "register_comm_hook()."
+        )
+
+
+def check_none_unused(
+    ddp: DistributedDataParallel, table: ParameterTable, arrived: Collection[Tensor], where: str
+) -> None:
+    """After a backward pass of which DDP has not averaged all buckets: see that no parameter was left out of it.
+
+    Args:
+        ddp: the model.
+        table: the optimizer's parameters.
+        arrived: parameters of buckets that were averaged.
+        where: how messages call this rank.
+
+    Raises:
+        RuntimeError: naming the first parameter that has no gradient where others do.
+    """
+    grads = {param: param.grad is not None for _, param in reduced_parameters(ddp) if param in table.index_of}
+    unused = [param for param, has_grad in grads.items() if not has_grad and param not in arrived]
+    if unused and any(grads.values()) and not finds_unused(ddp):
+        raise RuntimeError(
+            f"Expected a gradient for every parameter that DDP reduces, got none for "
+            f"{table.label(table.index_of[unused[0]])}, {len(unused)} in all ({where}): DDP waits for it and has not "
+            "averaged its bucket. If an exception has interrupted backward, call opt.reset(). If the parameter is not "
+            "used, wrap the model with find_unused_parameters=True, or freeze the parameter before wrapping it."
         )
 
 

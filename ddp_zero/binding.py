@@ -7,12 +7,13 @@ no rank had a gradient at that moment has an owner but does not travel until it 
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
 from ddp_zero.collectives import Communicator
 from ddp_zero.flat import PackedStorage, ViewStorage, release
+from ddp_zero.memory_layout import is_dense
 from ddp_zero.param_sync import ForwardSync, ParameterSync
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank, partition_greedy
@@ -136,6 +137,25 @@ class Binding:
             for index, segment in segments
             if segment.params
         }
+
+    def owned_memory(self, among: Collection[int]) -> Iterator[tuple[int, Tensor]]:
+        """The memory of parameters that this rank owns and sends, 1-D, each with the first parameter that lies in it.
+
+        Args:
+            among: these parameters only, by index.
+        """
+        rank = self._comm.group_rank
+        for bucket in self.plan.buckets:
+            params = bucket.segments[rank].params
+            chosen = [index for index in params if index in among]
+            whole = self.sync.storage.memory_of(bucket, rank)
+            if whole is not None and chosen and len(chosen) == len(params):
+                yield chosen[0], whole
+                continue
+            for index in chosen:
+                param = self._table.params[index].detach()
+                dense = is_dense(param.shape, param.stride())
+                yield index, param.as_strided((param.numel(),), (1,)) if dense else param.reshape(-1)
 
     def _bind(self, specs: list[ParameterSpec]) -> None:
         if hasattr(self, "sync"):

@@ -111,7 +111,10 @@ class ConsolidatesState(Optimizer):
 
         Raises:
             ValueError: if it does not fit, naming the group or the parameter and why. Nothing is changed then.
+            RuntimeError: between a backward pass that has stepped and ``opt.step()``.
         """
+        if self._hook is not None:
+            self._hook.check_before_step("opt.load_state_dict()")
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -129,8 +132,6 @@ class ConsolidatesState(Optimizer):
         scale = self._decision.loss_scale
         if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
             scale.load_state_dict(state_dict[SCALE_KEY])
-        if self._hook is not None:
-            self._hook.keep_step()
         self.optim.load_state_dict(local)
         sharded = self._sharded
         sharded.stepped.refresh(masters)

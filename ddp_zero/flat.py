@@ -28,6 +28,9 @@ class ParameterStorage(Protocol):
     def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Make what was received visible in the parameters of the other owners."""
 
+    def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
+        """The memory in which all of a rank's parameters of a bucket lie, 1-D; None if there is none such."""
+
 
 class ViewStorage:
     """Parameters are views into one segment tensor per (bucket, owner).
@@ -57,6 +60,10 @@ class ViewStorage:
     def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Nothing to copy."""
 
+    def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
+        """Their segment tensor."""
+        return self._segments[bucket.index][group_rank]
+
 
 class PackedStorage:
     """Parameters stay where they are; segments are copied to and from temporary tensors.
@@ -83,6 +90,10 @@ class PackedStorage:
             if segment.owner != group_rank and segment.params and not self._is_alias(segment):
                 targets = [param.data for param in self._of(segment)]  # counts versions of its own
                 torch._foreach_copy_(targets, _views(segment, tensor, self._params))
+
+    def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
+        """None: each has its own."""
+        return None
 
     def _of(self, segment: Segment) -> list[Tensor]:
         return [self._params[param] for param in segment.params]

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.awaited import untouched
 from ddp_zero.bucket_memory import BucketMemory
+from ddp_zero.forward_passes import ForwardPasses
 from ddp_zero.grad_bucket import ReducedSegment, ReduceOptions, ScratchLayout, WholeBucket, Workshop
 from ddp_zero.grad_reduce import sum_whole
 from ddp_zero.gradients import Arrival, CommHook, Gradients, WholeGradients
@@ -66,14 +67,21 @@ class PartitionedGradients:
         ddp: the model.
         options: how gradients travel.
         side: the stream that sums and steps.
+        passes: knows which forward passes are reduced.
     """
 
     reach_joined = True
 
     def __init__(
-        self, sharded: ShardedStep, ddp: DistributedDataParallel, options: ReduceOptions, side: SideStream
+        self,
+        sharded: ShardedStep,
+        ddp: DistributedDataParallel,
+        options: ReduceOptions,
+        side: SideStream,
+        passes: ForwardPasses,
     ) -> None:
         self._sharded = sharded
+        self._passes = passes
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         self._workshop = Workshop(sharded, side, options)
         self._memory = BucketMemory(self._workshop)
@@ -84,6 +92,7 @@ class PartitionedGradients:
         self._backward = -1
         self._iterations = 0
         self._reduces = False
+        self._saw_local_pass = False
         self._shows_final_layout = False
 
     # An iteration, in the order in which the hook asks
@@ -99,11 +108,10 @@ class PartitionedGradients:
         """What this rank carries over to the next sums."""
         return self._workshop.carried
 
-    def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
+    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
         """Finish the reduction of the bucket before, start that of this one."""
         for earlier in self._arrivals[-1:]:
             earlier.wait()
-        index = bucket.index()
         if in_backward():
             self._memory.note(index, bucket.buffer())
         if is_planned and self._memory.layouts:
@@ -111,7 +119,7 @@ class PartitionedGradients:
             layout = self._memory.layouts[index]
             arrival: ReducedSegment | WholeBucket = ReducedSegment(self._workshop, layout, scratch)
         else:
-            arrival = self._start_whole(bucket, moves_out=self._shows_final_layout and not is_planned)
+            arrival = self._start_whole(bucket, index, moves_out=self._shows_final_layout and not is_planned)
         self._arrivals.append(arrival)
         published: Future[Tensor] = Future()
         published.set_result(bucket.buffer())  # the reducer copies nothing: it is in its own memory
@@ -184,6 +192,10 @@ class PartitionedGradients:
             return True  # whole buckets fit any plan
         return self._digest == self._sharded.binding.digest
 
+    def has_local(self) -> bool:
+        """Every pass is seen once buckets are reduced to their owners; before that, forward passes are."""
+        return self._saw_local_pass if self._memory.layouts else self._passes.last_is_local
+
     def exact(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
         grad = self._sharded.table.params[index].grad
@@ -200,6 +212,7 @@ class PartitionedGradients:
 
     def drop_carried(self) -> None:
         """Forget what was shown, and what a backward pass that was not reduced has taken out."""
+        self._saw_local_pass = False
         self._visible.forget_all()
 
     def detach(self) -> None:
@@ -232,7 +245,7 @@ class PartitionedGradients:
             self._reduces = False
             return
         at_end_of_backward(self._end_backward)
-        self._reduces = will_reduce(ddp)
+        self._reduces = will_reduce(ddp) or self._passes.expect_reduction
         left = self._visible.take_out(self._reduces, self._memory.is_view)
         if not self._reduces:
             return
@@ -250,27 +263,29 @@ class PartitionedGradients:
         """
         self._backward = -1
         if not self._arrivals:
+            self._saw_local_pass = True
             self._visible.put_back(self._memory.is_view)
             self._memory.give_back_unfilled()
 
     # A bucket
 
-    def _start_whole(self, bucket: GradBucket, moves_out: bool) -> WholeBucket:
+    def _start_whole(self, bucket: GradBucket, index: int, moves_out: bool) -> WholeBucket:
         """Average a bucket on every rank: the plan does not know it yet.
 
         Args:
             bucket: what DDP hands to a hook.
+            index: the bucket's.
             moves_out: whether its layout is final, and the reducer's own memory can be given up.
         """
         params, buffer, workshop = bucket.parameters(), bucket.buffer(), self._workshop
         views = None
         if in_backward():
-            index, memory = bucket.index(), self._memory
+            memory = self._memory
             views = memory.move_out(index, params, buffer) if moves_out else memory.collect_whole(index, buffer)
-        with label("reduce_whole", bucket=bucket.index()):
+        with label("reduce_whole", bucket=index):
             buffer.mul_(1.0 / workshop.predivide_factor)
             after = workshop.predivide_factor / workshop.comm.world_size
-            subject = (self._sharded.binding.digest, bucket.index())
+            subject = (self._sharded.binding.digest, index)
             sum_whole(workshop.comm, buffer, subject, workshop.options.comm_dtype, after)
         places = places_in_bucket(params) if views is None else {}
         window_of = views.window if views is not None else lambda param: places[param].window(buffer)
@@ -286,6 +301,7 @@ class PartitionedGradients:
         return {index: grad.clone() for index, grad in grads.items() if grad is not None and self._is_owned(index)}
 
     def _end_iteration(self) -> None:
+        self._saw_local_pass = False
         for arrival in self._arrivals:
             arrival.release()
         self._memory.end_iteration(len(self._arrivals))
@@ -310,6 +326,7 @@ def gradients_of_stage(
     ddp: DistributedDataParallel,
     wrapped: CommHook | None,
     side: SideStream,
+    passes: ForwardPasses,
 ) -> Gradients:
     """Stage 2's answer to the hook if there are options for it, and otherwise stage 1's.
 
@@ -319,7 +336,7 @@ def gradients_of_stage(
     if options is None:
         return WholeGradients(sharded, ddp.process_group, wrapped, side)
     _check_can_partition(ddp, sharded.table, wrapped)
-    return PartitionedGradients(sharded, ddp, options, side)
+    return PartitionedGradients(sharded, ddp, options, side, passes)
 
 
 def _check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wrapped: CommHook | None) -> None:

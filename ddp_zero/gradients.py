@@ -54,12 +54,13 @@ class Gradients(Protocol):
     def held(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
 
-    def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
+    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
         """Start the reduction of a bucket.
 
         Args:
             state: what the hook was registered with.
             bucket: what DDP hands to a hook.
+            index: the bucket's, which DDP does not always know.
             is_planned: whether this and every earlier bucket of the iteration are the plan's.
 
         Returns:
@@ -90,6 +91,9 @@ class Gradients(Protocol):
 
     def fits_plan(self) -> bool:
         """Whether buckets can be reduced for the plan that is in force."""
+
+    def has_local(self) -> bool:
+        """Whether a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
 
     def exact(self, index: int) -> Tensor | None:
         """What is in ``param.grad`` of an owned parameter, in the dtype of its sum, where that is another one."""
@@ -171,10 +175,10 @@ class WholeGradients:
         """None: the reducer adds to what is in ``param.grad``."""
         return ()
 
-    def start(self, state: Any, bucket: GradBucket, is_planned: bool) -> tuple[Future[Any], Arrival]:
+    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
         """Start the wrapped reduction."""
         future = self._wrapped(state, bucket)
-        index, params = bucket.index(), bucket.parameters()
+        params = bucket.parameters()
         places = self._places.get(index)
         if places is None or list(map(id, places)) != list(map(id, params)):
             places = self._places[index] = places_in_bucket(params)
@@ -198,6 +202,10 @@ class WholeGradients:
     def fits_plan(self) -> bool:
         """Whole buckets fit any plan."""
         return True
+
+    def has_local(self) -> bool:
+        """Nothing is known: the reducer adds to what is in ``param.grad``."""
+        return False
 
     def exact(self, index: int) -> None:
         """DDP sums in the parameter's dtype."""

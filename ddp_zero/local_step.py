@@ -13,7 +13,7 @@ Alternatives considered: one optimizer per bucket (breaks ``optim.state`` and cl
 only groups that have parameters (a plain optimizer also visits groups whose parameters have no gradient).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,19 +23,18 @@ from torch.optim import Optimizer
 ParamGroup = dict[str, Any]
 Closure = Callable[[], Any]
 
-_PER_PARAMETER_KEYS = ("params", "param_names")
-_MISSING = object()
+PER_PARAMETER_KEYS = ("params", "param_names")
 
 
 def options_of(group: Mapping[str, Any]) -> ParamGroup:
     """A group without its parameters and their names, whose places are kept, since a state dict shows the order."""
-    return {key: None if key in _PER_PARAMETER_KEYS else value for key, value in group.items()}
+    return {key: None if key in PER_PARAMETER_KEYS else value for key, value in group.items()}
 
 
 def copy_options(source: Mapping[str, Any], target: ParamGroup) -> None:
     """Give a group exactly another's options, in the same order; it keeps its own parameters and names."""
-    own = {key: target[key] for key in _PER_PARAMETER_KEYS if key in target}
-    options = {key: value for key, value in source.items() if key in own or key not in _PER_PARAMETER_KEYS}
+    own = {key: target[key] for key in PER_PARAMETER_KEYS if key in target}
+    options = {key: value for key, value in source.items() if key in own or key not in PER_PARAMETER_KEYS}
     target.clear()
     target.update(options | own)  # own values take the places that the source has for them
 
@@ -44,7 +43,7 @@ def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamG
     """A copy of a group with only some of its parameters, and their names if it has names."""
     kept = [position for position, param in enumerate(group["params"]) if param in keep]
     return {
-        key: [value[position] for position in kept] if key in _PER_PARAMETER_KEYS else value
+        key: [value[position] for position in kept] if key in PER_PARAMETER_KEYS else value
         for key, value in group.items()
     }
 
@@ -90,7 +89,7 @@ class LocalStep:
         for exposed, group in zip(self._exposed(), self._inner.param_groups, strict=True):
             owned = restrict_group(exposed, stepped)
             owned["params"] = [stepped[param] for param in owned["params"]]
-            for key in _PER_PARAMETER_KEYS:
+            for key in PER_PARAMETER_KEYS:
                 if key in group:
                     group[key][:] = owned[key]  # in place: a wrapped optimizer may hold the same list
 
@@ -152,32 +151,6 @@ class LocalStep:
             if source is not group:
                 copy_options(source, group)
         self.mirror_to_exposed()
-
-    def counts(self) -> list[Tensor]:
-        """Copies of what the tensors hold now that `begin` has taken for counters, in their order."""
-        return [tensor.detach().clone() for tensor, _ in self._counters]
-
-    def take_back(self, left: Sequence[ParamGroup], counts_left: Sequence[Tensor]) -> None:
-        """Options and counters are again what they were at `begin`; state and attributes are the caller's to restore.
-
-        Args:
-            left: the options that the step has left in the exposed groups. Those that differ by now stay as they are.
-            counts_left: what the step has left in `counts`, likewise.
-        """
-        for before, after, group, exposed in zip(
-            self._options, left, self._inner.param_groups, self._exposed(), strict=True
-        ):
-            for key in {**before, **after}.keys() - set(_PER_PARAMETER_KEYS):
-                if exposed.get(key, _MISSING) is not after.get(key, _MISSING):
-                    continue
-                if key in before:
-                    exposed[key] = before[key]
-                else:
-                    exposed.pop(key, None)
-            copy_options(exposed, group)
-        for (tensor, value), count in zip(self._counters, counts_left, strict=True):
-            if torch.equal(tensor, count):
-                tensor.copy_(value)
 
     def mirror_to_inner(self) -> None:
         """Make the inner groups show the options that the user set on the exposed ones."""

@@ -19,6 +19,7 @@ from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator
 from ddp_zero.config import StepOptions
 from ddp_zero.decision import Decision, check_options
+from ddp_zero.forward_passes import BeforeForward, ForwardPasses
 from ddp_zero.grad_bucket import options_of_stage
 from ddp_zero.grad_partition import gradients_of_stage
 from ddp_zero.gradients import CommHook, watching
@@ -144,6 +145,8 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
         self._decision = Decision(self._sharded, options)
         self._sharded.local_step.mirror_to_exposed()
         self._sharded.extend(table, binding)
+        self._passes = ForwardPasses(_weakly_before(self))
+        self._watch_forward()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters, at any time; what is owned already stays with its owner. A collective.
@@ -156,12 +159,12 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
             super().add_param_group(param_group)
             return
         sharded = self._sharded
-        if self._hook is not None:
-            self._hook.keep_step()
         groups_before = len(self.param_groups), len(self.optim.param_groups)
         try:
             with Agreement(self._comm, "add_param_group") as agreement:
                 super().add_param_group(param_group)
+                if self._hook is not None and any(param.grad is not None for param in self.param_groups[-1]["params"]):
+                    self._hook.check_before_step("add_param_group() of parameters with gradients")
                 table = ParameterTable(self.param_groups)
                 agreement.declare_parameters(table)
                 binding = sharded.binding.extended(table)
@@ -188,7 +191,8 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
         if self._hook is not None:
             self._hook.detach()
         side = SideStream()
-        gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side)
+        gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side, self._passes)
+        self._passes.watch([ddp])
         self._decision.watch.is_on = self._decision.options.nonfinite != "step"
         self._hook = OverlapHook(
             self._sharded,
@@ -201,6 +205,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
             overlaps=self._overlaps,
             why_wait=_weakly(self),
             watch=self._decision.watch,
+            passes=self._passes,
         )
         self._sync_before_forward(ddp)
         return self._hook.on_bucket
@@ -252,6 +257,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
         clone._reduction = self._reduction
         clone._waits_because = self._waits_because
         clone._hook = None
+        clone._passes = ForwardPasses(_weakly_before(clone))
         Joinable.__init__(clone)
         clone.optim = copy.deepcopy(self.optim, memo)
         groups = copy.deepcopy(self.param_groups, memo)
@@ -328,6 +334,18 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
     def process_group(self) -> ProcessGroup:
         """The group whose ranks share the optimizer."""
         return self._comm.process_group
+
+
+def _weakly_before(optimizer: ZeroRedundancyOptimizer) -> BeforeForward:
+    """What it does before a forward pass, called by what it holds; nothing when it is gone."""
+    reference = weakref.ref(optimizer)
+
+    def before(ddp: DistributedDataParallel) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._before_forward(ddp)
+
+    return before
 
 
 def _weakly(optimizer: ZeroRedundancyOptimizer) -> Callable[[], str | None]:

@@ -13,9 +13,9 @@ carries out the actions. So the order of everything that communicates is a funct
     REDUCED    backward_finished, reduce only   WAITING      none: gradients wait for opt.step(), or for more
     WAITING    bucket_arrived(0)                RUNNING      as below: more gradients
     WAITING    step_taken                       REST         none: opt.step() has used them
+    WAITING    due_step_taken                   STEPPED      none: the next forward pass came before opt.step()
     WAITING    gradients_dropped                REST         none: nobody will
     STEPPED    step_called                      REST         none: the step has been taken
-    STEPPED    taken_back                       WAITING      none: the step is as if it had not been taken
     any        reset                            REST         none: the iteration is dropped
 
 When a bucket's composition is not the plan's, no bucket is stepped before the last one has arrived; then AdoptLayout
@@ -170,12 +170,12 @@ class OverlapMachine:
         if self.phase is Phase.WAITING:
             self.phase = Phase.REST
 
-    def taken_back(self) -> None:
-        """The step inside backward was taken back: its gradients wait for ``opt.step()``."""
-        if self.phase is not Phase.STEPPED:
-            raise self._illegal("taking a step back", Phase.STEPPED)
-        self._backwards_since_step = 0
-        self.phase = Phase.WAITING
+    def due_step_taken(self) -> None:
+        """The step that was due before the next forward pass was taken, as if inside the last backward pass."""
+        if self.phase is not Phase.WAITING:
+            raise self._illegal("a step that is due", Phase.WAITING)
+        self._backwards_since_step += 1
+        self.phase = Phase.STEPPED
 
     def step_called(self) -> None:
         """The user calls ``opt.step()``: the iteration is joined.

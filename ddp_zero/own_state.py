@@ -111,15 +111,11 @@ class ShowsOwnState(ConsolidatesState):
             )
         self._sharded.check_masters()
         hook = self._hook
-        if hook is None or (hook.machine.phase in (Phase.REST, Phase.STEPPED) and hook.memory is None):
+        if hook is None or hook.machine.phase in (Phase.REST, Phase.STEPPED):
             return
-        states = {
-            Phase.WAITING: "gradients that wait for it",
-            Phase.STEPPED: "the very first step inside backward, which it may still take back",
-        }
+        found = "gradients that wait for it" if hook.is_waiting else "a backward pass under way"
         raise RuntimeError(
-            f"Expected to be between two steps, after opt.step(), got "
-            f"{states.get(hook.machine.phase, 'a backward pass under way')} ({hook.machine.where}). Call opt.step() "
+            f"Expected to be between two steps, after opt.step(), got {found} ({hook.machine.where}). Call opt.step() "
             "before saving."
         )
 

@@ -45,6 +45,9 @@ class ParameterSync:
         plan_digest: a number that differs where plans differ.
         max_in_flight: exchanges that may be in flight at once, at least 1; bounds the temporary memory of a packed
             storage to that many buckets.
+
+    Attributes:
+        storage: as given.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class ParameterSync:
         max_in_flight: int,
     ) -> None:
         self._comm = comm
-        self._storage = storage
+        self.storage = storage
         self._params = params
         self._plan_digest = plan_digest
         self._max_in_flight = max_in_flight
@@ -69,7 +72,7 @@ class ParameterSync:
         while len(self._in_flight) >= self._max_in_flight:
             self._finish(self._in_flight.popleft())
         with label("sync", bucket=bucket.index):
-            segments = self._storage.segments_to_sync(bucket, self._comm.group_rank)
+            segments = self.storage.segments_to_sync(bucket, self._comm.group_rank)
             exchange = self._comm.start_exchange(segments, (self._plan_digest, bucket.index))
             self._in_flight.append(BucketSync(bucket, segments, exchange, self._stepped_elsewhere(bucket)))
 
@@ -95,7 +98,7 @@ class ParameterSync:
     def _finish(self, sync: BucketSync) -> None:
         with label("wait_sync", bucket=sync.bucket.index):
             sync.exchange.wait(f"the sync of bucket {sync.bucket.index}")
-        self._storage.publish(sync.bucket, sync.segments, self._comm.group_rank)
+        self.storage.publish(sync.bucket, sync.segments, self._comm.group_rank)
         increment_version(sync.stepped)  # what an in-place step tells autograd on the owner
 
     def _stepped_elsewhere(self, bucket: Bucket) -> list[Tensor]:

@@ -1,23 +1,25 @@
 """The gradient half of `ZeroRedundancyOptimizer`: what users do to gradients, wherever they rest."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
-from ddp_zero.awaited import untouched
 from ddp_zero.clipping import clip_gradients
 from ddp_zero.decision import Decision
+from ddp_zero.forward_passes import ForwardPasses
 from ddp_zero.grad_bucket import ReduceOptions
 from ddp_zero.hook import OverlapHook
+from ddp_zero.late_changes import digest_of
 from ddp_zero.overlap import Phase
+from ddp_zero.reducer import models_over
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.visible import gather_gradient
 
-_CHANGED = "gradients are changed between backward and opt.step()"
+CHANGED = "the loop changes gradients, options or parameters between backward and opt.step()"
 
 
 class ReachesGradients(Optimizer):
@@ -27,6 +29,7 @@ class ReachesGradients(Optimizer):
     _overlaps: bool
     _reduction: ReduceOptions | None
     _hook: OverlapHook | None
+    _passes: ForwardPasses
     _decision: Decision
     _waits_because: str | None
     _join_config: _JoinConfig
@@ -65,8 +68,8 @@ class ReachesGradients(Optimizer):
     ) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, between backward and step. A collective in stage 2.
 
-        With overlap it must be called from the first step on; that step is then taken back, and all later ones wait
-        for ``opt.step()``. Norms of fp16 and bf16 gradients are fp32, and of scaled gradients what they are unscaled.
+        With overlap it must be called from the first step on; then all steps wait for ``opt.step()``. Norms of fp16
+        and bf16 gradients are fp32, and of scaled gradients what they are unscaled.
 
         Args:
             max_norm: the largest norm.
@@ -79,7 +82,7 @@ class ReachesGradients(Optimizer):
 
         Raises:
             ValueError: for a parameter that is not in the optimizer.
-            RuntimeError: if the step was taken inside backward; or as asked for.
+            RuntimeError: if the step was taken inside backward or gradients were not averaged; or as asked for.
         """
         if self._join_config.enable and self._reduction is not None:
             raise RuntimeError(
@@ -116,14 +119,6 @@ class ReachesGradients(Optimizer):
         self._decision.norms_before_clip = norms
         return total
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients of all parameters, also those that wait to be added to the next sum."""
-        with untouched() if set_to_none else nullcontext():  # zeroing goes through those that stand for others
-            super().zero_grad(set_to_none)
-        self._decision.forget()
-        if self._hook is not None:
-            self._hook.drop_carried()
-
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The whole averaged gradient of a parameter, on every rank. A collective in stage 2.
 
@@ -135,14 +130,20 @@ class ReachesGradients(Optimizer):
 
         Raises:
             ValueError: if the parameter is not in the optimizer.
-            RuntimeError: if the step inside backward has used the gradient up.
+            RuntimeError: if the step inside backward has used the gradient up, or if no reduction has averaged it.
         """
         index = self._sharded.table.index_of.get(param)
         if index is None:
             raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+        self._check_averaged()
         if self._reduction is None:
             return None if param.grad is None else param.grad.detach().clone()
         return gather_gradient(self._sharded, index)
+
+    def _watch_forward(self) -> None:
+        """Find the DDP models over these parameters, unless they are known, and watch their forward passes."""
+        if not self._passes.has_models and self._sharded.comm.world_size > 1:
+            self._passes.watch(models_over(self._sharded.table.params))
 
     def _why_wait(self) -> str | None:
         """Why backward passes only reduce and ``opt.step()`` takes the step, or None."""
@@ -151,24 +152,48 @@ class ReachesGradients(Optimizer):
         return self._waits_because or self._decision.why_wait()
 
     def _let_gradients_wait(self) -> None:
-        """Somebody is about to change gradients: see that no step has used them, or take the first one back."""
+        """The user is about to change gradients: see that no step has used them, and have later steps wait.
+
+        Raises:
+            RuntimeError: if the step was taken inside backward, or in stage 2 if gradients were not averaged.
+        """
         hook = self._hook
-        if hook is None or hook.machine.phase is not Phase.STEPPED:
-            if hook is not None and hook.is_waiting and self._overlaps:
-                self._waits_because = _CHANGED
+        if self._reduction is not None:
+            self._check_averaged()
+        if hook is None or not self._overlaps:
             return
-        if hook.memory is None:
+        if hook.machine.phase is Phase.STEPPED:
             raise RuntimeError(
                 "Expected gradients that no step has used, got some after a step inside backward "
                 f"({hook.machine.where}). Clip from the first step on, or build the optimizer with max_grad_norm= or "
                 "overlap_with_ddp=False."
             )
-        self._wait_from_now_on(hook)
+        if hook.is_waiting:
+            self._waits_because = CHANGED
 
-    def _wait_from_now_on(self, hook: OverlapHook) -> None:
-        """The first step inside backward was too early: undo it. A collective."""
-        hook.take_back()
-        self._waits_because = _CHANGED
+    def _check_averaged(self) -> None:
+        """See that a reduction has averaged what is in ``param.grad``; all passes may have run under ``no_sync()``.
+
+        In stage 1 every rank has all gradients; where the last forward pass was under ``no_sync()`` they are compared,
+        since users may average gradients themselves. A collective only then.
+
+        Raises:
+            RuntimeError: on every rank, naming a parameter.
+        """
+        table, comm, index = self._sharded.table, self._sharded.comm, None
+        if self._reduction is not None:
+            index = None if self._hook is None else self._hook.not_averaged()
+        elif self._passes.last_is_local and not self._join_config.enable:
+            grads = {index: param.grad for index, param in enumerate(table.params) if param.grad is not None}
+            every = comm.all_gather_ints([digest_of(grads.values())])
+            index = next(iter(grads), None) if every != every[:1] * len(every) else None
+        if index is not None:
+            raise RuntimeError(
+                f"Expected averaged gradients, got this rank's own for {table.label(index)} "
+                f"({comm.name(comm.group_rank)}): no backward pass since was reduced. Run the last backward pass "
+                "before opt.step() outside ddp.no_sync() and through the DDP model, or drop left-over gradients with "
+                "opt.zero_grad()."
+            )
 
     @property
     def _takes_hook(self) -> bool:

@@ -17,12 +17,14 @@ Facts, measured on torch 2.13.0, on which the callers stand:
 6. Under `torch.distributed.algorithms.Join` a joined rank has no backward; DDP calls the hook with zeros of its own.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.memory_layout import is_dense
@@ -182,3 +184,32 @@ class BucketViews:
 
     def _point(self, param: Tensor, view: Tensor, flat: Tensor) -> None:
         view.data = self.places[param].window(flat)
+
+
+def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Sequence[int]) -> tuple[int, bool]:
+    """A bucket's index, and whether it is the last one, in the first backward pass of a static graph.
+
+    There DDP calls every bucket 0 and none the last, if there are several (torch 2.13).
+
+    Args:
+        ddp: the model.
+        bucket: what DDP hands to a hook.
+        before: how many parameters each of the buckets had that this pass has shown before.
+    """
+    return len(before), sum(before) + len(bucket.parameters()) == len(reduced_parameters(ddp))
+
+
+def has_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook is registered on a model."""
+    return bool(ddp._comm_hooks)
+
+
+def models_over(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """The DDP models in this process that reduce any of these parameters.
+
+    No parameter refers to its DDP model, so all objects that the garbage collector knows are looked at.
+    """
+    wanted = set(map(id, params))
+    found = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    alive = [ddp for ddp in found if "module" in ddp.__dict__.get("_modules", {})]  # not one that failed half built
+    return [ddp for ddp in alive if any(id(param) in wanted for _, param in reduced_parameters(ddp))]

@@ -33,7 +33,6 @@ class ShardedStep:
     Attributes:
         factors: what gradients are multiplied by in the step that is under way, or None.
         last_step: what became of the last one.
-        has_stepped_inside: whether a step was taken inside backward and not taken back.
         leaves_syncs: whether a sync that can may outlast its step: a model makes sure that its forward passes wait.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
         order: in which order states were created.
@@ -55,7 +54,6 @@ class ShardedStep:
         self.stepped = stepped
         self.factors: GradientFactors | None = None
         self.last_step: StepRecord | None = None
-        self.has_stepped_inside = False
         self.leaves_syncs = False
         self._exposed_groups = _groups_of(exposed)
         self.local_step = LocalStep(inner, self._exposed_groups)

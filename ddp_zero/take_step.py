@@ -13,20 +13,24 @@ Where the step was taken inside backward, ``step()`` only joins the iteration.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero.absent import tell_nonfinite
+from ddp_zero.awaited import untouched
 from ddp_zero.collectives import Communicator
 from ddp_zero.decision import AmpState, Occasion
 from ddp_zero.hook import OverlapHook
 from ddp_zero.join import BorrowedGradients, serve_joined
 from ddp_zero.overlap import Phase
-from ddp_zero.reach_gradients import ReachesGradients
+from ddp_zero.reach_gradients import CHANGED, ReachesGradients
+from ddp_zero.reducer import has_hook
 from ddp_zero.step_record import StepRecord, StepRegime
 
 
@@ -54,18 +58,20 @@ class TakesSteps(ReachesGradients, Joinable):
             RuntimeError: if gradients are not finite and ``nonfinite="raise"``, on every rank; or if a peer failed or
                 the group's time-out passed: parameters may then be half updated.
         """
+        if closure is not None and not callable(closure):
+            raise TypeError(f"Expected a callable closure or None, got {type(closure).__name__}. Pass options by name.")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         amp = self._amp_state()
         hook = self._overlap() if self._takes_hook else None
-        steps_here = hook is None or not self._overlaps or hook.is_waiting or self._has_nothing()
-        if hook is not None and not steps_here and not self._take_back_if_changed(hook, amp):
-            if kwargs:
-                raise TypeError(
-                    f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}."
-                )
+        if hook is not None and hook.step_is_due:
+            self._learn_from_first_step(hook, amp)
+        if kwargs and self._overlaps and self._why_wait() is None:
+            raise TypeError(f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}.")
+        if hook is not None and self._overlaps and not (hook.is_waiting or self._has_nothing()):
+            self._check_unscaled(hook, amp)
             hook.check_joined()
             return loss
         if amp is not None and self._overlaps:
@@ -73,6 +79,19 @@ class TakesSteps(ReachesGradients, Joinable):
         Join.notify_join_context(self)
         result = self._take_step(None if closure is None else lambda: loss, amp, kwargs)
         return result if closure is None else loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients of all parameters, also those that wait to be added to the next sum.
+
+        A collective once, in loops that leave ``step()`` out and have not stepped yet: the first step is taken before.
+        """
+        self._take_due_step()
+        with untouched() if set_to_none else nullcontext():  # zeroing goes through those that stand for others
+            super().zero_grad(set_to_none)
+        self._decision.forget()
+        self._passes.forget()
+        if self._hook is not None:
+            self._hook.drop_carried()
 
     def reset(self) -> None:
         """After an exception in forward or backward of an overlapped step: drop the iteration and start afresh.
@@ -140,12 +159,19 @@ class TakesSteps(ReachesGradients, Joinable):
 
     # Taking a step
 
-    def _take_step(self, closure: Callable[[], Any] | None, amp: AmpState | None, kwargs: dict[str, Any]) -> Any:
+    def _take_step(
+        self,
+        closure: Callable[[], Any] | None,
+        amp: AmpState | None,
+        kwargs: dict[str, Any],
+        by_user: bool = True,
+    ) -> Any:
         sharded, joins = self._sharded, self._join_config.enable
         sharded.begin(closure)
         if self._hook is not None:
             self._hook.check_complete()
         sharded.table.check_gradients()
+        self._check_averaged()
         sharded.refresh(may_talk=not joins)
         if joins:
             reach_joined = self._reduction is not None
@@ -153,8 +179,10 @@ class TakesSteps(ReachesGradients, Joinable):
         try:
             return self._decision.take(self._occasion(amp), **kwargs)
         finally:
-            if self._hook is not None:
+            self._passes.forget()
+            if self._hook is not None and by_user:
                 self._hook.machine.step_taken()
+                self._hook.first_step_taken()
             if amp is not None and self.last_step is not None and not self.last_step.stepped:
                 tell_nonfinite(param.grad for param in sharded.table.params)
 
@@ -162,7 +190,8 @@ class TakesSteps(ReachesGradients, Joinable):
         hook, joins = self._hook, self._join_config.enable
         if hook is None:
             return Occasion(StepRegime.STANDALONE, amp=amp, may_have_joined=joins)
-        return Occasion(StepRegime.DEFERRED, hook.exact, hook.deferred_because, True, amp, joins)
+        waits = self._why_wait() is not None or not hook.step_is_due
+        return Occasion(StepRegime.DEFERRED, hook.exact, hook.deferred_because, waits, amp, joins)
 
     def _step_joined(self) -> None:
         """The same as `step`, on a rank that has run out of inputs: without a closure, with gradients from a peer."""
@@ -202,23 +231,45 @@ class TakesSteps(ReachesGradients, Joinable):
         params = self._sharded.table.params
         return self._why_wait() is not None and all(param.grad is None for param in params)
 
-    def _take_back_if_changed(self, hook: OverlapHook, amp: AmpState | None) -> bool:
-        """At the first ``step()``: if gradients were changed, or are scaled, the step inside backward came too early.
+    def _learn_from_first_step(self, hook: OverlapHook, amp: AmpState | None) -> None:
+        """At the first ``step()``: if the loop changes anything after backward, on any rank, all steps wait for it."""
+        changes = amp is not None or hook.late.first() is not None
+        if any(flag for (flag,) in self._comm.all_gather_ints([int(changes)])):
+            self._waits_because = CHANGED
 
-        All ranks exchange what they see, once. Returns whether the step is to be taken now.
-
-        Raises:
-            RuntimeError: if it was not the first and a `GradScaler` is used.
-        """
-        if hook.memory is not None:
-            early = amp is not None or hook.published.first_changed() is not None
-            if any(flag for (flag,) in self._comm.all_gather_ints([int(early)])):
-                self._wait_from_now_on(hook)
-                return True
-        elif amp is not None and hook.machine.phase is Phase.STEPPED:
+    def _check_unscaled(self, hook: OverlapHook, amp: AmpState | None) -> None:
+        if amp is not None and hook.machine.phase is Phase.STEPPED:
             raise RuntimeError(
                 "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped already "
                 "with scaled ones. Use the GradScaler from the first step on, or build the optimizer with loss_scale= "
                 "or overlap_with_ddp=False."
             )
-        return False
+
+    def _before_forward(self, ddp: DistributedDataParallel) -> None:
+        """A forward pass of the model begins: see that its gradients will be reduced, and take a step that is due.
+
+        Raises:
+            RuntimeError: if the hook that the optimizer needs is not registered on the model.
+        """
+        if not self._takes_hook:
+            return
+        self._overlap()
+        if not has_hook(ddp):
+            raise RuntimeError(
+                "Expected the optimizer's communication hook on the DDP model, got a model without one. Call "
+                "ddp.register_comm_hook(None, hook) with what hook_with_zero_step(...) has returned."
+            )
+        self._take_due_step()
+
+    def _take_due_step(self) -> None:
+        """Take the first step if it is still due, in a loop that has not called ``step()`` after backward. Collective.
+
+        Raises:
+            RuntimeError: if gradients or parameters were changed since.
+        """
+        hook = self._hook
+        if hook is not None and hook.step_is_due and self._why_wait() is None:
+            hook.late.check_unstepped()
+            with hook.late.as_noted():
+                self._take_step(None, None, {}, by_user=False)
+            hook.due_step_taken()

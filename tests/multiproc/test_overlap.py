@@ -131,7 +131,8 @@ def _step_may_be_left_out_and_gradients_kept(setup: Setup) -> None:
                         optimizer.zero_grad(set_to_none=set_to_none)
                     loss.backward()
                 twins.plain.step()
-                assert_equal_models(twins.plain_model, twins.model, f"after step {step}")
+                if step > 0:  # the first step is due before the next forward pass
+                    assert_equal_models(twins.plain_model, twins.model, f"after step {step}")
                 for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
                     assert_identical(one.grad, other.grad, "gradient")
             twins.assert_moved()
@@ -537,7 +538,7 @@ def _exceptions_leave_an_optimizer_that_can_go_on(setup: Setup) -> None:
         Fuse.blows = None
         assert_identical(dict(before), dict(twins.model.state_dict()), "parameters after the exception")
         if where == "backward":  # DDP itself cannot go on: it waits for the buckets that never came
-            with pytest.raises(RuntimeError, match=r"got RUNNING.*reset"):
+            with pytest.raises(RuntimeError, match=r"got none for parameter 0.*call opt.reset"):
                 twins.opt.step()
             twins.wrap_again(bucket_cap_mb=0.0001)
             with pytest.raises(ValueError, match="one hook per optimizer"):

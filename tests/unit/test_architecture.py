@@ -41,6 +41,7 @@ ROOMS = {
     "plan": room(0, "partition"),
     "memory_layout": room(0),
     "overlap": room(0),
+    "regime": room(0, "overlap"),
     "loss_scale": room(0),
     "config": room(0, "loss_scale"),
     "fitting": room(0),
@@ -56,7 +57,7 @@ ROOMS = {
     "side_stream": room(1),
     "absent": room(1),
     "buffers": room(1),
-    "reducer": room(1, "memory_layout"),
+    "reducer": room(1, "memory_layout", "torch.distributed.GradBucket"),
     "tracing": room(1),
     "live_model": room(1, "fitting parameters", "torch.distributed.ProcessGroup"),
     "checkpoint_folder": room(1),
@@ -85,19 +86,24 @@ ROOMS = {
     "agreement": room(2, "parameters partition peers"),
     "param_sync": room(2, "awaited collectives flat plan tracing"),
     "grad_reduce": room(2, "collectives partition"),
-    "binding": room(3, "collectives flat param_sync parameters partition plan tracing"),
+    "binding": room(3, "collectives flat memory_layout param_sync parameters partition plan tracing"),
     "state_transfer": room(3, "agreement collectives local_step parameters partition payload precision"),
-    "admission": room(3, "parameters sharded_step"),
+    "admission": room(3, "parameters reducer sharded_step"),
     "before_forward": room(3, "awaited sharded_step"),
-    "published": room(3, "absent awaited sharded_step"),
-    "take_back": room(3, "local_step sharded_step"),
+    "late_changes": room(3, "absent awaited local_step sharded_step"),
+    "forward_passes": room(3, "reducer"),
+    "backward_step": room(
+        3,
+        "gradients join reducer sharded_step side_stream tracing",
+        "torch.distributed.algorithms.join.Joinable",
+    ),
     "decision": room(
         3, "absent clipping config local_step loss_scale partition precision sharded_step step_record watch"
     ),
     "hook": room(
         3,
-        "admission gradients join overlap plan published reducer sharded_step side_stream step_record take_back "
-        "tracing watch",
+        "absent admission backward_step forward_passes gradients join late_changes overlap plan reducer regime "
+        "sharded_step side_stream step_record tracing watch",
         "torch.distributed.GradBucket torch.distributed.algorithms.join.Joinable",
     ),
     "gradients": room(
@@ -110,8 +116,8 @@ ROOMS = {
     "visible": room(3, "absent grad_bucket sharded_step"),
     "grad_partition": room(
         3,
-        "awaited bucket_memory grad_bucket grad_reduce gradients parameters reducer sharded_step side_stream tracing "
-        "visible",
+        "awaited bucket_memory forward_passes grad_bucket grad_reduce gradients parameters reducer sharded_step "
+        "side_stream tracing visible",
         "torch.distributed.GradBucket",
     ),
     "clipping": room(3, "absent precision sharded_step"),
@@ -132,19 +138,19 @@ ROOMS = {
     ),
     "reach_gradients": room(
         4,
-        "awaited clipping decision grad_bucket hook overlap sharded_step visible",
+        "clipping decision forward_passes grad_bucket hook late_changes overlap reducer sharded_step visible",
         "torch.distributed.algorithms.join._JoinConfig",
     ),
     "take_step": room(
         4,
-        "absent collectives decision hook join overlap reach_gradients step_record",
+        "absent awaited collectives decision hook join overlap reach_gradients reducer step_record",
         "torch.distributed.algorithms.join.Join torch.distributed.algorithms.join.Joinable",
     ),
     "optimizer": room(
         4,
-        "admission agreement before_forward binding collectives config decision grad_bucket grad_partition gradients "
-        "hook inner join local_step loss_scale overlap own_state parameters partition precision report sharded_step "
-        "side_stream take_step",
+        "admission agreement before_forward binding collectives config decision forward_passes grad_bucket "
+        "grad_partition gradients hook inner join local_step loss_scale overlap own_state parameters partition "
+        "precision report sharded_step side_stream take_step",
         "torch.distributed.ProcessGroup "
         "torch.distributed.algorithms.join.Joinable torch.distributed.algorithms.join.JoinHook",
     ),

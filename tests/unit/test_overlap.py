@@ -100,9 +100,9 @@ ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
     ("REDUCED", "backward_finished, reduce only", "WAITING", reduced_only, ""),
     ("WAITING", "bucket_arrived(0)", "RUNNING", lambda: after(WAITING, first_bucket), ""),
     ("WAITING", "step_taken", "REST", lambda: after(WAITING, OverlapMachine.step_taken), ""),
+    ("WAITING", "due_step_taken", "STEPPED", lambda: after(WAITING, OverlapMachine.due_step_taken), ""),
     ("WAITING", "gradients_dropped", "REST", lambda: after(WAITING, OverlapMachine.gradients_dropped), ""),
     ("STEPPED", "step_called", "REST", lambda: after(STEPPED, OverlapMachine.step_called), ""),
-    ("STEPPED", "taken_back", "WAITING", lambda: after(STEPPED, OverlapMachine.taken_back), ""),
     *(("any", "reset", "REST", lambda phase=phase: after(phase, OverlapMachine.reset), "") for phase in Phase),
 ]
 
@@ -252,7 +252,7 @@ ILLEGAL: list[tuple[Phase, str, Callable[[OverlapMachine], object], str]] = [
     (REDUCED, "step", OverlapMachine.step_called, r"opt\.step\(\), got REDUCED \(rank 7\).*opt\.reset\(\)"),
     (WAITING, "bucket 4", bucket(4), r"bucket 0 next, got bucket 4 \(rank 7, phase WAITING\)"),
     (WAITING, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got WAITING \(rank 7\)"),
-    (WAITING, "taken back", OverlapMachine.taken_back, r"STEPPED at taking a step back, got WAITING \(rank 7\)"),
+    (STEPPED, "due step", OverlapMachine.due_step_taken, r"WAITING at a step that is due, got STEPPED \(rank 7\)"),
     (STEPPED, "bucket 4", bucket(4), r"bucket 0 next, got bucket 4 \(rank 7, phase STEPPED\)"),
     (STEPPED, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got STEPPED \(rank 7\)"),
 ]
@@ -499,11 +499,11 @@ class Loop(RuleBasedStateMachine):
         assert written(self.machine.backward_finished()) == " ".join(expected)
         self.phase = STEPPED if self.regime is DEFERRED else WAITING
 
-    @precondition(lambda self: self.phase is STEPPED)
+    @precondition(lambda self: self.phase is WAITING)
     @rule()
-    def take_back(self) -> None:
-        self.machine.taken_back()
-        self.phase, self.unjoined = WAITING, 0
+    def take_due_step(self) -> None:
+        self.machine.due_step_taken()
+        self.phase, self.unjoined = STEPPED, self.unjoined + 1
 
     @precondition(lambda self: self.phase in (WAITING, REST))
     @rule(used=st.booleans())
