@@ -155,6 +155,16 @@ class LateChanges:
             for index in dropped:
                 params[index].grad = None
 
+    @contextmanager
+    def while_memory_moves(self) -> Iterator[None]:
+        """The library moves parameters inside; what the user has changed before is still noticed afterwards."""
+        is_unchanged = (self._changed_tensor() or self._changed_value()) is None
+        yield
+        if is_unchanged:
+            with untouched():
+                self._places = self._current_places()
+                self._sums = self._current_sums()
+
     # Looking
 
     def _changed_tensor(self) -> str | None:

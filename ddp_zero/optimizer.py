@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -160,8 +161,9 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
             return
         sharded = self._sharded
         groups_before = len(self.param_groups), len(self.optim.param_groups)
+        moving = nullcontext() if self._hook is None else self._hook.late.while_memory_moves()
         try:
-            with Agreement(self._comm, "add_param_group") as agreement:
+            with moving, Agreement(self._comm, "add_param_group") as agreement:
                 super().add_param_group(param_group)
                 if self._hook is not None and any(param.grad is not None for param in self.param_groups[-1]["params"]):
                     self._hook.check_before_step("add_param_group() of parameters with gradients")

@@ -334,7 +334,7 @@ def _unnamed(hook: CommHook) -> CommHook:
 
 def assert_equal_models(expected: nn.Module, actual: nn.Module, when: str) -> None:
     for (name, one), other in zip(expected.named_parameters(), actual.parameters(), strict=True):
-        assert_identical(one, other, f"{name} {when}")
+        assert_identical(one.detach(), other.detach(), f"{name} {when}")
 
 
 def assert_identical(expected: Any, actual: Any, where: str) -> None:

@@ -239,10 +239,14 @@ def _the_record_says_how_the_step_was_taken(setup: Setup) -> None:
     regimes: list[tuple[StepRegime, bool]] = []
     for step in range(4):
         backward(setup, ddp, step)
+        if step == 0:
+            assert opt.last_step is None, "the first step waits"
+            opt.step()
         record = opt.last_step
         assert record is not None
-        assert record.stepped, "the step inside backward is recorded as soon as it is taken"
-        opt.step()
+        assert record.stepped, "a step inside backward is recorded as soon as it is taken"
+        if step > 0:
+            opt.step()
         opt.zero_grad()
         regimes.append((record.regime, record.deferred_because is None))
         assert (record.grad_norm, record.clip_coefficient, record.loss_scale) == (None, None, None)
@@ -647,7 +651,7 @@ def _the_parameter_is_known_after_clipping_by_a_call(setup: Setup) -> None:
 
 
 def _options_set_before_the_first_step_stay(setup: Setup) -> None:
-    """A learning rate that is set between backward and a step that is taken back."""
+    """A learning rate that is set between backward and a step that waits."""
     for stage in (1, 2):
         with at_stage(stage):
             twins = build_overlapped_twins(ADAMW)
@@ -683,7 +687,7 @@ def _gradients_replaced_or_dropped_before_the_first_step(setup: Setup) -> None:
         backward(setup, late.model, 3)
         param = list(late.model.parameters())[2]
         param.grad = replace(param.grad)
-        with pytest.raises(RuntimeError, match=r"got a changed one for parameter 2 "):
+        with pytest.raises(RuntimeError, match=r"got one of the gradient of parameter 2 "):
             late.opt.step()
 
 
@@ -1023,13 +1027,20 @@ def _clipping_by_a_call_under_join_is_told(setup: Setup) -> None:
         twins.opt.step()
 
 
-def _a_group_added_before_the_first_step_is_confirmed(setup: Setup) -> None:
-    ddp, opt = one_line(build_model())
-    backward(setup, ddp, 0)
-    after = [param.detach().clone() for param in ddp.parameters()]
-    opt.add_param_group({"params": [("added", nn.Parameter(torch.ones(3)))]})
-    opt.step()
-    assert_identical(after, [param.detach() for param in ddp.parameters()], "the step is kept")
+def _a_group_added_between_backward_and_step(setup: Setup) -> None:
+    """Is no change of the step: neither the first nor a later one waits for it, or raises."""
+    for as_views in (False, True):
+        for late in (0, 3):
+            twins = build_overlapped_twins(ADAMW, as_views=as_views)
+            for step in range(late + 3):
+                for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                    backward(setup, model, step)
+                    if step == late:
+                        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3), requires_grad=False)]})
+                    optimizer.step()
+                twins.zero_grad()
+                assert_equal_models(twins.plain_model, twins.model, f"{as_views}, {late}, step {step}")
+            assert "changes gradients" not in twins.opt.explain()
 
 
 class _Choice(nn.Module):
@@ -1103,7 +1114,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_a_rank_that_writes_and_puts_back_stops_nobody, (2,)),
     (_a_scaler_under_join_is_told, (2,)),
     (_clipping_by_a_call_under_join_is_told, (2,)),
-    (_a_group_added_before_the_first_step_is_confirmed, (2,)),
+    (_a_group_added_between_backward_and_step, (2,)),
     (_clipping_from_the_first_step_on_changes_nothing_else, (1, 2)),
     (_a_first_step_that_was_clipped_and_dropped_is_not_taken, (2, 3)),
     (_only_one_rank_changing_its_gradients_counts_for_all, (2,)),

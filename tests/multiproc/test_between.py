@@ -1,0 +1,451 @@
+"""What a loop does between ``backward()`` and ``opt.step()``, and gradients that nothing has averaged."""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
+from tests.multiproc.cases import (
+    Twins,
+    assert_equal_models,
+    assert_identical,
+    assert_overlapped,
+    batches,
+    build_model,
+    loss_of,
+    sum_in_rank_order,
+)
+from tests.multiproc.harness import Setup, run_ranks
+
+MODES: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 1 interleaved, packed": {"stage": 1, "interleaved": True, "parameters_as_bucket_view": False},
+    "stage 2": {"stage": 2},
+    "stage 2 at the last bucket": {"stage": 2, "interleaved": False},
+    "sync in forward": {"stage": 2, "sync": "forward"},
+}
+Late = Callable[[nn.Module, Optimizer], object]
+
+
+def twins_of(world_size: int, **mode: Any) -> Twins:
+    """A model with many buckets under DDP, with AdamW and with the sharded one."""
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    model = build_model()
+    plain_model = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=mode["stage"] == 2)
+    if mode["stage"] == 2 and world_size > 2:
+        plain_model.register_comm_hook(None, sum_in_rank_order)
+    plain = torch.optim.AdamW(plain_model.parameters(), **options)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, **mode, **options)
+    return Twins(plain_model, ddp, plain, opt, [param.detach().clone() for param in ddp.parameters()])
+
+
+def run_backward(setup: Setup, model: nn.Module, step: int) -> None:
+    loss_of(model, *list(batches(setup.rank, step + 1))[step]).backward()
+
+
+# Things to do between backward and step
+
+
+def _set_lr(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def _set_weight_decay(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["weight_decay"] = optimizer.param_groups[0]["weight_decay"] + 0.01
+
+
+def _decay_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.9)
+
+
+def _decay_through_data(model: nn.Module, optimizer: Optimizer) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.9)
+
+
+def _replace_data(model: nn.Module, optimizer: Optimizer) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.9
+
+
+def _load_model(model: nn.Module, optimizer: Optimizer) -> None:
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+def _clip(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.clip_grad_norm_(0.05)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+CHANGES: dict[Late, str] = {
+    _set_lr: r"'lr' of parameter group 0, 0.01 at backward and 0.005 now",
+    _set_weight_decay: r"'weight_decay' of parameter group 0",
+    _decay_by_hand: r"parameter 0 'module.0.weight'",
+    _decay_through_data: r"the values of parameter \d+ 'module",
+    _replace_data: r"parameter 0 'module.0.weight'",
+    _load_model: r"parameter 0 'module.0.weight'",
+    _clip: r"a step inside backward.*Clip from the first step on",
+}
+
+
+def _what_every_iteration_changes_acts_as_in_a_plain_loop(setup: Setup) -> None:
+    for name, mode in MODES.items():
+        for change in CHANGES:
+            twins = twins_of(setup.world_size, **mode)
+            for step in range(5):
+                for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                    run_backward(setup, model, step)
+                    change(model, optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_equal_models(twins.plain_model, twins.model, f"{name}, {change.__name__}, step {step}")
+            twins.assert_moved()
+            assert "deferred to opt.step(): the loop changes" in twins.opt.explain(), f"{name}, {change.__name__}"
+
+
+def _what_a_later_iteration_changes_raises(setup: Setup) -> None:
+    for name, mode in MODES.items():
+        for change, message in CHANGES.items():
+            twins = twins_of(setup.world_size, **mode)
+            twins.train(setup, 4)
+            assert_overlapped(twins.opt)
+            twins.zero_grad()
+            run_backward(setup, twins.model, 4)
+            with pytest.raises(RuntimeError, match=message) as caught:  # noqa: PT012
+                change(twins.model, twins.opt)
+                twins.opt.step()
+            assert "overlap_with_ddp=False" in str(caught.value), f"{name}: the remedy"
+            assert "(rank " in str(caught.value), f"{name}: the rank"
+
+
+def _a_step_pre_hook_that_sets_options(setup: Setup) -> None:
+    for mode in MODES.values():
+        for first in (0, 3):
+            twins = twins_of(setup.world_size, **mode)
+            steps = {True: 0, False: 0}
+
+            def halve(optimizer: Optimizer, *_: Any, steps: dict[bool, int] = steps, first: int = first) -> None:
+                is_ours = isinstance(optimizer, ZeroRedundancyOptimizer)
+                steps[is_ours] += 1
+                if steps[is_ours] > first:
+                    optimizer.param_groups[0]["lr"] *= 0.5
+
+            twins.plain.register_step_pre_hook(halve)
+            twins.opt.register_step_pre_hook(halve)
+            twins.train(setup, 3 if first else 5)
+            if first:
+                twins.zero_grad()
+                run_backward(setup, twins.model, 3)
+                with pytest.raises(RuntimeError, match="'lr' of parameter group 0"):
+                    twins.opt.step()
+            twins.assert_moved()
+
+
+def _loading_optimizer_state_between_is_refused_or_acts(setup: Setup) -> None:
+    for name, mode in MODES.items():
+        twins = twins_of(setup.world_size, **mode)
+        other = twins_of(setup.world_size, **mode)
+        other.train(setup, 3, seed=2)
+        saved = other.plain.state_dict()
+        for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            run_backward(setup, model, 0)
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_models(twins.plain_model, twins.model, f"{name}: loaded before the first step")
+        twins = twins_of(setup.world_size, **mode)
+        twins.train(setup, 4)
+        twins.zero_grad()
+        run_backward(setup, twins.model, 4)
+        before = copy.deepcopy(twins.opt.optim.state_dict())
+        with pytest.raises(RuntimeError, match=r"opt.load_state_dict\(\) before backward\(\) or after opt.step"):
+            twins.opt.load_state_dict(saved)
+        assert_identical(before, twins.opt.optim.state_dict(), f"{name}: nothing is loaded")
+        twins.opt.step()
+        twins.opt.load_state_dict(saved)
+
+
+def _schedulers_after_the_step_go_on_working(setup: Setup) -> None:
+    for name, mode in MODES.items():
+        twins = twins_of(setup.world_size, **mode)
+        sides = ((twins.plain_model, twins.plain), (twins.model, twins.opt))
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in sides]
+        for step in range(5):
+            for (model, optimizer), scheduler in zip(sides, schedulers, strict=True):
+                run_backward(setup, model, step)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+        assert_overlapped(twins.opt)
+
+
+# Loops that leave opt.step() out
+
+
+def _loops_without_step(setup: Setup) -> None:
+    """With a scheduler after backward, and gradients dropped by the optimizer or by the model."""
+    for name, mode in MODES.items():
+        for is_dropped_by_model in (False, True):
+            twins = twins_of(setup.world_size, **mode)
+            for step, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+                for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                    model.zero_grad() if is_dropped_by_model else optimizer.zero_grad()
+                    loss_of(model, inputs, targets).backward()
+                    if optimizer is twins.plain:
+                        optimizer.step()
+                    optimizer.param_groups[0]["lr"] = 1e-2 * 0.8 ** (step + 1)
+                if step > 0:  # the first step is taken before the next forward pass
+                    assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+            twins.assert_moved()
+            assert_overlapped(twins.opt)
+
+
+def _what_comes_too_late_for_a_step_that_is_due(setup: Setup) -> None:
+    for change in (_decay_by_hand, _decay_through_data, _replace_data):
+        twins = twins_of(setup.world_size, stage=1)
+        run_backward(setup, twins.model, 0)
+        change(twins.model, twins.opt)
+        with pytest.raises(RuntimeError, match=r"Expected opt.step\(\) in a loop that changes"):
+            run_backward(setup, twins.model, 1)
+    model, twin = twins_of(setup.world_size, stage=2), twins_of(setup.world_size, stage=2)
+    losses = [loss_of(model.model, *batch) for batch in batches(setup.rank, 1)]
+    losses[0].backward()
+    model.opt.zero_grad()  # takes the step, for this loop has not called opt.step()
+    run_backward(setup, twin.plain_model, 0)
+    twin.plain.step()
+    assert_equal_models(twin.plain_model, model.model, "after zero_grad()")
+    run_backward(setup, model.model, 1)
+    with pytest.raises(RuntimeError, match=r"after every backward pass or never, got it after 2"):
+        model.opt.step()  # a loop that does call it had dropped its first gradients
+
+
+# Gradients that nothing has averaged
+
+
+def _only_local_passes(setup: Setup) -> None:
+    modes = {**MODES, "standalone": {"stage": 1, "overlap": False}, "stage 2 in step": {"stage": 2, "overlap": False}}
+    for name, mode in modes.items():
+        for trained in (0, 3):
+            twins = twins_of(setup.world_size, **mode)
+            twins.train(setup, trained)
+            before = [param.detach().clone() for param in twins.model.parameters()]
+            twins.zero_grad()
+            with twins.model.no_sync():
+                run_backward(setup, twins.model, 4)
+            with pytest.raises(RuntimeError, match="no_sync") as caught:
+                twins.opt.step()
+            assert "(rank " in str(caught.value)
+            if mode.get("overlap") is False:
+                assert "opt.zero_grad()" in str(caught.value), name
+                with pytest.raises(
+                    RuntimeError, match="Expected averaged gradients, got this rank's own for parameter 0"
+                ):
+                    twins.opt.full_grad(next(twins.model.parameters()))
+                if mode["stage"] == 2:
+                    with pytest.raises(RuntimeError, match="Expected averaged gradients"):
+                        twins.opt.clip_grad_norm_(1.0)
+            assert_identical(before, [param.detach() for param in twins.model.parameters()], f"{name}: unchanged")
+            twins.zero_grad()
+            twins.train(setup, 3, seed=7)
+
+
+def _left_over_passes_that_a_later_one_averages(setup: Setup) -> None:
+    modes = {**MODES, "standalone": {"stage": 1, "overlap": False}, "stage 2 in step": {"stage": 2, "overlap": False}}
+    for name, mode in modes.items():
+        twins = twins_of(setup.world_size, **mode)
+        for step in range(4):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                with model.no_sync():
+                    run_backward(setup, model, 2 * step)
+                run_backward(setup, model, 2 * step + 1)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+
+
+def _averaged_by_hand(setup: Setup) -> None:
+    for build in ("one line", "drop-in"):
+        twins = twins_of(setup.world_size, stage=1, overlap=False)
+        if build == "drop-in":
+            twins.opt = ZeroRedundancyOptimizer(twins.model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+        for step in range(3):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                with model.no_sync():
+                    run_backward(setup, model, step)
+                for param in model.parameters():
+                    torch.distributed.all_reduce(param.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"{build}, step {step}")
+        with twins.model.no_sync():
+            run_backward(setup, twins.model, 3)
+        with pytest.raises(RuntimeError, match="Expected averaged gradients, got this rank's own for parameter 0"):
+            twins.opt.step()
+
+
+def _a_pass_on_top_of_averages(setup: Setup) -> None:
+    """DDP's own average, and then a pass that only this rank knows of."""
+    for stage in (1, 2):
+        for trained in (0, 3):
+            twins = twins_of(setup.world_size, stage=stage, max_grad_norm=1.0)
+            for step in range(trained):
+                run_backward(setup, twins.model, step)
+                twins.opt.step()
+                twins.opt.zero_grad()
+            run_backward(setup, twins.model, 4)
+            with pytest.raises(RuntimeError, match=r"no_sync\(\)|averaged"):  # noqa: PT012
+                with twins.model.no_sync():
+                    run_backward(setup, twins.model, 5)
+                twins.opt.step()
+            twins.opt.reset()
+
+
+# What DDP does in corners
+
+
+class _Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 3), nn.Linear(7, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.used(inputs)
+        return output
+
+
+def _an_unused_parameter_is_named(setup: Setup) -> None:
+    for stage in (1, 2):
+        ddp = DistributedDataParallel(_Unused(), gradient_as_bucket_view=stage == 2)
+        opt = shard_optimizer(ddp, torch.optim.AdamW, stage=stage)
+        run_backward(setup, ddp, 0)
+        with pytest.raises(
+            RuntimeError, match=r"got none for parameter \d 'module.unused.*find_unused_parameters=True"
+        ):
+            opt.step()
+
+
+def _a_pass_in_no_sync_after_a_forward_pass_that_was_left_open(setup: Setup) -> None:
+    """DDP averages it all the same: the numbers are DDP's. Stage 2 adds averages, whose last bits differ."""
+    for name, mode in MODES.items():
+        twins = twins_of(setup.world_size, **mode)
+        for step in range(5):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                if step in (0, 3):
+                    inputs, _ = next(batches(setup.rank, 1, seed=9))
+                    model(inputs)  # and no backward pass
+                    with model.no_sync():
+                        run_backward(setup, model, 10 + step)
+                run_backward(setup, model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            if mode["stage"] == 1:
+                assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
+            for one, other in zip(twins.plain_model.parameters(), twins.model.parameters(), strict=True):
+                torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+        twins.assert_moved()
+
+
+class _TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 9), nn.Linear(9, 3).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.second(torch.tanh(self.first(inputs)).double()).float()
+        return output
+
+
+def _a_static_graph_with_two_dtypes(setup: Setup) -> None:
+    for mode in MODES.values():
+        torch.manual_seed(0)
+        model = _TwoDtypes()
+        plain_model = DistributedDataParallel(copy.deepcopy(model), static_graph=True)
+        ddp = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=mode["stage"] == 2)
+        if mode["stage"] == 2 and setup.world_size > 2:
+            plain_model.register_comm_hook(None, sum_in_rank_order)
+        plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
+        opt = shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, **mode)
+        twins = Twins(plain_model, ddp, plain, opt, [param.detach().clone() for param in ddp.parameters()])
+        twins.train(setup, 6)
+        twins.assert_moved()
+        assert_overlapped(opt)
+
+
+# A hook that is missing
+
+
+def _a_missing_hook_fails_at_the_first_forward_pass(setup: Setup) -> None:
+    inputs, _ = next(batches(setup.rank, 1))
+    for stage, overlaps in ((1, True), (2, True), (2, False)):
+        ddp = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+        opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=overlaps, stage=stage)
+        with torch.no_grad():
+            ddp(inputs)
+        with pytest.raises(RuntimeError, match=r"a DDP communication hook.*got none.*hook_with_zero_step"):
+            ddp(inputs)
+        hook = hook_with_zero_step(None, ddp, opt)
+        with pytest.raises(RuntimeError, match=r"got a model without one.*register_comm_hook"):
+            ddp(inputs)
+        ddp.register_comm_hook(None, hook)
+        ddp(inputs).sum().backward()
+        opt.step()
+        assert opt.last_step is not None
+        assert opt.last_step.stepped
+
+
+def _nothing_keeps_models_or_optimizers_alive(setup: Setup) -> None:
+    ddp = DistributedDataParallel(build_model())
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW)
+    copied = copy.deepcopy(ddp.module)
+    run_backward(setup, ddp, 0)
+    opt.step()
+    assert not opt._passes.last_is_local
+    del opt
+    gc.collect()
+    run_backward(setup, ddp, 1)  # its pre-hook is left behind and does nothing
+    assert copied(torch.zeros(1, 8)).shape == (1, 3)
+
+
+CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
+    (_what_every_iteration_changes_acts_as_in_a_plain_loop, (2, 3)),
+    (_what_a_later_iteration_changes_raises, (2,)),
+    (_a_step_pre_hook_that_sets_options, (2,)),
+    (_loading_optimizer_state_between_is_refused_or_acts, (2,)),
+    (_schedulers_after_the_step_go_on_working, (2,)),
+    (_loops_without_step, (2, 3)),
+    (_what_comes_too_late_for_a_step_that_is_due, (2,)),
+    (_only_local_passes, (2, 3)),
+    (_left_over_passes_that_a_later_one_averages, (2,)),
+    (_averaged_by_hand, (2,)),
+    (_a_pass_on_top_of_averages, (2,)),
+    (_an_unused_parameter_is_named, (2,)),
+    (_a_pass_in_no_sync_after_a_forward_pass_that_was_left_open, (2,)),
+    (_a_static_graph_with_two_dtypes, (2, 3)),
+    (_a_missing_hook_fails_at_the_first_forward_pass, (2,)),
+    (_nothing_keeps_models_or_optimizers_alive, (2,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "world_size"),
+    [
+        pytest.param(body, world_size, id=f"{body.__name__.strip('_')}-{world_size}")
+        for body, sizes in CASES
+        for world_size in sizes
+    ],
+)
+def test_between(body: Callable[[Setup], None], world_size: int) -> None:
+    run_ranks(body, world_size, timeout=240)
