@@ -13,7 +13,7 @@ send padding); one broadcast per owner (as many bytes over all ranks, but relaye
 
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -27,15 +27,13 @@ from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
 from torch.futures import Future
 
+from ddp_zero.exchange import Exchange, Pending
 from ddp_zero.partition import GlobalRank, GroupRank
 from ddp_zero.payload import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
 
 _TREE_TAG = 0x7EE0
 _CHUNK_BYTES = 4 << 20
 _GLOO_TRIES = 5
-
-Pending = tuple[Callable[[], str], Work]
-"""Something in flight, and how messages call the peer."""
 
 
 def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
@@ -51,40 +49,6 @@ def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
     future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
-
-
-class Exchange:
-    """Messages in flight. The tensors they are read from and written to must stay untouched until `wait` returns."""
-
-    def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
-        self._works = works
-        self._tensors = tensors  # keeps the memory alive that the backend reads and writes
-        self._waited = 0  # works that are over; Gloo would wait for a second message
-
-    def wait(self, what: str) -> None:
-        """Block until everything has arrived and left. Can be called again after a signal's handler has raised.
-
-        Args:
-            what: what is exchanged, for the message, such as ``the sync of bucket 3``.
-
-        Raises:
-            RuntimeError: naming the peer, if one failed or the group's time-out passed.
-        """
-        for position, (peer, work) in enumerate(self._works[self._waited :], start=self._waited):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                _abandoned.append(self)
-                raise RuntimeError(f"Expected {peer()} to take part in {what}, got: {error}") from error
-            finally:
-                self._waited += position == self._waited and work.is_completed()  # raised after waiting
-
-    def abandon(self) -> None:
-        """Never wait for it. Its memory is kept until the process ends, since the backend may still write there."""
-        _abandoned.append(self)
-
-
-_abandoned: list[Exchange] = []
 
 
 class Beside:
@@ -156,7 +120,9 @@ class Communicator:
     Attributes:
         group_rank: this process's rank in the group.
         world_size: size of the group.
-        sent_bytes: bytes that this rank handed to its peers so far, in parameter syncs and reductions of its own.
+        sent_bytes: bytes of parameters and gradients that this rank handed to its peers so far, in syncs and in
+            reductions of its own.
+        control_bytes: bytes that tell peers how a step went; see `StepErrors`.
         round: number of steps synced or abandoned so far; part of what makes a message's tag.
     """
 
@@ -175,6 +141,7 @@ class Communicator:
             )
         self.world_size = dist.get_world_size(self.process_group)
         self.sent_bytes = 0
+        self.control_bytes = 0
         self.round = 0
         self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
 
@@ -246,6 +213,7 @@ class Communicator:
         sent: Mapping[GroupRank, Sequence[Tensor]],
         received: Mapping[GroupRank, Sequence[Tensor]],
         subject: tuple[int, ...],
+        is_control: bool = False,
     ) -> Exchange:
         """Post every receive, then every send, in chunks.
 
@@ -253,6 +221,7 @@ class Communicator:
             sent: for each peer 1-D contiguous tensors.
             received: for each peer tensors to write, in the order in which it sends them, of the same sizes.
             subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
+            is_control: whether these are neither parameters nor gradients.
         """
         group, tag = self.process_group, _tag(self.round, *subject)
         works: list[Pending] = []
@@ -263,7 +232,11 @@ class Communicator:
                     works += [(name, post([chunk], peer, tag)) for chunk in _chunks(tensors)]
                 except RuntimeError as error:
                     raise RuntimeError(f"Expected {name()} to be there for messages, got: {error}") from error
-        self.sent_bytes += sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
+        nbytes = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
+        if is_control:
+            self.control_bytes += nbytes
+        else:
+            self.sent_bytes += nbytes
         return Exchange(works, [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors])
 
     # Sums

@@ -13,7 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ddp_zero.collectives import Communicator, Exchange
+from ddp_zero.collectives import Communicator
+from ddp_zero.exchange import Exchange
 from ddp_zero.partition import GroupRank
 
 _REDUCE, _REDUCE_WHOLE = 1, 2  # told apart from the syncs of the same bucket by their tags

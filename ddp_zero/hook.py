@@ -215,6 +215,7 @@ class OverlapHook:
         self.machine.step_shadowed()
         self._gradients.close()
         self._step.arrived.clear()
+        self._sharded.raise_errors()
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
@@ -331,6 +332,7 @@ class OverlapHook:
             self._finish_deferred()
         self._gradients.publish(was_consumed=self._step.has_begun and self.deferred_because is None)
         self._step.arrived.clear()  # they hold reduced buckets
+        self._sharded.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         self._sharded.binding.settle()
         if self.machine.phase is Phase.STEPPED:
             self._record()

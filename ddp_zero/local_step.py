@@ -138,13 +138,14 @@ class LocalStep:
         """Whether the step that is under way has stepped everything already; see ``steps_whole``."""
         return self.steps_whole and bool(self._stepped)
 
-    def finish(self, **kwargs: Any) -> None:
-        """Show the options that the step left, inside and outside.
-
-        A rank that owned nothing steps its empty groups first, so that its options change as everybody's do.
-        """
+    def step_empty(self, **kwargs: Any) -> None:
+        """On a rank that has owned nothing in this step: step empty groups, so that options change as on all ranks."""
         if not self._stepped:
             self._step_groups([restrict_group(group, ()) for group in self._inner.param_groups], kwargs)
+
+    def finish(self, **kwargs: Any) -> None:
+        """Show the options that the step left, inside and outside; see `step_empty`."""
+        self.step_empty(**kwargs)
         for position, group in enumerate(self._inner.param_groups):
             copies = [groups[position] for groups in self._stepped]
             source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])

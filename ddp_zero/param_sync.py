@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ddp_zero.awaited import all_arrivals, arrived, can_await, expect
-from ddp_zero.collectives import Communicator, Exchange
+from ddp_zero.collectives import Communicator
+from ddp_zero.exchange import Exchange
 from ddp_zero.flat import ParameterStorage
 from ddp_zero.plan import Bucket
+from ddp_zero.step_errors import StepErrors
 from ddp_zero.tracing import label
 
 
@@ -48,6 +50,7 @@ class ParameterSync:
 
     Attributes:
         storage: as given.
+        errors: of local steps, shared with all ranks at the end of a step.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class ParameterSync:
         self._plan_digest = plan_digest
         self._max_in_flight = max_in_flight
         self._in_flight: deque[BucketSync] = deque()
+        self.errors = StepErrors(comm, params, plan_digest)
 
     def start(self, bucket: Bucket) -> None:
         """Start the exchange of a bucket whose owned segment has been stepped."""
@@ -82,9 +86,20 @@ class ParameterSync:
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
+        self.errors.share()
         while self._in_flight:
             self._finish(self._in_flight.popleft())
+        self.errors.receive()
         self._comm.round += 1
+
+    def raise_errors(self) -> None:
+        """After `finish`: raise if the local step has failed on any rank.
+
+        Raises:
+            Exception: this rank's own error.
+            RuntimeError: with the errors of other ranks.
+        """
+        self.errors.raise_any()
 
     def complete(self) -> None:
         """Have all parameters of steps that are over."""
@@ -93,7 +108,12 @@ class ParameterSync:
         """After an error: forget what is in flight without waiting for peers that may never answer."""
         while self._in_flight:
             self._in_flight.popleft().exchange.abandon()
+        self.errors.forget(sent_too=not self._has_left())
         self._comm.round += 1
+
+    def _has_left(self) -> bool:
+        """Whether steps that are over have left anything in flight."""
+        return False
 
     def _finish(self, sync: BucketSync) -> None:
         with label("wait_sync", bucket=sync.bucket.index):
@@ -148,6 +168,8 @@ class ForwardSync(ParameterSync):
             if bucket.index in self._stepped - started:
                 super().start(bucket)
         self._stepped.clear()
+        self.complete()  # what a step that was taken back has left
+        self.errors.share()
         unnoticed = []
         for sync in self._in_flight:
             index, params = sync.bucket.index, self._params_of(sync)
@@ -162,11 +184,23 @@ class ForwardSync(ParameterSync):
         for index in unnoticed:
             self.complete_bucket(index)
 
+    def raise_errors(self) -> None:
+        """Raise this rank's own error; those of others are raised when the last of a step's buckets has come.
+
+        Raises:
+            Exception: this rank's own error.
+            RuntimeError: with the errors of other ranks, if nothing is left in flight.
+        """
+        if self.errors.has_own:
+            self.complete()
+        if not self._left:
+            self.errors.raise_any()
+
     def complete(self) -> None:
         """Wait for all that steps have left in flight.
 
         Raises:
-            RuntimeError: if a peer failed or the group's time-out passed.
+            RuntimeError: if a peer failed, also in its local step, or the group's time-out passed.
         """
         for index in list(self._left):
             self.complete_bucket(index)
@@ -175,7 +209,8 @@ class ForwardSync(ParameterSync):
         """Wait for one bucket; nothing if it has come.
 
         Raises:
-            RuntimeError: if a peer failed or the group's time-out passed, again and again until `abandon`.
+            RuntimeError: if a peer failed or the group's time-out passed, again and again until `abandon`; with the
+                last bucket of a step, if a local step has failed.
         """
         with self._one_waits:
             if self._error is not None:
@@ -188,6 +223,8 @@ class ForwardSync(ParameterSync):
                 self._error = error
                 raise
             arrived(self._params_of(self._left.pop(index)))
+            if not self._left:
+                self.errors.raise_any()
 
     def abandon(self) -> None:
         """Forget the step that is under way; what earlier ones have left still comes, unless that has failed."""
@@ -199,6 +236,10 @@ class ForwardSync(ParameterSync):
                 arrived(self._params_of(sync))
             self._left.clear()
             self._error = None
+            self.errors.forget(sent_too=True)
+
+    def _has_left(self) -> bool:
+        return bool(self._left)
 
     def _params_of(self, sync: BucketSync) -> list[Tensor]:
         """Its own ones too: what is being sent must not be written to."""

@@ -20,7 +20,7 @@ from ddp_zero.tracing import label
 class ShardedStep:
     """What a rank steps and syncs, and in which order.
 
-    `begin`, then `step_bucket` for every bucket in plan order, then `finish`; or `run` for all of it.
+    `begin`, `step_bucket` for every bucket in plan order, `finish`, `raise_errors`; or `begin` and `run`.
 
     Args:
         comm: the group.
@@ -68,6 +68,7 @@ class ShardedStep:
         for bucket in self.binding.plan.buckets:
             result = self.step_bucket(bucket.index, exact, **kwargs)
         self.finish(**kwargs)
+        self.raise_errors()
         return result
 
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -86,10 +87,18 @@ class ShardedStep:
         return self.local_step.begin(closure)
 
     def step_bucket(self, index: int, exact: ExactGradient = no_exact_gradient, **kwargs: Any) -> Any:
-        """Step what this rank owns of a bucket and start its sync."""
-        try:
+        """Step what this rank owns of a bucket and start its sync.
+
+        Where the local step raises, this rank steps nothing more in this step and sends what it has, if ranks can tell
+        each other (see `StepErrors`); `raise_errors` follows `finish`.
+        """
+
+        def step() -> Any:
             with label("local_step", bucket=index), self.stepped.lent(self._stepped_with(index), exact, self.factors):
-                result = self.local_step.step(index, **kwargs)
+                return self.local_step.step(index, **kwargs)
+
+        try:
+            result = self._try_locally(step)
             self.binding.sync.start(self.binding.plan.buckets[index])
         except BaseException:
             self.binding.sync.abandon()
@@ -97,15 +106,39 @@ class ShardedStep:
         return result
 
     def finish(self, **kwargs: Any) -> None:
-        """End the syncs, show the options that the step left, note the states that it created."""
+        """End the syncs, show the options that the step left, note the states that it created.
+
+        Raises:
+            RuntimeError: if a peer has gone or the group's time-out passed.
+        """
+        sync = self.binding.sync
         try:
+            self._try_locally(lambda: self.local_step.step_empty(**kwargs))
+            has_failed = sync.errors.has_own
             self.end_syncs()
         except BaseException:
-            self.binding.sync.abandon()
+            sync.abandon()
             raise
-        self.local_step.finish(**kwargs)
+        if not has_failed:
+            self.local_step.finish(**kwargs)
         self.order.after_step(self.inner.state, self.stepped.index_of)
         self.stepped.note_versions()
+
+    def raise_errors(self) -> None:
+        """After `finish`: raise on every rank if a local step has failed on any; see `ParameterSync.raise_errors`."""
+        self.binding.sync.raise_errors()
+
+    def _try_locally(self, step: Callable[[], Any]) -> Any:
+        """Do this rank's part of a step, unless an earlier part has failed."""
+        errors = self.binding.sync.errors
+        if errors.has_own:
+            return None
+        try:
+            return step()
+        except Exception as error:
+            if not errors.note(error):
+                raise
+            return None
 
     def end_syncs(self) -> None:
         """All buckets were sent: have them, unless whoever uses a parameter waits for it."""
@@ -169,6 +202,7 @@ class ShardedStep:
             TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
         self.binding.sync.finish()  # buckets that this iteration has stepped already: their memory is about to move
+        self.binding.sync.raise_errors()
         migrate_state(self.comm, self.table, self.inner.state, self.order, self.stepped, self.binding.owners, owners)
         self.binding.adopt(layout, owners, moves_later)
         self.local_step.own(self.stepped.own(self.binding.owned()))

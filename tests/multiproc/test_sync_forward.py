@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.awaited import Awaited
-from ddp_zero.collectives import Communicator, Exchange
+from ddp_zero.collectives import Communicator
+from ddp_zero.exchange import Exchange
 from ddp_zero.param_sync import ForwardSync
 from tests.multiproc.cases import (
     assert_identical,

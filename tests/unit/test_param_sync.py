@@ -46,6 +46,12 @@ class OneRank:
         self.waited: list[int] = []
         self.peer_is_dead = False
 
+    def has_direct_messages(self, device: torch.device) -> bool:
+        return False
+
+    def name(self, group_rank: int) -> str:
+        return f"rank {group_rank} (global rank {group_rank})"
+
     def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Arriving:
         self.sent.append(subject[1])
         return Arriving(self, segments)

@@ -1,0 +1,215 @@
+"""Steps that fail on one rank alone, and what was in flight when a model is dropped: all ranks hear, none hangs."""
+
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero import ZeroRedundancyOptimizer, binding, shard_optimizer
+from tests.multiproc.cases import loss_of
+from tests.multiproc.harness import Setup, run_ranks
+
+# Local steps that raise
+
+
+class Failing(torch.optim.SGD):
+    """Raises at one of its calls, counted from 1 over all buckets and steps; at none if that is 0."""
+
+    fails_at = 0
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Failing.calls += 1
+        if Failing.calls == Failing.fails_at:
+            raise KeyError("a check of its own")
+        return super().step(closure)
+
+
+TOLD = r"Expected the local step to succeed on every rank, got .*on rank {0} \(global rank {0}\) KeyError: .a check of"
+
+
+def _fail_in(step: int, bucket: int, buckets: int) -> None:
+    """From now on count calls; fail in this bucket of this step (from 0)."""
+    Failing.calls, Failing.fails_at = 0, step * buckets + bucket + 1
+
+
+def _expect_error(setup: Setup, failing: set[int], use: Callable[[], Any]) -> None:
+    """Every rank raises: those that fail their own error, the others with the text of those."""
+    if setup.rank in failing:
+        with pytest.raises(KeyError, match="a check of its own") as own:
+            use()
+        if sys.version_info >= (3, 11):
+            assert "restart from a checkpoint" in own.value.__notes__[0]
+        return
+    with pytest.raises(RuntimeError) as told:
+        use()
+    for rank in failing:
+        assert re.search(TOLD.format(rank), str(told.value)), told.value
+    assert "restart from a checkpoint" in str(told.value)
+
+
+def _standalone(setup: Setup, failing: set[int]) -> None:
+    """By buckets of 3 parameters: in the first bucket and in the last, then training goes on as if nothing were."""
+    binding.BUCKET_CAP_BYTES = 100
+    for as_views in (False, True):
+        for bucket in (0, -1):
+            torch.manual_seed(0)
+            params = [nn.Parameter(torch.randn(20)) for _ in range(9)]
+            opt = ZeroRedundancyOptimizer(params, Failing, parameters_as_bucket_view=as_views, lr=0.1)
+            owned = sum(1 for one in opt._sharded.binding.plan.buckets if one.segments[setup.rank].params)
+            assert owned > 1
+            for param in params:
+                param.grad = torch.ones_like(param)
+            _fail_in(1, bucket % owned, owned)
+            if setup.rank not in failing:
+                Failing.fails_at = 0
+            opt.step()
+            _expect_error(setup, failing, opt.step)
+            assert_replicas_agree(params)
+            before = [param.detach().clone() for param in params]
+            opt.reset()
+            opt.step()
+            assert_replicas_agree(params)
+            for param, value in zip(params, before, strict=True):
+                torch.testing.assert_close(param.detach(), value - 0.1, rtol=0, atol=0)
+
+
+def assert_replicas_agree(params: Any) -> None:
+    """All ranks hold the same parameters."""
+    flat = torch.cat([param.detach().reshape(-1).float() for param in params])
+    parts = [torch.empty_like(flat) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, flat)
+    assert all(torch.equal(part, flat) for part in parts)
+
+
+def _one_rank_fails(setup: Setup) -> None:
+    _standalone(setup, {1})
+
+
+def _several_ranks_fail(setup: Setup) -> None:
+    _standalone(setup, set(range(setup.world_size)) - {1})
+
+
+def _a_rank_that_owns_nothing(setup: Setup) -> None:
+    """It steps empty groups, and that fails; then the owner fails, and it hears."""
+    for failing in ({1}, {0}):
+        param = nn.Parameter(torch.ones(5))
+        opt = ZeroRedundancyOptimizer([param], Failing, lr=0.1)
+        assert bool(opt.optim.param_groups[0]["params"]) is (setup.rank == 0)
+        param.grad = torch.ones(5)
+        _fail_in(1, 0, 1)
+        if setup.rank not in failing:
+            Failing.fails_at = 0
+        opt.step()
+        _expect_error(setup, failing, opt.step)
+        opt.step()
+        assert_replicas_agree([param])
+
+
+def _adafactor_on_an_empty_parameter(setup: Setup) -> None:
+    """Torch's own Adafactor divides by the number of elements."""
+    params = [nn.Parameter(torch.randn(20, 10)), nn.Parameter(torch.randn(19, 10)), nn.Parameter(torch.empty(0, 4))]
+    opt = ZeroRedundancyOptimizer(params, torch.optim.Adafactor, lr=0.1)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    owner = opt._sharded.binding.owners[2]
+    expected: Any = ZeroDivisionError if setup.rank == owner else RuntimeError
+    with pytest.raises(expected, match="float division by zero"):
+        opt.step()
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+
+
+def _train(ddp: nn.Module, opt: Any, steps: int, rank: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    for _ in range(steps):
+        opt.zero_grad()
+        inputs, targets = torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
+        loss_of(ddp, inputs, targets).backward()
+        opt.step()
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "interleaved": {"interleaved": True},
+    "stage 2": {"stage": 2},
+    "stage 2 interleaved": {"stage": 2, "interleaved": True},
+    "stage 2 standalone": {"stage": 2, "overlap": False},
+    "clipped": {"max_grad_norm": 1.0},
+    "forward": {"sync": "forward"},
+    "forward, stage 2": {"sync": "forward", "stage": 2},
+    "forward, standalone": {"sync": "forward", "overlap": False},
+}
+
+
+def _under_ddp(setup: Setup, mode: str) -> None:
+    binding.BUCKET_CAP_BYTES = 1100
+    for bucket in (0, -1):
+        ddp = DistributedDataParallel(_model(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+        opt = shard_optimizer(ddp, Failing, lr=0.1, **MODES[mode])
+        Failing.fails_at = 0
+        _train(ddp, opt, 4, setup.rank)
+        opt.finish_sync()
+        owned = sum(1 for one in opt._sharded.binding.plan.buckets if one.segments[setup.rank].params)
+        assert len(opt._sharded.binding.plan.buckets) > 2
+        _fail_in(1, bucket % owned, owned)
+        if setup.rank != 1:
+            Failing.fails_at = 0
+        _expect_error(setup, {1}, partial(_train, ddp, opt, 3, setup.rank))
+        opt.reset()
+        assert_replicas_agree(ddp.parameters())
+        _goes_on(setup, ddp, opt)
+
+
+def _goes_on(setup: Setup, ddp: Any, opt: Any) -> None:
+    """After `reset`, with the same model, no rank hangs, and the ranks agree."""
+    before = [param.detach().clone() for param in ddp.parameters()]
+    _train(ddp, opt, 2, setup.rank, seed=1)
+    opt.finish_sync()
+    assert_replicas_agree(ddp.parameters())
+    assert not any(torch.equal(param, value) for param, value in zip(ddp.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_error_of_one_rank_is_raised_on_all(world_size: int) -> None:
+    run_ranks(_several, world_size, [_one_rank_fails, _several_ranks_fail, _adafactor_on_an_empty_parameter])
+
+
+def _several(setup: Setup, bodies: list[Callable[[Setup], None]]) -> None:
+    for body in bodies:
+        body(setup)
+
+
+def test_a_rank_that_owns_nothing_fails_or_hears_of_it() -> None:
+    run_ranks(_a_rank_that_owns_nothing, 2)
+
+
+def _alone(setup: Setup) -> None:
+    param = nn.Parameter(torch.ones(5))
+    opt = ZeroRedundancyOptimizer([param], Failing, lr=0.1)
+    param.grad = torch.ones(5)
+    _fail_in(1, 0, 1)
+    opt.step()
+    with pytest.raises(KeyError, match="a check of its own"):
+        opt.step()
+    opt.step()
+    assert torch.equal(param.detach(), torch.ones(5) - 0.1 - 0.1)
+
+
+def test_a_process_alone_raises_at_once() -> None:
+    run_ranks(_alone, 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_of_one_rank_is_raised_on_all_under_ddp(mode: str, world_size: int) -> None:
+    run_ranks(_under_ddp, world_size, mode)
