@@ -113,6 +113,7 @@ class Communicator:
 
     Args:
         group: the process group; None for the default one.
+        generation: tells the messages of optimizers on one group apart; see `next_generation`.
 
     Raises:
         RuntimeError: if `torch.distributed` is not initialised, or this process is not a member of the group.
@@ -126,7 +127,7 @@ class Communicator:
         round: number of steps synced or abandoned so far; part of what makes a message's tag.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, generation: int = 0) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "Expected torch.distributed to be initialised, got no default process group. Call "
@@ -142,6 +143,7 @@ class Communicator:
         self.world_size = dist.get_world_size(self.process_group)
         self.sent_bytes = 0
         self.control_bytes = 0
+        self._generation = generation
         self.round = 0
         self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
 
@@ -223,7 +225,7 @@ class Communicator:
             subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
             is_control: whether these are neither parameters nor gradients.
         """
-        group, tag = self.process_group, _tag(self.round, *subject)
+        group, tag = self.process_group, _tag(self._generation, self.round, *subject)
         works: list[Pending] = []
         for post, messages in ((group.recv, received), (group.send, sent)):
             for peer, tensors in messages.items():
@@ -344,6 +346,22 @@ class Communicator:
     def _accelerator(self) -> tuple[str, int]:
         device_type = next(name for name in self._backends if name != "cpu")
         return device_type, torch.get_device_module(device_type).current_device()
+
+
+def next_generation(group: ProcessGroup | None) -> int:
+    """Another number at each call for a group, the same on every rank that calls as often: when an optimizer is built.
+
+    What a dropped optimizer has left unmatched must not match messages of the next one, which has the same plan.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.distributed_c10d._get_default_group()
+    if group is None:
+        return 0
+    _generations[group] = _generations.get(group, 0) + 1
+    return _generations[group]
+
+
+_generations: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 def _tag(*facts: int) -> int:

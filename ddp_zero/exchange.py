@@ -10,12 +10,18 @@ Pending = tuple[Callable[[], str], Work]
 
 
 class Exchange:
-    """Messages in flight. The tensors they are read from and written to must stay untouched until `wait` returns."""
+    """Messages in flight. The tensors they are read from and written to must stay untouched until `wait` returns.
+
+    One that is dropped before is kept until the process ends, with its memory: a peer may still read from there or
+    write there, and on Gloo a message whose buffer is freed meanwhile leaves the connection to its peer unusable.
+    """
 
     def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
         self._works = works
         self._tensors = tensors  # keeps the memory alive that the backend reads and writes
         self._waited = 0  # works that are over; Gloo would wait for a second message
+        if works:
+            _unfinished.add(self)
 
     def wait(self, what: str) -> None:
         """Block until everything has arrived and left. Can be called again after a signal's handler has raised.
@@ -30,14 +36,10 @@ class Exchange:
             try:
                 work.wait()
             except RuntimeError as error:
-                _abandoned.append(self)
                 raise RuntimeError(f"Expected {peer()} to take part in {what}, got: {error}") from error
             finally:
                 self._waited += position == self._waited and work.is_completed()  # raised after waiting
-
-    def abandon(self) -> None:
-        """Never wait for it. Its memory is kept until the process ends, since the backend may still write there."""
-        _abandoned.append(self)
+        _unfinished.discard(self)
 
 
-_abandoned: list[Exchange] = []
+_unfinished: set[Exchange] = set()

@@ -247,11 +247,6 @@ class ReducedSegment:
             self._workshop.give_back(self._scratch)
             self._scratch = None
 
-    def abandon(self) -> None:
-        """After an error: peers may still read and write what this bucket uses."""
-        if self._reduction is not None:
-            self._reduction.abandon()
-
     @property
     def is_summed(self) -> bool:
         """Whether it was waited for."""

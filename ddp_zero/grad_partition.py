@@ -203,9 +203,6 @@ class PartitionedGradients:
 
     def reset(self) -> None:
         """Drop the iteration; peers may still write into what was in flight."""
-        for arrival in self._arrivals:
-            if isinstance(arrival, ReducedSegment):
-                arrival.abandon()
         self._arrivals.clear()
         self._visible.forget_taken()
         self._memory.reset()

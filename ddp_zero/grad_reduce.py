@@ -107,12 +107,6 @@ class SegmentReduction:
             self._out.copy_(result)
         return self._out
 
-    def abandon(self) -> None:
-        """Never wait for it; what it reads and writes is kept until the process ends."""
-        for exchange in (self._sent, self._received):
-            if exchange is not None:
-                exchange.abandon()
-
     def _receive(self, start: int, stop: int) -> Exchange:
         return self._comm.start_messages(
             {}, {peer: [self._slot(peer, stop - start)] for peer in self._comm.peers()}, self._subject

@@ -17,7 +17,7 @@ from ddp_zero.admission import check_can_sync, check_has_no_hook, check_model
 from ddp_zero.agreement import Agreement
 from ddp_zero.before_forward import wait_before_forward
 from ddp_zero.binding import Binding
-from ddp_zero.collectives import Communicator
+from ddp_zero.collectives import Communicator, next_generation
 from ddp_zero.config import StepOptions
 from ddp_zero.decision import Decision, check_options
 from ddp_zero.forward_passes import BeforeForward, ForwardPasses
@@ -117,7 +117,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
         sync: str = "step",
         **defaults: Any,
     ) -> None:
-        self._comm = Communicator(process_group)
+        self._comm = Communicator(process_group, next_generation(process_group))
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlaps = overlap_with_ddp
         self._hook: OverlapHook | None = None

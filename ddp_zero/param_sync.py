@@ -106,8 +106,7 @@ class ParameterSync:
 
     def abandon(self) -> None:
         """After an error: forget what is in flight without waiting for peers that may never answer."""
-        while self._in_flight:
-            self._in_flight.popleft().exchange.abandon()
+        self._in_flight.clear()
         self.errors.forget(sent_too=not self._has_left())
         self._comm.round += 1
 
@@ -232,7 +231,6 @@ class ForwardSync(ParameterSync):
         self._stepped.clear()
         if self._error is not None:
             for sync in self._left.values():
-                sync.exchange.abandon()
                 arrived(self._params_of(sync))
             self._left.clear()
             self._error = None

@@ -111,8 +111,7 @@ class StepErrors:
             sent_too: whether to drop also what was sent and not yet raised.
         """
         self._own = None
-        if sent_too and self._sent is not None:
-            self._sent.exchange.abandon()
+        if sent_too:
             self._sent = None
 
 

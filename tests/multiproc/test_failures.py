@@ -1,5 +1,7 @@
 """Steps that fail on one rank alone, and what was in flight when a model is dropped: all ranks hear, none hangs."""
 
+import copy
+import gc
 import re
 import sys
 from collections.abc import Callable
@@ -213,3 +215,62 @@ def test_a_process_alone_raises_at_once() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_of_one_rank_is_raised_on_all_under_ddp(mode: str, world_size: int) -> None:
     run_ranks(_under_ddp, world_size, mode)
+
+
+# Models that are dropped with messages in flight
+
+
+class Interrupted(Exception):
+    """Raised in the middle of backward."""
+
+
+def _interrupt(ddp: Any, opt: Any, rank: int, layer: int) -> None:
+    """A backward pass that raises when it comes to this layer."""
+
+    def raising(grad: torch.Tensor) -> None:
+        raise Interrupted("in the middle of backward")
+
+    handle = ddp.module[layer].weight.register_hook(raising)
+    with pytest.raises(Interrupted):
+        _train(ddp, opt, 1, rank)
+    handle.remove()
+
+
+def _dropped_without_reset(setup: Setup, mode: str, layers: list[list[int]]) -> None:
+    """Wrapped again each time, and after the last time compared with a plain optimizer, over rounds seen before."""
+    options = MODES[mode]
+    model = _model()
+    for layer in layers:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+        opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **options)
+        _train(ddp, opt, 3, setup.rank)
+        _interrupt(ddp, opt, setup.rank, layer[setup.rank % len(layer)])
+        opt.finish_sync()
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        del ddp, opt, model
+        gc.collect()
+        model = _model()
+        model.load_state_dict(state)
+    plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.001)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+    assert_replicas_agree(ddp.parameters())
+    plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.1)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **{**options, "max_grad_norm": None})
+    for seed in range(8):
+        _train(plain_ddp, plain, 1, setup.rank, seed)
+        _train(ddp, opt, 1, setup.rank, seed)
+        opt.finish_sync()
+        for expected, param in zip(plain_ddp.parameters(), ddp.parameters(), strict=True):
+            torch.testing.assert_close(param.detach(), expected.detach(), rtol=0, atol=0)
+    assert not any(torch.equal(param, state[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_can_be_dropped_in_the_middle_of_backward(mode: str) -> None:
+    run_ranks(_dropped_without_reset, 2, mode, [[0], [2], [4], [6], [4]])
+
+
+@pytest.mark.parametrize("mode", ["stage 2", "stage 2 interleaved"])
+def test_a_model_can_be_dropped_where_ranks_are_a_bucket_apart(mode: str) -> None:
+    """What the rank that is ahead has sent is never taken."""
+    run_ranks(_dropped_without_reset, 2, mode, [[2, 4]])

@@ -22,7 +22,6 @@ class Arriving:
     def __init__(self, comm: "OneRank", segments: Sequence[Tensor]) -> None:
         self._comm = comm
         self._segments = segments
-        self.is_abandoned = False
 
     def wait(self, what: str) -> None:
         self._comm.waited.append(int(what.rsplit(" ", 1)[1]))
@@ -30,9 +29,6 @@ class Arriving:
             raise RuntimeError(f"Expected rank 1 to take part in {what}")
         for segment in self._segments[1:]:
             segment.data.view(torch.uint8).zero_()
-
-    def abandon(self) -> None:
-        self.is_abandoned = True
 
 
 class OneRank:
