@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
 from torch.futures import Future
 
+from ddp_zero.attempt import store_of_this_attempt
 from ddp_zero.exchange import Exchange, Pending
 from ddp_zero.partition import GlobalRank, GroupRank
 from ddp_zero.payload import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
@@ -69,8 +70,9 @@ class Beside:
         self.group_rank, self.world_size = comm.group_rank, comm.world_size
         self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
         count = _built_beside[group] = _built_beside.get(group, 0) + 1
-        store = dist.PrefixStore(f"ddp_zero/{count}", group.get_group_store())  # type: ignore[attr-defined]
+        shared = dist.PrefixStore(f"ddp_zero/{count}", group.get_group_store())  # type: ignore[attr-defined]
         try:
+            store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
             store.set(str(self.group_rank), "here")
             store.wait([str(rank) for rank in range(self.world_size)], comm.time_out)
             # Gloo tries that often to reach a rank that has died after telling its address, each time for a time-out

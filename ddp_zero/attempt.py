@@ -1,0 +1,69 @@
+"""How the ranks of a job that was restarted find each other in a store to which earlier attempts have written.
+
+torchrun keeps one store for all attempts, and process groups write addresses there under names that are the same in
+each. So a rank may find the address of a process that is gone. Here the ranks agree on a prefix that no attempt has
+had. ``TORCHELASTIC_RESTART_COUNT`` would not do: each node of a job counts its own restarts.
+
+Each rank asks under a ticket of its own, new in every attempt, and rank 0 answers tickets with its prefix. Tickets of
+earlier attempts are answered too, and nobody waits for that.
+"""
+
+import time
+import uuid
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+_POLL_SECONDS = 0.02
+
+
+def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: timedelta) -> Store:
+    """A part of a store that only the ranks of this attempt know. A collective of those ranks.
+
+    Args:
+        store: one that all ranks reach.
+        rank: from 0 to ``world_size - 1``.
+        world_size: number of ranks.
+        time_out: how long to wait for the others: rank 0 for all of them, they for rank 0.
+
+    Raises:
+        RuntimeError: when that has passed.
+    """
+    shared = PrefixStore("ddp_zero/attempt", store)
+    if rank == 0:
+        prefix = uuid.uuid4().hex
+        _hand_out(prefix, shared, world_size, time_out)
+    else:
+        ticket = uuid.uuid4().hex
+        shared.set(_asking(rank), ticket)
+        shared.wait([_answering(ticket)], time_out)
+        prefix = shared.get(_answering(ticket)).decode()
+        shared.add(_counting(prefix), 1)
+    return PrefixStore(prefix, shared)
+
+
+def _hand_out(prefix: str, shared: Store, world_size: int, time_out: timedelta) -> None:
+    """Answer every ticket until all ranks have their answer."""
+    deadline = time.monotonic() + time_out.total_seconds()
+    answered: dict[int, str] = {}
+    while (came := shared.add(_counting(prefix), 0)) < world_size - 1:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Expected {world_size - 1} other ranks within {time_out}, got {came}.")
+        for rank in range(1, world_size):
+            ticket = shared.get(_asking(rank)).decode() if shared.check([_asking(rank)]) else ""
+            if ticket != answered.get(rank, ""):
+                shared.set(_answering(ticket), prefix)
+                answered[rank] = ticket
+        time.sleep(_POLL_SECONDS)
+
+
+def _asking(rank: int) -> str:
+    return f"asks/{rank}"
+
+
+def _answering(ticket: str) -> str:
+    return f"answer/{ticket}"
+
+
+def _counting(prefix: str) -> str:
+    return f"came/{prefix}"

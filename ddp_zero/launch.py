@@ -1,0 +1,56 @@
+"""What a training script needs to be started by torchrun, and started again by it after a worker has died."""
+
+import os
+from datetime import timedelta
+
+import torch
+from torch.distributed import init_process_group as init_default_group
+from torch.distributed import is_torchelastic_launched
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from ddp_zero.attempt import store_of_this_attempt
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_process_group(
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    *,
+    device_id: torch.device | int | None = None,
+) -> None:
+    """As `torch.distributed.init_process_group` from the environment, also after ``torchrun --max-restarts``.
+
+    torchrun keeps the addresses of the attempt before, and torch's own function may take those for the ones of this
+    attempt, above all where ranks start at different times. This one finds the ranks of this attempt only. Without
+    torchrun it does the same as torch's.
+
+    Args:
+        backend: such as ``"gloo"`` or ``"nccl"``; None: torch chooses by the devices that are there.
+        timeout: of the process group's operations, and how long to wait for all ranks here; None: torch's defaults.
+        device_id: the accelerator that this process uses, as for torch's function.
+
+    Raises:
+        RuntimeError: if the environment does not say which rank this is and where the others are, or if a rank has not
+            come when the time-out has passed.
+    """
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise RuntimeError(
+            f"Expected {', '.join(_VARIABLES)} in the environment, as torchrun sets them, got no {', '.join(missing)}. "
+            "Start the script with torchrun, or call torch.distributed.init_process_group() with an init_method."
+        )
+    if not is_torchelastic_launched():
+        init_default_group(backend, timeout=timeout, device_id=device_id)
+        return
+    limit = timeout or default_pg_timeout
+    store, rank, world_size = next(rendezvous("env://", timeout=limit))
+    init_default_group(
+        backend,
+        store=store_of_this_attempt(store, rank, world_size, limit),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device_id,
+    )
