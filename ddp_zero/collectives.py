@@ -11,7 +11,7 @@ Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, 
 send padding); one broadcast per owner (as many bytes over all ranks, but relayed by ranks that have nothing to say).
 """
 
-import weakref
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from ddp_zero.attempt import store_of_this_attempt
 from ddp_zero.exchange import Exchange, Pending
+from ddp_zero.groups import check_not_forked, check_process, count_built
 from ddp_zero.partition import GlobalRank, GroupRank
 from ddp_zero.payload import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
 
@@ -69,8 +70,8 @@ class Beside:
         comm = Communicator(group)  # not kept: whoever keeps these ranks must not keep the group alive
         self.group_rank, self.world_size = comm.group_rank, comm.world_size
         self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
-        count = _built_beside[group] = _built_beside.get(group, 0) + 1
-        shared = dist.PrefixStore(f"ddp_zero/{count}", group.get_group_store())  # type: ignore[attr-defined]
+        self._process = os.getpid()
+        shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", group.get_group_store())  # type: ignore[attr-defined]
         try:
             store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
             store.set(str(self.group_rank), "here")
@@ -97,6 +98,7 @@ class Beside:
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, of the same shape and dtype, in rank order; on the CPU."""
+        check_process(self._process)
         gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
         try:
             self._gloo.allgather([gathered], [mine]).wait()  # type: ignore[attr-defined]
@@ -107,9 +109,6 @@ class Beside:
         return gathered
 
 
-_built_beside: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()
-
-
 class Communicator:
     """A process group, seen from one of its members.
 
@@ -118,7 +117,8 @@ class Communicator:
         generation: tells the messages of optimizers on one group apart; see `next_generation`.
 
     Raises:
-        RuntimeError: if `torch.distributed` is not initialised, or this process is not a member of the group.
+        RuntimeError: if `torch.distributed` is not initialised, this process is not a member of the group, or it was
+            forked from one that is.
 
     Attributes:
         group_rank: this process's rank in the group.
@@ -136,6 +136,7 @@ class Communicator:
                 "torch.distributed.init_process_group() first; a single process can use it with world_size=1."
             )
         self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        check_not_forked(self.process_group)
         self.group_rank = GroupRank(dist.get_rank(self.process_group))
         if self.group_rank < 0:
             raise RuntimeError(
@@ -357,13 +358,7 @@ def next_generation(group: ProcessGroup | None) -> int:
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
-    if group is None:
-        return 0
-    _generations[group] = _generations.get(group, 0) + 1
-    return _generations[group]
-
-
-_generations: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()
+    return 0 if group is None else count_built(group, "optimizer")
 
 
 def _tag(*facts: int) -> int:

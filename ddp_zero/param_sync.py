@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -151,6 +151,7 @@ class ForwardSync(ParameterSync):
         self._left: dict[int, BucketSync] = {}  # of steps that are over
         self._error: RuntimeError | None = None
         self._one_waits = threading.RLock()  # a message can be waited for once: other threads wait for who does
+        self._process = os.getpid()  # the one that has the messages that are left
 
     def start(self, bucket: Bucket) -> None:
         """Start the exchanges for which this bucket was missing."""
@@ -169,6 +170,7 @@ class ForwardSync(ParameterSync):
         self._stepped.clear()
         self.complete()  # what a step that was taken back has left
         self.errors.share()
+        self._process = os.getpid()
         unnoticed = []
         for sync in self._in_flight:
             index, params = sync.bucket.index, self._params_of(sync)
@@ -209,19 +211,22 @@ class ForwardSync(ParameterSync):
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed, again and again until `abandon`; with the
-                last bucket of a step, if a local step has failed.
+                last bucket of a step, if a local step has failed; always in a process that was forked meanwhile.
         """
+        self._check_process()
         with self._one_waits:
             if self._error is not None:
                 raise RuntimeError(f"{self._error}. Call opt.reset() to go on with what has come.") from self._error
             if index not in self._left:
                 return
+            sync = self._left[index]
             try:
-                self._finish(self._left[index])
+                self._finish(sync)
             except RuntimeError as error:
                 self._error = error
                 raise
-            arrived(self._params_of(self._left.pop(index)))
+            arrived(self._params_of(sync))
+            del self._left[index]  # last: a process that is forked meanwhile must not come to the lock
             if not self._left:
                 self.errors.raise_any()
 
@@ -235,6 +240,19 @@ class ForwardSync(ParameterSync):
             self._left.clear()
             self._error = None
             self.errors.forget(sent_too=True)
+
+    def _check_process(self) -> None:
+        """Not under the lock, which another thread of the parent may have held when it forked.
+
+        Raises:
+            RuntimeError: in a process that was forked while buckets were on their way: they come to its parent only.
+        """
+        if self._left and os.getpid() != self._process:
+            raise RuntimeError(
+                f"Expected parameters that have come, got a process (pid {os.getpid()}) that was forked from rank "
+                f"{self._comm.group_rank} (pid {self._process}) with some on their way (sync='forward'). Call "
+                "opt.finish_sync() before forking, as before a DataLoader starts its workers."
+            )
 
     def _has_left(self) -> bool:
         return bool(self._left)
@@ -250,7 +268,6 @@ class _Arrival:
 
     sync: ForwardSync
     bucket: int
-    process: int = field(default_factory=os.getpid)
 
     def __call__(self) -> None:
         self.sync.complete_bucket(self.bucket)
@@ -260,6 +277,6 @@ class _Arrival:
 def _complete_all() -> None:
     """Peers may still wait for what this process sends; not what it was forked from."""
     for arrival in all_arrivals():
-        if isinstance(arrival, _Arrival) and arrival.process == os.getpid():
+        if isinstance(arrival, _Arrival):
             with contextlib.suppress(RuntimeError):
                 arrival()

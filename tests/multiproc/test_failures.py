@@ -2,10 +2,15 @@
 
 import copy
 import gc
+import os
 import re
+import signal
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import ZeroRedundancyOptimizer, binding, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, binding, checkpoint, shard_optimizer
+from ddp_zero.awaited import Awaited
 from tests.multiproc.cases import loss_of
 from tests.multiproc.harness import Setup, run_ranks
 
@@ -274,3 +280,78 @@ def test_a_model_can_be_dropped_in_the_middle_of_backward(mode: str) -> None:
 def test_a_model_can_be_dropped_where_ranks_are_a_bucket_apart(mode: str) -> None:
     """What the rank that is ahead has sent is never taken."""
     run_ranks(_dropped_without_reset, 2, mode, [[2, 4]])
+
+
+# Processes that are forked while parameters are on their way
+
+
+def _in_a_fork(use: Callable[[], Any]) -> str:
+    """What a forked child says of an error: its text; killed if it has not ended after ten seconds."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            use()
+            text = "no error"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text or "hung"
+
+
+def _forked(setup: Setup, root: str) -> None:
+    """With a message that comes late, and with the lock in the hands of another thread of the parent."""
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
+    ddp = DistributedDataParallel(_model(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, sync="forward")
+    _train(ddp, opt, 4, setup.rank)
+    first = next(iter(ddp.parameters()))
+    assert isinstance(first, Awaited)
+    uses: dict[str, Callable[[], Any]] = {
+        "a use": lambda: first + 1,
+        "a layer": lambda: ddp.module(torch.ones(1, 16)),
+        "finish_sync": opt.finish_sync,
+        "state_dict": lambda: {name: value.clone() for name, value in ddp.module.state_dict().items()},
+        "a copy": lambda: copy.deepcopy(ddp.module),
+    }
+    for name, use in uses.items():
+        text = _in_a_fork(use)
+        assert re.match(r"RuntimeError: .*forked from rank .*Call opt\.finish_sync\(\) before forking", text), (
+            name,
+            text,
+        )
+    holds, ends = threading.Event(), threading.Event()
+
+    def holding() -> None:
+        sync: Any = opt._sharded.binding.sync
+        with sync._one_waits:
+            holds.set()
+            ends.wait(60)
+
+    thread = threading.Thread(target=holding)
+    thread.start()
+    assert holds.wait(10)
+    text = _in_a_fork(opt.finish_sync)
+    assert "Call opt.finish_sync() before forking" in text, text
+    ends.set()
+    thread.join()
+    opt.finish_sync()
+    assert _in_a_fork(lambda: first + 1) == "no error"
+    for _ in range(2):  # before the connections of checkpoints are built, and after
+        for what in (lambda: checkpoint.save(root, ddp, opt), lambda: checkpoint.load(root, ddp, opt)):
+            text = _in_a_fork(what)
+            assert re.match(r"RuntimeError: .*forked from it.*save and load in the parent", text), text
+        checkpoint.save(root, ddp, opt)
+    _train(ddp, opt, 2, setup.rank)
+    opt.finish_sync()
+    assert_replicas_agree(ddp.parameters())
+
+
+def test_a_forked_process_is_told_to_have_parameters_first(tmp_path: Path) -> None:
+    run_ranks(_forked, 2, str(tmp_path))
