@@ -70,13 +70,14 @@ ROOMS = {
         "torch.distributed.checkpoint.filesystem._StorageInfo "
         "torch.distributed.checkpoint.metadata.BytesStorageMetadata "
         "torch.distributed.checkpoint.metadata.ChunkStorageMetadata "
-        "torch.distributed.checkpoint.metadata.Metadata torch.distributed.checkpoint.metadata.MetadataIndex "
+        "torch.distributed.checkpoint.metadata.Metadata "
+        "torch.distributed.checkpoint.metadata.MetadataIndex "
         "torch.distributed.checkpoint.metadata.TensorProperties "
         "torch.distributed.checkpoint.metadata.TensorStorageMetadata "
         "torch.distributed.checkpoint.storage.WriteResult",
     ),
     "saved_checkpoint": room(1, "checkpoint_folder manifest payload"),
-    "collectives": room(2, "partition payload"),
+    "collectives": room(2, "attempt exchange groups partition payload"),
     "peers": room(
         2,
         "partition",
@@ -84,8 +85,8 @@ ROOMS = {
         "torch.distributed.is_initialized",
     ),
     "agreement": room(2, "parameters partition peers"),
-    "param_sync": room(2, "awaited collectives flat plan tracing"),
-    "grad_reduce": room(2, "collectives partition"),
+    "param_sync": room(2, "awaited collectives exchange flat plan step_errors tracing"),
+    "grad_reduce": room(2, "collectives exchange partition"),
     "binding": room(3, "collectives flat memory_layout param_sync parameters partition plan tracing"),
     "state_transfer": room(3, "agreement collectives local_step parameters partition payload precision"),
     "admission": room(3, "parameters reducer sharded_step"),
@@ -93,17 +94,15 @@ ROOMS = {
     "late_changes": room(3, "absent awaited local_step sharded_step"),
     "forward_passes": room(3, "reducer"),
     "backward_step": room(
-        3,
-        "gradients join reducer sharded_step side_stream tracing",
-        "torch.distributed.algorithms.join.Joinable",
+        3, "gradients join reducer sharded_step side_stream tracing", "torch.distributed.algorithms.join.Joinable"
     ),
     "decision": room(
         3, "absent clipping config local_step loss_scale partition precision sharded_step step_record watch"
     ),
     "hook": room(
         3,
-        "absent admission backward_step forward_passes gradients join late_changes overlap plan reducer regime "
-        "sharded_step side_stream step_record tracing watch",
+        "absent admission backward_step forward_passes gradients join late_changes overlap plan reducer "
+        "regime sharded_step side_stream step_record tracing watch",
         "torch.distributed.GradBucket torch.distributed.algorithms.join.Joinable",
     ),
     "gradients": room(
@@ -116,8 +115,8 @@ ROOMS = {
     "visible": room(3, "absent grad_bucket sharded_step"),
     "grad_partition": room(
         3,
-        "awaited bucket_memory forward_passes grad_bucket grad_reduce gradients parameters reducer sharded_step "
-        "side_stream tracing visible",
+        "awaited bucket_memory forward_passes grad_bucket grad_reduce gradients parameters reducer "
+        "sharded_step side_stream tracing visible",
         "torch.distributed.GradBucket",
     ),
     "clipping": room(3, "absent precision sharded_step"),
@@ -132,9 +131,7 @@ ROOMS = {
     ),
     "consolidation": room(4, "collectives decision hook partition precision sharded_step state_transfer"),
     "own_state": room(
-        4,
-        "consolidation inner live_model overlap state_transfer",
-        "torch.distributed.algorithms.join._JoinConfig",
+        4, "consolidation inner live_model overlap state_transfer", "torch.distributed.algorithms.join._JoinConfig"
     ),
     "reach_gradients": room(
         4,
@@ -148,19 +145,19 @@ ROOMS = {
     ),
     "optimizer": room(
         4,
-        "admission agreement before_forward binding collectives config decision forward_passes grad_bucket "
-        "grad_partition gradients hook inner join local_step loss_scale overlap own_state parameters partition "
-        "precision report sharded_step side_stream take_step",
-        "torch.distributed.ProcessGroup "
-        "torch.distributed.algorithms.join.Joinable torch.distributed.algorithms.join.JoinHook",
+        "admission agreement before_forward binding collectives config decision forward_passes "
+        "grad_bucket grad_partition gradients hook inner join local_step loss_scale overlap own_state "
+        "parameters partition precision report sharded_step side_stream take_step",
+        "torch.distributed.ProcessGroup torch.distributed.algorithms.join.JoinHook "
+        "torch.distributed.algorithms.join.Joinable",
     ),
     "api": room(5, "gradients optimizer"),
     "optimizer_state": room(5, "inner optimizer parameters partition state_transfer"),
     "capture": room(5, "live_model optimizer_state partition payload saved_checkpoint"),
     "restore": room(
         5,
-        "fitting live_model manifest optimizer_state partition peers precision saved_checkpoint state_transfer "
-        "tensor_file",
+        "fitting live_model manifest optimizer_state partition peers precision saved_checkpoint "
+        "state_transfer tensor_file",
     ),
     "saving": room(
         5,
@@ -170,11 +167,21 @@ ROOMS = {
     "export": room(5, "checkpoint_folder manifest saved_checkpoint tensor_file"),
     "checkpoint": room(
         6,
-        "agreement capture checkpoint_folder collectives export live_model manifest optimizer_state peers "
-        "restore saved_checkpoint saving",
+        "agreement capture checkpoint_folder collectives export live_model manifest optimizer_state "
+        "peers restore saved_checkpoint saving",
         "torch.distributed.ProcessGroup",
     ),
     "__init__": room(6, "api loss_scale optimizer overlap step_record"),
+    "attempt": room(2, "", "torch.distributed.PrefixStore torch.distributed.Store"),
+    "exchange": room(2, "", "torch.distributed.Work"),
+    "groups": room(2, "", "torch.distributed.ProcessGroup"),
+    "launch": room(
+        6,
+        "attempt",
+        "torch.distributed.constants.default_pg_timeout torch.distributed.init_process_group "
+        "torch.distributed.is_torchelastic_launched torch.distributed.rendezvous.rendezvous",
+    ),
+    "step_errors": room(2, "collectives exchange partition"),
 }
 
 COMMUNICATING = {
@@ -378,6 +385,8 @@ def test_the_design_page_shows_the_same_rooms() -> None:
 def test_only_collectives_communicates(name: str) -> None:
     if name == "collectives":
         assert len(communications(read(name))) > 5
+    elif name == "launch":
+        assert {line.split()[1] for line in communications(read(name))} == {"torch.distributed.init_process_group"}
     else:
         assert communications(read(name)) == []
 
