@@ -4,6 +4,7 @@ from ddp_zero.api import hook_with_zero_step, hook_with_zero_step_interleaved, s
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.overlap import OverlapStatus, Phase
+from ddp_zero.shardable import check_shardable
 from ddp_zero.step_record import StepRecord, StepRegime
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "StepRecord",
     "StepRegime",
     "ZeroRedundancyOptimizer",
+    "check_shardable",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "shard_optimizer",

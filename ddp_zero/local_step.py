@@ -54,15 +54,22 @@ class LocalStep:
     Args:
         inner: the optimizer over this rank's parameters, one group per exposed group.
         exposed: the groups that the user sees now, whose options the inner ones mirror.
+        note: called after each bucket's step with the bucket and the groups that were stepped for it.
 
     Attributes:
         steps_whole: whether a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold:
             it wraps another optimizer that holds them. Then the first bucket's step is the whole one.
     """
 
-    def __init__(self, inner: Optimizer, exposed: Callable[[], list[ParamGroup]]) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        exposed: Callable[[], list[ParamGroup]],
+        note: Callable[[int, list[ParamGroup]], None] | None = None,
+    ) -> None:
         self._inner = inner
         self._exposed = exposed
+        self._note = note
         self.steps_whole = any(isinstance(value, Optimizer) for value in vars(inner).values())
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._stepped: list[list[ParamGroup]] = []
@@ -120,10 +127,11 @@ class LocalStep:
         """
         if bucket not in self._groups_of_bucket or self.is_done:
             return None
-        if self.steps_whole:
-            return self._step_groups(self._inner.param_groups, kwargs)
-        others = self._versions_outside(bucket) if not self._stepped else []
-        result = self._step_groups(self._groups_of_bucket[bucket], kwargs)
+        groups = self._inner.param_groups if self.steps_whole else self._groups_of_bucket[bucket]
+        others = [] if self.steps_whole or self._stepped else self._versions_outside(bucket)
+        result = self._step_groups(groups, kwargs)
+        if self._note is not None:
+            self._note(bucket, groups)
         for param, version in others:
             if param._version != version:
                 raise RuntimeError(

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator
+from ddp_zero.coupling import CouplingWatch
 from ddp_zero.local_step import LocalStep, ParamGroup
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
@@ -34,6 +35,7 @@ class ShardedStep:
         factors: what gradients are multiplied by in the step that is under way, or None.
         last_step: what became of the last one.
         leaves_syncs: whether a sync that can may outlast its step: a model makes sure that its forward passes wait.
+        coupling: notices an optimizer that computes something from all parameters.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
         order: in which order states were created.
     """
@@ -56,7 +58,8 @@ class ShardedStep:
         self.last_step: StepRecord | None = None
         self.leaves_syncs = False
         self._exposed_groups = _groups_of(exposed)
-        self.local_step = LocalStep(inner, self._exposed_groups)
+        self.coupling = CouplingWatch(comm, inner)
+        self.local_step = LocalStep(inner, self._exposed_groups, self.coupling.note)
         self.order = StateOrder()
         self.snapshot: State | None = None
 
@@ -84,6 +87,7 @@ class ShardedStep:
         self.table.check_groups(self.param_groups)
         self.stepped.follow_model()
         self.check_masters()
+        self.coupling.begin(self.comm.round + 1)
         return self.local_step.begin(closure)
 
     def step_bucket(self, index: int, exact: ExactGradient = no_exact_gradient, **kwargs: Any) -> Any:
@@ -123,6 +127,7 @@ class ShardedStep:
             self.local_step.finish(**kwargs)
         self.order.after_step(self.inner.state, self.stepped.index_of)
         self.stepped.note_versions()
+        self.coupling.check()
 
     def raise_errors(self) -> None:
         """After `finish`: raise on every rank if a local step has failed on any; see `ParameterSync.raise_errors`."""
