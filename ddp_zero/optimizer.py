@@ -21,6 +21,7 @@ from ddp_zero.collectives import Communicator, next_generation
 from ddp_zero.config import StepOptions
 from ddp_zero.decision import Decision, check_options
 from ddp_zero.forward_passes import BeforeForward, ForwardPasses
+from ddp_zero.forwarding import ForwardsMethods
 from ddp_zero.grad_bucket import options_of_stage
 from ddp_zero.grad_partition import gradients_of_stage
 from ddp_zero.gradients import CommHook, watching
@@ -37,10 +38,9 @@ from ddp_zero.precision import SteppedTensors, localise_group
 from ddp_zero.report import describe_shards, draw_buckets, state_bytes
 from ddp_zero.sharded_step import ShardedStep
 from ddp_zero.side_stream import SideStream
-from ddp_zero.take_step import TakesSteps
 
 
-class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
+class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
     """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
@@ -51,6 +51,8 @@ class ZeroRedundancyOptimizer(ShowsOwnState, TakesSteps):
 
     A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank of the group must construct it, with the
     same parameters in the same order, and must call `step`, `add_param_group` and `consolidate_state_dict` together.
+    So it is with public methods of ``optimizer_class`` that torch's optimizers do not have, such as ``train()`` and
+    ``eval()`` of schedule-free ones: call them here, on every rank, not on ``optim``. What they write is then sent.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.

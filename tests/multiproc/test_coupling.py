@@ -233,7 +233,7 @@ def test_what_is_stepped_by_one_rank_alone_is_not_coupled() -> None:
 
 
 def _real(setup: Setup) -> None:
-    import pytorch_optimizer as real
+    real = pytest.importorskip("pytorch_optimizer")
 
     for name in ("Prodigy", "DAdaptAdam"):
         for options in (MODES["standalone"], MODES["overlapped"], MODES["stage 2"]):

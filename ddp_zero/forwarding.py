@@ -1,0 +1,161 @@
+"""Public methods and attributes of the inner class, such as ``train()`` and ``eval()`` of schedule-free optimizers.
+
+A method of the inner optimizer acts on what this rank owns. So a call is a collective: every rank makes it, with the
+options of the exposed groups, and where it has written to parameters on any rank, all are sent as after a step.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from ddp_zero.agreement import Agreement
+from ddp_zero.hook import OverlapHook
+from ddp_zero.overlap import Phase
+from ddp_zero.sharded_step import ShardedStep
+from ddp_zero.take_step import TakesSteps
+
+_CHUNK = 1 << 20
+"""Elements of a parameter that are looked at together."""
+_SAFE = (Phase.REST, Phase.WAITING)
+
+
+class ForwardsMethods(TakesSteps):
+    """An optimizer that has the public methods and attributes of the inner one, beside its own."""
+
+    if not TYPE_CHECKING:  # so that a misspelt name is still an error
+
+        def __getattr__(self, name: str) -> Any:
+            """What is public on the inner optimizer and not defined here; methods become collectives."""
+            inner = self.__dict__.get("optim")
+            if name.startswith("_") or inner is None or not hasattr(inner, name):
+                of_inner = "" if inner is None or name.startswith("_") else f", nor has {type(inner).__name__}"
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{of_inner}")
+            value = getattr(inner, name)
+            if inspect.ismethod(value) and isinstance(value.__self__, Optimizer):
+                return functools.wraps(value)(functools.partial(self._call_inner, value))
+            return value
+
+    def _call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the inner optimizer on every rank. A collective.
+
+        Returns:
+            What it returns on this rank; this optimizer where that is the inner one.
+
+        Raises:
+            RuntimeError: inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on
+                another rank. Whatever it has written until then is the same on all ranks.
+        """
+        name = method.__name__
+        if self._join_config.enable:
+            raise RuntimeError(
+                f"Expected opt.{name}() outside Join, got it inside: ranks that have joined would not take part. Call "
+                "it after the Join context."
+            )
+        doing, sharded = f"{type(self.optim).__name__}.{name}()", self._sharded
+        with Agreement(self._comm, doing):
+            _check_between_steps(self._hook, name)
+            sharded.binding.sync.complete()
+            sharded.stepped.follow_model()
+            sharded.check_masters()
+        sharded.refresh()
+        outcome: Future[Any] = Future()
+        before = _marks(sharded)
+        sharded.snapshot = None
+        sharded.local_step.mirror_to_inner()
+        try:
+            outcome.set_result(method(*args, **kwargs))
+        except Exception as error:
+            outcome.set_exception(error)
+        sharded.local_step.mirror_to_exposed()
+        sharded.order.note_new(self.optim.state, sharded.stepped.index_of)
+        _share_written(sharded, [index for index, mark in _marks(sharded).items() if mark != before[index]])
+        with Agreement(self._comm, doing):
+            result = outcome.result()
+        return self if result is self.optim else result
+
+
+def _check_between_steps(hook: OverlapHook | None, name: str) -> None:
+    if hook is not None and hook.machine.phase not in _SAFE:
+        raise RuntimeError(
+            f"Expected opt.{name}() between two steps, got it in phase {hook.machine.phase.name} "
+            f"({hook.machine.where}): a plain loop would call it before the update that backward has made already. "
+            "Call opt.step() first, or opt.reset() after an interrupted backward pass."
+        )
+
+
+def _share_written(sharded: ShardedStep, written: list[int]) -> None:
+    """Send parameters to all ranks if any rank has written to its own. A collective.
+
+    Args:
+        sharded: the step.
+        written: owned parameters, or their masters, that were written to on this rank.
+    """
+    stepped, params = sharded.stepped, sharded.table.params
+    with torch.no_grad():
+        for index in written:
+            master = stepped.master(index)
+            if master is not None:
+                params[index].copy_(master)
+    travel = {param for bucket in sharded.binding.plan.buckets for one in bucket.segments for param in one.params}
+    mine = [any(index in travel for index in written), any(index not in travel for index in written)]
+    in_plan, outside = (any(flags) for flags in zip(*sharded.comm.all_gather_ints([int(f) for f in mine]), strict=True))
+    if in_plan:
+        _sync(sharded)
+    if outside:
+        for index in sorted(set(range(len(params))) - travel):
+            _send(sharded, index)
+    if in_plan or outside:
+        me = sharded.comm.group_rank
+        increment_version([param for param, owner in zip(params, sharded.binding.owners, strict=True) if owner != me])
+        stepped.note_versions()
+
+
+def _sync(sharded: ShardedStep) -> None:
+    try:
+        for bucket in sharded.binding.plan.buckets:
+            sharded.binding.sync.start(bucket)
+        sharded.end_syncs()
+    except BaseException:
+        sharded.binding.sync.abandon()
+        raise
+
+
+@torch.no_grad()
+def _send(sharded: ShardedStep, index: int) -> None:
+    """One that is frozen and does not travel."""
+    value = sharded.table.params[index].detach()
+    staged = value.contiguous()
+    sharded.comm.send_to_all(staged, sharded.binding.owners[index])
+    if staged.data_ptr() != value.data_ptr():
+        value.copy_(staged)
+
+
+@torch.no_grad()
+def _marks(sharded: ShardedStep) -> dict[int, int]:
+    """What differs where the values of an owned parameter or its master do, but for one chance in 2^64, by index.
+
+    Versions are not enough: writing through ``.data`` leaves them.
+    """
+    marks = {index: _mark(sharded.stepped[index].detach()) for index in sharded.binding.owned()}
+    return {index: int(mark) for index, mark in marks.items()}
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    """A sum of the elements' bits, each times a number that depends on its place."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()]
+    for start, chunk in enumerate(real.reshape(-1).split(_CHUNK)):
+        place = torch.arange(len(chunk), device=tensor.device) + (start * _CHUNK + 1)
+        place.mul_(-7046029254386353131)
+        place.bitwise_xor_(place >> 29).mul_(-4658895280553007687)
+        place.bitwise_xor_(place >> 32).bitwise_or_(1)
+        total += (chunk.view(bits) * place).sum()
+    return total

@@ -1,0 +1,426 @@
+"""Public methods of the inner class: called on every rank, they do what they do to the unsharded optimizer."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from tests.multiproc.cases import (
+    OptimizerCase,
+    Twins,
+    assert_identical,
+    at_stage,
+    batches,
+    build_model,
+    build_overlapped_twins,
+    build_twins,
+    loss_of,
+)
+from tests.multiproc.harness import Setup, run_ranks
+
+
+class ToyScheduleFree(Optimizer):
+    """Schedule-free SGD: gradients are taken at y, the result is x, and ``train`` and ``eval`` go between them.
+
+    Writes through ``.data``, which leaves version counters as they are.
+    """
+
+    kind = "toy"
+    switches = 0
+
+    def __init__(self, params: Any, lr: float = 0.5, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "train_mode": False, "k": 0})
+
+    def train(self) -> "ToyScheduleFree":
+        """Parameters become y."""
+        return self._switch(True, lambda beta: 1 - beta)
+
+    def eval(self) -> "ToyScheduleFree":
+        """Parameters become x."""
+        return self._switch(False, lambda beta: 1 - 1 / beta)
+
+    def _switch(self, train_mode: bool, weight: Callable[[float], float]) -> "ToyScheduleFree":
+        self.switches += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if group["train_mode"] is not train_mode and "z" in self.state[param]:
+                    param.data.lerp_(self.state[param]["z"], weight(group["beta"]))
+            group["train_mode"] = train_mode
+        return self
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("Expected train mode, got eval mode.")
+            group["k"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    z = self.state[param].setdefault("z", param.detach().clone())
+                    x = param.lerp(z, 1 - 1 / group["beta"])
+                    z.sub_(param.grad, alpha=group["lr"])
+                    x.lerp_(z, 1 / group["k"])
+                    param.copy_(x.lerp(z, 1 - group["beta"]))
+
+    def steps_so_far(self) -> int:
+        """Writes nothing."""
+        return int(self.param_groups[0]["k"])
+
+    def scale_all(self, factor: float, fails_if: Callable[[Tensor], bool] = lambda param: False) -> None:
+        """Writes to everything, but may stop on the way."""
+        for group in self.param_groups:
+            group["scaled"] = factor
+            for param in group["params"]:
+                param.data.mul_(factor)
+                if fails_if(param):
+                    raise ArithmeticError("stopped on the way")
+
+    @property
+    def mode(self) -> bool:
+        return bool(self.param_groups[0]["train_mode"])
+
+    @staticmethod
+    def twice(number: int) -> int:
+        return 2 * number
+
+
+TOY = OptimizerCase("toy schedule-free", ToyScheduleFree)
+
+MODES: dict[str, Callable[[], Twins]] = {
+    "standalone": lambda: build_twins(TOY, 2, parameters_as_bucket_view=True),
+    "copied": lambda: build_twins(TOY, parameters_as_bucket_view=False),
+    "overlapped": lambda: build_overlapped_twins(TOY, 2),
+    "interleaved": lambda: build_overlapped_twins(TOY, interleaved=True),
+    "waits": lambda: build_overlapped_twins(TOY, zero_options={"max_grad_norm": 1e9}),
+    "in forward": lambda: build_overlapped_twins(TOY, zero_options={"sync": "forward"}),
+}
+STAGE_2 = {name: build for name, build in MODES.items() if name not in ("standalone", "copied")} | {
+    "reduces only": lambda: build_overlapped_twins(TOY, overlap=False)
+}
+
+
+def _assert_equal(expected: nn.Module, actual: nn.Module, when: str) -> None:
+    """To the last bit; parameters on their way are waited for."""
+    for (name, one), other in zip(expected.named_parameters(), actual.parameters(), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other), f"{name} {when}"
+
+
+def _call(twins: Twins, name: str) -> None:
+    """Call a method of both."""
+    for optimizer in (twins.plain, twins.opt):
+        getattr(optimizer, name)()
+
+
+def _switch(twins: Twins, name: str) -> None:
+    """Call a method of both, which returns the optimizer."""
+    getattr(twins.plain, name)()
+    assert getattr(twins.opt, name)() is twins.opt
+
+
+def _train(twins: Twins, setup: Setup, steps: int, seed: int) -> None:
+    for step, (inputs, targets) in enumerate(batches(setup.rank, steps, seed)):
+        losses = []
+        for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            optimizer.zero_grad()
+            losses.append(loss_of(model, inputs, targets))
+            losses[-1].backward()
+            optimizer.step()
+        assert torch.equal(*losses), f"loss of step {step}"
+        _assert_equal(twins.plain_model, twins.model, f"after step {step}")
+
+
+def _epochs(setup: Setup, stage: int) -> int:
+    for name, build in (MODES if stage == 1 else STAGE_2).items():
+        with at_stage(stage):
+            twins = build()
+        for epoch in range(3):
+            _switch(twins, "train")
+            _train(twins, setup, 3, epoch)
+            before = [param.detach().clone() for param in twins.plain_model.parameters()]
+            _switch(twins, "eval")
+            assert not all(map(torch.equal, before, twins.plain_model.parameters())), "eval() does nothing"
+            _assert_equal(twins.plain_model, twins.model, f"in eval mode, {name}, epoch {epoch}")
+            assert [group["train_mode"] for group in twins.opt.param_groups] == [False] * len(twins.opt.param_groups)
+            _same_state(setup, twins, f"{name}, epoch {epoch}")
+        twins.assert_moved()
+    return stage
+
+
+def _same_state(setup: Setup, twins: Twins, where: str) -> None:
+    """Consolidated while in eval mode; loaded by both, and trained on."""
+    last = setup.world_size - 1
+    twins.opt.consolidate_state_dict(to=last)
+    if setup.rank == last:
+        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), where)
+    saved = copy.deepcopy(twins.plain.state_dict())
+    twins.opt.load_state_dict(saved)
+    _assert_equal(twins.plain_model, twins.model, f"loaded, {where}")
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_train_and_eval_equal_the_plain_optimizers(world_size: int, stage: int) -> None:
+    assert run_ranks(_epochs, world_size, stage) == [stage] * world_size
+
+
+# Masters
+
+
+def _compare_masters(
+    plain_model: nn.Module, copies: list[nn.Parameter], model: nn.Module, opt: ZeroRedundancyOptimizer, when: str
+) -> None:
+    with torch.no_grad():
+        for shown, kept in zip(plain_model.parameters(), copies, strict=True):
+            shown.copy_(kept)
+    _assert_equal(plain_model, model, when)
+    for param, master in opt.master_weights.items():
+        assert torch.equal(master, copies[opt._sharded.table.index_of[param]]), when
+
+
+def _masters(setup: Setup) -> None:
+    """A bf16 model: DDP and the optimizer over fp32 copies by hand, against master weights."""
+    for overlap in (False, True):
+        plain_model = DistributedDataParallel(build_model().bfloat16())
+        model = DistributedDataParallel(copy.deepcopy(plain_model.module), bucket_cap_mb=0.0015)
+        copies = [nn.Parameter(param.detach().float()) for param in plain_model.parameters()]
+        plain = ToyScheduleFree(copies)
+        opt: Any = shard_optimizer(model, ToyScheduleFree, overlap=overlap, master_weights=True)
+        for epoch in range(2):
+            plain.train()
+            opt.train()
+            _compare_masters(plain_model, copies, model, opt, "after train()")
+            for inputs, targets in batches(setup.rank, 3, epoch):
+                for one in (plain_model, model):
+                    one.zero_grad()
+                    loss_of(one, inputs.bfloat16(), targets.bfloat16()).backward()
+                for param, master in zip(plain_model.parameters(), copies, strict=True):
+                    assert param.grad is not None
+                    master.grad = param.grad.float()
+                plain.step()
+                opt.step()
+                _compare_masters(plain_model, copies, model, opt, "after a step")
+            plain.eval()
+            opt.eval()
+            _compare_masters(plain_model, copies, model, opt, "after eval()")
+
+
+def _masters_before_the_first_step(setup: Setup) -> None:
+    """What a method writes to masters is kept, whole, although the model was the truth until then."""
+    model = DistributedDataParallel(build_model().bfloat16())
+    opt: Any = shard_optimizer(model, ToyScheduleFree, overlap=False, master_weights=True)
+    expected = [param.detach().float() * 1.001 for param in model.parameters()]
+    opt.scale_all(1.001)
+    opt.train()
+    inputs, targets = next(batches(0, 1))
+    (0 * loss_of(model, inputs.bfloat16(), targets.bfloat16())).backward()
+    opt.step()
+    index_of = opt._sharded.table.index_of
+    for param, master in opt.master_weights.items():
+        torch.testing.assert_close(master, expected[index_of[param]], rtol=1e-6, atol=0)
+    for param, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.detach(), value.bfloat16(), rtol=0, atol=0)
+
+
+# Around a call
+
+
+def _same_on_every_rank(model: nn.Module) -> None:
+    for param in model.parameters():
+        everyone = [torch.empty_like(param) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, param.detach())
+        assert all(torch.equal(param, other) for other in everyone)
+
+
+def _names(setup: Setup) -> None:
+    twins = MODES["overlapped"]()
+    opt: Any = twins.opt
+    _switch(twins, "train")
+    _train(twins, setup, 2, 0)
+    assert opt.mode is True
+    assert opt.kind == "toy"
+    assert opt.twice(4) == 8
+    assert opt.switches == 1
+    rounds = opt._comm.round
+    assert opt.steps_so_far() == 2
+    assert opt._comm.round == rounds  # nothing was written, so nothing was sent
+    assert opt.eval.__name__ == "eval"
+    assert opt.eval.__doc__ == "Parameters become x."
+    assert not hasattr(opt, "_switch")
+    with pytest.raises(AttributeError, match="'lenght', nor has ToyScheduleFree"):
+        opt.lenght  # noqa: B018
+    with pytest.raises(TypeError, match="not to be pickled"):
+        pickle.dumps(opt)
+    with pytest.raises(TypeError, match="not to be pickled"):
+        copy.copy(opt)
+    model, clone = copy.deepcopy((twins.model.module, opt))
+    clone.eval()
+    _switch(twins, "eval")
+    _assert_equal(twins.plain_model.module, model, "of a copy")
+    for other in (AdamW, SGD):
+        plain = ZeroRedundancyOptimizer(build_model().parameters(), other, lr=0.1)
+        assert [name for name in ("train", "eval", "found_inf", "grad_scale") if hasattr(plain, name)] == []
+
+
+def _fails_on_one_rank(setup: Setup) -> None:
+    """Every rank raises, and what was written until then is the same on all."""
+    for build in MODES.values():
+        twins = build()
+        opt: Any = twins.opt
+        _switch(twins, "train")
+        _train(twins, setup, 3, 0)
+        first = next(iter(twins.model.parameters()))
+        owner = opt._sharded.binding.owners[opt._sharded.table.index_of[first]]
+        if setup.rank == owner:
+            with pytest.raises(ArithmeticError, match="on the way"):
+                opt.scale_all(2.0, fails_if=lambda param, first=first: param is first)
+        else:
+            with pytest.raises(RuntimeError, match=rf"ToyScheduleFree.scale_all\(\), got .*rank {owner}: Arithmetic"):
+                opt.scale_all(2.0)
+        assert opt.param_groups[0]["scaled"] == 2.0
+        _same_on_every_rank(twins.model)
+        opt.eval()
+        _same_on_every_rank(twins.model)
+
+
+def _different_methods(setup: Setup) -> None:
+    twins = MODES["standalone"]()
+    opt: Any = twins.opt
+    with pytest.raises(ValueError, match=r"same operation.*ToyScheduleFree.(train|eval)\(\)"):
+        (opt.eval if setup.rank else opt.train)()
+    assert opt.param_groups[0]["train_mode"] is False  # nothing was called
+
+
+def _between_backward_and_step(setup: Setup) -> None:
+    twins = MODES["overlapped"]()
+    opt: Any = twins.opt
+    opt.train()
+    for inputs, targets in batches(setup.rank, 3):
+        loss_of(twins.model, inputs, targets).backward()
+        with pytest.raises(RuntimeError, match=r"opt.eval\(\) between two steps, .*STEPPED .* Call opt.step\(\) first"):
+            opt.eval()
+        opt.step()
+        opt.zero_grad()
+    opt.eval()
+    _same_on_every_rank(twins.model)
+
+    twins = MODES["waits"]()
+    _switch(twins, "train")
+    _train(twins, setup, 2, 0)
+    for inputs, targets in batches(setup.rank, 2, 1):
+        for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            optimizer.zero_grad()
+            loss_of(model, inputs, targets).backward()
+        _switch(twins, "eval")
+        _assert_equal(twins.plain_model, twins.model, "before the step")
+        _switch(twins, "train")
+        twins.plain.step()
+        twins.opt.step()
+        _assert_equal(twins.plain_model, twins.model, "after the step")
+
+
+def _frozen_since(setup: Setup) -> None:
+    """A parameter that does not travel any more is written to all the same."""
+    for name in ("standalone", "copied"):
+        twins = MODES[name]()
+        _switch(twins, "train")
+        _train(twins, setup, 3, 0)
+        for model in (twins.plain_model, twins.model):
+            for param in list(model.parameters())[:3]:
+                param.requires_grad_(False)
+        twins.wrap_again()
+        twins.zero_grad()
+        _train(twins, setup, 2, 1)
+        _switch(twins, "eval")
+        _assert_equal(twins.plain_model, twins.model, f"frozen, {name}")
+
+
+def _moved_since(setup: Setup) -> None:
+    """Parameters that have left their flat storage are sent from where they are now."""
+    twins = MODES["standalone"]()
+    _switch(twins, "train")
+    _train(twins, setup, 2, 0)
+    for param in twins.model.parameters():
+        param.data = param.data.clone()
+    _switch(twins, "eval")
+    _assert_equal(twins.plain_model, twins.model, "moved")
+
+
+def _under_join(setup: Setup) -> None:
+    twins = MODES["standalone"]()
+    opt: Any = twins.opt
+    opt.train()
+    with Join([twins.model, opt]):
+        for inputs, targets in batches(setup.rank, 2 + setup.rank):
+            loss_of(twins.model, inputs, targets).backward()
+            opt.step()
+            with pytest.raises(RuntimeError, match=r"opt.eval\(\) outside Join"):
+                opt.eval()
+    opt.eval()
+    _same_on_every_rank(twins.model)
+
+
+def _stale_state(setup: Setup) -> None:
+    twins = MODES["standalone"]()
+    opt: Any = twins.opt
+    opt.train()
+    opt.consolidate_state_dict(to=0)
+    opt.eval()
+    with pytest.raises(RuntimeError, match="to be consolidated"):
+        opt.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_around_a_call(world_size: int) -> None:
+    run_ranks(_all_around, world_size, group_timeout=30)
+
+
+def _all_around(setup: Setup) -> None:
+    for case in (
+        _masters,
+        _masters_before_the_first_step,
+        _names,
+        _fails_on_one_rank,
+        _different_methods,
+        _between_backward_and_step,
+        _frozen_since,
+        _moved_since,
+        _under_join,
+        _stale_state,
+    ):
+        try:
+            case(setup)
+        except Exception as error:
+            raise AssertionError(f"in {case.__name__}") from error
+
+
+# The real ones
+
+
+def _real(setup: Setup) -> None:
+    real = pytest.importorskip("schedulefree")
+
+    for name in ("AdamWScheduleFree", "SGDScheduleFree"):
+        case = OptimizerCase(name, getattr(real, name), {"lr": 0.01, "warmup_steps": 3})
+        for build in (build_twins, build_overlapped_twins):
+            twins = build(case)
+            for epoch in range(2):
+                _call(twins, "train")
+                _train(twins, setup, 4, epoch)
+                _call(twins, "eval")
+                _assert_equal(twins.plain_model, twins.model, f"{name} in eval mode")
+            twins.assert_moved()
+
+
+def test_real_schedule_free_ones() -> None:
+    """Runs where ``schedulefree`` is installed."""
+    pytest.importorskip("schedulefree")
+    run_ranks(_real, 2)
