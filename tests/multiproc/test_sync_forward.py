@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -698,8 +699,9 @@ def test_autograd_refuses_a_graph_from_before_the_step_whose_parameters_are_on_t
     run_ranks(_graph_of_before, 2)
 
 
-def _late(rank: int, seconds: float) -> Any:
-    """A rank sends its parameters late, once."""
+@contextmanager
+def _late(rank: int, seconds: float) -> Iterator[None]:
+    """A rank sends its parameters late, once; no step meanwhile ends with a collective that would wait for them."""
     start, sleeps = Communicator.start_exchange, [seconds]
 
     def late(comm: Communicator, *args: Any) -> Exchange:
@@ -707,7 +709,11 @@ def _late(rank: int, seconds: float) -> Any:
             time.sleep(sleeps.pop())
         return start(comm, *args)
 
-    return mock.patch.object(Communicator, "start_exchange", late)
+    with (
+        mock.patch.object(Communicator, "start_exchange", late),
+        mock.patch.object(coupling, "is_looked_at", return_value=False),
+    ):
+        yield
 
 
 def _threads(setup: Setup) -> None:
