@@ -130,6 +130,10 @@ class CouplingWatch:
             me = self._comm.name(self._comm.group_rank)
             self._seen.append(Witness(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups))))
 
+    def drop(self) -> None:
+        """This rank's step has failed: it has nothing to say."""
+        self._seen = []
+
     def check(self) -> None:
         """The step is over: compare. A collective in steps that are looked at.
 

@@ -367,6 +367,7 @@ class OverlapHook:
         owners = list(sharded.binding.owners)
         if is_final:
             machine.buckets_rebuilt()
+        if is_final and not sharded.local_step.steps_whole:  # state of an optimizer inside another could not move
             sizes = [spec.nbytes for spec in sharded.binding.plan.specs]
             owners = owners_by_bucket(sizes, owners, sharded.comm.world_size, layout, self._split, self._matching)
         logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))

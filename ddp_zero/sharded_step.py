@@ -123,15 +123,22 @@ class ShardedStep:
         except BaseException:
             sync.abandon()
             raise
-        if not has_failed:
+        if has_failed:
+            self.coupling.drop()
+        else:
             self.local_step.finish(**kwargs)
         self.order.after_step(self.inner.state, self.stepped.index_of)
         self.stepped.note_versions()
-        self.coupling.check()
 
     def raise_errors(self) -> None:
-        """After `finish`: raise on every rank if a local step has failed on any; see `ParameterSync.raise_errors`."""
-        self.binding.sync.raise_errors()
+        """After `finish`: raise on every rank if a local step has failed on any, or if ranks hold different options.
+
+        A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
+        """
+        try:
+            self.coupling.check()
+        finally:
+            self.binding.sync.raise_errors()
 
     def _try_locally(self, step: Callable[[], Any]) -> Any:
         """Do this rank's part of a step, unless an earlier part has failed."""

@@ -127,7 +127,7 @@ ROOMS = {
     ),
     "report": room(3, "plan"),
     "sharded_step": room(
-        3, "binding collectives local_step parameters partition precision state_transfer step_record tracing"
+        3, "binding collectives coupling local_step parameters partition precision state_transfer step_record tracing"
     ),
     "consolidation": room(4, "collectives decision hook partition precision sharded_step state_transfer"),
     "own_state": room(
@@ -146,8 +146,8 @@ ROOMS = {
     "optimizer": room(
         4,
         "admission agreement before_forward binding collectives config decision forward_passes "
-        "grad_bucket grad_partition gradients hook inner join local_step loss_scale overlap own_state "
-        "parameters partition precision report sharded_step side_stream take_step",
+        "forwarding grad_bucket grad_partition gradients hook inner join local_step loss_scale overlap "
+        "own_state parameters partition precision report sharded_step side_stream",
         "torch.distributed.ProcessGroup torch.distributed.algorithms.join.JoinHook "
         "torch.distributed.algorithms.join.Joinable",
     ),
@@ -171,7 +171,7 @@ ROOMS = {
         "peers restore saved_checkpoint saving",
         "torch.distributed.ProcessGroup",
     ),
-    "__init__": room(6, "api loss_scale optimizer overlap step_record"),
+    "__init__": room(6, "api loss_scale optimizer overlap shardable step_record"),
     "attempt": room(2, "", "torch.distributed.PrefixStore torch.distributed.Store"),
     "exchange": room(2, "", "torch.distributed.Work"),
     "groups": room(2, "", "torch.distributed.ProcessGroup"),
@@ -182,6 +182,9 @@ ROOMS = {
         "torch.distributed.is_torchelastic_launched torch.distributed.rendezvous.rendezvous",
     ),
     "step_errors": room(2, "collectives exchange partition"),
+    "coupling": room(2, "local_step partition peers"),
+    "forwarding": room(4, "agreement hook overlap sharded_step take_step"),
+    "shardable": room(3, "coupling inner local_step partition payload"),
 }
 
 COMMUNICATING = {
