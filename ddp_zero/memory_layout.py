@@ -1,6 +1,7 @@
-"""Shapes and strides as plain ints."""
+"""Shapes, strides and places in memory as plain ints."""
 
 from collections.abc import Sequence
+from math import gcd
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -16,3 +17,23 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= size
     return True
+
+
+def aligned_offsets(numels: Sequence[int], itemsize: int, alignment: int) -> list[int]:
+    """Where runs of elements start that follow each other in memory, each at a multiple of an alignment.
+
+    Args:
+        numels: lengths of the runs, in elements.
+        itemsize: size of an element, in bytes.
+        alignment: in bytes.
+
+    Returns:
+        One offset per run, in elements, and the end of the last run.
+    """
+    step = alignment // gcd(alignment, itemsize)
+    offsets, end = [], 0
+    for numel in numels:
+        start = -(-end // step) * step if numel else end
+        offsets.append(start)
+        end = start + numel
+    return [*offsets, end]

@@ -61,11 +61,6 @@ def set_gradients(params: Sequence[Tensor], plan: ShardPlan) -> None:
     assert {p.grad is None for p, owner in zip(params, plan.owners, strict=True) if owner == 1} == {False, True}
 
 
-def in_memory_order(param: Tensor) -> Tensor:
-    """A dense parameter's elements as they lie in memory."""
-    return param.detach().as_strided((param.numel(),), (1,))
-
-
 def exchange(plan: ShardPlan, storages: Sequence[ParameterStorage]) -> None:
     """What `ParameterSync` does over the wire, for all ranks in one process."""
     for bucket in plan.buckets:
@@ -139,22 +134,62 @@ def test_the_stride_of_a_dimension_that_is_never_walked_does_not_matter(
 # Views
 
 
-def test_parameters_are_windows_of_the_segments_at_the_plans_offsets() -> None:
-    params = make_params()
-    plan = make_plan(params, 2, cap=100)
-    storage = as_views(plan, params)
-    for bucket in plan.buckets:
-        for segment, tensor in zip(bucket.segments, storage.segments_to_sync(bucket, GroupRank(0)), strict=True):
-            tensor.copy_(torch.arange(segment.numel))
-            for index, offset in zip(segment.params, segment.offsets, strict=True):
-                expected = torch.arange(offset, offset + params[index].numel()).to(params[index].dtype)
-                assert torch.equal(in_memory_order(params[index]), expected)
+def make_large_params(seed: int = 0) -> list[nn.Parameter]:
+    """Parameters of odd sizes whose gaps are few enough to travel."""
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(side, 111, generator=generator).t()) for side in (109, 111, 113, 115)]
 
 
-def test_views_are_sent_from_where_they_live() -> None:
-    params = make_params()
-    plan = make_plan(params, 2)
+def assert_aligned(params: Sequence[Tensor]) -> None:
+    assert [param.data_ptr() % 64 for param in params] == [0] * len(params)
+
+
+ITEMS = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+
+
+@pytest.mark.parametrize("dtype", ITEMS, ids=str)
+def test_every_parameter_starts_at_a_multiple_of_64_bytes(dtype: torch.dtype) -> None:
+    shapes = [(1,), (), (0, 3), (5, 7), (16,), (33,), (2, 3, 5, 7), (129,), (0,), (1, 1), (255,), (64, 3)]
+    tensors = [torch.arange(torch.Size(shape).numel()).view(shape).to(dtype) for shape in shapes * 3]
+    tensors[6] = tensors[6].contiguous(memory_format=torch.channels_last)
+    params = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    for world_size, cap in ((1, 10_000), (2, 300), (3, 1)):
+        as_views(make_plan(params, world_size, cap), params)
+        assert_aligned(params)
+        for param, tensor in zip(params, tensors, strict=True):
+            assert (param.shape, param.stride()) == (tensor.shape, tensor.stride())
+            assert bytes(param.detach().clone().untyped_storage()) == bytes(tensor.clone().untyped_storage())
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 1599, 3199, 3200, 3201, 100_001])
+def test_what_travels_is_at_most_half_a_percent_longer_than_the_parameters(numel: int) -> None:
+    params = [nn.Parameter(torch.ones(numel + extra)) for extra in (0, 1, 2, 3)]
+    plan = make_plan(params, 2, cap=1 << 30)
     storage = as_views(plan, params)
+    for rank in (0, 1):
+        for tensor, segment in zip(
+            storage.segments_to_sync(plan.buckets[0], GroupRank(rank)), plan.buckets[0].segments, strict=True
+        ):
+            assert segment.numel <= tensor.numel() <= segment.numel * 1.005
+            is_live = tensor.untyped_storage().data_ptr() == params[segment.params[0]].untyped_storage().data_ptr()
+            assert is_live or tensor.numel() == segment.numel
+
+
+def test_a_segment_of_multiples_of_64_bytes_travels_as_it_is_whatever_its_size() -> None:
+    params = [nn.Parameter(torch.ones(16 * count)) for count in (1, 2, 3, 1, 5)]
+    plan = make_plan(params, 2, cap=1 << 30)
+    assert_views_are_sent(plan, as_views(plan, params), params)
+
+
+def assert_views_are_sent(plan: ShardPlan, storage: ParameterStorage, params: Sequence[Tensor]) -> None:
     for bucket in plan.buckets:
         first = storage.segments_to_sync(bucket, GroupRank(0))
         assert [id(tensor) for tensor in storage.segments_to_sync(bucket, GroupRank(0))] == [id(t) for t in first]
@@ -163,16 +198,44 @@ def test_views_are_sent_from_where_they_live() -> None:
                 assert params[index].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-def test_an_in_place_step_on_a_view_is_in_the_segment() -> None:
-    params = make_params()
-    plan = make_plan(params, 2)
+def test_views_are_sent_from_where_they_live() -> None:
+    params = make_large_params()
+    plan = make_plan(params, 2, cap=1 << 30)
+    assert_views_are_sent(plan, as_views(plan, params), params)
+
+
+def test_an_exchange_of_segments_with_gaps_brings_the_owners_values() -> None:
+    of_rank = [make_large_params(seed=rank) for rank in range(2)]
+    plan = make_plan(of_rank[0], 2, cap=1 << 30)
+    expected = [of_rank[owner][index].detach().clone() for index, owner in enumerate(plan.owners)]
+    storages = [as_views(plan, params) for params in of_rank]
+    lengths = {tensor.numel() for tensor in storages[0].segments_to_sync(plan.buckets[0], GroupRank(0))}
+    assert lengths.isdisjoint(segment.numel for segment in plan.buckets[0].segments), "there are gaps"
+    exchange(plan, storages)
+    for params in of_rank:
+        assert_aligned(params)
+        assert all(torch.equal(param, value) for param, value in zip(params, expected, strict=True))
+
+
+def test_views_of_a_packed_segment_are_sent_in_memory_order_end_to_end() -> None:
+    params = [nn.Parameter(torch.arange(6.0).view(2, 3).t()), nn.Parameter(torch.tensor([7.0, 8.0]))]
+    (segment,) = as_views(plan := make_plan(params, 1), params).segments_to_sync(plan.buckets[0], GroupRank(0))
+    assert segment.tolist() == [0, 1, 2, 3, 4, 5, 7, 8]
+
+
+@pytest.mark.parametrize("make", [make_params, make_large_params])
+def test_an_in_place_step_on_a_view_is_in_the_segment(make: Callable[[], list[nn.Parameter]]) -> None:
+    params = make()
+    plan = make_plan(params, 1)
     storage = as_views(plan, params)
     with torch.no_grad():
         for param in params:
             param.fill_(3)
     for bucket in plan.buckets:
         for tensor in storage.segments_to_sync(bucket, GroupRank(0)):
-            assert torch.equal(tensor, torch.full_like(tensor, 3))
+            gaps = tensor.numel() - bucket.segments[0].numel
+            assert int((tensor == 3).sum()) == bucket.segments[0].numel
+            assert int((tensor == 0).sum()) == gaps
 
 
 @pytest.mark.parametrize(
@@ -224,6 +287,7 @@ def test_released_parameters_have_memory_of_their_own() -> None:
     for bucket in plan.buckets:
         for tensor in storage.segments_to_sync(bucket, GroupRank(0)):
             tensor.zero_()
+    assert_aligned(params)
     for param, copy in zip(params, copies, strict=True):
         assert param.untyped_storage().nbytes() == param.nbytes
         assert param.stride() == copy.stride()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_zero.memory_layout import is_dense
+from ddp_zero.memory_layout import aligned_offsets, is_dense
 
 
 def fills_one_run(shape: list[int], stride: list[int]) -> bool:
@@ -73,3 +73,16 @@ def test_it_knows_the_layouts_that_torch_makes(tensor: Tensor, dense: bool) -> N
 def test_shape_and_strides_must_fit_together() -> None:
     with pytest.raises(ValueError, match="zip"):
         is_dense([2, 3], [1])
+
+
+@given(st.lists(st.integers(0, 100), max_size=8), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([16, 64]))
+def test_aligned_runs_follow_each_other_each_at_a_multiple_of_the_alignment(
+    numels: list[int], itemsize: int, alignment: int
+) -> None:
+    *offsets, end = aligned_offsets(numels, itemsize, alignment)
+    last = 0
+    for offset, numel in zip(offsets, numels, strict=True):
+        assert numel == 0 or offset * itemsize % alignment == 0
+        assert 0 <= (offset - last) * itemsize < alignment
+        last = offset + numel
+    assert end == last
