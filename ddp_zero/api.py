@@ -99,6 +99,7 @@ def shard_optimizer(
         **defaults,
     )
     if not overlap and stage == 1:
+        zero._sharded.follow_order_of(ddp)
         zero._sync_before_forward(ddp)
         if hook is None and not zero._decision.watch.is_on:
             return zero  # DDP's own reduction, and nobody will ask for more

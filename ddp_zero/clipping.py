@@ -1,9 +1,9 @@
 """Norms of gradients where a rank has only its own: one small collective, and the same bits as on one rank.
 
 A parameter's gradient lies whole on its owner, so each owner computes the norms of its own, all ranks get all of them,
-and each combines them in the order of the parameters, as `torch.nn.utils.clip_grad_norm_` does on one rank: to the same
-bits where all gradients have one dtype. (Of several, torch combines them dtype by dtype, and those of fp16 and bf16 in
-fp16 and bf16; here they are fp32.)
+and each combines them in the order of the model's parameters, as ``clip_grad_norm_(model.parameters())`` of torch does
+on one rank: to the same bits where all gradients have one dtype. (Of several, torch combines them dtype by dtype, and
+those of fp16 and bf16 in fp16 and bf16; here they are fp32.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,8 @@ def gather_norms(
             have none, the device is waited for.
 
     Returns:
-        The norms of all parameters that have a gradient, by index, in order, and the sum of all ranks' flags.
+        The norms of all parameters that have a gradient, by index, in `ShardedStep.norm_order`, and the sum of all
+        ranks' flags.
     """
     table, comm = sharded.table, sharded.comm
     owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
@@ -71,7 +72,7 @@ def gather_norms(
                 dtype = table.params[index].dtype
                 norm_dtype = torch.float32 if dtype in LOW_PRECISION else dtype.to_real()
                 found[index] = gathered[rank, place].to(norm_dtype)
-    found = {index: found[index] for index in sorted(found)}
+    found = {index: found[index] for index in sharded.norm_order if index in found}
     return found, gathered[:, 0].sum()
 
 
@@ -102,7 +103,7 @@ def clip_gradients(
 
     Args:
         sharded: knows who owns what.
-        indices: the parameters to clip, the same on every rank.
+        indices: the parameters to clip, the same on every rank; their norms add up in this order.
         max_norm: the largest norm.
         norm_type: of the p-norm; ``inf`` for the largest absolute value.
         is_partitioned: whether a rank has gradients of what it owns only; then this is a collective.

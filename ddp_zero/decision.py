@@ -252,11 +252,12 @@ class Decision:
         group_of = self._sharded.table.groups
         found: dict[int, Tensor] = {}
         for first, members in limits.items():
-            own_norms = [norm for index, norm in norms.items() if group_of[index] in members]
+            own = self._sharded.param_groups[first].get(_OWN_KEY) if self._honours_groups else None
+            order = norms if own is None else sorted(norms)  # a group of its own: as if its list was handed to torch
+            own_norms = [norms[index] for index in order if group_of[index] in members]
             if not own_norms:
                 continue
             total = total_norm(own_norms, self.options.norm_type)
-            own = self._sharded.param_groups[first].get(_OWN_KEY) if self._honours_groups else None
             limit = self.options.max_grad_norm if own is None else own
             assert limit is not None, "only groups with a limit are in a set"
             found.update(dict.fromkeys(members, coefficient_of(total, limit)))

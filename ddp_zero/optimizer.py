@@ -70,7 +70,9 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         gradient_predivide_factor: stage 2: what gradients are divided by before they are summed; the rest of the
             number of ranks is divided by afterwards. None: all of it before, as DDP does.
         max_grad_norm: clip the norm of all gradients to this inside the step. Parameter groups that have a
-            ``max_grad_norm`` of their own are clipped by their own norm instead; one of None is not clipped.
+            ``max_grad_norm`` of their own are clipped by their own norm instead; one of None is not clipped. Norms add
+            up in the order of the model's parameters, or of the groups where the optimizer does not know the model: it
+            does by a hook, or built by `shard_optimizer`. The order shows in the last bits.
         norm_type: of the p-norm that ``max_grad_norm`` means; ``inf`` for the largest absolute value.
         nonfinite: what a step does about gradients that are not finite: ``"skip"`` leaves no trace and says so in
             ``last_step``, ``"raise"`` raises on every rank, ``"step"`` steps as DDP would. None: skip where the step
@@ -192,6 +194,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         hook = self._hook
         check_has_no_hook(self._takes_hook, hook is not None, hook is not None and hook.may_be_replaced)
         check_model(ddp, self._sharded)
+        self._sharded.follow_order_of(ddp)
         if self._hook is not None:
             self._hook.detach()
         side = SideStream()

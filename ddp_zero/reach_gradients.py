@@ -75,7 +75,9 @@ class ReachesGradients(Optimizer):
             max_norm: the largest norm.
             norm_type: of the p-norm; ``inf`` for the largest absolute value.
             error_if_nonfinite: raise if the norm is not finite; otherwise it clips by it, as torch does.
-            parameters: some of the optimizer's parameters, the same on every rank, such as a group's; None: all.
+            parameters: some of the optimizer's parameters, the same on every rank, such as a group's; None: all, in
+                the order of the model's parameters, or of the groups where the optimizer does not know the model.
+                Norms add up in this order, which shows in their last bits.
 
         Returns:
             The norm of all gradients before clipping, a scalar, the same on every rank.
@@ -91,8 +93,8 @@ class ReachesGradients(Optimizer):
             )
         table = self._sharded.table
         parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-        params = table.params if parameters is None else list(parameters)
-        if any(param not in table.index_of for param in params):
+        params = None if parameters is None else list(parameters)
+        if any(param not in table.index_of for param in params or ()):
             raise ValueError("Expected parameters of this optimizer, got another one.")
         self._let_gradients_wait()
         norm_type = float(norm_type)
@@ -108,7 +110,7 @@ class ReachesGradients(Optimizer):
 
         total, coefficient, norms = clip_gradients(
             self._sharded,
-            [table.index_of[param] for param in params],
+            self._sharded.norm_order if params is None else [table.index_of[param] for param in params],
             float(max_norm),
             norm_type,
             is_partitioned=self._reduction is not None,

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from ddp_zero.binding import Binding
@@ -38,6 +39,7 @@ class ShardedStep:
         coupling: notices an optimizer that computes something from all parameters.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
         order: in which order states were created.
+        norm_order: all parameters, by index, in the order in which norms of their gradients add up.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class ShardedStep:
         self.coupling = CouplingWatch(comm, inner)
         self.local_step = LocalStep(inner, self._exposed_groups, self.coupling.note)
         self.order = StateOrder()
+        self.norm_order: Sequence[int] = range(len(table))
         self.snapshot: State | None = None
+        self._model: weakref.ref[nn.Module] | None = None
 
     # A step
 
@@ -234,7 +238,18 @@ class ShardedStep:
         self.table = table
         self.binding = binding
         self.order.note_new(self.inner.state, self.stepped.index_of)
+        self._order_norms()
         self._bind()
+
+    def follow_order_of(self, model: nn.Module) -> None:
+        """From now on norms add up as those of ``model.parameters()``; parameters that it does not have come last."""
+        self._model = weakref.ref(model)
+        self._order_norms()
+
+    def _order_norms(self) -> None:
+        model, index_of = None if self._model is None else self._model(), self.table.index_of
+        of_model = [] if model is None else [index_of[param] for param in model.parameters() if param in index_of]
+        self.norm_order = list(dict.fromkeys([*of_model, *range(len(self.table))]))
 
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    shard_optimizer,
+)
 from tests.multiproc.cases import assert_equal_models
 from tests.multiproc.harness import Setup, run_ranks
 
@@ -32,7 +37,8 @@ def wrap(model: nn.Module, mode: dict[str, Any]) -> DistributedDataParallel:
 
 
 def assert_moved(before: list[Tensor], model: nn.Module, where: str) -> None:
-    for value, param in zip(before, model.parameters(), strict=True):
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for value, param in zip(before, trained, strict=True):
         assert not torch.equal(value, param), f"{where}: a parameter has not moved"
 
 
@@ -113,3 +119,81 @@ def test_alignment_costs_at_most_half_a_percent_of_the_bytes_of_any_model(world_
     counts = [count for of_rank in run_ranks(_bytes, world_size) for count in of_rank]
     assert all(formula <= sent <= formula * 1.005 for sent, formula in counts), counts
     assert {sent == formula for sent, formula in counts} == {True, False}, "some gaps travel, some do not"
+
+
+# Norms
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, the rest does not: another order than the model's. Those of the first layer come later."""
+    params = list(model.parameters())[2:]
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def build_with_groups(
+    ddp: DistributedDataParallel, groups: list[dict[str, Any]], mode: dict[str, Any], **options: Any
+) -> ZeroRedundancyOptimizer:
+    """As `shard_optimizer`, with parameter groups."""
+    options = {"lr": 1e-2, "parameters_as_bucket_view": True, "overlap_with_ddp": mode.get("overlap", True)} | options
+    opt = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, stage=mode.get("stage", 1), **options)
+    if mode != MODES["stage 1, standalone"]:
+        build = hook_with_zero_step_interleaved if mode.get("interleaved") else hook_with_zero_step
+        ddp.register_comm_hook(ddp.process_group, build(None, ddp, opt, shard_buckets=True))
+    return opt
+
+
+def _clip(setup: Setup, by_call: bool) -> int:
+    """Train with groups that reorder the parameters, clipped; in how many steps the order of groups would differ."""
+    differing = 0
+    for name in ("stage 1, after the last bucket", *list(MODES)[4:]):
+        mode = MODES[name] | ({"overlap": False} if by_call and MODES[name].get("stage") == 2 else {})
+        torch.manual_seed(0)
+        model = odd_mlp()
+        model.append(nn.Linear(1, 40))
+        model[2].bias.requires_grad_(False)
+        before = [param.detach().clone() for param in model.parameters()]
+        plain_model = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.002)
+        plain = torch.optim.AdamW(decay_groups(plain_model), lr=1e-2)
+        ddp = wrap(model, mode)
+        groups, added = decay_groups(ddp), {"params": list(ddp.parameters())[:2]}
+        is_whole = mode.get("stage") == 2  # which takes no parameters that DDP reduces and the optimizer does not have
+        opt = build_with_groups(
+            ddp, [*groups, added] if is_whole else groups, mode, **({} if by_call else {"max_grad_norm": 0.1})
+        )
+        generator = torch.Generator().manual_seed(setup.rank)
+        for step in range(8):
+            inputs = torch.randn(3, 5, generator=generator)
+            if step == (0 if is_whole else 4):
+                plain.add_param_group({"params": list(plain_model.parameters())[:2]})
+                if not is_whole:
+                    opt.add_param_group(added)
+            for trained, optimizer in ((plain_model, plain), (ddp, opt)):
+                optimizer.zero_grad()
+                for param in trained.parameters():
+                    param.grad = None  # those that are in no optimizer, too
+                trained(inputs).square().sum().backward()
+            members = [param for group in plain.param_groups for param in group["params"]]
+            in_order_of_groups = nn.utils.get_total_norm([p.grad for p in members if p.grad is not None])
+            of_model = [param for param in plain_model.parameters() if any(param is member for member in members)]
+            expected = nn.utils.clip_grad_norm_(of_model, 0.1)
+            differing += int(in_order_of_groups.item() != expected.item())
+            plain.step()
+            norm = opt.clip_grad_norm_(0.1) if by_call else None
+            opt.step()
+            assert opt.last_step is not None
+            where = f"{name}, step {step}"
+            assert opt.last_step.grad_norm == expected.item(), where
+            assert norm is None or norm.item() == expected.item(), where
+            assert_equal_models(plain_model, ddp, where)
+        trained_ones = [param.requires_grad for param in model.parameters()]
+        assert_moved(list(itertools.compress(before, trained_ones)), model, name)
+    return differing
+
+
+@pytest.mark.parametrize("by_call", [False, True], ids=["max_grad_norm", "clip_grad_norm_"])
+def test_norms_add_up_in_the_order_of_the_model_whatever_the_groups(by_call: bool) -> None:
+    for differing in run_ranks(_clip, 2, by_call):
+        assert differing > 0, "the order never mattered"
