@@ -99,8 +99,7 @@ def shard_optimizer(
         **defaults,
     )
     if not overlap and stage == 1:
-        zero._sharded.follow_order_of(ddp)
-        zero._sync_before_forward(ddp)
+        zero._know_model(ddp)
         if hook is None and not zero._decision.watch.is_on:
             return zero  # DDP's own reduction, and nobody will ask for more
         ddp.register_comm_hook(ddp.process_group if hook_state is None else hook_state, zero._build_watch(ddp, hook))

@@ -194,7 +194,6 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         hook = self._hook
         check_has_no_hook(self._takes_hook, hook is not None, hook is not None and hook.may_be_replaced)
         check_model(ddp, self._sharded)
-        self._sharded.follow_order_of(ddp)
         if self._hook is not None:
             self._hook.detach()
         side = SideStream()
@@ -214,11 +213,12 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             watch=self._decision.watch,
             passes=self._passes,
         )
-        self._sync_before_forward(ddp)
+        self._know_model(ddp)
         return self._hook.on_bucket
 
-    def _sync_before_forward(self, ddp: DistributedDataParallel) -> None:
-        """Have forward passes that cannot wait by themselves wait for all parameters."""
+    def _know_model(self, ddp: DistributedDataParallel) -> None:
+        """Norms follow the order of this model; its forward passes that cannot wait by themselves wait for all."""
+        self._sharded.follow_order_of(ddp)
         if self._decision.options.sync == "forward":
             wait_before_forward(ddp, self._sharded)
 

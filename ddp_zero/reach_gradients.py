@@ -75,9 +75,8 @@ class ReachesGradients(Optimizer):
             max_norm: the largest norm.
             norm_type: of the p-norm; ``inf`` for the largest absolute value.
             error_if_nonfinite: raise if the norm is not finite; otherwise it clips by it, as torch does.
-            parameters: some of the optimizer's parameters, the same on every rank, such as a group's; None: all, in
-                the order of the model's parameters, or of the groups where the optimizer does not know the model.
-                Norms add up in this order, which shows in their last bits.
+            parameters: some of the optimizer's parameters, the same on every rank, such as a group's, whose norms
+                add up in this order; None: all, in the order that ``max_grad_norm`` has.
 
         Returns:
             The norm of all gradients before clipping, a scalar, the same on every rank.
