@@ -2,14 +2,15 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 
 from ddp_zero.local_step import ParamGroup
-from ddp_zero.precision import localise_group
+from ddp_zero.parameters import ParameterTable
+from ddp_zero.precision import SteppedTensors, localise_group
 
 
 def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
@@ -53,6 +54,39 @@ def build_inner(
     if not isinstance(inner, Optimizer):
         raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
     return inner
+
+
+def check_epsilon(
+    inner: Optimizer, groups: Sequence[ParamGroup], table: ParameterTable, stepped: SteppedTensors
+) -> None:
+    """See that no group of Adafactor takes its epsilon from the first of parameters of several dtypes.
+
+    ``eps[0]`` of None, the default, means the resolution of the first parameter that has a gradient, for all of the
+    list that a step is given: here the parameters of one bucket, which are of one dtype, and there the whole group.
+
+    Args:
+        inner: any optimizer.
+        groups: with its options, in the order of the exposed groups.
+        table: the parameters.
+        stepped: what is stepped for each of them.
+
+    Raises:
+        ValueError: naming the group and two of its parameters.
+    """
+    if not isinstance(inner, Adafactor):
+        return
+    for position, group in enumerate(groups):
+        members = [index for index, own in enumerate(table.groups) if own == position]
+        dtypes = [stepped.dtype_of(index) for index in members]
+        if group.get("eps", inner.defaults["eps"])[0] is not None or len(set(dtypes)) <= 1:
+            continue
+        first, other = members[0], next(i for i, dtype in zip(members, dtypes, strict=True) if dtype != dtypes[0])
+        raise ValueError(
+            f"Expected parameters of one dtype in group {position} of Adafactor with eps=(None, ...), got "
+            f"{table.label(first)} of {stepped.dtype_of(first)} and {table.label(other)} of {stepped.dtype_of(other)}: "
+            "for all of a group torch takes the resolution of the first. Put each dtype into a group of its own, pass "
+            "a number, such as eps=(torch.finfo(torch.float32).eps, 1e-3), or step all in fp32 by master_weights=True."
+        )
 
 
 def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from ddp_zero.grad_bucket import options_of_stage
 from ddp_zero.grad_partition import gradients_of_stage
 from ddp_zero.gradients import CommHook, watching
 from ddp_zero.hook import OverlapHook
-from ddp_zero.inner import build_inner, check_can_be_sharded
+from ddp_zero.inner import build_inner, check_can_be_sharded, check_epsilon
 from ddp_zero.join import ZeroJoinHook
 from ddp_zero.local_step import ParamGroup, copy_options
 from ddp_zero.loss_scale import DynamicLossScale
@@ -92,7 +92,8 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         parameters_as_bucket_view: whether the parameters live in flat storage.
 
     Raises:
-        ValueError: for an empty or repeated parameter, shared memory, or parameters that differ between ranks.
+        ValueError: for an empty or repeated parameter, shared memory, parameters that differ between ranks, or several
+            dtypes in a group of `torch.optim.Adafactor` with its default ``eps``, which means one dtype's resolution.
         TypeError: for arguments of the wrong type, or options that ``optimizer_class`` does not know.
         NotImplementedError: for LBFGS or SparseAdam.
         RuntimeError: if `torch.distributed` is not initialised, this process is not in the group, or construction
@@ -145,6 +146,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
             self.optim = build_inner(optimizer_class, self.param_groups, stepped.own(binding.owned()), defaults)
             check_options(options, self.optim)
+            check_epsilon(self.optim, self.optim.param_groups, table, stepped)
         self.defaults = self.optim.defaults
         self._sharded = ShardedStep(self._comm, table, binding, self.optim, self, stepped)
         self._decision = Decision(self._sharded, options)
@@ -177,6 +179,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
                 sharded.stepped.extend(table)
                 stepped = sharded.stepped.own(binding.owned())
                 self.optim.add_param_group(localise_group(self.param_groups[-1], stepped))
+                check_epsilon(self.optim, self.optim.param_groups, table, sharded.stepped)
         except Exception:
             sharded.stepped.extend(sharded.table)
             sharded.stepped.own(sharded.binding.owned())

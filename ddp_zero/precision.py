@@ -94,6 +94,10 @@ class SteppedTensors:
         """Whether the owner of a parameter keeps a master of it."""
         return self.has_masters and self._table.params[index].dtype in LOW_PRECISION
 
+    def dtype_of(self, index: int) -> torch.dtype:
+        """The dtype of what is stepped for a parameter on its owner."""
+        return torch.float32 if self.wants_master(index) else self._table.params[index].dtype
+
     def own(self, indices: Iterable[int]) -> dict[Tensor, Tensor]:
         """Have masters for these parameters and no others.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_zero.agreement import Agreement
 from ddp_zero.collectives import Communicator
+from ddp_zero.inner import check_epsilon
 from ddp_zero.local_step import ParamGroup
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.partition import GroupRank
@@ -196,6 +197,7 @@ def restrict_state_dict(
     """
     _check_groups(state_dict, param_groups)
     saved_groups = state_dict["param_groups"]
+    check_epsilon(inner, saved_groups, table, stepped)
     saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
     index_of_id = {saved_id: index for index, saved_id in enumerate(saved_ids)}
     local_id = {param: i for i, param in enumerate(param for group in inner.param_groups for param in group["params"])}

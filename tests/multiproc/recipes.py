@@ -235,7 +235,7 @@ class Reference(Trainer):
         if recipe.clip is None:
             return None
         if recipe.group_clip is not None:
-            grads = [param.grad for params in self.groups for param in params if param.grad is not None]
+            grads = [param.grad for param in self.stepped if param.grad is not None]
             total = nn.utils.get_total_norm(grads, recipe.norm_type)
             for params, limit in zip(self.groups, (recipe.clip, recipe.group_clip), strict=True):
                 nn.utils.clip_grad_norm_(params, limit, recipe.norm_type)
@@ -287,6 +287,8 @@ class Sharded(Trainer):
         self.opt = ZeroRedundancyOptimizer(
             groups, build, overlap_with_ddp=overlaps, parameters_as_bucket_view=True, **own, **copy.deepcopy(options)
         )
+        if mode in (STANDALONE, WATCHED):
+            self.opt._know_model(self.model)  # as `shard_optimizer` does
         if mode == WATCHED:
             self.model.register_comm_hook(None, self.opt._build_watch(self.model, None))
         elif mode != STANDALONE:

@@ -45,7 +45,7 @@ def assert_moved(before: list[Tensor], model: nn.Module, where: str) -> None:
 # Alignment
 
 
-def odd_mlp() -> nn.Module:
+def odd_mlp() -> nn.Sequential:
     """Layers whose weights and biases fill no multiple of 64 bytes."""
     sizes = (5, 7, 33, 17, 9, 1)
     layers: list[nn.Module] = []
@@ -153,7 +153,7 @@ def _clip(setup: Setup, by_call: bool) -> int:
         torch.manual_seed(0)
         model = odd_mlp()
         model.append(nn.Linear(1, 40))
-        model[2].bias.requires_grad_(False)
+        list(model.parameters())[3].requires_grad_(False)
         before = [param.detach().clone() for param in model.parameters()]
         plain_model = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.002)
         plain = torch.optim.AdamW(decay_groups(plain_model), lr=1e-2)
@@ -197,3 +197,77 @@ def _clip(setup: Setup, by_call: bool) -> int:
 def test_norms_add_up_in_the_order_of_the_model_whatever_the_groups(by_call: bool) -> None:
     for differing in run_ranks(_clip, 2, by_call):
         assert differing > 0, "the order never mattered"
+
+
+# Adafactor's epsilon
+
+
+def mixed_params(*dtypes: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 3), (4,), (6, 6), (7,)]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for shape, dtype in zip(shapes, itertools.cycle(dtypes), strict=False)
+    ]
+
+
+def every_nth(params: list[nn.Parameter], groups: int) -> list[dict[str, Any]]:
+    return [{"params": params[start::groups]} for start in range(groups)]
+
+
+def _refuses_mixed_dtypes(setup: Setup) -> None:
+    bf16, fp32, eps = torch.bfloat16, torch.float32, (None, 1e-3)
+    told = r"in group 0 of Adafactor.*'layer0'.*bfloat16 and.*'layer1'.*float32: for all"
+    named = [(f"layer{index}", param) for index, param in enumerate(mixed_params(bf16, fp32))]
+    with pytest.raises(ValueError, match=told):
+        ZeroRedundancyOptimizer(named, torch.optim.Adafactor)
+    opt = ZeroRedundancyOptimizer(mixed_params(fp32), torch.optim.Adafactor)
+    before = repr(opt)
+    with pytest.raises(ValueError, match="in group 1 of Adafactor"):
+        opt.add_param_group({"params": mixed_params(fp32, torch.float64)})
+    assert repr(opt) == before
+    opt.add_param_group({"params": mixed_params(fp32, bf16), "eps": (1e-30, 1e-3)})
+    saved = torch.optim.Adafactor(opt.param_groups).state_dict()
+    opt.load_state_dict(saved)
+    with pytest.raises(ValueError, match="in group 1 of Adafactor"):
+        opt.load_state_dict({**saved, "param_groups": [{**group, "eps": eps} for group in saved["param_groups"]]})
+    assert opt.param_groups[1]["eps"] == (1e-30, 1e-3)
+    ZeroRedundancyOptimizer(mixed_params(bf16, fp32), torch.optim.AdamW, eps=1e-8)
+
+
+def _follows_with_the_remedies(setup: Setup) -> None:
+    for remedy in ("groups", "a number", "masters"):
+        for foreach in (False, True):
+            plain_params, params = (mixed_params(torch.bfloat16, torch.float32) for _ in range(2))
+            stepped = [nn.Parameter(p.detach().float()) for p in plain_params] if remedy == "masters" else plain_params
+            options: dict[str, Any] = {"lr": 0.1, "foreach": foreach}
+            if remedy == "a number":
+                options["eps"] = (torch.finfo(torch.float32).eps, 1e-3)
+
+            groups = 2 if remedy == "groups" else 1
+            plain = torch.optim.Adafactor(every_nth(stepped, groups), **options)
+            opt = ZeroRedundancyOptimizer(
+                every_nth(params, groups),
+                torch.optim.Adafactor,
+                parameters_as_bucket_view=True,
+                master_weights=remedy == "masters",
+                **options,
+            )
+            for step in range(6):
+                for index, (one, other) in enumerate(zip(stepped, params, strict=True)):
+                    grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step)) * 1e-4 ** (index % 2)
+                    other.grad = grad.to(other.dtype)
+                    one.grad = other.grad.to(one.dtype)
+                plain.step()
+                opt.step()
+                for one, other in zip(stepped, params, strict=True):
+                    assert torch.equal(one.detach().to(other.dtype), other), f"{remedy}, foreach {foreach}, step {step}"
+
+
+def _adafactor(setup: Setup) -> None:
+    _refuses_mixed_dtypes(setup)
+    _follows_with_the_remedies(setup)
+
+
+def test_adafactor_refuses_an_epsilon_that_depends_on_the_first_of_several_dtypes() -> None:
+    run_ranks(_adafactor, 2)
