@@ -277,20 +277,34 @@ class WholeBucket:
         self.params, self.indices = params, [index_of[param] for param in params]
         self._window_of = window_of
         self._workshop = workshop
+        self._exact: dict[int, Tensor] = {}
 
     def wait(self) -> None:
         """It was waited for when it was reduced; add what had been accumulated before, on the rank that owns it."""
         for index in self.indices:
             carried = self._workshop.carried.pop(index, None)
             if carried is not None:
-                self.gradient(index).add_(carried)
+                self.replace(index, self.total(index).add_(carried))
+
+    def total(self, index: int) -> Tensor:
+        """A gradient in the dtype of its sum, in memory of its own."""
+        window = self._exact.get(index, self.gradient(index))
+        return window.to(sum_dtype(window.dtype), copy=True)
+
+    def replace(self, index: int, total: Tensor) -> None:
+        """Have another gradient for a parameter, in the dtype of its sum."""
+        window = self.gradient(index)
+        window.copy_(total)
+        if total.dtype != window.dtype:
+            self._exact[index] = total
 
     def gradient(self, index: int) -> Tensor:
         """A window of the bucket."""
         return self._window_of(self._workshop.sharded.table.params[index])
 
-    def exact(self, index: int) -> None:
-        """It is in the parameter's dtype."""
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of the sum, where several passes add up and that is another one."""
+        return self._exact.get(index)
 
     def release(self) -> None:
         """The reducer still needs it."""

@@ -23,7 +23,7 @@ and it cannot be freed before backward ends; it is the fallback where the reduce
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,7 @@ class PartitionedGradients:
         self._memory = BucketMemory(self._workshop)
         self._visible = VisibleGradients(self._workshop)
         self._digest: int | None = None
+        self._owners = list(sharded.binding.owners)
         self._arrivals: list[ReducedSegment | WholeBucket] = []
         self._hooks: list[RemovableHandle] = []
         self._backward = -1
@@ -94,6 +95,7 @@ class PartitionedGradients:
         self._reduces = False
         self._saw_local_pass = False
         self._shows_final_layout = False
+        self._watch_gradients({None: [param for _, param in reduced_parameters(ddp)]})
 
     # An iteration, in the order in which the hook asks
 
@@ -143,24 +145,24 @@ class PartitionedGradients:
                 for index in () if has_joined else arrival.layout.owned:
                     if params[index].grad is not None or index in taken:
                         self._visible.show(index, arrival.gradient(index), arrival.exact(index))
-            else:
-                for index in taken.intersection(table.index_of[param] for param in arrival.params):
-                    if params[index].grad is None and not has_joined:  # nobody has used it in this iteration
-                        self._visible.show(index, arrival.gradient(index).clone())
+            elif not has_joined:
+                for index in taken.intersection(arrival.indices):
+                    self._show_whole(arrival, index)
 
     def publish(self, was_consumed: bool) -> None:
         """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
-        if not self._memory.layouts:
-            self._end_iteration()  # DDP's first layout: it has published whole gradients
-            return
-        whole = {} if was_consumed else self._copies_of_owned()
-        params, owners, rank = self._sharded.table.params, self._sharded.binding.owners, self._sharded.comm.group_rank
+        arrived = [index for arrival in self._arrivals for index in arrival.indices]
+        is_first_layout = not self._memory.layouts  # of DDP, which has published whole gradients
+        whole = {} if was_consumed or is_first_layout else self._copies_of_owned()
+        params = self._sharded.table.params
         with untouched():
             self._memory.capture()
-            for index in (index for arrival in self._arrivals for index in arrival.indices):
-                if index in whole:
-                    self._visible.show(index, whole[index])
-                elif params[index].grad is not None and (was_consumed or owners[index] != rank):
+            for index in arrived:
+                if is_first_layout:
+                    self._visible.leave(index, self._is_owned(index))
+                elif index in whole:
+                    self._visible.show(index, *whole[index])
+                elif params[index].grad is not None and (was_consumed or not self._is_owned(index)):
                     self._visible.hide(index, was_consumed)
         self._end_iteration()
 
@@ -170,18 +172,14 @@ class PartitionedGradients:
 
     def adopted(self) -> None:
         """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
+        self._hand_over()
         buckets = self._sharded.binding.plan.buckets
         self._memory.layouts = [
             ScratchLayout(arrival.params, buckets[index], self._sharded) for index, arrival in enumerate(self._arrivals)
         ]
         self._digest = self._sharded.binding.digest
         self._visible.forget()
-        for hook in self._hooks:
-            hook.remove()
-        reference = weakref.ref(self)  # a parameter holds its hooks
-        for layout in self._memory.layouts:
-            on_gradient = partial(_on_gradient, reference, layout.index)
-            self._hooks += [_register(param, on_gradient) for param in layout.params]
+        self._watch_gradients({layout.index: layout.params for layout in self._memory.layouts})
 
     def fits_plan(self) -> bool:
         """Whether scratches are laid out for the plan: not at first, nor after parameters were frozen or added.
@@ -214,9 +212,7 @@ class PartitionedGradients:
 
     def detach(self) -> None:
         """Take the tensor hooks off the parameters, and what is ours out of their gradients."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._stop_watching()
         self._visible.drop()
 
     def describe(self) -> list[str]:
@@ -225,14 +221,26 @@ class PartitionedGradients:
 
     # The start of a backward pass
 
-    def gradient_arrives(self, index: int) -> None:
-        """A gradient of this bucket is about to be accumulated."""
+    def gradient_arrives(self, index: int | None) -> None:
+        """A gradient of this bucket is about to be accumulated; None: before buckets are known."""
         backward = backward_id()
         if backward != self._backward:
             self._backward = backward
             self._begin_backward()
-        if self._reduces and index >= len(self._arrivals):
+        if self._reduces and index is not None and index >= len(self._arrivals):
             self._memory.point(index)
+
+    def _watch_gradients(self, buckets: Mapping[int | None, Sequence[Tensor]]) -> None:
+        """From now on notice the gradients of these parameters."""
+        self._stop_watching()
+        reference = weakref.ref(self)  # a parameter holds its hooks
+        for index, params in buckets.items():
+            self._hooks += [_register(param, partial(_on_gradient, reference, index)) for param in params]
+
+    def _stop_watching(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _begin_backward(self) -> None:
         """Take out what earlier passes have left in ``param.grad``; have scratches for what may be copied at once."""
@@ -288,14 +296,42 @@ class PartitionedGradients:
         window_of = views.window if views is not None else lambda param: places[param].window(buffer)
         return WholeBucket(params, window_of, workshop)
 
+    def _show_whole(self, bucket: WholeBucket, index: int) -> None:
+        """Show a gradient to which earlier passes have added."""
+        grad = self._sharded.table.params[index].grad
+        if grad is None:  # nobody has used it in this iteration
+            grad = bucket.gradient(index).clone()
+        self._visible.show(index, grad, bucket.exact(index))
+
+    def _hand_over(self) -> None:
+        """Owners have changed: send them what earlier passes have added up elsewhere. A collective if they have."""
+        before, owners, comm = self._owners, self._sharded.binding.owners, self._sharded.comm
+        self._owners = list(owners)
+        bucket_of = {index: one for one in self._arrivals if isinstance(one, WholeBucket) for index in one.indices}
+        moved = [index for index in bucket_of if index < len(before) and before[index] != owners[index]]
+        if not moved:
+            return
+        for bucket in bucket_of.values():
+            bucket.wait()
+        was_taken = comm.all_gather_ints([int(index in self._visible.taken) for index in moved])
+        for place, index in enumerate(moved):
+            if was_taken[before[index]][place]:
+                total = bucket_of[index].total(index).contiguous()
+                comm.send_to_all(total, before[index])
+                if owners[index] == comm.group_rank:
+                    bucket_of[index].replace(index, total)
+                    self._visible.taken.add(index)
+                    self._show_whole(bucket_of[index], index)
+
     # The end of an iteration
 
-    def _copies_of_owned(self) -> dict[int, Tensor]:
-        """Owned gradients of buckets that were averaged whole, by index, in memory of their own."""
+    def _copies_of_owned(self) -> dict[int, tuple[Tensor, Tensor | None]]:
+        """Owned gradients of buckets that were averaged whole, and their sums, by index, in memory of their own."""
         table = self._sharded.table
         whole = (arrival for arrival in self._arrivals if isinstance(arrival, WholeBucket))
         grads = {table.index_of[param]: param.grad for arrival in whole for param in arrival.params}
-        return {index: grad.clone() for index, grad in grads.items() if grad is not None and self._is_owned(index)}
+        owned = {index: grad for index, grad in grads.items() if grad is not None and self._is_owned(index)}
+        return {index: (grad.clone(), self._visible.exact(grad)) for index, grad in owned.items()}
 
     def _end_iteration(self) -> None:
         self._saw_local_pass = False
@@ -361,7 +397,7 @@ def _check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wr
         )
 
 
-def _on_gradient(reference: "weakref.ref[PartitionedGradients]", index: int, grad: Tensor | None) -> None:
+def _on_gradient(reference: "weakref.ref[PartitionedGradients]", index: int | None, grad: Tensor | None) -> None:
     gradients = reference()
     if gradients is not None:
         gradients.gradient_arrives(index)

@@ -8,6 +8,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.absent import AbsentGradient, absent_gradient
 from ddp_zero.grad_bucket import Workshop
+from ddp_zero.grad_reduce import sum_dtype
 from ddp_zero.sharded_step import ShardedStep
 
 
@@ -28,7 +29,9 @@ class VisibleGradients:
         self._showing: set[int] = set()  # parameters whose grad is one of ours, unless users have replaced it
         self._standing_in: set[int] = set()  # parameters with an `AbsentGradient`, unless users have dropped it
         self._mixed: set[int] = set()  # parameters with an average to which a pass that was not reduced has added
-        self._hidden: set[int] = set()  # parameters whose `AbsentGradient` was taken out
+        self._left: dict[int, Tensor | None] = {}  # parameters that `leave` was called for, and their exact sums
+        self._hidden: set[int] = set()  # parameters whose `AbsentGradient`, or what was left of others, was taken out
+        self._put_aside: dict[int, Tensor] = {}  # what was left and taken out
         self._absent: dict[tuple[int, bool], AbsentGradient] = {}
         self.taken: set[int] = set()
 
@@ -50,10 +53,25 @@ class VisibleGradients:
         self._sharded.table.params[index].grad = self._absence(index, was_consumed)
         self._standing_in.add(index)
 
+    def leave(self, index: int, is_owned: bool) -> None:
+        """The reducer has put the whole average of a pass into ``param.grad``: let it stay there until the next pass.
+
+        Where earlier passes have added up on its owner, it says on other ranks that it is not there. When the reducer
+        rebuilds its buckets, it makes copies of what it finds in ``param.grad``, whatever that is.
+        """
+        grad = self._sharded.table.params[index].grad
+        if grad is None:
+            return
+        self._left[index] = self.exact(grad)
+        if is_owned:
+            self.show(index, grad)
+        elif index in self._hidden:
+            self.hide(index, was_consumed=False)
+
     def exact(self, grad: Tensor) -> Tensor | None:
         """A shown gradient in the dtype of its sum; None if that is its own, or if it was changed or replaced since."""
         exact: Tensor | None = self._shown.get(grad)
-        return exact if exact is not None and torch.equal(exact.to(grad.dtype), grad) else None
+        return exact if exact is not None and _rounds_to(exact, grad) else None
 
     def forget(self) -> None:
         """Owners have changed."""
@@ -75,16 +93,17 @@ class VisibleGradients:
             grad = param.grad
             if grad is None:
                 continue
-            is_ours = index in self._showing and not is_view(param, grad)
+            is_ours = (index in self._showing or index in self._left) and not is_view(param, grad)
             if not isinstance(grad, AbsentGradient) and not is_ours:
                 left.append((param, grad))
                 continue
             self._check_may_be_taken(index, grad, will_be_reduced)
-            if isinstance(grad, AbsentGradient):
+            if index in self._left and index not in self._standing_in:
+                self._put_aside[index] = grad
+            if isinstance(grad, AbsentGradient) or index not in self._showing:
                 self._hidden.add(index)
             else:
-                exact = self.exact(grad)
-                carried[index] = grad if exact is None else exact
+                carried[index] = self._sum_of_left(index, grad) if index in self._left else self._sum_of(grad)
                 self.taken.add(index)
             param.grad = None
         self._clear()
@@ -99,7 +118,9 @@ class VisibleGradients:
                 continue  # of a reduction that is still to come
             if param.grad is not None and (index in self._hidden or index in self._workshop.carried):
                 self._mixed.add(index)
-            if index in self._hidden:
+            if index in self._put_aside and (param.grad is None or index in self._hidden):
+                self._put_back_left(index, param.grad)
+            elif index in self._hidden:
                 self.hide(index, was_consumed=False)
             elif index in self._workshop.carried:
                 total = self._workshop.carried[index]
@@ -112,9 +133,20 @@ class VisibleGradients:
             self.taken.discard(index)
             self._workshop.carried.pop(index, None)
 
+    def _put_back_left(self, index: int, added: Tensor | None) -> None:
+        """As `put_back`, what the reducer had left in its own memory."""
+        left = self._put_aside.pop(index)
+        left = left if added is None else left + added
+        self._sharded.table.params[index].grad = left
+        exact = self._workshop.carried.get(index)
+        if exact is not None:
+            self.show(index, left, exact if exact.dtype != left.dtype else None)
+        self._left[index] = self.exact(left)
+
     def forget_taken(self) -> None:
         """What was taken out is in the sums, or dropped."""
         self._workshop.carried.clear()
+        self._put_aside.clear()
         self._hidden.clear()
         self.taken.clear()
 
@@ -125,13 +157,24 @@ class VisibleGradients:
 
     def drop(self) -> None:
         """Another hook takes over, or DDP is gone: what is ours leaves ``param.grad``, copies in new buckets too."""
-        for index in self._showing | self._standing_in:
+        for index in {*self._showing, *self._standing_in, *self._left}:
             self._sharded.table.params[index].grad = None
         self.forget_all()
+
+    def _sum_of(self, grad: Tensor) -> Tensor:
+        exact = self.exact(grad)
+        return grad if exact is None else exact
+
+    def _sum_of_left(self, index: int, grad: Tensor) -> Tensor:
+        """As `_sum_of`, in memory that the reducer will not fill again."""
+        exact = self._left[index]
+        is_exact = exact is not None and _rounds_to(exact, grad)
+        return exact if exact is not None and is_exact else grad.to(sum_dtype(grad.dtype), copy=True)
 
     def _clear(self) -> None:
         self._showing.clear()
         self._standing_in.clear()
+        self._left.clear()
         self._mixed.clear()
 
     def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
@@ -177,6 +220,10 @@ class VisibleGradients:
                 )
             self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
         return self._absent[key]
+
+
+def _rounds_to(exact: Tensor, grad: Tensor) -> bool:
+    return torch.equal(exact.to(grad.dtype), grad)
 
 
 def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:

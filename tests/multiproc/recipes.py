@@ -77,13 +77,13 @@ class Outcome:
     scale: float | None
 
 
-def low_precision_model(dtype: torch.dtype) -> nn.Module:
-    """`build_model` in a dtype, with its normalisation in fp32: dtypes are mixed in one model."""
+def low_precision_model(dtype: torch.dtype, is_mixed: bool = True) -> nn.Module:
+    """`build_model` in a dtype, with its normalisation in fp32 if dtypes are mixed in one model."""
     model = build_model()
     if dtype is torch.float32:
         return model
     for index, layer in enumerate(model):  # type: ignore[arg-type, var-annotated]
-        if isinstance(layer, nn.LayerNorm):
+        if is_mixed and isinstance(layer, nn.LayerNorm):
             model[index] = _InFp32(layer)  # type: ignore[operator]
         else:
             layer.to(dtype)
@@ -326,9 +326,10 @@ class Sharded(Trainer):
         return self.opt.accumulate()
 
 
-def micro_batches(rank: int, steps: int, per_step: int, several_from: int = 0) -> Iterator[Batches]:
-    """For every step its batches, different on every rank; one each before step ``several_from``."""
+def micro_batches(rank: int, steps: int, per_step: int) -> Iterator[Batches]:
+    """For every step its batches, different on every rank."""
     generator = torch.Generator().manual_seed(rank)
-    for step in range(steps):
-        count = per_step if step >= several_from else 1
-        yield [(torch.randn(6, 8, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(count)]
+    for _ in range(steps):
+        yield [
+            (torch.randn(6, 8, generator=generator), torch.randn(6, 3, generator=generator)) for _ in range(per_step)
+        ]

@@ -1,12 +1,15 @@
 """Last bits: where parameters start in memory, in which order norms add up, in which dtype passes accumulate."""
 
+import contextlib
 import copy
 import itertools
 import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,8 +19,9 @@ from ddp_zero import (
     hook_with_zero_step_interleaved,
     shard_optimizer,
 )
-from tests.multiproc.cases import assert_equal_models
+from tests.multiproc.cases import assert_equal_models, loss_of, sum_in_rank_order
 from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.recipes import Batches, low_precision_model, micro_batches
 
 MODES: dict[str, dict[str, Any]] = {
     "stage 1, standalone": {"overlap": False},
@@ -271,3 +275,79 @@ def _adafactor(setup: Setup) -> None:
 
 def test_adafactor_refuses_an_epsilon_that_depends_on_the_first_of_several_dtypes() -> None:
     run_ranks(_adafactor, 2)
+
+
+# Accumulation
+
+
+@dataclass
+class SumsInFp32:
+    """DDP and an unsharded optimizer; averages of several passes add up in fp32, by hand."""
+
+    model: DistributedDataParallel
+    has_masters: bool
+    params: list[nn.Parameter] = field(init=False)
+    stepped: list[nn.Parameter] = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        if dist.get_world_size() > 2:
+            self.model.register_comm_hook(None, sum_in_rank_order)
+        self.params = list(self.model.parameters())
+        self.stepped = [nn.Parameter(p.detach().float()) if self.has_masters else p for p in self.params]
+        self.optimizer = torch.optim.AdamW(self.stepped, lr=1e-2)
+
+    def step(self, data: Batches) -> None:
+        sums: dict[int, Tensor] = {}
+        for batch in data:
+            self.model.zero_grad()
+            loss_of(self.model, *batch).backward()
+            for index, param in enumerate(self.params):
+                if param.grad is not None:
+                    grad = param.grad.float()
+                    sums[index] = sums[index] + grad if index in sums else grad
+        for index, stepped in enumerate(self.stepped):
+            stepped.grad = sums[index].to(stepped.dtype)
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, stepped in zip(self.params, self.stepped, strict=True):
+                param.copy_(stepped)
+
+
+def _follow_sums_in_fp32(setup: Setup, modes: list[str], ddp_options: dict[str, Any]) -> int:
+    """Accumulate from the very first pass on; how many parameters got another owner meanwhile."""
+    moved = 0
+    for name, has_masters, passes in itertools.product(modes, (True, False), (2, 3)):
+        mode = MODES[name] | {"shard_buckets": passes == 2}
+        model = low_precision_model(torch.bfloat16, is_mixed=not ddp_options.get("static_graph"))
+        before = [param.detach().clone() for param in model.parameters()]
+        plain_model = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015, **ddp_options)
+        plain = SumsInFp32(plain_model, has_masters)
+        is_stage_2 = mode.get("stage") == 2
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=is_stage_2, **ddp_options)
+        opt = shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, master_weights=has_masters, **mode)
+        owners = list(opt._sharded.binding.owners)
+        for step, data in enumerate(micro_batches(setup.rank, 5, passes)):
+            where = f"{name}, masters {has_masters}, {passes} passes, {ddp_options}, step {step}"
+            plain.step(data)
+            opt.zero_grad()
+            for number, batch in enumerate(data):
+                with opt.accumulate() if number < passes - 1 else contextlib.nullcontext():
+                    loss_of(ddp, *batch).backward()
+            opt.step()
+            assert_equal_models(plain_model, ddp, where)
+        assert_moved(before, model, name)
+        moved += sum(one != other for one, other in zip(owners, opt._sharded.binding.owners, strict=True))
+    return moved
+
+
+STAGE_2 = list(MODES)[4:]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "ddp_options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=["dynamic", "static", "unused"]
+)
+def test_stage_2_adds_averages_up_in_fp32_from_the_first_pass_on(world_size: int, ddp_options: dict[str, Any]) -> None:
+    moved = run_ranks(_follow_sums_in_fp32, world_size, STAGE_2, ddp_options, timeout=240)
+    assert all(moved), "owners have changed between two passes of a step"

@@ -112,7 +112,7 @@ ROOMS = {
     ),
     "grad_bucket": room(3, "buffers collectives grad_reduce plan reducer sharded_step side_stream tracing"),
     "bucket_memory": room(3, "grad_bucket reducer tracing"),
-    "visible": room(3, "absent grad_bucket sharded_step"),
+    "visible": room(3, "absent grad_bucket grad_reduce sharded_step"),
     "grad_partition": room(
         3,
         "awaited bucket_memory forward_passes grad_bucket grad_reduce gradients parameters reducer "
