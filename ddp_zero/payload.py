@@ -2,7 +2,7 @@
 
 A *tree* is built of None, bool, int, float, str, `torch.dtype`, `torch.Size`, dense tensors, lists, tuples and dicts
 with str or int keys, `OrderedDict` and `Counter` among them. Other subclasses of these are refused: the other side
-could not tell what they were.
+could not tell what they were. Parameters whose values are on their way are waited for.
 Floats survive exactly, infinities and NaN included. `flatten` turns a tree into (JSON text, tensors in order);
 `TensorSpec` tells the other side what to allocate for each tensor before it arrives.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_zero.awaited import wait_for
 from ddp_zero.memory_layout import is_dense
 
 Tree = Any
@@ -57,6 +58,7 @@ def unflatten(text: str, tensors: Sequence[object]) -> Tree:
 def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
+    wait_for(value)
     if type(value) in (Tensor, torch.nn.Parameter) and _can_travel(value):
         tensors.append(value.detach().resolve_conj().resolve_neg())
         stride = list(value.stride()) if is_dense(value.shape, value.stride()) else None

@@ -53,7 +53,7 @@ ROOMS = {
     "step_record": room(1),
     "watch": room(1),
     "awaited": room(1),
-    "payload": room(1, "memory_layout"),
+    "payload": room(1, "awaited memory_layout"),
     "side_stream": room(1),
     "absent": room(1),
     "buffers": room(1),
