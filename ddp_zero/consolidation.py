@@ -1,9 +1,10 @@
 """The state-dict half of `ZeroRedundancyOptimizer`: what a plain optimizer's ``state_dict`` would be, from shards."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -11,9 +12,10 @@ from ddp_zero.collectives import Communicator
 from ddp_zero.decision import Decision, keep_limits
 from ddp_zero.hook import OverlapHook
 from ddp_zero.partition import GroupRank
+from ddp_zero.payload import as_bytes, flatten
 from ddp_zero.precision import check_masters
 from ddp_zero.sharded_step import ShardedStep
-from ddp_zero.state_transfer import State, gather_state, restrict_state_dict, with_masters
+from ddp_zero.state_transfer import MASTER_KEY, State, gather_state, restrict_state_dict, with_masters
 
 SCALE_KEY = "loss_scale"
 """Where a dynamic loss scale is in a state dict; plain optimizers leave it alone."""
@@ -31,6 +33,7 @@ class ConsolidatesState(Optimizer):
     _sharded: ShardedStep
     _decision: Decision
     _hook: OverlapHook | None
+    _build: Callable[[list[dict[str, Any]], Mapping[Tensor, Tensor]], Optimizer]
     _is_packing = False
 
     @property  # type: ignore[override]
@@ -82,18 +85,14 @@ class ConsolidatesState(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
 
-        With one rank nothing needs to be consolidated.
+        With one rank, and before the first step, nothing needs to be consolidated: every rank knows all there is.
 
         Raises:
             RuntimeError: if the state as it is now was not consolidated to this rank.
         """
-        rank = self._comm.group_rank
-        if self._sharded.snapshot is None and self._comm.world_size > 1:
-            raise RuntimeError(
-                f"Expected the state after the last step to be consolidated on rank {rank}, got only its own shard. "
-                f"Call consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or "
-                "add_param_group makes it stale."
-            )
+        sharded = self._sharded
+        if sharded.snapshot is None and self._comm.world_size > 1 and not sharded.order.is_at_birth:
+            raise self._not_consolidated("the state after the last step")
         self._is_packing = True
         try:
             packed = super().state_dict()
@@ -147,6 +146,8 @@ class ConsolidatesState(Optimizer):
         sharded = self._sharded
         if sharded.snapshot is not None:
             return sharded.snapshot
+        if self._comm.world_size > 1:
+            return self._state_at_birth()
         sharded.stepped.follow_model()
         sharded.order.note_new(self.optim.state, sharded.stepped.index_of)
         if not sharded.stepped.has_masters:
@@ -157,8 +158,46 @@ class ConsolidatesState(Optimizer):
         others = {key: value for key, value in by_index.items() if not is_index(key)}
         return {**others, **{params[index]: by_index[index] for index in born}}
 
+    def _state_at_birth(self) -> State:
+        """Before the first step: what construction creates, for all parameters, and masters as the model is.
+
+        Found by building the optimizer once more, over all of them; most classes create nothing.
+        """
+        sharded = self._sharded
+        sharded.stepped.follow_model()
+        sharded.check_masters()
+        params = sharded.table.params
+        stepped = {param: sharded.stepped.as_on_owner(index) for index, param in enumerate(params)}
+        made = self._build(self.param_groups, stepped).state
+        if made and not sharded.order.is_as_built:  # whose states there are now, only their owners know
+            raise self._not_consolidated("the state after load_state_dict or add_param_group")
+        whole = {}
+        for param, stand_in in stepped.items():
+            master = {} if stand_in is param else {MASTER_KEY: stand_in.detach()}
+            if state := {**made.get(stand_in, {}), **master}:
+                whole[param] = state
+        present = with_masters(self.optim.state, sharded.stepped)
+        for index in sharded.binding.owned():
+            if not _are_equal(whole.get(params[index], {}), present.get(index, {})):
+                raise self._not_consolidated(f"the state of {sharded.table.label(index)}, which was there at once,")
+        return {**{key: value for key, value in present.items() if not is_index(key)}, **whole}
+
+    def _not_consolidated(self, what: str) -> RuntimeError:
+        rank = self._comm.group_rank
+        return RuntimeError(
+            f"Expected {what} to be consolidated on rank {rank}, got only its own shard. Call "
+            f"consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or add_param_group makes "
+            "it stale."
+        )
+
     def _birth_of(self, index: int) -> tuple[int, int]:
         return self._sharded.order.of(self._sharded.stepped[index], index)
+
+
+def _are_equal(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    """Whether two states hold the same, bit for bit."""
+    (text, tensors), (other_text, others) = flatten(dict(one)), flatten(dict(other))
+    return text == other_text and all(map(torch.equal, map(as_bytes, tensors), map(as_bytes, others)))
 
 
 def is_index(key: object) -> bool:

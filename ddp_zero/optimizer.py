@@ -4,6 +4,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,8 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             binding = Binding(self._comm, table, parameters_as_bucket_view, sync == "forward")
             stepped = SteppedTensors(table, master_weights)
             agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
-            self.optim = build_inner(optimizer_class, self.param_groups, stepped.own(binding.owned()), defaults)
+            self._build = partial(build_inner, optimizer_class, defaults=defaults)
+            self.optim = self._build(self.param_groups, stepped.own(binding.owned()))
             check_options(options, self.optim)
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
         self.defaults = self.optim.defaults
@@ -186,6 +188,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             del self.param_groups[groups_before[0] :], self.optim.param_groups[groups_before[1] :]
             raise
         copy_options(self.optim.param_groups[-1], self.param_groups[-1])
+        sharded.order.is_as_built = False
         sharded.extend(table, binding)
 
     # Overlap
@@ -266,6 +269,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         clone._overlaps = self._overlaps
         clone._reduction = self._reduction
         clone._waits_because = self._waits_because
+        clone._build = self._build
         clone._hook = None
         clone._passes = ForwardPasses(_weakly_before(clone))
         Joinable.__init__(clone)

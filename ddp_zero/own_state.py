@@ -79,6 +79,7 @@ class ShowsOwnState(ConsolidatesState):
         ]
         states = {index_of.get(name, name): state for name, state in state_dict["state"].items()}
         self.load_state_dict({**state_dict, "state": states, "param_groups": groups})
+        self._sharded.order.is_at_birth = False  # other ranks may have loaded states
 
     def _is_trainable(self, index: int) -> bool:
         return self._sharded.table.params[index].requires_grad

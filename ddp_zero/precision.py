@@ -119,14 +119,22 @@ class SteppedTensors:
             del self._index_of_master[master]
         return master
 
-    @torch.no_grad()
     def take(self, index: int, value: Tensor) -> None:
         """Have a master with this value, which is copied; a parameter's marks, which optimizers may look for, too."""
+        self.put(index, self._new_master(index, value))
+
+    def as_on_owner(self, index: int) -> Tensor:
+        """What the owner of a parameter steps for it before the first step; a master is a new one."""
+        param = self._table.params[index]
+        return self._new_master(index, param) if self.wants_master(index) else param
+
+    @torch.no_grad()
+    def _new_master(self, index: int, value: Tensor) -> Tensor:
         param = self._table.params[index]
         copied = value.detach().to(param.device, torch.float32, copy=True)
         master = torch.nn.Parameter(copied, requires_grad=param.requires_grad)
         master.__dict__.update(param.__dict__)
-        self.put(index, master)
+        return master
 
     def put(self, index: int, master: Tensor) -> None:
         """Have this very tensor as a master."""

@@ -100,6 +100,7 @@ class ShardedStep:
         Where the local step raises, this rank steps nothing more in this step and sends what it has, if ranks can tell
         each other (see `StepErrors`); `raise_errors` follows `finish`.
         """
+        self.order.is_at_birth = False
 
         def step() -> Any:
             with label("local_step", bucket=index), self.stepped.lent(self._stepped_with(index), exact, self.factors):

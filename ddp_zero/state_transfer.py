@@ -33,11 +33,18 @@ class StateOrder:
 
     `torch.optim` keeps states in the order of creation: by step, then by parameter index. A rank sees only its own, so
     each notes when its states were born and the gathered ones are sorted by that. States are keyed by what is stepped.
+
+    Attributes:
+        is_at_birth: whether no step was begun and no state loaded, so that there is at most the state that construction
+            creates. The same on every rank.
+        is_as_built: whether, in addition, no parameters were added, nor a state dict without state loaded.
     """
 
     def __init__(self) -> None:
         self._births: dict[Tensor, Birth] = {}
         self._step = 0
+        self.is_at_birth = True
+        self.is_as_built = True
 
     def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
         """Note the states that a step created."""
@@ -51,6 +58,8 @@ class StateOrder:
 
     def loaded(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
         """Forget everything; states are now in the order of the state dict, given as what is stepped."""
+        self.is_at_birth = self.is_at_birth and not stepped
+        self.is_as_built = False
         position = {key: place for place, key in enumerate(stepped)}
         self._births = {key: (self._step, position[key]) for key in state if key in position}
 

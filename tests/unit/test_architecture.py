@@ -129,7 +129,7 @@ ROOMS = {
     "sharded_step": room(
         3, "binding collectives coupling local_step parameters partition precision state_transfer step_record tracing"
     ),
-    "consolidation": room(4, "collectives decision hook partition precision sharded_step state_transfer"),
+    "consolidation": room(4, "collectives decision hook partition payload precision sharded_step state_transfer"),
     "own_state": room(
         4, "consolidation inner live_model overlap state_transfer", "torch.distributed.algorithms.join._JoinConfig"
     ),
