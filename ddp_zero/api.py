@@ -1,12 +1,21 @@
 """The ways to overlap the step with backward: two hook builders with torch's signatures, and one line for all."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
+from ddp_zero.agreement import Agreement
+from ddp_zero.arguments import Grouping, check_class, check_flags, check_known, grouped
+from ddp_zero.collectives import Communicator
 from ddp_zero.gradients import CommHook
+from ddp_zero.live_model import ddp_models_in
+from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 
 _INTERLEAVED_LAG = 1
@@ -49,10 +58,11 @@ def hook_with_zero_step_interleaved(
     return zero._build_hook(ddp, hook, split=shard_buckets, lag=_INTERLEAVED_LAG)
 
 
-def shard_optimizer(
-    ddp: DistributedDataParallel,
+def shard_optimizer(  # noqa: D417  # options that are those of the class are documented there
+    ddp: nn.Module,
     optimizer_class: Callable[..., Optimizer],
     *,
+    params: ParamsT | Grouping | None = None,
     stage: int = 1,
     overlap: bool = True,
     hook: CommHook | None = None,
@@ -60,6 +70,14 @@ def shard_optimizer(
     interleaved: bool | None = None,
     shard_buckets: bool = True,
     parameters_as_bucket_view: bool = True,
+    grad_comm_dtype: torch.dtype | None = None,
+    gradient_predivide_factor: float | None = None,
+    max_grad_norm: float | None = None,
+    norm_type: float = 2.0,
+    nonfinite: str | None = None,
+    loss_scale: DynamicLossScale | float | None = None,
+    master_weights: bool = False,
+    sync: str = "step",
     **defaults: Any,
 ) -> ZeroRedundancyOptimizer:
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
@@ -68,8 +86,10 @@ def shard_optimizer(
     it was: ``loss.backward(); opt.step(); opt.zero_grad()``.
 
     Args:
-        ddp: the model, without a communication hook.
+        ddp: the model, without a communication hook, or a module that holds it, such as ``torch.compile(ddp)``.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
+        params: parameters or parameter groups, named or not; or a function of a parameter's name and the parameter that
+            returns the options of its group, or None for the class's own; equal options form a group. None: all.
         stage: 1 shards optimizer state; 2 gradients too, of a model wrapped with ``gradient_as_bucket_view=True``.
         overlap: step inside backward, unless an option needs all gradients first. If False, ``opt.step()`` takes the
             step: between it and backward, gradients can be looked at, in stage 2 on the rank that owns them.
@@ -78,34 +98,93 @@ def shard_optimizer(
         interleaved: step buckets while backward still computes, see `hook_with_zero_step_interleaved`; None: in
             stage 2, where it spares the memory of the averaged gradients.
         shard_buckets: spread each bucket over the ranks.
-        parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
-        **defaults: options for ``optimizer_class``, and for `ZeroRedundancyOptimizer`: ``max_grad_norm``,
-            ``norm_type``, ``nonfinite``, ``loss_scale``, ``master_weights``, ``sync``, ``grad_comm_dtype``,
-            ``gradient_predivide_factor``.
+        parameters_as_bucket_view, grad_comm_dtype, gradient_predivide_factor, max_grad_norm, norm_type,
+            nonfinite, loss_scale, master_weights, sync: see `ZeroRedundancyOptimizer`.
+        **defaults: options for ``optimizer_class``.
 
     Raises:
-        TypeError: for another model than DDP's.
-        ValueError: for another stage, a model that does not fit it, or as `ZeroRedundancyOptimizer` does.
+        TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an option that nobody knows.
+        ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer` does.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}. Wrap the model first.")
+    given = dict(locals())  # each argument by its name; what the optimizer does not take is taken out below
+    model = _ddp_in(given.pop("ddp"))
+    hooks = {name: given.pop(name) for name in ("hook", "hook_state", "interleaved", "shard_buckets")}
+    zero = _build(model, hooks, overlap=given.pop("overlap"), options=given.pop("defaults"), **given)
+    return _connect(model, zero, **hooks)
+
+
+def _build(
+    ddp: DistributedDataParallel,
+    hooks: dict[str, Any],
+    optimizer_class: Callable[..., Optimizer],
+    params: ParamsT | Grouping | None,
+    overlap: bool,
+    options: dict[str, Any],
+    **own: Any,
+) -> ZeroRedundancyOptimizer:
+    """The optimizer, over groups with the names that the model has for its parameters."""
+    with Agreement(Communicator(ddp.process_group), "shard_optimizer"):
+        _check_hooks(**hooks)
+        check_flags(overlap=overlap)
+        _check_options(options, optimizer_class)
+        named = list(ddp.named_parameters())
+        groups = named if params is None else grouped(named, params) if callable(params) else params
     zero = ZeroRedundancyOptimizer(
-        ddp.named_parameters(),
-        optimizer_class,
-        process_group=ddp.process_group,
-        parameters_as_bucket_view=parameters_as_bucket_view,
-        overlap_with_ddp=overlap,
-        stage=stage,
-        **defaults,
+        groups, optimizer_class, process_group=ddp.process_group, overlap_with_ddp=overlap, **own, **options
     )
-    if not overlap and stage == 1:
-        zero._know_model(ddp)
-        if hook is None and not zero._decision.watch.is_on:
-            return zero  # DDP's own reduction, and nobody will ask for more
-        ddp.register_comm_hook(ddp.process_group if hook_state is None else hook_state, zero._build_watch(ddp, hook))
-        return zero
-    is_interleaved = stage == 2 if interleaved is None else interleaved
-    build = hook_with_zero_step_interleaved if is_interleaved else hook_with_zero_step
-    state = ddp.process_group if hook_state is None else hook_state
-    ddp.register_comm_hook(state, build(hook, ddp, zero, shard_buckets))
+    zero._sharded.table.learn_names(named)
     return zero
+
+
+def _connect(
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    hook: CommHook | None,
+    hook_state: Any,
+    interleaved: bool | None,
+    shard_buckets: bool,
+) -> ZeroRedundancyOptimizer:
+    """Have the model's reductions step the optimizer, or tell it what it needs to know."""
+    state = ddp.process_group if hook_state is None else hook_state
+    if zero._takes_hook:
+        is_interleaved = zero.stage == 2 if interleaved is None else interleaved
+        build = hook_with_zero_step_interleaved if is_interleaved else hook_with_zero_step
+        ddp.register_comm_hook(state, build(hook, ddp, zero, shard_buckets))
+        return zero
+    zero._know_model(ddp)
+    if hook is not None or zero._decision.watch.is_on:  # else DDP's own reduction does, and nobody will ask for more
+        ddp.register_comm_hook(state, zero._build_watch(ddp, hook))
+    return zero
+
+
+def _ddp_in(model: nn.Module) -> DistributedDataParallel:
+    """The one DDP model that this is or holds."""
+    found = ddp_models_in(model) if isinstance(model, nn.Module) else {}
+    if not found:
+        raise TypeError(
+            f"Expected a DistributedDataParallel model, or a module that holds one, got {type(model).__name__}. Wrap "
+            "the model first: DistributedDataParallel(model)."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"Expected a module that holds one DistributedDataParallel model, got {len(found)}: "
+            f"{', '.join(map(repr, found))}. Shard an optimizer for each of them."
+        )
+    return next(iter(found.values()))
+
+
+def _check_hooks(hook: object, hook_state: object, interleaved: object, shard_buckets: object) -> None:
+    """See that a hook can be built with this."""
+    if hook is not None and not callable(hook):
+        raise TypeError(f"Expected hook to be a communication hook or None, got {hook!r:.80}.")
+    check_flags(interleaved=False if interleaved is None else interleaved, shard_buckets=shard_buckets)
+
+
+def _check_options(options: dict[str, Any], optimizer_class: Callable[..., Optimizer]) -> None:
+    """See that no option is misspelt, nor one that is given in another way here."""
+    for name, remedy in {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}.items():
+        if name in options:
+            raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy}")
+    known = [name for name in inspect.signature(shard_optimizer).parameters if name not in ("ddp", "defaults")]
+    check_class(optimizer_class)
+    check_known(options, optimizer_class, known)

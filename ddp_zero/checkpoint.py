@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 
 from ddp_zero.agreement import Agreement
 from ddp_zero.capture import capture, copied
-from ddp_zero.checkpoint_folder import check_comes_last, next_step, start
+from ddp_zero.checkpoint_folder import check_comes_last, folder_of, next_step, start
 from ddp_zero.collectives import Communicator
 from ddp_zero.live_model import LiveModel, group_of
 from ddp_zero.manifest import text_and_tensors
-from ddp_zero.optimizer_state import OptimizerState, class_name, state_of
+from ddp_zero.optimizer_state import OptimizerState, class_name, state_of, unwrapped
 from ddp_zero.peers import Peers, check_not_alone
 from ddp_zero.restore import Restore
 from ddp_zero.saved_checkpoint import SavedCheckpoint
@@ -79,8 +79,9 @@ def save(
 
     Args:
         path: a folder for the checkpoints of one run, on a file system that all ranks share; one job at a time.
-        model: the DDP model, or a plain one in a single process.
-        optimizer: a sharded optimizer of this library or of torch, or a plain one.
+        model: the DDP model, a module that holds it, or a plain one in a single process.
+        optimizer: a sharded optimizer of this library or of torch, a plain one, or what holds one as ``.optimizer``, as
+            Accelerate's does.
         extra: anything else of which rank 0's is saved: None, numbers, strings, tensors, and lists, tuples and dicts
             of them, such as a scheduler's state dict.
         rank_extra: the same, of which every rank's own is saved, such as the state of its random numbers.
@@ -97,8 +98,8 @@ def save(
         RuntimeError: with overlap or stage 2, between backward and step; if a save in the background has failed; or if
             this one fails elsewhere.
         TypeError: for something that cannot be saved without pickle, saying where it is.
-        ValueError: for a parameter of the optimizer that the model has not, arguments that differ between ranks, or a
-            plain model in a job of several ranks.
+        ValueError: for a parameter of the optimizer that the model has not, an empty path, arguments that differ
+            between ranks, or a plain model in a job of several ranks.
         OSError: if the disk does not take it.
     """
     group = _group(model, optimizer)
@@ -111,9 +112,9 @@ def save(
         part = capture(live, state, writer.peers.group_rank, writer.peers.world_size, extra, rank_extra)
         text, tensors = text_and_tensors(part.as_tree(), "a checkpoint")
         tensors = copied(tensors) if background else tensors
-        place = _start(writer.peers, agreement, Path(path), step, keep)
+        place = _start(writer.peers, agreement, root := folder_of(path), step, keep)
     number, folder = json.loads(writer.peers.all_gather_text(place)[0])
-    return writer.start(SaveJob(Path(path) / folder, number, keep, text, tensors), background)
+    return writer.start(SaveJob(root / folder, number, keep, text, tensors), background)
 
 
 def _start(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:
@@ -145,8 +146,8 @@ def load(
 
     Args:
         path: a checkpoint, or a folder of them, of which the complete one of the highest step is loaded.
-        model: the DDP model, or a plain one.
-        optimizer: over the model's parameters: sharded by this library or by torch, or plain. None: the model only.
+        model: as for `save`.
+        optimizer: as for `save`, over the model's parameters. None: the model only.
         strict: raise if anything does not fit. Otherwise convert dtypes, leave other values that do not fit as they are
             with their state, start without state where a value fits and its state does not, and say so.
         rename: saved names, or prefixes of them up to a dot, and what they are called now.
@@ -163,7 +164,7 @@ def load(
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
         writer.finish()
-        saved = SavedCheckpoint.open(Path(path))
+        saved = SavedCheckpoint.open(folder_of(path))
         agreement.declare("checkpoint", saved.digest)
         agreement.declare("strict and rename", (strict, sorted(rename.items())))
         live, state = _declared(agreement, model, optimizer)
@@ -189,7 +190,7 @@ def wait() -> None:
 def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None:
     """The ranks that save and load together: those of DDP, or of a sharded optimizer."""
     group = group_of(model)
-    sharded: ProcessGroup | None = getattr(optimizer, "join_process_group", None)
+    sharded: ProcessGroup | None = getattr(unwrapped(optimizer), "join_process_group", None)
     if group is not None and sharded is not None and not Communicator(group).has_same_ranks(sharded):
         raise ValueError(
             "Expected an optimizer that is sharded over the ranks of the DDP model, got one over others. Build it "

@@ -38,6 +38,17 @@ class Marker:
     parts: tuple[str, ...]
 
 
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """A path that a user gave.
+
+    Raises:
+        ValueError: for an empty one, which would be the current folder.
+    """
+    if os.fspath(path) == "":
+        raise ValueError("Expected the path of a folder, got ''. Pass '.' if the current folder is meant.")
+    return Path(path)
+
+
 # Writing
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ddp_zero.checkpoint_folder import open_regular, sync_folder
+from ddp_zero.checkpoint_folder import folder_of, open_regular, sync_folder
 from ddp_zero.manifest import StoredTensor, fill, stored_in
 from ddp_zero.saved_checkpoint import SavedCheckpoint
 from ddp_zero.tensor_file import pieces, verify
@@ -140,11 +140,11 @@ def main() -> int:
     parser = ArgumentParser(prog="python -m ddp_zero.checkpoint", description="Work with sharded checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("export", help=f"write {MODEL_FILE} and {OPTIMIZER_FILE}, as plain as torch's own")
-    command.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or a folder of them: the newest")
-    command.add_argument("out", type=Path, metavar="OUT", help="a folder for the files")
+    command.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them: the newest")
+    command.add_argument("out", metavar="OUT", help="a folder for the files")
     options = parser.parse_args()
     try:
-        for file in export(options.path, options.out):
+        for file in export(folder_of(options.path), folder_of(options.out)):
             print(f"{file}: {file.stat().st_size:,} bytes")
     except (OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")

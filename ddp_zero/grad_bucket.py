@@ -31,7 +31,7 @@ class ReduceOptions:
             ranks, as DDP does.
 
     Raises:
-        TypeError: for a ``comm_dtype`` that is not a floating dtype of at least 16 bits.
+        TypeError: for a ``comm_dtype`` that is not a floating dtype of at least 16 bits, or a factor that is no number.
         ValueError: for a ``predivide_factor`` that is not positive.
     """
 
@@ -43,7 +43,13 @@ class ReduceOptions:
             raise TypeError(
                 f"Expected grad_comm_dtype to be a floating dtype of at least 16 bits or None, got {self.comm_dtype!r}."
             )
-        if self.predivide_factor is not None and not self.predivide_factor > 0:
+        if self.predivide_factor is None:
+            return
+        if isinstance(self.predivide_factor, bool) or not isinstance(self.predivide_factor, int | float):
+            raise TypeError(
+                f"Expected gradient_predivide_factor to be a number or None, got {self.predivide_factor!r}."
+            )
+        if not self.predivide_factor > 0:
             raise ValueError(f"Expected gradient_predivide_factor above 0, got {self.predivide_factor!r}.")
 
 
@@ -53,8 +59,11 @@ def options_of_stage(
     """How gradients travel in a stage; None in stage 1, where DDP sees to it.
 
     Raises:
+        TypeError: for a stage that is no int.
         ValueError: for another stage than 1 or 2, or options that stage 1 does not have.
     """
+    if type(stage) is not int:
+        raise TypeError(f"Expected stage to be the int 1 or 2, got {stage!r}.")
     if stage not in (1, 2):
         raise ValueError(f"Expected stage 1 or 2, got {stage!r}.")
     if stage == 2:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 
+from ddp_zero.arguments import check_class
 from ddp_zero.local_step import ParamGroup
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.precision import SteppedTensors, localise_group
@@ -17,11 +18,10 @@ def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
     """Refuse classes that need all parameters or sparse gradients.
 
     Raises:
-        TypeError: if it is nothing that could be called.
+        TypeError: if it builds no optimizer.
         NotImplementedError: for LBFGS and SparseAdam.
     """
-    if not callable(optimizer_class):
-        raise TypeError(f"Expected optimizer_class to be a torch.optim.Optimizer class, got {optimizer_class!r}.")
+    check_class(optimizer_class)
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
         raise NotImplementedError(
             "Expected an optimizer that treats parameters one by one, got LBFGS, which needs one flat view of all "

@@ -18,7 +18,8 @@ class LiveModel:
     """What of a model is saved.
 
     Args:
-        model: any module; wrappers by DDP, `torch.compile` and activation checkpointing leave no trace in names.
+        model: any module; wrappers by DDP, `torch.compile` and activation checkpointing leave no trace in names, nor
+            does a module around a DDP model that has nothing else to save.
 
     Attributes:
         module: the model without DDP around it.
@@ -30,7 +31,7 @@ class LiveModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.module, _ = _unwrapped(model)
+        self.module = _unwrapped(model)
         self.entries: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
         self._names: dict[int, str] = {}
@@ -100,8 +101,20 @@ class LiveModel:
 
 
 def group_of(model: nn.Module) -> ProcessGroup | None:
-    """The process group of DDP, or None."""
-    return _unwrapped(model)[1]
+    """The process group of the DDP model that a module is or holds; None without one, or with several groups."""
+    groups = {id(ddp.process_group): ddp.process_group for ddp in ddp_models_in(model).values()}
+    return next(iter(groups.values())) if len(groups) == 1 else None
+
+
+def ddp_models_in(model: nn.Module) -> dict[str, DistributedDataParallel]:
+    """The DDP models that a module is or holds, by their names in it, without those inside others."""
+    found: dict[str, DistributedDataParallel] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel) and not any(f"{name}.".startswith(f"{one}.") for one in found):
+            found[name] = module
+            if not name:
+                break
+    return found
 
 
 def by_group(names: Sequence[str], param_groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
@@ -127,13 +140,29 @@ def value_of(name: str, entry: Any) -> Value:
     return Value(tuple(entry.shape), str(entry.dtype).removeprefix("torch."))
 
 
-def _unwrapped(model: nn.Module) -> tuple[nn.Module, ProcessGroup | None]:
-    group = None
+def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
-            inner, group = model.module, model.process_group
+            model = model.module
         elif type(model).__name__ == "OptimizedModule":  # what torch.compile returns
-            inner = model._orig_mod
+            model = model.get_submodule("_orig_mod")
+        elif (ddp := _all_of(model)) is not None:
+            model = ddp
         else:
-            return model, group
-        model = inner
+            return model
+
+
+def _all_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP model in a module that has nothing to save but what that has."""
+    models = list(ddp_models_in(model).values())
+    if len(models) != 1:
+        return None
+    inside = {id(part) for part in models[0].modules()}
+    outside = [part for part in model.modules() if id(part) not in inside]
+    return None if any(_has_own_state(part) for part in outside) else models[0]
+
+
+def _has_own_state(module: nn.Module) -> bool:
+    """Whether a module itself, without those in it, has something to save."""
+    keeps = type(module).get_extra_state is not nn.Module.get_extra_state
+    return keeps or bool(module._parameters or module._buffers)

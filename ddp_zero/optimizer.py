@@ -1,6 +1,7 @@
 """`ZeroRedundancyOptimizer`: the façade that users hold. Its step is in `take_step.py`."""
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.admission import check_can_sync, check_has_no_hook, check_model
 from ddp_zero.agreement import Agreement
+from ddp_zero.arguments import check_flags, check_group, check_known, check_params, is_group
 from ddp_zero.before_forward import wait_before_forward
 from ddp_zero.binding import Binding
 from ddp_zero.collectives import Communicator, next_generation
@@ -96,7 +98,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         ValueError: for an empty or repeated parameter, shared memory, parameters that differ between ranks, or several
             dtypes in a group of `torch.optim.Adafactor` with its default ``eps``, which means one dtype's resolution.
         TypeError: for arguments of the wrong type, or options that ``optimizer_class`` does not know.
-        NotImplementedError: for LBFGS or SparseAdam.
+        NotImplementedError: for LBFGS or SparseAdam, or parameters that are not dense.
         RuntimeError: if `torch.distributed` is not initialised, this process is not in the group, or construction
             failed on another rank.
     """
@@ -123,17 +125,22 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         sync: str = "step",
         **defaults: Any,
     ) -> None:
-        self._comm = Communicator(process_group, next_generation(process_group))
+        group = process_group if is_group(process_group) else None  # then refused, on all ranks
+        self._comm = Communicator(group, next_generation(group))
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlaps = overlap_with_ddp
         self._hook: OverlapHook | None = None
         self._waits_because: str | None = None
         Joinable.__init__(self)
         with Agreement(self._comm, "building ZeroRedundancyOptimizer") as agreement:
+            check_group(process_group)
+            check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
             self._reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
             options = StepOptions(max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync)
             check_can_sync(sync, parameters_as_bucket_view)
             check_can_be_sharded(optimizer_class)
+            check_params(params)
+            check_known(defaults, optimizer_class, library_options())
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
@@ -360,6 +367,12 @@ def _weakly_before(optimizer: ZeroRedundancyOptimizer) -> BeforeForward:
             alive._before_forward(ddp)
 
     return before
+
+
+def library_options() -> list[str]:
+    """The names of this library's own options."""
+    names = inspect.signature(ZeroRedundancyOptimizer.__init__).parameters
+    return [name for name in names if name not in ("self", "params", "optimizer_class", "defaults")]
 
 
 def _weakly(optimizer: ZeroRedundancyOptimizer) -> Callable[[], str | None]:

@@ -79,12 +79,24 @@ class OptimizerState(Protocol):
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
     """The view of an optimizer that fits its class."""
+    optimizer = unwrapped(optimizer)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return ShardedState(optimizer)
     torchs = sys.modules.get("torch.distributed.optim")  # importing it warns; who has one of its optimizers has done so
     if torchs is not None and isinstance(optimizer, torchs.ZeroRedundancyOptimizer):
         return TorchZeroState(optimizer)
     return WholeState(optimizer)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer in wrappers that hold it as ``.optimizer``, as Accelerate's, and keep no state of their own."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        own = getattr(optimizer, "__dict__", {})
+        is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer) and not isinstance(inner, ZeroRedundancyOptimizer)
+        if is_sharded or ("state" in own and own["state"] is not inner.state):
+            break
+        optimizer = inner
+    return optimizer
 
 
 class WholeState:
@@ -97,10 +109,12 @@ class WholeState:
 
     def check(self) -> None:
         """Nothing happens outside ``step()``; but a state dict of its own making cannot be taken apart."""
-        if type(self.inner).state_dict is not Optimizer.state_dict:
+        wraps = isinstance(getattr(self.inner, "optimizer", None), Optimizer)
+        if wraps or type(self.inner).state_dict is not Optimizer.state_dict:
+            remedy = "Give its .optimizer, and the rest of its state" if wraps else "Save its state_dict()"
             raise TypeError(
                 f"Expected an optimizer with the state_dict() of torch.optim.Optimizer, got "
-                f"{type(self.inner).__name__}, which has its own. Save its state_dict() as `extra`."
+                f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`."
             )
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ddp_zero.memory_layout import is_dense
 from ddp_zero.payload import as_bytes
@@ -27,7 +28,9 @@ class ParameterTable:
         param_groups: as `torch.optim.Optimizer.param_groups`; ``param_names`` are used where present.
 
     Raises:
-        ValueError: for a parameter that is given twice, that is on the meta device, or that shares memory with another.
+        ValueError: for a parameter that is given twice, that is on the meta device or not initialised, or that shares
+            memory with another.
+        NotImplementedError: for one that is not dense.
     """
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -38,6 +41,7 @@ class ParameterTable:
             self.params.extend(group["params"])
             self.groups.extend([group_index] * len(group["params"]))
             self._names.extend(group.get("param_names", [None] * len(group["params"])))
+        self._check_dense()
         self._ids = [id(param) for param in self.params]
         self.index_of = {param: index for index, param in enumerate(self.params)}
         self._check_distinct()
@@ -49,6 +53,13 @@ class ParameterTable:
         """How messages call a parameter: its name if the user gave one, its index, group and shape."""
         name = f" {self._names[index]!r}" if self._names[index] is not None else ""
         return f"parameter {index}{name} (group {self.groups[index]}, shape {list(self.params[index].shape)})"
+
+    def learn_names(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Have names for messages where the user gave none; what the groups say is left alone."""
+        name_of = {param: name for name, param in named}
+        self._names = [
+            name_of.get(param) if name is None else name for param, name in zip(self.params, self._names, strict=True)
+        ]
 
     def name(self, index: int) -> str:
         """A parameter's name if the user gave one, else its index."""
@@ -116,6 +127,22 @@ class ParameterTable:
             )
             for index, (param, sample) in enumerate(zip(self.params, samples, strict=True))
         ]
+
+    def _check_dense(self) -> None:
+        for index, param in enumerate(self.params):
+            given = self._names[index]
+            told = f"parameter {index}" if given is None else f"parameter {index} {given!r}"
+            if is_lazy(param):
+                raise ValueError(
+                    f"Expected parameters with data, got {told}, of a lazy module that was not run yet. Run the model "
+                    "once before building the optimizer."
+                )
+            if param.is_nested or param.layout is not torch.strided:
+                kind = "a nested tensor" if param.is_nested else f"of layout {param.layout}"
+                raise NotImplementedError(
+                    f"Expected dense parameters, got {told}, which is {kind}. Keep it in a plain optimizer of its own, "
+                    "on every rank."
+                )
 
     def _check_distinct(self) -> None:
         if len(self.index_of) != len(self.params):

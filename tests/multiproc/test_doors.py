@@ -4,6 +4,8 @@ Every case runs on real ranks and compares with DDP and the plain optimizer, or 
 """
 
 import copy
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
@@ -25,6 +28,7 @@ from tests.multiproc.cases import (
     build_model,
     build_twins,
     loss_of,
+    sum_in_rank_order,
 )
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.test_sync_forward import (
@@ -212,3 +216,266 @@ BIRTH: list[Case] = [
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_state_dict_before_the_first_step_is_the_plain_optimizers(world_size: int, tmp_path: Path) -> None:
     run_ranks(_all_cases, world_size, BIRTH, tmp_path)
+
+
+# Wrappers in checkpoints
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As Accelerate's: all that it is comes from the optimizer that it holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Ahead(torch.optim.Optimizer):
+    """Wraps an optimizer and has state of its own besides."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+
+class Holder(nn.Module):
+    """A module that holds a DDP model and passes on."""
+
+    def __init__(self, ddp: nn.Module, buffer: bool = False) -> None:
+        super().__init__()
+        self.inner = ddp
+        if buffer:
+            self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+def in_one_bucket(model: nn.Module) -> DistributedDataParallel:
+    """The compiler refuses small buckets."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _wrappers_are_saved_as_what_they_hold(setup: Setup, root: Path) -> None:
+    ddp = wrapped(build_model())
+    opt = shard_optimizer(ddp, AdamW, lr=0.1, stage=2)
+    model, optimizer = Holder(ddp), Accelerated(Accelerated(opt))
+    for inputs, targets in batches(setup.rank, 3):
+        train_step(model, optimizer, inputs, targets)
+    checkpoint.save(root / "wrapped", model, optimizer)
+    other = wrapped(build_model(1))
+    resumed = shard_optimizer(other, AdamW, lr=0.1, stage=1)
+    loaded = checkpoint.load(root / "wrapped", other, resumed)
+    assert not loaded.skipped
+    bare = in_one_bucket(build_model(2))
+    compiled: Any = torch.compile(bare, backend="eager")
+    third = shard_optimizer(compiled, AdamW, lr=0.1, stage=2)
+    checkpoint.load(root / "wrapped", compiled, Accelerated(third))
+    for inputs, targets in batches(setup.rank, 3, seed=1):
+        for one, by in ((model, optimizer), (other, resumed), (compiled, third)):
+            train_step(one, by, inputs, targets)
+    assert_equal_models(ddp, other, "loaded without wrappers")
+    assert_equal_models(ddp.module, bare.module, "loaded into others")
+
+    holder = Holder(ddp, buffer=True)
+    count = holder.get_buffer("count")
+    checkpoint.save(root / "holder", holder, optimizer)
+    count.fill_(3)
+    checkpoint.load(root / "holder", holder, optimizer)
+    assert count.tolist() == [0, 0], "a holder with state of its own is saved whole"
+    plain_one = AdamW(ddp.parameters(), lr=0.1)
+    checkpoint.save(root / "plain", ddp, Accelerated(plain_one))
+    checkpoint.load(root / "plain", ddp, plain_one)
+    with pytest.raises(TypeError, match=r"got Ahead, which has state of its own. Give its .optimizer"):
+        checkpoint.save(root / "ahead", ddp, Ahead(plain_one))
+
+
+def _an_empty_path_is_refused(setup: Setup, root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    ddp = wrapped(build_model())
+    before = os.getcwd()
+    try:
+        os.chdir(root)
+        for act in (checkpoint.save, checkpoint.load):
+            with pytest.raises(ValueError, match=r"Expected the path of a folder, got ''. Pass '\.'"):
+                act("", ddp)
+            assert list(root.iterdir()) == []
+        checkpoint.save(".", ddp, step=1)
+        assert checkpoint.load(Path(), ddp).step == 1
+    finally:
+        os.chdir(before)
+
+
+SAVED: list[Case] = [_wrappers_are_saved_as_what_they_hold, _an_empty_path_is_refused]
+
+
+def test_wrappers_and_paths_in_checkpoints(tmp_path: Path) -> None:
+    run_ranks(_all_cases, 2, SAVED, tmp_path)
+
+
+# What shard_optimizer takes
+
+
+def _compiled_and_held_models(setup: Setup, root: Path) -> None:
+    for stage, hold in ((1, "compiled"), (2, "compiled"), (2, "held")):
+        expected, ddp = plain(build_model()), in_one_bucket(build_model())
+        reference = AdamW(expected.parameters(), **OPTIONS)
+        model: Any = torch.compile(ddp, backend="eager") if hold == "compiled" else Holder(Holder(ddp))
+        hook = sum_in_rank_order if stage == 1 else None
+        opt = shard_optimizer(model, AdamW, stage=stage, hook=hook, **OPTIONS)
+        before = copy.deepcopy(expected.module)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, 5)):
+            train_step(expected, reference, inputs, targets)
+            train_step(model, opt, inputs, targets)
+            assert_same_values(expected.module, ddp.module, f"{hold}, stage {stage}, step {step}")
+        assert not any(map(torch.equal, before.parameters(), ddp.module.parameters())), "nothing moved"
+    one, two = wrapped(build_model()), wrapped(build_model())
+    with pytest.raises(ValueError, match=r"holds one DistributedDataParallel model, got 2: '0', '1.inner'\. Shard an"):
+        shard_optimizer(nn.Sequential(one, Holder(two)), AdamW)
+    for nothing, name in ((build_model(), "Sequential"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=f"or a module that holds one, got {name}. Wrap the model first"):
+            shard_optimizer(nothing, AdamW)  # type: ignore[arg-type]
+
+
+def _decays(name: str, param: nn.Parameter) -> dict[str, Any] | None:
+    assert not name.startswith("module."), name
+    if name == "0.weight":
+        return {"lr": 0.02, "betas": (0.8, 0.9)}
+    return {"weight_decay": 0.0} if param.ndim < 2 else None
+
+
+def _groups(setup: Setup, root: Path) -> None:
+    for stage in (1, 2):
+        expected = plain(build_model())
+        named = list(expected.named_parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [named[0]], "lr": 0.02, "betas": (0.8, 0.9)},
+            {"params": [(n, p) for n, p in named if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [(n, p) for n, p in named[1:] if p.ndim >= 2]},
+        ]
+        reference = AdamW([dict(group) for group in groups], **OPTIONS)
+        models = [wrapped(build_model()) for _ in range(3)]
+        forms: list[Any] = [
+            _decays,
+            [{**g, "params": [(n, models[1].get_parameter(n)) for n, _ in g["params"]]} for g in groups],
+            [{**g, "params": [models[2].get_parameter(n) for n, _ in g["params"]]} for g in groups],
+        ]
+        hook = sum_in_rank_order if stage == 1 else None
+        opts = [
+            shard_optimizer(ddp, AdamW, stage=stage, params=form, hook=hook, **OPTIONS)
+            for ddp, form in zip(models, forms, strict=True)
+        ]
+        assert all("param_names" in group for opt in opts[:2] for group in opt.param_groups)
+        assert opts[0].state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+        assert "param_names" not in opts[2].state_dict()["param_groups"][0], "as the plain optimizer's would be"
+        assert "'module.0.weight'" in opts[2]._sharded.table.label(0), "names are known for messages"
+        for inputs, targets in batches(setup.rank, 4):
+            train_step(expected, reference, inputs, targets)
+            for ddp, opt in zip(models, opts, strict=True):
+                train_step(ddp, opt, inputs, targets)
+                assert_same_values(expected.module, ddp.module, f"groups, stage {stage}")
+    ddp = wrapped(build_model())
+    few = shard_optimizer(ddp, AdamW, params=[ddp.module[0].weight, ddp.module[0].bias], lr=0.1)
+    before = copy.deepcopy(ddp.module)
+    for inputs, targets in batches(setup.rank, 3):
+        train_step(ddp, few, inputs, targets)
+    moved = [not torch.equal(a, b) for a, b in zip(before.parameters(), ddp.module.parameters(), strict=True)]
+    assert moved == [True, True] + [False] * (len(moved) - 2)
+
+
+def _frozen_answers(name: str, param: nn.Parameter) -> Any:
+    return 0.1 if "bias" in name else {}
+
+
+def _arguments_in_the_users_terms(setup: Setup, root: Path) -> None:
+    ddp = wrapped(build_model())
+    params = list(ddp.parameters())
+    sparse = nn.Parameter(torch.eye(3).to_sparse())
+    with warnings.catch_warnings():  # torch's, of what is in beta
+        warnings.simplefilter("ignore")
+        rows = nn.Parameter(torch.eye(3).to_sparse_csr())
+        nested = nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+        lazy = nn.LazyLinear(3).weight
+
+    def zero(*args: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: ZeroRedundancyOptimizer(*args, **options)
+
+    def shard(**options: Any) -> Callable[[], Any]:
+        return lambda: shard_optimizer(ddp, options.pop("optimizer_class", AdamW), **options)
+
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (TypeError, r"process_group .* got 0.001. Options are keywords: .*lr=", zero(params, AdamW, 1e-3)),
+        (TypeError, r"parameters_as_bucket_view to be True or False, got 0.001", zero(params, AdamW, None, 1e-3)),
+        (TypeError, r"overlap_with_ddp to be True or False, got 'yes'", zero(params, AdamW, overlap_with_ddp="yes")),
+        (TypeError, r"stage to be the int 1 or 2, got '2'", zero(params, AdamW, stage="2")),
+        (TypeError, r"grad_comm_dtype .* got 'bf16'", zero(params, AdamW, stage=2, grad_comm_dtype="bf16")),
+        (TypeError, r"gradient_predivide_factor .*number", zero(params, AdamW, stage=2, gradient_predivide_factor="2")),
+        (TypeError, r"max_grad_norm to be a number, got '1'", zero(params, AdamW, max_grad_norm="1")),
+        (TypeError, r"norm_type to be a number, got 'inf'", zero(params, AdamW, norm_type="inf")),
+        (ValueError, r"nonfinite to be one of .* got True", zero(params, AdamW, nonfinite=True)),
+        (TypeError, r"loss_scale to be .* got 'dynamic'", zero(params, AdamW, loss_scale="dynamic")),
+        (TypeError, r"master_weights to be True or False, got 1", zero(params, AdamW, master_weights=1)),
+        (ValueError, r"sync to be one of .* got True", zero(params, AdamW, sync=True)),
+        (TypeError, r"an instance of AdamW. Pass the class and its options: AdamW, lr", zero(params, AdamW(params))),
+        (TypeError, r"got the class Linear. The order is", zero(params, nn.Linear)),
+        (TypeError, r"got the class AdamW. The parameters come first", zero(AdamW, AdamW)),
+        (TypeError, r"DistributedDataParallel. Pass model.named_parameters", zero(ddp, AdamW)),
+        (TypeError, r"type AdamW. Pass its class, after the parameters", zero(AdamW(params), AdamW)),
+        (
+            NotImplementedError,
+            r"parameter 0, which is of layout torch.sparse_coo.*plain optimizer",
+            zero([sparse], AdamW),
+        ),
+        (
+            NotImplementedError,
+            r"parameter 1 'rows', which is of .*csr",
+            zero([("a", params[0]), ("rows", rows)], AdamW),
+        ),
+        (NotImplementedError, r"parameter 0, which is a nested tensor", zero([nested], AdamW)),
+        (ValueError, r"parameter 0, of a lazy module .*Run the model once", zero([lazy], AdamW)),
+        (TypeError, r"got 'max_grad_nrom'. Did you mean 'max_grad_norm'\?", shard(max_grad_nrom=1.0)),
+        (TypeError, r"got 'overlapp'. Did you mean 'overlap'\?", shard(overlapp=True)),
+        (TypeError, r"got 'max_grad_nrom'. Did you mean 'max_grad_norm'\?", zero(params, AdamW, max_grad_nrom=1.0)),
+        (TypeError, r"got 'overlap'. Did you mean 'overlap_with_ddp'\?", zero(params, AdamW, overlap=True)),
+        (TypeError, r"got 'overlap_with_ddp'. Use overlap=", shard(overlap_with_ddp=True)),
+        (TypeError, r"got 'process_group'. It is that of the model", shard(process_group=None)),
+        (TypeError, r"unexpected keyword argument 'momentumm'", shard(momentumm=1.0, optimizer_class=torch.optim.SGD)),
+        (TypeError, r"overlap to be True or False, got 'yes'", shard(overlap="yes")),
+        (TypeError, r"interleaved to be True or False, got 1", shard(interleaved=1)),
+        (TypeError, r"hook to be a communication hook or None, got 'fp16'", shard(hook="fp16")),
+        (TypeError, r"group of '0.bias', or None for the class's own, got 0.1", shard(params=_frozen_answers)),
+        (ValueError, r"stage=2 .*'module\.|parameter", shard(stage=2, params=params[:2])),
+    ]
+    for kind, message, build in cases:
+        with pytest.raises(kind, match=message):
+            build()
+    last = setup.rank == setup.world_size - 1
+    one_sided = [(AdamW, (1e-3,) if last else ()), (AdamW(params) if last else AdamW, ())]
+    for chosen, surplus in one_sided:
+        with pytest.raises(TypeError if last else RuntimeError, match=r"Expected .* got"):
+            ZeroRedundancyOptimizer(params, chosen, *surplus)  # type: ignore[arg-type]
+    opt = shard_optimizer(ddp, AdamW, lr=0.1)  # nothing was changed by any of these
+    for inputs, targets in batches(setup.rank, 2):
+        train_step(ddp, opt, inputs, targets)
+
+
+TAKEN: list[Case] = [_compiled_and_held_models, _groups, _arguments_in_the_users_terms]
+
+
+def test_what_shard_optimizer_and_the_class_take_and_refuse(tmp_path: Path) -> None:
+    run_ranks(_all_cases, 2, TAKEN, tmp_path)

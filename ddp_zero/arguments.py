@@ -1,0 +1,156 @@
+"""What users pass in: each argument of the right kind, an option that nobody knows, parameters in groups."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+Grouping = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
+"""From a parameter's name in the model and the parameter to the options of its group; None: those of the class."""
+
+
+def is_group(process_group: object) -> bool:
+    """Whether this is a process group, or stands for the default one or one of others."""
+    return process_group is None or (isinstance(process_group, ProcessGroup | int) and type(process_group) is not bool)
+
+
+def check_group(process_group: object) -> None:
+    """See that a process group is one.
+
+    Raises:
+        TypeError: if not.
+    """
+    if process_group is None or isinstance(process_group, ProcessGroup):
+        return
+    raise TypeError(
+        f"Expected process_group to be a torch.distributed.ProcessGroup or None, got {_shown(process_group)}. Options "
+        "are keywords: ZeroRedundancyOptimizer(params, AdamW, lr=1e-3)."
+    )
+
+
+def check_flags(**flags: object) -> None:
+    """See that options are True or False.
+
+    Raises:
+        TypeError: naming the first that is not.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"Expected {name} to be True or False, got {_shown(value)}. Options are keywords.")
+
+
+def check_class(optimizer_class: object) -> None:
+    """See that this can build an optimizer.
+
+    Raises:
+        TypeError: if not.
+    """
+    if isinstance(optimizer_class, Optimizer):
+        kind = type(optimizer_class).__name__
+        raise TypeError(
+            f"Expected optimizer_class to be a torch.optim.Optimizer class, got an instance of {kind}. Pass the class "
+            f"and its options: {kind}, lr=..."
+        )
+    builds_others = isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
+    if not callable(optimizer_class) or builds_others:
+        raise TypeError(
+            f"Expected optimizer_class to be a torch.optim.Optimizer class, got {_shown(optimizer_class)}. The order "
+            "is: parameters, class, options."
+        )
+
+
+def check_params(params: object) -> None:
+    """See that parameters are no model, optimizer or class.
+
+    Raises:
+        TypeError: if they are one.
+    """
+    if isinstance(params, nn.Module | Optimizer | type):
+        remedy = {nn.Module: "Pass model.named_parameters().", Optimizer: "Pass its class, after the parameters."}
+        told = next((text for kind, text in remedy.items() if isinstance(params, kind)), "The parameters come first.")
+        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {told}")
+
+
+def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], library: Iterable[str]) -> None:
+    """See that what an optimizer class does not know is no misspelt option of this library.
+
+    Args:
+        options: names that are meant for the class.
+        optimizer_class: the class.
+        library: the names of this library's own options.
+
+    Raises:
+        TypeError: naming the nearest.
+    """
+    known = _parameters_of(optimizer_class)
+    if known is None:
+        return  # takes any, or nobody can tell
+    for name in options:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, [*library, *known], n=1, cutoff=0.6)
+            if nearest and nearest[0] not in known:
+                called = getattr(optimizer_class, "__name__", "the optimizer class")
+                raise TypeError(
+                    f"Expected an option of ddp_zero or of {called}, got {name!r}. Did you mean {nearest[0]!r}?"
+                )
+
+
+def grouped(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> list[dict[str, Any]]:
+    """Parameter groups by what is said of each parameter: equal options form a group, in order of first appearance.
+
+    Args:
+        named: parameters by the names that the groups keep.
+        options_of: asked for each with the name that it has in the model, without what wrappers put there.
+
+    Raises:
+        TypeError: for anything but a dict of options or None, naming the parameter.
+    """
+    groups: list[tuple[dict[str, Any], list[tuple[str, nn.Parameter]]]] = []
+    for name, param in named:
+        bare = name.removeprefix("module.")
+        answer = options_of(bare, param)
+        if not isinstance(answer, Mapping | None) or "params" in (answer or {}):
+            raise TypeError(
+                f"Expected a dict of options for the group of {bare!r}, or None for the class's own, got "
+                f"{_shown(answer)}. params= takes a list of groups, or a function of a name and a parameter."
+            )
+        options = dict(answer or {})
+        for known, members in groups:
+            if _are_same(known, options):
+                members.append((name, param))
+                break
+        else:
+            groups.append((options, [(name, param)]))
+    return [{"params": members, **options} for options, members in groups]
+
+
+def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    pairs = [(value, other[key]) for key, value in one.items()]
+    return all(a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs)
+
+
+def _parameters_of(function: Callable[..., Any]) -> set[str] | None:
+    """The keywords that a class or function takes; None if it takes any or does not say."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return set(parameters)
+
+
+def _shown(value: object) -> str:
+    """A value in a message: short ones as they are, others by their kind."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, torch.dtype | str | int | float | complex | bool | None | list | tuple | dict):
+        return f"{value!r:.80}"
+    return f"an object of type {type(value).__name__}"
