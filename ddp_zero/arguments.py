@@ -92,7 +92,8 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
         return  # takes any, or nobody can tell
     for name in options:
         if name not in known:
-            nearest = difflib.get_close_matches(name, [*library, *known], n=1, cutoff=0.6)
+            begun = [own for own in library if own.startswith(name)]
+            nearest = begun or difflib.get_close_matches(name, [*library, *known], n=1, cutoff=0.7)
             if nearest and nearest[0] not in known:
                 called = getattr(optimizer_class, "__name__", "the optimizer class")
                 raise TypeError(

@@ -129,6 +129,8 @@ class OverlapHook:
             raise sparse_gradient(self._table, params)
         if index == 0:
             self._choice = choose(self._facts(params, matches))
+            if self._choice.regime is not Regime.REDUCE_ONLY and (wrong := self._sharded.wrong_master()) is not None:
+                self._choice = Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
         actions = self.machine.bucket_arrived(index, is_last, matches, self._choice.regime)
         self._matching += matches
         self._watch.note(params, bucket.buffer())
@@ -338,6 +340,8 @@ class OverlapHook:
             self._record()
         self.step_is_due = self.is_waiting and self._choice.is_due
         self.late.note(self.step_is_due)
+        if self._choice.is_refused:
+            raise RuntimeError(self._choice.reason)
 
     def _record(self) -> None:
         """A step was taken inside backward."""

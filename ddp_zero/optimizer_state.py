@@ -190,7 +190,7 @@ class ShardedState:
 
     def check(self) -> None:
         """See that no backward pass is under way and none waits for ``opt.step()``."""
-        self._zero.check_between_steps()
+        self._zero._check_between_steps()
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
         """What the plan says."""
@@ -202,7 +202,7 @@ class ShardedState:
 
     def state(self) -> dict[int, dict[Any, Any]]:
         """With masters."""
-        return self._zero.owned_state()
+        return self._zero._owned_state()
 
     def births(self) -> Mapping[int, Birth]:
         """By step and parameter."""
@@ -224,12 +224,12 @@ class ShardedState:
 
     def check_fits(self, state_dict: StateDict) -> None:
         """As ``load_state_dict``."""
-        self._zero.check_fits(state_dict)
+        self._zero._check_fits(state_dict)
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """Drop an iteration that is under way, and load."""
         self._zero.reset()
-        self._zero.load_owned(state_dict, order)
+        self._zero._load_owned(state_dict, order)
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:

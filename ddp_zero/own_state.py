@@ -38,7 +38,7 @@ class ShowsOwnState(ConsolidatesState):
             ValueError: if a parameter has no name.
         """
         names = self._qualified_names(model)
-        found = self.owned_state()
+        found = self._owned_state()
         states: dict[str, Any] = {names[index]: dict(state) for index, state in found.items()}
         whole: Mapping[Any, Any] = self.optim.state
         states.update({key: value for key, value in whole.items() if isinstance(key, str)})
@@ -99,7 +99,7 @@ class ShowsOwnState(ConsolidatesState):
 
     # By index, for `ddp_zero.checkpoint`
 
-    def check_between_steps(self) -> None:
+    def _check_between_steps(self) -> None:
         """See that no backward pass is under way and that no step is pending or may be taken back.
 
         Raises:
@@ -120,7 +120,7 @@ class ShowsOwnState(ConsolidatesState):
             "before saving."
         )
 
-    def owned_state(self) -> dict[int, dict[Any, Any]]:
+    def _owned_state(self) -> dict[int, dict[Any, Any]]:
         """The states of what this rank owns, by parameter index, with masters, in the unsharded order. Not copied."""
         sharded = self._sharded
         sharded.stepped.follow_model()
@@ -128,8 +128,8 @@ class ShowsOwnState(ConsolidatesState):
         by_index = with_masters(self.optim.state, sharded.stepped)
         return {index: by_index[index] for index in sorted(filter(is_index, by_index), key=self._birth_of)}
 
-    def check_fits(self, state_dict: dict[str, Any]) -> None:
-        """See that `load_owned` would take a state dict, whose tensors may be without memory.
+    def _check_fits(self, state_dict: dict[str, Any]) -> None:
+        """See that `_load_owned` would take a state dict, whose tensors may be without memory.
 
         Raises:
             ValueError: if not, naming the group or the parameter and why; TypeError for a loss scale that is no number.
@@ -141,7 +141,7 @@ class ShowsOwnState(ConsolidatesState):
         local, *_ = restrict_state_dict(state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped)
         rehearse_load(self.optim, local)
 
-    def load_owned(self, state_dict: dict[str, Any], order: Sequence[int]) -> None:
+    def _load_owned(self, state_dict: dict[str, Any], order: Sequence[int]) -> None:
         """As `load_state_dict`, but states become this optimizer's own, not copied, and masters are not checked.
 
         Args:

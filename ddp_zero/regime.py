@@ -46,11 +46,13 @@ class Choice:
         reason: why not bucket by bucket; None if it does.
         is_due: whether the step waits only because it is the first: the next forward pass takes it, if ``opt.step()``
             has not.
+        is_refused: whether the reason is an error, for when backward is over: one within it would leave DDP unusable.
     """
 
     regime: Regime
     reason: str | None
     is_due: bool = False
+    is_refused: bool = False
 
 
 _REASONS: tuple[tuple[Callable[[Facts], bool | str | None], str | None], ...] = (

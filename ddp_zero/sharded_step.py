@@ -177,22 +177,27 @@ class ShardedStep:
     def check_masters(self) -> None:
         """If somebody may have written to low-precision parameters, see that they are their rounded masters.
 
-        Asks nobody: ranks may write on their own, as one that evaluates and puts everything back.
-
         Raises:
             RuntimeError: naming the first that is not.
         """
+        complaint = self.wrong_master()
+        if complaint is not None:
+            raise RuntimeError(complaint)
+
+    def wrong_master(self) -> str | None:
+        """What `check_masters` would say. Asks nobody: ranks may write on their own, and put everything back."""
         if not self.stepped.have_changed():
-            return
+            return None
         diverged = self.stepped.diverged()
         if diverged:
-            raise RuntimeError(
+            return (
                 f"Expected {self.table.label(diverged[0])} to be its fp32 master weight rounded, got another value: it "
                 "was written to since the last step, which the next would undo "
                 f"({self.comm.name(self.comm.group_rank)}). "
                 "Call opt.refresh_master_weights() after writing to the model's parameters, as after loading them."
             )
         self.stepped.note_versions()
+        return None
 
     def has_unused(self, has_run: bool) -> bool:
         """Whether DDP's buckets have parameters without a gradient, on a rank that has run the model. A collective."""

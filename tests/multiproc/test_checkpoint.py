@@ -74,7 +74,7 @@ def train(setup: Setup, model: nn.Module, optimizer: Optimizer, seed: int = 0, s
 
 def everything(model: nn.Module, optimizer: Optimizer) -> Any:
     """Copies of all that a load may change on this rank."""
-    own = optimizer.owned_state() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state_dict()
+    own = optimizer._owned_state() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state_dict()
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     return copy.deepcopy((dict(model.state_dict()), own, groups))
 
@@ -268,8 +268,8 @@ def _masters_and_loss_scale_come_back(setup: Setup, root: Path) -> None:
             checkpoint.save(root / f"{dtype} {stage}", other, resumed)
             again, twice = low(stage=3 - stage)
             checkpoint.load(root / f"{dtype} {stage}", again, twice)
-            expected = opt.owned_state()
-            for index, state in twice.owned_state().items():
+            expected = opt._owned_state()
+            for index, state in twice._owned_state().items():
                 if index in expected:
                     assert_identical(expected[index], state, f"state of {index}")
         train(setup, model, opt, 1)
@@ -419,9 +419,9 @@ def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup, root: Path) -> None
     train(setup, other, resumed)
     before = copy.deepcopy(dict(other.module.state_dict()))
     names = [name for name, _ in other.module.named_parameters()]
-    states = {names[index]: state for index, state in copy.deepcopy(resumed.owned_state()).items()}
+    states = {names[index]: state for index, state in copy.deepcopy(resumed._owned_state()).items()}
     checkpoint.load(root, other, resumed, strict=False)
-    for index, state in resumed.owned_state().items():
+    for index, state in resumed._owned_state().items():
         if names[index] in ("3.bias", "3.weight", "5.weight", "8.bias", "8.weight"):
             assert_identical(states[names[index]], state, "what is left as it is keeps its state")
             assert_identical(before[names[index]], other.module.state_dict()[names[index]], names[index])
@@ -747,7 +747,7 @@ def check_memory(root: Path, masters: bool) -> None:
         return sharded(2, Wrapped(layers, dtype), master_weights=masters)
 
     def existing(model: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Tensor]:
-        state = [value for state in opt.owned_state().values() for value in state.values()]
+        state = [value for state in opt._owned_state().values() for value in state.values()]
         return [
             *model.parameters(),
             *(value.grad for value in model.parameters() if value.grad is not None),
@@ -759,7 +759,7 @@ def check_memory(root: Path, masters: bool) -> None:
         opt.zero_grad()
         model(torch.randn(4, 100)).sum().backward()
         opt.step()
-    own = 2 * one * len(opt.owned_state())
+    own = 2 * one * len(opt._owned_state())
     with LargestLiveBytes(existing(model, opt)) as memory:
         checkpoint.save(root, model, opt)
     assert memory.largest < 1.2 * one, "one tensor at a time leaves flat storage"

@@ -479,3 +479,64 @@ TAKEN: list[Case] = [_compiled_and_held_models, _groups, _arguments_in_the_users
 
 def test_what_shard_optimizer_and_the_class_take_and_refuse(tmp_path: Path) -> None:
     run_ranks(_all_cases, 2, TAKEN, tmp_path)
+
+
+# refresh_master_weights() forgotten
+
+MASTERS: list[dict[str, Any]] = [
+    {"stage": 1, "overlap": True},
+    {"stage": 1, "interleaved": True, "sync": "forward"},
+    {"stage": 1, "max_grad_norm": 1.0},
+    {"stage": 1, "overlap": False},
+    {"stage": 2},
+    {"stage": 2, "interleaved": False, "sync": "forward"},
+    {"stage": 2, "overlap": False},
+    {"stage": 1, "find_unused_parameters": True},
+    {"stage": 2, "find_unused_parameters": True},
+]
+
+
+def _masters_that_were_not_refreshed(setup: Setup, root: Path) -> None:
+    for mode in MASTERS:
+        for goes_on in ("with these gradients", "with the next batch"):
+            _forgets(setup, dict(mode), goes_on)
+
+
+def _forgets(setup: Setup, mode: dict[str, Any], goes_on: str) -> None:
+    unused = mode.pop("find_unused_parameters", False)
+    models = [wrapped(build_model().bfloat16(), find_unused_parameters=unused) for _ in range(2)]
+    opts = [shard_optimizer(ddp, AdamW, lr=1e-2, master_weights=True, **mode) for ddp in models]
+    other = build_model(3).bfloat16().state_dict()
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(setup.rank, 10)]
+    for inputs, targets in data[:4]:
+        for ddp, opt in zip(models, opts, strict=True):
+            train_step(ddp, opt, inputs, targets)
+    for ddp in models:
+        ddp.module.load_state_dict(other)
+    opts[0].refresh_master_weights()
+    forgetful, opt = models[1], opts[1]
+    for _ in range(2):  # again and again
+        with pytest.raises(RuntimeError, match=r"parameter \d+ .*Call opt.refresh_master_weights\(\) after writing"):
+            train_step(forgetful, opt, *data[4])
+        assert_identical(dict(other), dict(forgetful.module.state_dict()), "a step that was refused")
+        if goes_on == "with the next batch":
+            opt.zero_grad()
+            continue
+        break
+    opt.refresh_master_weights()
+    if goes_on == "with these gradients":
+        opt.step()
+        opt.zero_grad()
+        train_step(models[0], opts[0], *data[4])
+    for inputs, targets in data[5:]:
+        for ddp, opt in zip(models, opts, strict=True):
+            train_step(ddp, opt, inputs, targets)
+    assert_same_values(models[0].module, models[1].module, f"{mode}, {goes_on}")
+    assert not any(map(torch.equal, other.values(), forgetful.module.state_dict().values())), "nothing moved"
+
+
+REFRESHED: list[Case] = [_masters_that_were_not_refreshed]
+
+
+def test_forgotten_refresh_of_masters_breaks_nothing(tmp_path: Path) -> None:
+    run_ranks(_all_cases, 2, REFRESHED, tmp_path)
