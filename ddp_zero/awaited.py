@@ -7,10 +7,12 @@ their own type, and repeats the call. So a use that nobody has thought of waits,
 nothing. What only asks for a shape, or for ``param.grad``, does not wait.
 
 Not seen are memory that was aliased before (``view = param.data`` kept from an earlier step), and functions that take a
-tensor to C++ without asking for its type; `before_forward` has modules wait for their own parameters, whoever they hand
-them to. Alternatives considered: those pre-hooks alone (they miss tied weights, averages, writes, ``state_dict()``).
+tensor to C++ without asking for its type: ``torch.Tensor(param)``, ``tensor.new_tensor(param)`` and others that
+`ZeroRedundancyOptimizer.finish_sync` names. `before_forward` has modules wait for their own parameters, whoever they
+hand them to. Alternatives considered: those pre-hooks alone (they miss tied weights, averages, writes, ``state_dict()``).
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +51,18 @@ class Awaited:
         for tensor in _awaited_among([args, kwargs]):
             wait_for(tensor)
         return func(*args, **kwargs)
+
+    def detach(self) -> Any:
+        """Wait for it. `torch.nn.Parameter` of a parameter then insists on one of the type that its argument has."""
+        is_for_parameter = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__
+        wait_for(self)
+        own: Any = self  # of its own type now
+        return Tensor._make_subclass(type(self), own) if is_for_parameter else own.detach()
+
+    def as_subclass(self, kind: type) -> Any:
+        """Torch does not ask before it does this."""
+        wait_for(self)
+        return self.as_subclass(kind)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         wait_for(self)

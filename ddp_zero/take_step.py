@@ -106,8 +106,11 @@ class TakesSteps(ReachesGradients, Joinable):
         """Have all parameters that others have stepped; with ``sync="forward"`` only whoever uses one waits for it.
 
         Modules wait for their own parameters, and nearly all of torch for any. Call this before other code reads or
-        writes them: pointers or views kept from before, extensions, `torch.func.grad` of a function of parameters,
-        ``torch.tensor(param)``, `torch.sparse_coo_tensor`, methods of a process group. Nothing otherwise.
+        writes them: pointers or views kept from before, extensions, methods of a process group, functions that
+        `torch.jit.script` or ``trace`` has made, and of torch ``torch.Tensor(param)``, ``torch.tensor(param)``,
+        ``torch.as_tensor`` and ``torch.asarray`` into another dtype, ``tensor.new_tensor(param)``,
+        ``tensor.new(param)``, ``torch.autograd.Variable(param)``, ``torch.nested.nested_tensor``,
+        ``torch.sparse_coo_tensor``, ``torch.func.grad`` and ``vmap`` of functions of parameters.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.

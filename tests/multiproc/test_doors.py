@@ -13,11 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero.awaited import Awaited
 from ddp_zero.collectives import Communicator
 from tests.multiproc.cases import (
     OPTIMIZERS,
@@ -540,3 +541,91 @@ REFRESHED: list[Case] = [_masters_that_were_not_refreshed]
 
 def test_forgotten_refresh_of_masters_breaks_nothing(tmp_path: Path) -> None:
     run_ranks(_all_cases, 2, REFRESHED, tmp_path)
+
+
+# Who reads a parameter on its way
+
+
+def _scripted(tensor: Tensor) -> Tensor:
+    return tensor * 1.0
+
+
+def _readers_that_wait() -> dict[str, Callable[[Tensor], Tensor]]:
+    return {
+        "nn.Parameter": nn.Parameter,
+        "nn.Parameter, frozen": lambda param: nn.Parameter(param, requires_grad=False),
+        "nn.Buffer": nn.Buffer,
+        "as_subclass": lambda param: param.as_subclass(Tensor),
+        "detach": lambda param: param.detach(),
+        "torch.ops": lambda param: torch.ops.aten.mul.Tensor(param, 1.0),
+        "torch.jit.fork": lambda param: torch.jit.wait(torch.jit.fork(torch.mul, param, 1.0)),
+        "a function while it is traced": lambda param: torch.jit.trace(_scripted, (param,), check_trace=False)(param),
+        "torch.nn.utils": lambda param: nn.utils.parameters_to_vector([param]).view_as(param),
+        "torch.from_dlpack": lambda param: torch.from_dlpack(param.detach()),
+    }
+
+
+def _readers_that_do_not() -> dict[str, Callable[[Tensor], Tensor]]:
+    """By the words that `finish_sync` has for them."""
+    script, trace = torch.jit.script(_scripted), torch.jit.trace(_scripted, (torch.ones(2),))
+    return {
+        "torch.jit.script": script,
+        "``trace``": trace,
+        "torch.Tensor(param)": Tensor,
+        "torch.tensor(param)": torch.tensor,
+        "torch.as_tensor": lambda param: torch.as_tensor(param, dtype=torch.float64).float(),
+        "torch.asarray": lambda param: torch.asarray(param, dtype=torch.float64).float(),
+        "tensor.new_tensor(param)": torch.ones(1).new_tensor,
+        "tensor.new(param)": torch.ones(1).new,
+        "torch.autograd.Variable(param)": torch.autograd.Variable,
+        "torch.nested.nested_tensor": lambda param: torch.nested.nested_tensor([param]).unbind()[0],
+        "torch.sparse_coo_tensor": lambda param: torch.sparse_coo_tensor(
+            torch.arange(param.shape[0])[None], param, param.shape
+        ).to_dense(),
+        "torch.func.grad": torch.func.grad(lambda value: (value * value).sum() / 2),
+        "``vmap``": torch.func.vmap(lambda value: value * 1.0),
+    }
+
+
+def _readers(setup: Setup, root: Path) -> None:
+    expected, ddp = plain(build_model()), wrapped(build_model())
+    reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES["stage 2, interleaved"])
+    data = batches(setup.rank, 1000)
+    theirs, ours = expected.module[3].weight, ddp.module[3].weight
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            inputs, targets = next(data)
+            train_step(expected, reference, inputs, targets)
+            train_step(ddp, opt, inputs, targets)
+        assert left(opt)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: TorchScript and nested tensors
+        train(3)
+        for name, read in _readers_that_wait().items():
+            train(1)
+            assert isinstance(ours, Awaited), name
+            found = read(ours)
+            assert not isinstance(ours, Awaited), f"{name} does not wait"
+            assert_identical(theirs.detach(), found.detach().as_subclass(Tensor), name)
+            assert type(found) is type(read(theirs)), name
+        train(1)
+        copied = nn.Parameter(ours)
+        assert (copied.requires_grad, copied.is_leaf, copied.data_ptr()) == (True, True, ours.data_ptr())
+        assert not nn.Parameter(ours, requires_grad=False).requires_grad
+        for name, read in _readers_that_do_not().items():
+            assert name in str(ZeroRedundancyOptimizer.finish_sync.__doc__), f"{name} is not named in the limits"
+            train(1)
+            read(ours)
+            assert isinstance(ours, Awaited), f"{name} waits now: take it out of the limits"
+            opt.finish_sync()
+            assert_identical(theirs.detach(), read(ours).detach().as_subclass(Tensor), name)
+    assert_same_values(expected.module, ddp.module, "after all of it")
+
+
+READ: list[Case] = [_readers]
+
+
+def test_who_waits_for_a_parameter_and_who_is_named_in_the_limits(tmp_path: Path) -> None:
+    run_ranks(_all_cases, 2, READ, tmp_path)
