@@ -1,6 +1,7 @@
 """ZeRO stages 1 and 2 for plain PyTorch DistributedDataParallel: state and gradients sharded, the numbers unchanged."""
 
 from ddp_zero.api import hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer
+from ddp_zero.compacting import compact
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.overlap import OverlapStatus, Phase
@@ -15,6 +16,7 @@ __all__ = [
     "StepRegime",
     "ZeroRedundancyOptimizer",
     "check_shardable",
+    "compact",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "shard_optimizer",

@@ -9,7 +9,9 @@ nothing. What only asks for a shape, or for ``param.grad``, does not wait.
 Not seen are memory that was aliased before (``view = param.data`` kept from an earlier step), and functions that take a
 tensor to C++ without asking for its type: ``torch.Tensor(param)``, ``tensor.new_tensor(param)`` and others that
 `ZeroRedundancyOptimizer.finish_sync` names. `before_forward` has modules wait for their own parameters, whoever they
-hand them to. Alternatives considered: those pre-hooks alone (they miss tied weights, averages, writes, ``state_dict()``).
+hand them to.
+
+Alternatives considered: those pre-hooks alone (they miss tied weights, averages, writes, ``state_dict()``).
 """
 
 import sys
@@ -57,7 +59,7 @@ class Awaited:
         is_for_parameter = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__
         wait_for(self)
         own: Any = self  # of its own type now
-        return Tensor._make_subclass(type(self), own) if is_for_parameter else own.detach()
+        return Tensor._make_subclass(type(own), own) if is_for_parameter else own.detach()
 
     def as_subclass(self, kind: type) -> Any:
         """Torch does not ask before it does this."""

@@ -4,6 +4,7 @@ Every case runs on real ranks and compares with DDP and the plain optimizer, or 
 """
 
 import copy
+import io
 import os
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.awaited import Awaited
 from ddp_zero.collectives import Communicator
@@ -561,7 +563,7 @@ def _readers_that_wait() -> dict[str, Callable[[Tensor], Tensor]]:
         "torch.jit.fork": lambda param: torch.jit.wait(torch.jit.fork(torch.mul, param, 1.0)),
         "a function while it is traced": lambda param: torch.jit.trace(_scripted, (param,), check_trace=False)(param),
         "torch.nn.utils": lambda param: nn.utils.parameters_to_vector([param]).view_as(param),
-        "torch.from_dlpack": lambda param: torch.from_dlpack(param.detach()),
+        "torch.from_dlpack": lambda param: torch.utils.dlpack.from_dlpack(param.detach()),
     }
 
 
@@ -587,11 +589,16 @@ def _readers_that_do_not() -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
+def _on_its_way(param: Tensor) -> bool:
+    return isinstance(param, Awaited)
+
+
 def _readers(setup: Setup, root: Path) -> None:
     expected, ddp = plain(build_model()), wrapped(build_model())
     reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES["stage 2, interleaved"])
     data = batches(setup.rank, 1000)
-    theirs, ours = expected.module[3].weight, ddp.module[3].weight
+    theirs: Any = expected.module[3].weight
+    ours: Any = ddp.module[3].weight
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -605,9 +612,9 @@ def _readers(setup: Setup, root: Path) -> None:
         train(3)
         for name, read in _readers_that_wait().items():
             train(1)
-            assert isinstance(ours, Awaited), name
+            assert _on_its_way(ours), name
             found = read(ours)
-            assert not isinstance(ours, Awaited), f"{name} does not wait"
+            assert not _on_its_way(ours), f"{name} does not wait"
             assert_identical(theirs.detach(), found.detach().as_subclass(Tensor), name)
             assert type(found) is type(read(theirs)), name
         train(1)
@@ -618,7 +625,7 @@ def _readers(setup: Setup, root: Path) -> None:
             assert name in str(ZeroRedundancyOptimizer.finish_sync.__doc__), f"{name} is not named in the limits"
             train(1)
             read(ours)
-            assert isinstance(ours, Awaited), f"{name} waits now: take it out of the limits"
+            assert _on_its_way(ours), f"{name} waits now: take it out of the limits"
             opt.finish_sync()
             assert_identical(theirs.detach(), read(ours).detach().as_subclass(Tensor), name)
     assert_same_values(expected.module, ddp.module, "after all of it")
@@ -629,3 +636,76 @@ READ: list[Case] = [_readers]
 
 def test_who_waits_for_a_parameter_and_who_is_named_in_the_limits(tmp_path: Path) -> None:
     run_ranks(_all_cases, 2, READ, tmp_path)
+
+
+# State dicts for torch.save
+
+
+class Adapted(nn.Module):
+    """Large layers, a small adapter, and a head that is tied to a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        self.adapter = nn.Linear(64, 2, bias=False)
+        self.head = nn.Linear(2, 64, bias=False)
+        self.tied = nn.Linear(64, 2, bias=False)
+        self.tied.weight = self.adapter.weight
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.head(self.adapter(self.base(inputs)) + self.tied(inputs))
+        return hidden
+
+
+def _bytes(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.tell()
+
+
+def _files_hold_what_they_are_asked_to(setup: Setup, root: Path) -> None:
+    torch.manual_seed(0)
+    fresh = Adapted()
+    for options in ({}, {"sync": "forward"}, {"stage": 2}):
+        ddp = DistributedDataParallel(copy.deepcopy(fresh), gradient_as_bucket_view=True)
+        opt = shard_optimizer(ddp, AdamW, lr=0.1, **options)
+        for _ in range(3):
+            ddp(torch.randn(4, 64)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        if "sync" in options:
+            assert left(opt)
+            keeps_vars = ddp_zero.compact(ddp.module.state_dict(keep_vars=True))
+            assert not left(opt), "waits for parameters on their way"
+            assert_identical(ddp.module.base[0].weight.detach(), keeps_vars["base.0.weight"].detach(), "a parameter")
+        model = copy.deepcopy(fresh)
+        model.load_state_dict(ddp.module.state_dict())  # in storage of its own
+        assert not torch.equal(model.head.weight, fresh.head.weight), "nothing moved"
+        parts: dict[str, Callable[[Adapted], Any]] = {
+            "head": lambda one: one.head.state_dict(),
+            "adapter": lambda one: {key: value for key, value in one.state_dict().items() if "adapter" in key},
+            "everything": lambda one: {"model": one.state_dict(), "epoch": 3},
+        }
+        for name, part in parts.items():
+            ours, plains = part(ddp.module), part(model)
+            found = ddp_zero.compact(ours)
+            assert _bytes(found) <= _bytes(plains) + 512, (name, _bytes(found), _bytes(plains))
+            assert_identical(plains, found, name)
+            if name != "everything":
+                assert _bytes(ours) > 2 * _bytes(found), "flat storage makes files large"
+        state = ddp.module.state_dict()
+        found = ddp_zero.compact(state)
+        assert found._metadata == state._metadata
+        assert found["adapter.weight"] is found["tied.weight"]
+        assert found["seen"] is state["seen"]
+        fresh_one = Adapted()
+        fresh_one.load_state_dict(found)
+        assert_same_values(ddp.module, fresh_one, "loaded")
+
+
+SMALL: list[Case] = [_files_hold_what_they_are_asked_to]
+
+
+def test_compact_state_dicts_hold_their_own_bytes(tmp_path: Path) -> None:
+    run_ranks(_all_cases, 2, SMALL, tmp_path)
