@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup
 from torch.optim import Optimizer
+
+_NOT_A_MEMBER = GroupMember.NON_GROUP_MEMBER
 
 Grouping = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 """From a parameter's name in the model and the parameter to the options of its group; None: those of the class."""
 
 
 def is_group(process_group: object) -> bool:
-    """Whether this is a process group, or stands for the default one or one of others."""
-    return process_group is None or (isinstance(process_group, ProcessGroup | int) and type(process_group) is not bool)
+    """Whether this is a process group, or stands for the default one or for one without this process."""
+    return process_group is None or isinstance(process_group, ProcessGroup) or process_group == _NOT_A_MEMBER
 
 
 def check_group(process_group: object) -> None:

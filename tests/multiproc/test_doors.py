@@ -423,6 +423,7 @@ def _arguments_in_the_users_terms(setup: Setup, root: Path) -> None:
 
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, r"process_group .* got 0.001. Options are keywords: .*lr=", zero(params, AdamW, 1e-3)),
+        (TypeError, r"process_group .* got 1. Options are keywords", zero(params, AdamW, 1)),
         (TypeError, r"parameters_as_bucket_view to be True or False, got 0.001", zero(params, AdamW, None, 1e-3)),
         (TypeError, r"overlap_with_ddp to be True or False, got 'yes'", zero(params, AdamW, overlap_with_ddp="yes")),
         (TypeError, r"stage to be the int 1 or 2, got '2'", zero(params, AdamW, stage="2")),

@@ -126,4 +126,4 @@ def test_kinds_of_arguments() -> None:
         with pytest.raises(TypeError, match="Expected one to be True or False, got"):
             check_flags(one=wrong_flag)
     assert is_group(None)
-    assert not any(map(is_group, (1e-3, "gloo", True, [0, 1])))
+    assert not any(map(is_group, (1e-3, 1, "gloo", True, [0, 1])))
