@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.parameters import ParameterTable
-from ddp_zero.reducer import finds_unused, reduced_parameters
+from ddp_zero.reducer import finds_unused, gradients_are_views, reduced_parameters
 from ddp_zero.sharded_step import ShardedStep
 
 
@@ -60,6 +60,31 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
         raise ValueError(
             "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
             "process_group=ddp.process_group to the optimizer."
+        )
+
+
+def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wrapped: object) -> None:
+    """See that stage 2 can take over the gradients of a model.
+
+    Raises:
+        ValueError: for a wrapped hook, for a model whose gradients are not views of its buckets, or with parameters
+            that are in another optimizer or none.
+    """
+    if wrapped is not None:
+        raise ValueError(
+            "Expected no communication hook to wrap with stage=2, which has a reduction of its own, got one. Pass "
+            "None; to compress gradients, build the optimizer with grad_comm_dtype=torch.bfloat16 or torch.float16."
+        )
+    if not gradients_are_views(ddp):
+        raise ValueError(
+            "Expected gradient_as_bucket_view=True with stage=2, got False: every rank would keep all gradients beside "
+            "DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True)."
+        )
+    foreign = [name for name, param in reduced_parameters(ddp) if param not in table.index_of]
+    if foreign:
+        raise ValueError(
+            f"Expected every parameter that DDP reduces in the optimizer with stage=2, got {foreign[0]!r} elsewhere, "
+            f"{len(foreign)} in all. Add it to the optimizer, freeze it before wrapping the model, or use stage=1."
         )
 
 

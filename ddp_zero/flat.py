@@ -72,11 +72,18 @@ class ViewStorage:
             if rank != group_rank:
                 flat.unpack(tensor)
 
+    def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
+        """Their flat tensor."""
+        return self._flats[bucket.index][group_rank].tensor
+
 
 class _FlatSegment:
     """The flat tensor of one segment. Building it moves the segment's parameters there.
 
     Nothing here touches a parameter afterwards: one that is waited for would wait again.
+
+    Attributes:
+        tensor: 1-D, the parameters at aligned places, zeros between them.
     """
 
     @torch.no_grad()
@@ -85,24 +92,24 @@ class _FlatSegment:
         numels = [param.numel() for param in members]
         *offsets, end = aligned_offsets(numels, members[0].itemsize if members else 1, _ALIGNMENT)
         like = members[0] if members else torch.empty(0)
-        self._tensor = torch.zeros(end, dtype=like.dtype, device=like.device)
+        self.tensor = torch.zeros(end, dtype=like.dtype, device=like.device)
         for param, offset in zip(members, offsets, strict=True):
-            view = self._tensor.as_strided(param.shape, param.stride(), offset)
+            view = self.tensor.as_strided(param.shape, param.stride(), offset)
             view.copy_(param)
             param.data = view  # the old memory is free once nobody else holds it
         self._numel = segment.numel
         self._windows: list[Tensor] = []  # of the parameters, if they are packed
         if (end - segment.numel) * _LARGEST_GAPS > segment.numel:
-            self._windows = [self._tensor[start : start + n] for start, n in zip(offsets, numels, strict=True)]
+            self._windows = [self.tensor[start : start + n] for start, n in zip(offsets, numels, strict=True)]
 
     @torch.no_grad()
     def packed(self) -> Tensor:
         """The segment tensor, filled."""
-        return torch.cat(self._windows) if self._windows else self._tensor
+        return torch.cat(self._windows) if self._windows else self.tensor
 
     def room(self) -> Tensor:
         """The segment tensor, to be received into."""
-        return self._tensor.new_empty(self._numel) if self._windows else self._tensor
+        return self.tensor.new_empty(self._numel) if self._windows else self.tensor
 
     @torch.no_grad()
     def unpack(self, segment: Tensor) -> None:
@@ -113,10 +120,6 @@ class _FlatSegment:
         torch._foreach_copy_(self._windows, list(parts))
         if segment.device.type != "cpu":  # made on the stream of the step, perhaps read on another one
             segment.record_stream(torch.accelerator.current_stream(segment.device))
-
-    def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
-        """Their segment tensor."""
-        return self._segments[bucket.index][group_rank]
 
 
 class PackedStorage:

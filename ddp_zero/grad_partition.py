@@ -33,18 +33,17 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ddp_zero.admission import check_can_partition
 from ddp_zero.awaited import untouched
 from ddp_zero.bucket_memory import BucketMemory
 from ddp_zero.forward_passes import ForwardPasses
 from ddp_zero.grad_bucket import ReducedSegment, ReduceOptions, ScratchLayout, WholeBucket, Workshop
 from ddp_zero.grad_reduce import sum_whole
 from ddp_zero.gradients import Arrival, CommHook, Gradients, WholeGradients
-from ddp_zero.parameters import ParameterTable
 from ddp_zero.reducer import (
     at_end_of_backward,
     backward_id,
     finds_unused,
-    gradients_are_views,
     has_static_graph,
     in_backward,
     places_in_bucket,
@@ -368,33 +367,8 @@ def gradients_of_stage(
     """
     if options is None:
         return WholeGradients(sharded, ddp.process_group, wrapped, side)
-    _check_can_partition(ddp, sharded.table, wrapped)
+    check_can_partition(ddp, sharded.table, wrapped)
     return PartitionedGradients(sharded, ddp, options, side, passes)
-
-
-def _check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wrapped: CommHook | None) -> None:
-    """See that stage 2 can take over the gradients of a model.
-
-    Raises:
-        ValueError: for a wrapped hook, for a model whose gradients are not views of its buckets, or with parameters
-            that are in another optimizer or none.
-    """
-    if wrapped is not None:
-        raise ValueError(
-            "Expected no communication hook to wrap with stage=2, which has a reduction of its own, got one. Pass "
-            "None; to compress gradients, build the optimizer with grad_comm_dtype=torch.bfloat16 or torch.float16."
-        )
-    if not gradients_are_views(ddp):
-        raise ValueError(
-            "Expected gradient_as_bucket_view=True with stage=2, got False: every rank would keep all gradients beside "
-            "DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True)."
-        )
-    foreign = [name for name, param in reduced_parameters(ddp) if param not in table.index_of]
-    if foreign:
-        raise ValueError(
-            f"Expected every parameter that DDP reduces in the optimizer with stage=2, got {foreign[0]!r} elsewhere, "
-            f"{len(foreign)} in all. Add it to the optimizer, freeze it before wrapping the model, or use stage=1."
-        )
 
 
 def _on_gradient(reference: "weakref.ref[PartitionedGradients]", index: int | None, grad: Tensor | None) -> None:

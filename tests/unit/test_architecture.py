@@ -48,7 +48,7 @@ ROOMS = {
     "parameters": room(1, "memory_layout payload plan"),
     "flat": room(1, "memory_layout partition plan"),
     "local_step": room(1),
-    "inner": room(1, "local_step precision"),
+    "inner": room(1, "arguments local_step parameters precision"),
     "precision": room(1, "awaited local_step parameters"),
     "step_record": room(1),
     "watch": room(1),
@@ -88,7 +88,7 @@ ROOMS = {
     "param_sync": room(2, "awaited collectives exchange flat plan step_errors tracing"),
     "grad_reduce": room(2, "collectives exchange partition"),
     "binding": room(3, "collectives flat memory_layout param_sync parameters partition plan tracing"),
-    "state_transfer": room(3, "agreement collectives local_step parameters partition payload precision"),
+    "state_transfer": room(3, "agreement collectives inner local_step parameters partition payload precision"),
     "admission": room(3, "parameters reducer sharded_step"),
     "before_forward": room(3, "awaited sharded_step"),
     "late_changes": room(3, "absent awaited local_step sharded_step"),
@@ -115,7 +115,7 @@ ROOMS = {
     "visible": room(3, "absent grad_bucket grad_reduce sharded_step"),
     "grad_partition": room(
         3,
-        "awaited bucket_memory forward_passes grad_bucket grad_reduce gradients parameters reducer "
+        "admission awaited bucket_memory forward_passes grad_bucket grad_reduce gradients reducer "
         "sharded_step side_stream tracing visible",
         "torch.distributed.GradBucket",
     ),
@@ -145,13 +145,13 @@ ROOMS = {
     ),
     "optimizer": room(
         4,
-        "admission agreement before_forward binding collectives config decision forward_passes "
+        "admission agreement arguments before_forward binding collectives config decision forward_passes "
         "forwarding grad_bucket grad_partition gradients hook inner join local_step loss_scale overlap "
         "own_state parameters partition precision report sharded_step side_stream",
         "torch.distributed.ProcessGroup torch.distributed.algorithms.join.JoinHook "
         "torch.distributed.algorithms.join.Joinable",
     ),
-    "api": room(5, "gradients optimizer"),
+    "api": room(5, "agreement arguments collectives gradients live_model loss_scale optimizer"),
     "optimizer_state": room(5, "inner optimizer parameters partition state_transfer"),
     "capture": room(5, "live_model optimizer_state partition payload saved_checkpoint"),
     "restore": room(
@@ -171,7 +171,7 @@ ROOMS = {
         "peers restore saved_checkpoint saving",
         "torch.distributed.ProcessGroup",
     ),
-    "__init__": room(6, "api loss_scale optimizer overlap shardable step_record"),
+    "__init__": room(6, "api compacting loss_scale optimizer overlap shardable step_record"),
     "attempt": room(2, "", "torch.distributed.PrefixStore torch.distributed.Store"),
     "exchange": room(2, "", "torch.distributed.Work"),
     "groups": room(2, "", "torch.distributed.ProcessGroup"),
@@ -185,6 +185,8 @@ ROOMS = {
     "coupling": room(2, "local_step partition peers"),
     "forwarding": room(4, "agreement hook overlap sharded_step take_step"),
     "shardable": room(3, "coupling inner local_step partition payload"),
+    "arguments": room(1, "", "torch.distributed.GroupMember torch.distributed.ProcessGroup"),
+    "compacting": room(1, "awaited"),
 }
 
 COMMUNICATING = {
