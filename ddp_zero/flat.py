@@ -92,7 +92,7 @@ class _FlatSegment:
         numels = [param.numel() for param in members]
         *offsets, end = aligned_offsets(numels, members[0].itemsize if members else 1, _ALIGNMENT)
         like = members[0] if members else torch.empty(0)
-        self.tensor = torch.zeros(end, dtype=like.dtype, device=like.device)
+        self.tensor: Tensor = torch.zeros(end, dtype=like.dtype, device=like.device)
         for param, offset in zip(members, offsets, strict=True):
             view = self.tensor.as_strided(param.shape, param.stride(), offset)
             view.copy_(param)
