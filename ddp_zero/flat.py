@@ -74,7 +74,8 @@ class ViewStorage:
 
     def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
         """Their flat tensor."""
-        return self._flats[bucket.index][group_rank].tensor
+        found: Tensor = self._flats[bucket.index][group_rank].tensor
+        return found
 
 
 class _FlatSegment:
