@@ -1,0 +1,20 @@
+"""A fuzzer: random programs on DDP + the plain optimizer and on ours, compared bit for bit after every operation.
+
+``python -m tests.fuzz --cases 3000 --ranks 2 --seed 0``; ``--only SEED`` replays one case and prints it.
+
+| file | owns |
+| --- | --- |
+| `case.py` | what a case is: frozen, without torch, printed as a program |
+| `draw.py`, `draw_program.py` | a case from an integer |
+| `net.py` | the model of a case |
+| `sides.py` | model, optimizer and helpers of one of the two runs; ours |
+| `plain.py` | the reference |
+| `actions.py`, `iteration.py`, `operations.py` | operations of a program, on either side |
+| `refusals.py` | what may raise, where, and with which message |
+| `compare.py` | equality to the last bit |
+| `run_case.py` | one case on one rank |
+| `rank.py` | a rank's process, which runs case after case |
+| `pool.py` | the parent: starts ranks, watches the time, gathers outcomes |
+| `faults.py` | cases in which one rank fails, dies or stops |
+| `__main__.py` | the command |
+"""

@@ -1,0 +1,77 @@
+"""What a loop does besides forward, backward and step: small acts on one side."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.case import Action
+from tests.fuzz.net import batch_of
+from tests.fuzz.sides import Memory, Side
+
+_EVALUATION = 900  # numbers of batches that are not trained with
+
+
+def act(side: Side, action: Action, memory: Memory, sees_output: bool = True) -> None:
+    """Carry out one action.
+
+    Args:
+        side: on which.
+        action: its name and arguments.
+        memory: the state before this operation, for those that load.
+        sees_output: whether what the model computes is the same on both sides at this moment.
+    """
+    name, arguments = action[0], action[1:]
+    if name == "set":
+        _set(side, *arguments)
+    elif name in ("decay", "data_decay", "write", "repoint"):
+        _write(side, name, *arguments)
+    elif name == "copy":
+        param = side.params[arguments[0] % len(side.params)]
+        side.seen.append(("copy", param.detach().clone() if sees_output else None))
+    elif name == "eval":
+        evaluate(side, sees_output)
+    elif name == "load_optimizer":
+        side.optimizer.load_state_dict(copy.deepcopy(memory.optimizer))
+    elif name in ("clip_own", "clip_torch"):
+        side.clip(name.removeprefix("clip_"), arguments[1])
+    else:
+        raise ValueError(f"Expected an action, got {name!r}.")
+
+
+def _set(side: Side, position: int, option: str, factor: float) -> None:
+    groups = side.optimizer.param_groups
+    group = groups[position % len(groups)]
+    value = group[option]
+    if isinstance(value, Tensor) and position % 2:
+        value.mul_(factor)
+        return
+    group[option] = value * factor if value else 0.01 * factor
+
+
+def _write(side: Side, name: str, position: int, factor: Any) -> None:
+    params = [param for param in side.params if param.requires_grad]
+    param = params[position % len(params)]
+    if name == "decay":
+        with torch.no_grad():
+            param.mul_(factor)
+    elif name == "data_decay":
+        param.data.mul_(factor)
+    elif name == "write":
+        with torch.no_grad():
+            param.copy_(param * factor + 0.001)
+    else:
+        param.data = param.data * factor
+    side.has_written()
+
+
+def evaluate(side: Side, sees_output: bool) -> None:
+    """A forward pass without gradients."""
+    side.net.eval()
+    inputs, _ = batch_of(side.case, side.place.rank, side.op, _EVALUATION)
+    with torch.no_grad():
+        output = side.ddp.module(inputs)
+    side.net.train()
+    if sees_output:
+        side.seen.append(("output", output.clone()))

@@ -1,0 +1,234 @@
+"""What a case is: frozen data without torch, which prints as a program that a reader can follow."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+Value = Any
+Action = tuple[Value, ...]
+"""A name and its arguments, such as ``("set", 0, "lr", 0.5)``."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network.
+
+    Attributes:
+        kind: ``"mlp"``, ``"conv"`` or ``"embedding"``.
+        widths: of the layers, the input's first.
+        bias: whether layers have one.
+        norm: ``"layer"``, ``"batch"`` or None.
+        spectral: whether the second layer has a spectral norm.
+        tied: whether two layers share one weight.
+        dropout: whether there is any.
+        dtype: of the parameters.
+        second_dtype: of the extra layer, if it has another one.
+        extras: parameters besides those of layers: ``"never"`` used, ``"sometimes"``, of ``"zero"`` elements, a
+            ``"scalar"``, a ``"layer"`` (of the second dtype).
+        frozen: positions of parameters that are frozen before the model is wrapped.
+        batch: rows of an input.
+    """
+
+    kind: str = "mlp"
+    widths: tuple[int, ...] = (8, 5, 3)
+    bias: bool = True
+    norm: str | None = None
+    spectral: bool = False
+    tied: bool = False
+    dropout: bool = False
+    dtype: str = "float32"
+    second_dtype: str | None = None
+    extras: tuple[str, ...] = ()
+    frozen: tuple[int, ...] = ()
+    batch: int = 4
+
+    @property
+    def has_low_precision(self) -> bool:
+        """Whether any parameter is of 16 bits."""
+        return {"bfloat16", "float16"} & {self.dtype, self.second_dtype} != set()
+
+    @property
+    def has_two_dtypes(self) -> bool:
+        """Whether parameters are of two dtypes."""
+        return "layer" in self.extras and self.second_dtype is not None and self.second_dtype != self.dtype
+
+
+@dataclass(frozen=True)
+class Ddp:
+    """How both models are wrapped; ``hook`` is registered on both, ours around it."""
+
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    broadcast_buffers: bool = True
+    hook: str | None = None
+    compiled: str | None = None
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimizer class, by its name in `tests.multiproc.cases`, and its groups.
+
+    Attributes:
+        name: of the class with its options.
+        groups: ``"one"``; ``"decay"``, which reorders parameters; ``"alternate"`` with another lr.
+        named: whether parameters are given with names.
+        held_out: how many parameters are left for ``add_param_group``.
+    """
+
+    name: str = "SGD"
+    groups: str = "one"
+    named: bool = False
+    held_out: int = 0
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How ours is built.
+
+    Attributes:
+        via: ``"shard_optimizer"``, or the class and ``"hooks"``.
+        loss_scale: a number, ``"dynamic"`` or None.
+        group_clip: ``max_grad_norm`` of the last group.
+    """
+
+    stage: int = 1
+    overlap: bool = False
+    interleaved: bool = False
+    split: bool = True
+    views: bool = True
+    sync: str = "step"
+    via: str = "shard_optimizer"
+    max_grad_norm: float | None = None
+    norm_type: float = 2.0
+    nonfinite: str | None = None
+    loss_scale: float | str | None = None
+    masters: bool = False
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What is the same in every iteration of the loop.
+
+    Attributes:
+        calls_step: whether ``opt.step()`` is in it.
+        clip: in the loop: ``"torch"``, ``"own"`` or None.
+        clip_norm: the largest norm.
+        scaler: whether a `GradScaler` is used.
+        unscales: whether ``scaler.unscale_`` is called.
+        scheduler: the class, or None.
+    """
+
+    calls_step: bool = True
+    clip: str | None = None
+    clip_norm: float = 0.5
+    scaler: bool = False
+    unscales: bool = False
+    scheduler: str | None = None
+
+
+@dataclass(frozen=True)
+class Train:
+    """One iteration.
+
+    Attributes:
+        passes: one of ``"last"``, ``"no_sync"``, ``"accumulate"`` for each backward pass.
+        zero: at its start: ``"none"``, ``"zeros"``, or ``"keep"``.
+        before: actions before forward.
+        middle: actions between backward and step.
+        after: actions after the step.
+        closure: whether forward and backward are in a closure.
+        steps: whether ``step()`` is called.
+        nonfinite: the rank whose loss is not finite and the factor, or None.
+        uses: for each rank whether it uses the parameters that are used ``"sometimes"``.
+        schedules: whether the scheduler steps.
+        compares: whether models are compared after it, which waits for all parameters.
+        expects: None, or why an error is expected: the key of `refusals.py`.
+    """
+
+    passes: tuple[str, ...] = ("last",)
+    zero: str = "none"
+    before: tuple[Action, ...] = ()
+    middle: tuple[Action, ...] = ()
+    after: tuple[Action, ...] = ()
+    closure: bool = False
+    steps: bool = True
+    nonfinite: tuple[int, str] | None = None
+    uses: tuple[bool, ...] = ()
+    schedules: bool = True
+    compares: bool = True
+    expects: str | None = None
+
+
+@dataclass(frozen=True)
+class Do:
+    """An operation between iterations: ``name`` of `operations.py`, its arguments, and whether an error is expected."""
+
+    name: str
+    args: Action = ()
+    compares: bool = True
+    expects: str | None = None
+
+
+Op = Train | Do
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One rank fails: ``how`` is ``"raise"``, ``"kill"`` or ``"stop"``, before or inside operation ``at``."""
+
+    how: str
+    rank: int
+    at: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """A whole case. ``str()`` prints it."""
+
+    seed: int
+    ranks: int
+    model: Model
+    ddp: Ddp
+    optim: Optim
+    mode: Mode
+    loop: Loop
+    program: tuple[Op, ...]
+    fault: Fault | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether with overlap every step waits for ``opt.step()``."""
+        mode, loop = self.mode, self.loop
+        options = (mode.max_grad_norm, mode.loss_scale, mode.nonfinite if mode.nonfinite != "step" else None)
+        return any(option is not None for option in options) or loop.clip is not None or loop.scaler
+
+    @property
+    def steps_inside(self) -> bool:
+        """Whether steps are taken inside backward."""
+        return self.mode.overlap and not self.waits
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether ours registers a hook that takes steps or reduces."""
+        return self.mode.overlap or self.mode.stage == 2
+
+    def __str__(self) -> str:
+        lines = [f"case {self.seed} on {self.ranks} ranks"]
+        for part in (self.model, self.ddp, self.optim, self.mode, self.loop):
+            lines.append(f"  {text(part)}")
+        lines += [f"  {number:2}. {text(op)}" for number, op in enumerate(self.program)]
+        if self.fault is not None:
+            lines.append(f"  {text(self.fault)}")
+        return "\n".join(lines)
+
+
+def text(part: Any) -> str:
+    """A dataclass as text, without what is as by default."""
+    shown = [
+        f"{field.name}={getattr(part, field.name)!r}"
+        for field in fields(part)
+        if getattr(part, field.name) != field.default
+    ]
+    return f"{type(part).__name__}({', '.join(shown)})"

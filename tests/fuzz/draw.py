@@ -1,0 +1,167 @@
+"""A case from an integer: model, options, optimizer and mode. `draw_program.py` draws what is done with them."""
+
+import random
+from dataclasses import replace
+
+from tests.fuzz.case import Case, Ddp, Fault, Loop, Mode, Model, Optim, Train
+from tests.fuzz.draw_program import draw_program
+
+OPTIMIZERS = (
+    *("SGD", "SGD momentum", "SGD maximize foreach", "Adam", "Adam tensor lr", "AdamW foreach", "AdamW fused"),
+    *("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor", "Muon"),
+    *("toy LAMB", "toy 8-bit Adam"),
+)
+MATRICES_ONLY = ("Muon",)
+_COMMON = ("SGD momentum", "Adam", "AdamW foreach", "AdamW fused", "Adam tensor lr")
+_FAULTS = 0.008
+_COMPILED = 0.01
+
+
+def draw(seed: int, ranks: int) -> Case:
+    """The case of a seed; the same for ever, on every machine."""
+    rng = random.Random(f"ddp_zero {seed} {ranks}")
+    optim = _draw_optim(rng)
+    mode = _draw_mode(rng)
+    model = _draw_model(rng, optim, mode)
+    ddp = _draw_ddp(rng, model, mode)
+    mode, loop = _draw_loop(rng, mode, model, optim)
+    if optim.groups != "one" or optim.held_out or optim.named:
+        mode = replace(mode, via="hooks")
+    if mode.stage == 2:
+        optim = replace(optim, held_out=0)
+    case = Case(seed, ranks, model, ddp, optim, mode, loop, ())
+    chance = rng.random()
+    if chance < _FAULTS:
+        return _with_fault(rng, case)
+    if chance < _FAULTS + _COMPILED and model.kind == "mlp":
+        compiled = rng.choice(["eager", "aot_eager"])
+        case = replace(case, ddp=replace(ddp, compiled=compiled))
+    return replace(case, program=draw_program(rng, case))
+
+
+def _draw_optim(rng: random.Random) -> Optim:
+    name = rng.choice(_COMMON if rng.random() < 0.4 else OPTIMIZERS)
+    groups = rng.choices(["one", "decay", "alternate"], [5, 3, 2])[0]
+    held_out = rng.choice([1, 2]) if rng.random() < 0.12 else 0
+    return Optim(name, groups, rng.random() < 0.15, held_out)
+
+
+def _draw_mode(rng: random.Random) -> Mode:
+    kind = rng.choices(["standalone", "overlap", "stage 2", "stage 2 outside"], [26, 34, 30, 10])[0]
+    stage = 2 if kind.startswith("stage 2") else 1
+    overlap = kind in ("overlap", "stage 2")
+    views = rng.random() < 0.75
+    mode = Mode(
+        stage=stage,
+        overlap=overlap,
+        interleaved=overlap and rng.random() < 0.5,
+        split=rng.random() < 0.8,
+        views=views,
+        sync="forward" if views and rng.random() < 0.3 else "step",
+        via=rng.choice(["shard_optimizer", "hooks"]),
+    )
+    if rng.random() < 0.2:
+        mode = replace(mode, max_grad_norm=rng.choice([0.05, 0.3, 1.0]), norm_type=rng.choice([2.0, 2.0, 2.0, 3.0]))
+    if rng.random() < 0.12:
+        mode = replace(mode, nonfinite=rng.choice(["skip", "skip", "raise", "step"]))
+    if rng.random() < 0.08:
+        mode = replace(mode, masters=True)
+    if rng.random() < 0.08:
+        scale = rng.choice([1024.0, 0.25, "dynamic", "dynamic"])
+        nonfinite = mode.nonfinite if scale != "dynamic" or mode.nonfinite == "skip" else None
+        mode = replace(mode, loss_scale=scale, nonfinite=nonfinite)
+    return mode
+
+
+def _draw_model(rng: random.Random, optim: Optim, mode: Mode) -> Model:
+    if rng.random() < 0.06:  # fewer parameters than ranks
+        return Model(widths=(rng.choice([8, 13]), rng.choice([1, 3])), bias=False, batch=rng.choice([1, 4]))
+    only_matrices = optim.name in MATRICES_ONLY
+    kind = "mlp" if only_matrices else rng.choices(["mlp", "conv", "embedding"], [7, 1.5, 1.5])[0]
+    depth = rng.choice([1, 2, 2, 3, 3, 4, 7])
+    width = rng.choice([None, 6, 9])
+    widths = (8, *(width or rng.choice([1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33]) for _ in range(depth)), 3)
+    if kind == "conv":
+        widths = (3, *(rng.choice([1, 3, 4, 5]) for _ in range(min(depth, 3))), 3)
+    norm = None if only_matrices else rng.choice([None, None, None, "layer", "batch"])
+    extras = [name for name in ("never", "sometimes", "zero", "scalar", "layer") if rng.random() < 0.09]
+    if only_matrices:
+        extras = [name for name in extras if name in ("never", "sometimes", "layer")]
+    dtype = rng.choices(["float32", "float64", "bfloat16"], [9, 1, 0.6])[0]
+    second = rng.choice(["float64", "bfloat16"]) if "layer" in extras else None
+    if mode.masters:
+        dtype = rng.choice(["bfloat16", "bfloat16", "float16"])
+        second = "float32"
+    if dtype == "float16":
+        kind, norm = "mlp", None
+        widths = widths if widths[0] == 8 else (8, 5, 3)
+    is_low = dtype in ("bfloat16", "float16")
+    return Model(
+        kind=kind,
+        widths=widths,
+        bias=not only_matrices and rng.random() < 0.8,
+        norm=norm if not (is_low and norm == "batch") else None,
+        spectral=kind == "mlp" and not is_low and rng.random() < 0.08,
+        tied=kind != "conv" and rng.random() < 0.15,
+        dropout=rng.random() < 0.1,
+        dtype=dtype,
+        second_dtype=second,
+        extras=tuple(extras),
+        frozen=tuple(rng.randrange(8) for _ in range(rng.choice([1, 2]))) if rng.random() < 0.1 else (),
+        batch=rng.choice([1, 2, 3, 4, 6]) if norm != "batch" else rng.choice([2, 4]),
+    )
+
+
+def _draw_ddp(rng: random.Random, model: Model, mode: Mode) -> Ddp:
+    find_unused = "sometimes" in model.extras or rng.random() < 0.12
+    static = not find_unused and (rng.random() < 0.1 or "never" in model.extras and rng.random() < 0.5)
+    if "never" in model.extras and not static:
+        find_unused = True
+    hook = None
+    if mode.stage == 1 and rng.random() < 0.15:
+        hook = rng.choice(["allreduce", "fp16", "bf16"])
+    return Ddp(
+        bucket_cap_mb=rng.choice([None, 0.0001, 0.0005, 0.0015]),
+        gradient_as_bucket_view=mode.stage == 2 or rng.random() < 0.3,
+        find_unused_parameters=find_unused,
+        static_graph=static,
+        broadcast_buffers=rng.random() < 0.8,
+        hook=hook,
+    )
+
+
+def _draw_loop(rng: random.Random, mode: Mode, model: Model, optim: Optim) -> tuple[Mode, Loop]:
+    """The loop, and the mode without what has no exact reference beside it."""
+    loop = Loop()
+    low = model.has_low_precision
+    if low and not mode.masters:
+        mode = replace(mode, loss_scale=None)
+    if rng.random() < 0.3:
+        loop = replace(loop, scheduler=rng.choice(["ExponentialLR", "StepLR", "CosineAnnealingLR", "LambdaLR"]))
+    if rng.random() < 0.12 and mode.max_grad_norm is None and not mode.masters:
+        clip = "own" if mode.stage == 2 or rng.random() < 0.4 else "torch"
+        loop = replace(loop, clip=clip, clip_norm=rng.choice([0.05, 0.3, 1.0]))
+        if mode.loss_scale is not None:
+            mode = replace(mode, loss_scale=None)
+    if rng.random() < 0.08 and not low and mode.loss_scale is None:
+        loop = replace(loop, scaler=True, unscales=loop.clip is not None or rng.random() < 0.5)
+        mode = replace(mode, nonfinite=None)
+    is_plain = mode.max_grad_norm is None and mode.loss_scale is None and mode.nonfinite is None
+    if mode.overlap and is_plain and loop.clip is None and not loop.scaler and rng.random() < 0.15:
+        loop = replace(loop, calls_step=False)
+    if optim.name == "toy 8-bit Adam" and mode.masters:
+        mode = replace(mode, masters=False, loss_scale=None)
+    return mode, loop
+
+
+def _with_fault(rng: random.Random, case: Case) -> Case:
+    """One rank raises, dies or stops; the rest of the case is simple."""
+    program = tuple(Train(uses=(True,) * case.ranks) for _ in range(8))
+    fault = Fault(
+        how=rng.choice(["raise", "kill", "stop"]),
+        rank=rng.randrange(case.ranks),
+        at=rng.randrange(0, 6),
+        where=rng.choice(["before", "forward", "backward", "step"]),
+    )
+    loop = Loop(calls_step=case.loop.calls_step)
+    return replace(case, loop=loop, program=program, fault=fault)

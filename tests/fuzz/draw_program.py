@@ -1,0 +1,246 @@
+"""What is done in a case: mostly legal operations, and at most one near the end that may have to be refused."""
+
+import random
+from typing import Any
+
+from tests.fuzz.case import Action, Case, Do, Op, Train
+
+_WEIGHT_DECAY = {"SGD", "SGD momentum", "Adam", "AdamW foreach", "AdamW fused", "toy LAMB", "RMSprop"}
+_SETTLED = 4  # iterations after which DDP's buckets are final in every mode
+
+
+class _Drawing:
+    """What is known of a run while its program is drawn."""
+
+    def __init__(self, rng: random.Random, case: Case) -> None:
+        self.rng = rng
+        self.case = case
+        self.ops: list[Op] = []
+        self.settled = 0
+        self.has_trained = False
+        self.remembers = False
+        self.saved = False
+        self.held_out = case.optim.held_out
+        self.frozen = False
+        self.keeps_nothing = True  # whether gradients may be set to None only
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def add(self, name: str, *args: Any, **options: Any) -> None:
+        self.ops.append(Do(name, args, **options))
+
+
+def draw_program(rng: random.Random, case: Case) -> tuple[Op, ...]:
+    """The operations of a case."""
+    drawing = _Drawing(rng, case)
+    if drawing.chance(0.03):
+        drawing.add("state_dict_before_the_first_step")
+    length = 5 if case.ddp.compiled else rng.randint(10, 15)
+    while len(drawing.ops) < length:
+        if drawing.has_trained and not case.ddp.compiled and drawing.chance(0.28):
+            _between(drawing)
+        else:
+            _train(drawing)
+    if drawing.chance(0.4) and not case.ddp.compiled:
+        _dangerous(drawing)
+        _train(drawing)
+        _train(drawing)
+    elif not case.ddp.compiled and _can_join(case) and drawing.chance(0.12):
+        drawing.add("join", *(rng.randint(0, 4) for _ in range(case.ranks)))
+    drawing.add("finish")
+    return tuple(drawing.ops)
+
+
+# Iterations
+
+
+def _train(drawing: _Drawing, **given: Any) -> None:
+    case, rng = drawing.case, drawing.rng
+    facts: dict[str, Any] = {}
+    if "sometimes" in case.model.extras:
+        facts["uses"] = tuple(rng.random() < 0.6 for _ in range(case.ranks))
+    facts["passes"] = _passes(drawing)
+    facts["zero"] = _zero(drawing, facts["passes"])
+    facts["compares"] = case.mode.sync == "step" or drawing.chance(0.5)
+    if case.loop.scheduler is not None:
+        facts["schedules"] = drawing.chance(0.8)
+    is_simple = facts["passes"] == ("last",)
+    if is_simple and case.loop.calls_step and _is_bare(case) and drawing.chance(0.05):
+        facts["closure"] = True
+    elif _may_overflow(case) and drawing.chance(0.12):
+        facts["nonfinite"] = (rng.randrange(case.ranks), rng.choice(["inf", "nan"]))
+    if drawing.chance(0.12):
+        facts["before"] = (_harmless(drawing),)
+    if drawing.chance(0.15):
+        facts["after"] = (_harmless(drawing),)
+    may_reach_between = case.loop.calls_step and not case.steps_inside and not facts.get("closure")
+    if may_reach_between and drawing.has_trained:
+        if drawing.chance(0.15):
+            facts["middle"] = (_harmless(drawing),)
+        elif drawing.chance(0.05) and facts["zero"] == "none":
+            facts["steps"] = False
+    drawing.ops.append(Train(**{**facts, **given}))
+    drawing.settled += len(facts["passes"]) - facts["passes"].count("no_sync")
+    drawing.has_trained = True
+
+
+def _is_bare(case: Case) -> bool:
+    """Whether the loop does nothing between backward and step."""
+    return case.loop.clip is None and not case.loop.scaler and case.mode.loss_scale is None
+
+
+def _may_overflow(case: Case) -> bool:
+    """Whether a gradient that is not finite makes a step that is not taken, on both sides."""
+    mode = case.mode
+    if case.loop.scaler:
+        return True
+    if mode.nonfinite in ("skip", "raise"):
+        return case.loop.clip is None
+    return mode.nonfinite is None and (mode.max_grad_norm is not None or mode.loss_scale is not None)
+
+
+def _passes(drawing: _Drawing) -> tuple[str, ...]:
+    case = drawing.case
+    if _rounds_otherwise(case) or case.ddp.static_graph or case.ddp.compiled:
+        return ("last",)
+    if drawing.chance(0.06):
+        return ("no_sync", "last") if drawing.chance(0.7) else ("no_sync", "no_sync", "last")
+    in_low_precision = case.model.has_low_precision or case.mode.masters
+    may_accumulate = case.mode.stage == 1 or drawing.settled >= _SETTLED
+    if may_accumulate and not in_low_precision and drawing.chance(0.08):
+        passes = ("accumulate",) * drawing.rng.choice([1, 2]) + ("last",)
+        leaves_over = case.mode.overlap and case.loop.calls_step and drawing.has_trained and drawing.chance(0.2)
+        return passes[:-1] if leaves_over else passes
+    return ("last",)
+
+
+def _rounds_otherwise(case: Case) -> bool:
+    """DDP without a hook rounds otherwise where gradients are kept in its buckets: see the limits in the README."""
+    is_power = case.ranks & (case.ranks - 1) == 0
+    ours_has_hook = case.mode.stage == 1 and case.ddp.hook is None
+    return not is_power and ours_has_hook and case.ddp.gradient_as_bucket_view
+
+
+def _zero(drawing: _Drawing, passes: tuple[str, ...]) -> str:
+    case = drawing.case
+    if case.mode.stage == 2 or _rounds_otherwise(case) or not drawing.has_trained or passes != ("last",):
+        return "none"
+    if drawing.chance(0.12):
+        return "zeros"
+    changes = case.loop.scaler or case.loop.clip is not None or case.mode.loss_scale is not None
+    if drawing.chance(0.04) and not changes and case.mode.max_grad_norm is None and not case.mode.masters:
+        return "keep"
+    return "none"
+
+
+def _harmless(drawing: _Drawing) -> Action:
+    """Something that a loop may do at any time when no step is under way."""
+    rng, case = drawing.rng, drawing.case
+    kinds = ["set", "set", "decay", "data_decay", "write", "copy"]
+    if not case.mode.masters and case.ddp.compiled is None:
+        kinds += ["repoint", "eval"]
+    kind = rng.choice(kinds)
+    position = rng.randrange(64)
+    if kind == "set":
+        option = "weight_decay" if case.optim.name in _WEIGHT_DECAY and drawing.chance(0.4) else "lr"
+        return ("set", position, option, rng.choice([0.5, 0.9, 1.3]))
+    return (kind, position, rng.choice([0.9, 0.99]))
+
+
+# Between iterations
+
+
+def _between(drawing: _Drawing) -> None:
+    case, rng = drawing.case, drawing.rng
+    kinds = ["eval", "zero_grad", "owned"]
+    if not case.mode.masters:
+        kinds += ["consolidate", "load_optimizer", "remember", "checkpoint_save", "load_model", "deepcopy_state"]
+        if drawing.remembers:
+            kinds += ["restore"]
+        if drawing.saved:
+            kinds += ["checkpoint_load", "checkpoint_load"]
+        if drawing.held_out and drawing.case.mode.stage == 1:
+            kinds += ["add_param_group"] * 3
+        if case.ddp.find_unused_parameters:
+            kinds += ["unfreeze" if drawing.frozen else "freeze"] * 3
+        if rng.random() < 0.25:
+            kinds += ["exception", "deepcopy"]
+    kind = rng.choice(kinds)
+    if kind == "exception":
+        _exception(drawing)
+        return
+    if kind == "deepcopy":
+        drawing.add("deepcopy")
+        drawing.settled = 0
+        return
+    drawing.add(kind, rng.randrange(64), compares=case.mode.sync == "step" or drawing.chance(0.3))
+    drawing.remembers |= kind == "remember"
+    drawing.saved |= kind == "checkpoint_save"
+    drawing.held_out = 0 if kind == "add_param_group" else drawing.held_out
+    if kind in ("freeze", "unfreeze"):
+        drawing.frozen = kind == "freeze"
+        drawing.settled = min(drawing.settled, _SETTLED - 2)
+    if kind == "add_param_group":
+        drawing.settled = min(drawing.settled, _SETTLED - 2)
+
+
+def _exception(drawing: _Drawing) -> None:
+    """In forward or backward on every rank, and how the user goes on."""
+    where = drawing.rng.choice(["forward", "backward"])
+    ways = ["wrap_again", "drop"] if where == "backward" else ["reset", "nothing", "wrap_again", "drop"]
+    if drawing.held_out or drawing.frozen or drawing.case.mode.masters:
+        return
+    way = drawing.rng.choice(ways)
+    drawing.add("exception", where, way)
+    if way in ("wrap_again", "drop"):
+        drawing.settled = 0
+
+
+def _can_join(case: Case) -> bool:
+    mode, loop = case.mode, case.loop
+    if loop.scaler or (loop.clip is not None and mode.stage == 2) or case.ddp.static_graph:
+        return False
+    return "sometimes" not in case.model.extras and not mode.masters and mode.nonfinite is None
+
+
+# What may have to be refused
+
+
+def _dangerous(drawing: _Drawing) -> None:
+    case, rng = drawing.case, drawing.rng
+    kinds = []
+    if case.steps_inside and case.loop.calls_step:
+        kinds += ["middle"] * 4 + ["prehook", "late clip", "skipped"]
+    elif case.loop.calls_step and not case.mode.masters:
+        kinds += ["prehook"]
+    if case.loop.calls_step and not case.loop.scaler:
+        kinds += ["leftover", "leftover"]
+    if case.mode.stage == 2 and case.loop.calls_step and case.loop.clip is None and not case.loop.scaler:
+        kinds += ["torch clip"]
+    if case.mode.stage == 2 and case.steps_inside:
+        kinds += ["kept"]
+    if not kinds:
+        return
+    kind = rng.choice(kinds)
+    if kind == "middle":
+        action = rng.choice(["set", "set", "decay", "data_decay", "repoint", "load_optimizer", "write"])
+        arguments: tuple[Any, ...] = (rng.randrange(64), rng.choice([0.5, 0.9]))
+        middle = (action, arguments[0], "lr", arguments[1]) if action == "set" else (action, *arguments)
+        _train(drawing, middle=(middle,), passes=("last",), closure=False, expects="middle", compares=True)
+    elif kind == "prehook":
+        drawing.add("prehook", 0.9)
+        expects = "middle" if case.steps_inside else None
+        _train(drawing, expects=expects, compares=True, closure=False)
+    elif kind == "late clip":
+        _train(drawing, middle=(("clip_own", 0, 0.1),), passes=("last",), closure=False, expects="late clip")
+    elif kind == "torch clip":
+        _train(drawing, middle=(("clip_torch", 0, 0.1),), passes=("last",), closure=False, expects="absent")
+    elif kind == "skipped":
+        _train(drawing, steps=False, passes=("last",), closure=False, after=(), middle=(), compares=False)
+        _train(drawing, expects="skipped", zero="none", before=(), passes=("last",), closure=False)
+    elif kind == "leftover":
+        passes = ("no_sync",) * rng.choice([1, 2])
+        _train(drawing, passes=passes, zero="none", closure=False, nonfinite=None, middle=(), expects="leftover")
+    elif kind == "kept":
+        _train(drawing, zero=rng.choice(["keep", "zeros"]), passes=("last",), closure=False, expects="kept")

@@ -1,0 +1,244 @@
+"""Operations between iterations, on both sides."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+
+from ddp_zero import checkpoint
+from tests.fuzz.actions import act, evaluate
+from tests.fuzz.case import Do
+from tests.fuzz.compare import check_equal, check_models, check_options
+from tests.fuzz.iteration import train
+from tests.fuzz.net import Blown
+from tests.fuzz.plain import Plain
+from tests.fuzz.sides import Memory, Ours, Pair, Side
+
+Steps = tuple[Callable[[], Any], Callable[[], Any]]
+"""What the reference does, and what ours does."""
+
+
+def steps_of(pair: Pair, op: Any, memory: Memory) -> Steps:
+    """What an operation does on each side.
+
+    Args:
+        pair: both sides.
+        op: the operation.
+        memory: the state before it.
+    """
+    if not isinstance(op, Do):
+        return (lambda: train(pair.plain, op, memory)), (lambda: train(pair.ours, op, memory))
+    own = _ON_PAIR.get(op.name)
+    if own is not None:
+        return own(pair, op, memory)
+    one = _ON_SIDE[op.name]
+    return (lambda: one(pair.plain, op, memory)), (lambda: one(pair.ours, op, memory))
+
+
+# The same on either side
+
+
+def _zero_grad(side: Side, op: Do, memory: Memory) -> None:
+    side.zero_grad()
+
+
+def _evaluate(side: Side, op: Do, memory: Memory) -> None:
+    evaluate(side, sees_output=True)
+
+
+def _load_optimizer(side: Side, op: Do, memory: Memory) -> None:
+    act(side, ("load_optimizer",), memory)
+
+
+def _load_model(side: Side, op: Do, memory: Memory) -> None:
+    state = {key: value * 0.99 if value.is_floating_point() else value for key, value in memory.model.items()}
+    side.net.load_state_dict(state)
+    side.has_written()
+
+
+def _deepcopy_state(side: Side, op: Do, memory: Memory) -> None:
+    side.seen.append(("state_dict", copy.deepcopy(side.net.state_dict())))
+
+
+def _freeze(side: Side, op: Do, memory: Memory) -> None:
+    side.zero_grad()
+    params = [param for param in side.params if param.requires_grad]
+    if len(params) > 1:
+        params[op.args[0] % len(params)].requires_grad_(False)
+
+
+def _unfreeze(side: Side, op: Do, memory: Memory) -> None:
+    for param in side.params:
+        param.requires_grad_(True)
+
+
+def _prehook(side: Side, op: Do, memory: Memory) -> None:
+    def slow_down(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * op.args[0]
+
+    side.optimizer.register_step_pre_hook(slow_down)
+
+
+def _add_param_group(side: Side, op: Do, memory: Memory) -> None:
+    params = side.held_out()
+    if not params:
+        return
+    members: list[Any] = params if side.case.optim.named else [param for _, param in params]
+    options = {"lr": side.optimizer.param_groups[0]["lr"] * 0.5}
+    for _, param in params:
+        param.grad = None
+    side.optimizer.add_param_group({"params": members, **options})
+
+
+def _exception(side: Side, op: Do, memory: Memory) -> None:
+    where, way = op.args
+    side.zero_grad()
+    side.net.blows = where
+    try:
+        with contextlib.suppress(Blown):
+            side.backward("last", 0, True, 1.0)
+            raise RuntimeError("the model did not raise")
+    finally:
+        side.net.blows = None
+        side.seen.clear()
+    if way == "reset" and isinstance(side, Ours):
+        side.optimizer.reset()
+    if way in ("wrap_again", "drop"):
+        side.wrap_again(is_new=way == "drop")
+        side.load(memory)
+
+
+def _deepcopy(side: Side, op: Do, memory: Memory) -> None:
+    side.copy_all()
+
+
+def _join(side: Side, op: Do, memory: Memory) -> None:
+    joinables: list[Any] = [side.ddp, side.optimizer] if isinstance(side, Ours) else [side.ddp]
+    with Join(joinables):
+        for number in range(op.args[side.place.rank]):
+            side.zero_grad()
+            side.backward("last", number, True, 1.0)
+            if side.case.loop.calls_step or not isinstance(side, Ours):
+                side.step()
+    side.seen.clear()
+
+
+_ON_SIDE: dict[str, Callable[[Side, Do, Memory], None]] = {
+    "zero_grad": _zero_grad,
+    "eval": _evaluate,
+    "load_optimizer": _load_optimizer,
+    "load_model": _load_model,
+    "deepcopy_state": _deepcopy_state,
+    "freeze": _freeze,
+    "unfreeze": _unfreeze,
+    "prehook": _prehook,
+    "add_param_group": _add_param_group,
+    "exception": _exception,
+    "deepcopy": _deepcopy,
+    "join": _join,
+}
+
+
+# Different on the two sides
+
+
+def _nothing() -> None:
+    pass
+
+
+def _remember(pair: Pair, op: Do, memory: Memory) -> Steps:
+    return (lambda: pair.remember("remembered")), _nothing
+
+
+def _restore(pair: Pair, op: Do, memory: Memory) -> Steps:
+    remembered = pair.memories.get("remembered", memory)
+    return (lambda: pair.plain.load(remembered)), (lambda: pair.ours.load(remembered))
+
+
+def _checkpoint_save(pair: Pair, op: Do, memory: Memory) -> Steps:
+    ours = pair.ours
+
+    def save() -> None:
+        checkpoint.save(_folder(ours), ours.ddp, ours.optimizer, background=bool(op.args[0] % 2)).wait()
+
+    return (lambda: pair.remember("saved")), save
+
+
+def _checkpoint_load(pair: Pair, op: Do, memory: Memory) -> Steps:
+    saved, ours = pair.memories["saved"], pair.ours
+
+    def load_plain() -> None:
+        pair.plain.load(saved)
+        pair.plain.zero_grad()
+
+    return load_plain, (lambda: checkpoint.load(_folder(ours), ours.ddp, ours.optimizer))
+
+
+def _folder(side: Side) -> Path:
+    return Path(side.place.folder) / f"case {side.case.seed}"
+
+
+def _consolidate(pair: Pair, op: Do, memory: Memory) -> Steps:
+    ours, plain = pair.ours, pair.plain
+
+    def consolidate() -> None:
+        to = op.args[0] % dist.get_world_size()
+        ours.optimizer.consolidate_state_dict(to=to)
+        if dist.get_rank() == to:
+            check_state(plain, ours)
+
+    return _nothing, consolidate
+
+
+def check_state(plain: Plain, ours: Ours) -> None:
+    """See that a consolidated state dict is the plain optimizer's.
+
+    Raises:
+        Difference: if not.
+    """
+    expected, actual = plain.optimizer.state_dict(), ours.optimizer.state_dict()
+    check_equal(expected["state"], actual["state"], "state")
+    check_options(plain.optimizer, ours.optimizer)
+    params = [[group["params"] for group in one["param_groups"]] for one in (expected, actual)]
+    check_equal(*params, "indices of the groups")
+
+
+def _state_dict_before_the_first_step(pair: Pair, op: Do, memory: Memory) -> Steps:
+    return _nothing, (lambda: check_state(pair.plain, pair.ours))
+
+
+def _owned(pair: Pair, op: Do, memory: Memory) -> Steps:
+    def look() -> None:
+        assert pair.ours.optimizer.explain()
+        assert repr(pair.ours.optimizer)
+
+    return _nothing, look
+
+
+def _finish(pair: Pair, op: Do, memory: Memory) -> Steps:
+    def look() -> None:
+        check_models(pair.plain.net, pair.ours.net)
+        if pair.plain.case.mode.masters:
+            return
+        for rank in range(dist.get_world_size()):
+            pair.ours.optimizer.consolidate_state_dict(to=rank)
+        check_state(pair.plain, pair.ours)
+
+    return _nothing, look
+
+
+_ON_PAIR: dict[str, Callable[[Pair, Do, Memory], Steps]] = {
+    "remember": _remember,
+    "restore": _restore,
+    "checkpoint_save": _checkpoint_save,
+    "checkpoint_load": _checkpoint_load,
+    "consolidate": _consolidate,
+    "state_dict_before_the_first_step": _state_dict_before_the_first_step,
+    "owned": _owned,
+    "finish": _finish,
+}

@@ -1,0 +1,225 @@
+"""The reference: DDP, the unsharded optimizer, and torch's own parts or what they mean."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.case import Case
+from tests.fuzz.net import Net
+from tests.fuzz.sides import FIRST_SCALE, HOOKS, INTERVAL, Place, Side, note_gradients, optimizer_options, rebound
+from tests.multiproc.cases import _unnamed, optimizer_case, sum_in_rank_order
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+class NotFinite(RuntimeError):
+    """The reference refuses gradients that are not finite, as the case asks for."""
+
+
+class Plain(Side):
+    """The unsharded run.
+
+    Attributes:
+        masters: by parameter, the fp32 copies that are stepped.
+        loss_scale: the built-in one, by hand.
+    """
+
+    def __init__(self, case: Case, place: Place, net: Net) -> None:
+        self.masters: dict[Tensor, nn.Parameter] = {}
+        self.sums: dict[int, Tensor] = {}
+        scale = case.mode.loss_scale
+        self.loss_scale = FIRST_SCALE if isinstance(scale, str) else scale
+        self.good_steps = 0
+        super().__init__(case, place, net)
+
+    # Building
+
+    def wrap(self) -> None:
+        super().wrap()
+        case = self.case
+        if case.ddp.hook is not None:
+            self.ddp.register_comm_hook(None, _unnamed(HOOKS[case.ddp.hook]))
+        elif case.mode.stage == 2 and (self.place.world_size > 2 or case.model.has_low_precision):
+            self.ddp.register_comm_hook(None, sum_in_rank_order)
+
+    def build_optimizer(self) -> None:
+        self.masters = {}
+        if self.case.mode.masters:
+            low = [param for param in self.params if param.dtype in _LOW]
+            self.masters = {
+                param: nn.Parameter(param.detach().float(), requires_grad=param.requires_grad) for param in low
+            }
+        groups = self.groups(list(self.net.named_parameters()))
+        self.optimizer = optimizer_case(self.case.optim.name).build(groups, **optimizer_options(self.case))
+
+    def stepped(self, param: Tensor) -> Tensor:
+        return self.masters.get(param, param)
+
+    # Passes
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.loss_scale if self.loss_scale is not None else super().scale(loss)
+
+    def backward(self, kind: str, number: int, uses: bool, factor: float) -> Tensor:
+        loss = super().backward(kind, number, uses, factor)
+        if kind == "accumulate" and self.case.mode.stage == 2:
+            self._collect()
+        return loss
+
+    def _collect(self) -> None:
+        """Stage 2 adds up averages."""
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                grad = param.grad.clone()
+                self.sums[index] = self.sums[index] + grad if index in self.sums else grad
+                param.grad = None
+
+    def passes_are_over(self, kinds: tuple[str, ...]) -> None:
+        if self.sums:
+            self._collect()
+            params = self.params
+            for index, total in self.sums.items():
+                params[index].grad = total
+            self.sums.clear()
+        note_gradients(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        for param in self.masters:
+            if param.grad is not None:
+                param.grad = None if set_to_none else torch.zeros_like(param.grad)
+
+    # The step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            self.optimizer.step(closure)
+            self._write_back()
+            return
+        loop = self.case.loop
+        for param, master in self.masters.items():
+            master.grad = None if param.grad is None else param.grad.float()
+        if loop.scaler and (loop.unscales or loop.clip is not None):
+            self.scaler.unscale_(self.optimizer)
+        if loop.clip is not None:
+            self.clip(loop.clip, loop.clip_norm)
+        if loop.scaler:
+            self._clip_inside()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.seen.append(("scale", self.scaler.get_scale()))
+            return
+        is_finite = self._prepare()
+        norm = self._clip_inside() if is_finite else None
+        if is_finite:
+            self.optimizer.step()
+            self._write_back()
+        self._note(is_finite, norm)
+
+    def _prepare(self) -> bool:
+        """Divide the loss scale out; whether the step may be taken."""
+        grads = [grad for param in self.params if (grad := self.stepped(param).grad) is not None]
+        if self.loss_scale is not None:
+            inverse = torch.tensor(1.0 / self.loss_scale, dtype=torch.float32).item()
+            for grad in grads:
+                grad.mul_(inverse)
+        return not skips(self.case) or all(bool(torch.isfinite(grad).all()) for grad in grads)
+
+    def _note(self, is_finite: bool, norm: Tensor | None) -> None:
+        if self.case.mode.loss_scale == "dynamic":
+            assert self.loss_scale is not None
+            self.good_steps = self.good_steps + 1 if is_finite else 0
+            if not is_finite:
+                self.loss_scale = max(self.loss_scale * 0.5, 1.0)
+            elif self.good_steps == INTERVAL:
+                self.loss_scale, self.good_steps = self.loss_scale * 2, 0
+        if self.case.mode.loss_scale is not None:
+            self.seen.append(("scale", self.loss_scale))
+        if norm is not None:
+            self.seen.append(("norm", norm.item()))
+        if not is_finite and self.case.mode.nonfinite == "raise":
+            raise NotFinite
+
+    def _clip_inside(self) -> Tensor | None:
+        limit = self.case.mode.max_grad_norm
+        if limit is None:
+            return None
+        if self.case.loop.scaler:
+            self.scaler.unscale_(self.optimizer) if not self._is_unscaled() else None
+        return self._clip_by(limit, self._in_order())
+
+    def _is_unscaled(self) -> bool:
+        return self.case.loop.unscales or self.case.loop.clip is not None
+
+    def _in_order(self) -> list[Tensor]:
+        """Parameters in the order in which norms are taken."""
+        return [self.stepped(param) for param in self.params]
+
+    def clip(self, kind: str, limit: float) -> None:
+        if kind == "own":
+            norm = self._clip_by(limit, self._in_order())
+        else:
+            norm = nn.utils.clip_grad_norm_(self.params, limit, self.case.mode.norm_type)
+        self.seen.append(("norm", norm.detach().clone()))
+
+    def _clip_by(self, limit: float, params: list[Tensor]) -> Tensor:
+        held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        params = [param for param in params if id(param) in held and param.grad is not None]
+        norm_type = self.case.mode.norm_type
+        if len({param.dtype for param in params}) == 1 and params[0].dtype not in _LOW:
+            return nn.utils.clip_grad_norm_(params, limit, norm_type)
+        norms = []
+        for param in params:
+            assert param.grad is not None
+            grad = param.grad.float() if param.dtype in _LOW else param.grad
+            norms.append(torch.linalg.vector_norm(grad, norm_type))
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+        nn.utils.clip_grads_with_norm_(params, limit, total)
+        return total
+
+    # Masters
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for param, master in self.masters.items():
+            param.copy_(master)
+
+    @torch.no_grad()
+    def has_written(self) -> None:
+        for param, master in self.masters.items():
+            master.copy_(param)
+
+    # Anew
+
+    def wrap_again(self, is_new: bool) -> None:
+        for param in self.params:
+            param.grad = None
+        if not is_new:
+            self.wrap()
+            return
+        scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
+        self.wrap()
+        self.build_optimizer()
+        self.scheduler = self.build_scheduler()
+        if scheduler is not None:
+            self.scheduler.load_state_dict(scheduler)
+
+    def copy_all(self) -> None:
+        self.net, self.optimizer, masters = copy.deepcopy((self.net, self.optimizer, list(self.masters.items())))
+        self.masters = dict(masters)
+        for param in self.params:
+            param.grad = None
+        self.scheduler = rebound(self)
+        self.wrap()
+
+
+def skips(case: Case) -> bool:
+    """Whether ours takes no step from gradients that are not finite."""
+    mode = case.mode
+    if mode.nonfinite is not None:
+        return mode.nonfinite != "step"
+    waits = case.waits or (mode.stage == 2 and not mode.overlap)
+    return waits and (case.has_hook or mode.max_grad_norm is not None or mode.loss_scale is not None)

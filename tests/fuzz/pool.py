@@ -1,0 +1,215 @@
+"""The parent's half: starts ranks, keeps them over many cases, watches the time, puts together what they report."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.case import Case
+from tests.fuzz.draw import draw
+from tests.fuzz.rank import Done, Group, Run, Verdict, serve
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.optim", "ddp_zero", "tests.fuzz.rank"])
+
+GROUP_TIMEOUT = 20.0
+CASES_PER_POOL = 150
+"""Cases after which ranks are replaced, so that nothing can pile up."""
+_LATE = 0.7
+"""The part of the group's time-out after which an error has come from it."""
+_FAULT_TIMEOUT = 6.0
+_DUMP_SECONDS = 1.0
+_START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        case: which.
+        verdict: ``"passed"``, ``"refused"``, ``"both raised"``, or ``"failed"``.
+        kind: of the refusal or of the failure.
+        op: the last operation.
+        text: what ranks have said.
+        compared: steps that were compared.
+        seconds: how long it took.
+    """
+
+    case: Case
+    verdict: str
+    kind: str
+    op: int
+    text: str
+    compared: int
+    seconds: float
+
+
+class _Stopped(Exception):
+    """Ranks were not heard of: ``kind`` and the text."""
+
+
+class Pool:
+    """Processes that run one case after the other.
+
+    Args:
+        ranks: how many.
+        timeout: seconds after which a case without progress is a hang.
+        injects: see `tests.fuzz.sides.Place`.
+    """
+
+    def __init__(self, ranks: int, timeout: float = 60.0, injects: str | None = None) -> None:
+        self._ranks = ranks
+        self._timeout = timeout
+        self._injects = injects
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        self._groups = 0
+        self._age = 0
+        self._has_group = False
+        self._group_timeout = GROUP_TIMEOUT
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._kill()
+        self._folder.cleanup()
+
+    def run(self, seed: int) -> Outcome:
+        """Run the case of a seed."""
+        case = draw(seed, self._ranks)
+        if case.fault is not None:
+            self._kill()
+        self._group_timeout = _FAULT_TIMEOUT if case.fault is not None else GROUP_TIMEOUT
+        started = time.monotonic()
+        try:
+            self._prepare()
+            self._send(Run(seed, self._folder.name, self._injects))
+            outcome = self._follow(case, started)
+        except _Stopped as stopped:
+            kind, text = stopped.args
+            outcome = Outcome(case, "failed", kind, -1, text + self._stacks(), 0, time.monotonic() - started)
+        self._age += 1
+        if outcome.verdict == "failed" or case.fault is not None or self._age >= CASES_PER_POOL:
+            self._kill()
+        elif outcome.verdict != "passed":
+            self._has_group = False
+        return outcome
+
+    # Processes
+
+    def _prepare(self) -> None:
+        if not self._processes:
+            for rank in range(self._ranks):
+                ours, theirs = _CONTEXT.Pipe()
+                stacks = f"{self._folder.name}/stack {rank}"
+                process = _CONTEXT.Process(target=serve, args=(theirs, rank, self._ranks, stacks), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+        if not self._has_group:
+            self._groups += 1
+            self._send(Group(f"{self._folder.name}/rendezvous {self._groups}", self._group_timeout))
+            self._hear(_START_SECONDS)
+            self._has_group = True
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+        self._has_group, self._age = False, 0
+
+    def _stacks(self) -> str:
+        """Where every rank is."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(_DUMP_SECONDS)
+        files = sorted(Path(self._folder.name).glob("stack *"))
+        return "".join(f"\n--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
+
+    # Messages
+
+    def _send(self, message: object, ranks: Sequence[int] | None = None) -> None:
+        for rank in range(self._ranks) if ranks is None else ranks:
+            try:
+                self._pipes[rank].send(message)
+            except OSError as error:
+                raise _Stopped("died", f"rank {rank} is gone: {error}") from None
+
+    def _hear(self, timeout: float, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """One message of every rank."""
+        waited = list(range(self._ranks) if ranks is None else ranks)
+        heard: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(heard) < len(waited):
+            pipes = {self._pipes[rank]: rank for rank in waited if rank not in heard}
+            ready = wait(list(pipes), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                told = "".join(f"\n--- rank {rank}: {message}" for rank, message in heard.items())
+                raise _Stopped("hang", f"ranks {sorted(pipes.values())} did nothing for {timeout:.0f} s{told}")
+            for pipe in ready:
+                rank = pipes[pipe]  # type: ignore[index]
+                try:
+                    heard[rank] = self._pipes[rank].recv()
+                except (EOFError, OSError):
+                    raise _Stopped("died", f"rank {rank} has died") from None
+        return heard
+
+    # A case
+
+    def _follow(self, case: Case, started: float) -> Outcome:
+        """Hear of every operation from all ranks until the case is over."""
+        fault = case.fault
+        is_silent = fault is not None and fault.how != "raise"
+        ranks = [rank for rank in range(self._ranks) if not (is_silent and fault is not None and rank == fault.rank)]
+        compared, last, kind = 0, -1, ""
+        verdict = "passed"
+        while verdict == "passed":
+            heard = self._hear(self._timeout, ranks)
+            if all(isinstance(message, Done) for message in heard.values()):
+                return Outcome(case, "passed", "", last, "", compared, time.monotonic() - started)
+            verdict, kind = self._judge(heard)
+            last = next((message.op for message in heard.values() if not isinstance(message, Done)), last)
+            compared += max((getattr(message, "compared", 0) for message in heard.values()), default=0)
+            answered = [rank for rank in ranks if not isinstance(heard[rank], Done)]
+            self._send(Verdict(verdict == "passed"), answered)
+        text = "".join(
+            f"\n--- rank {rank}: {getattr(m, 'status', m)} {getattr(m, 'what', '')} after {getattr(m, 'seconds', 0):.1f} "
+            f"s\n{getattr(m, 'text', '')}"
+            for rank, m in heard.items()
+        )
+        if verdict != "failed":
+            self._hear(self._timeout, ranks)
+        return Outcome(case, verdict, kind, last, text, compared, time.monotonic() - started)
+
+    def _judge(self, heard: dict[int, Any]) -> tuple[str, str]:
+        """What an operation comes to, with what all ranks say of it."""
+        if any(isinstance(message, Done) for message in heard.values()):
+            return "failed", "ranks at different operations"
+        reports = list(heard.values())
+        if len({report.op for report in reports}) > 1 and reports[0].what != "a rank failed":
+            return "failed", "ranks at different operations"
+        statuses = {report.status for report in reports}
+        failed = next((report for report in reports if report.status == "failed"), None)
+        if failed is not None:
+            return "failed", failed.what
+        if statuses == {"ok"}:
+            return "passed", ""
+        if len(statuses) > 1:
+            return "failed", "not on every rank"
+        if reports[0].what != "a rank failed" and max(r.seconds for r in reports) > _LATE * self._group_timeout:
+            return "failed", "by the time-out only"
+        return next(iter(statuses)), max(report.what for report in reports)

@@ -1,0 +1,89 @@
+"""A rank's process: it lives for many cases, and does what the parent says through a pipe."""
+
+import faulthandler
+import signal
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.fuzz.case import Case
+from tests.fuzz.draw import draw
+from tests.fuzz.faults import run_until_a_rank_fails
+from tests.fuzz.run_case import Report, run_case
+from tests.fuzz.sides import Place
+
+
+@dataclass(frozen=True)
+class Group:
+    """Order of the parent: leave the process group, if any, and join this one."""
+
+    path: str
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Order of the parent: run the case of a seed."""
+
+    seed: int
+    folder: str
+    injects: str | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The parent has heard of all ranks: whether to go on."""
+
+    goes_on: bool
+
+
+@dataclass(frozen=True)
+class Done:
+    """A rank has ended what it was ordered to do."""
+
+
+def serve(pipe: Connection, rank: int, world_size: int, stacks: str) -> None:
+    """Carry out orders until the pipe is closed."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with Path(stacks).open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        while True:
+            try:
+                order = pipe.recv()
+            except EOFError:
+                return
+            _carry_out(order, pipe, rank, world_size)
+            pipe.send(Done())
+
+
+def _carry_out(order: Any, pipe: Connection, rank: int, world_size: int) -> None:
+    if isinstance(order, Group):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            init_method=Path(order.path).as_uri(),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=order.timeout),
+        )
+    elif isinstance(order, Run):
+
+        def ask(report: Report) -> bool:
+            pipe.send(report)
+            verdict: Verdict = pipe.recv()
+            return verdict.goes_on
+
+        case: Case = draw(order.seed, world_size)
+        place = Place(rank, world_size, order.folder, order.injects)
+        if case.fault is not None:
+            run_until_a_rank_fails(case, place, ask)
+        else:
+            run_case(case, place, ask)

@@ -1,0 +1,55 @@
+"""What may raise in the sharded run: where, with which error, and whether nothing may have changed before.
+
+An error is legal only if it is listed here for its operation, and raised on every rank.
+"""
+
+import re
+from dataclasses import dataclass
+
+from tests.fuzz.case import Case, Op
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that is as it should be.
+
+    Attributes:
+        key: what an operation that may raise it has in ``expects``.
+        kind: the exception's class name.
+        pattern: what its message matches.
+        changes_nothing: whether parameters must be as they were before the operation.
+    """
+
+    key: str
+    kind: str
+    pattern: str
+    changes_nothing: bool = False
+
+
+REFUSALS = [
+    # between backward and step, after a step inside backward: must act as in a plain loop, or raise
+    Refusal("middle", "RuntimeError", r"^Expected .*(opt\.step\(\)|inside|overlap_with_ddp=False|backward)"),
+    # gradients that nobody has averaged
+    Refusal("leftover", "RuntimeError", r"^Expected .*(no_sync|opt\.step\(\))", changes_nothing=True),
+    # clipping in the loop that is not there from the first step on
+    Refusal("late clip", "RuntimeError", r"^Expected gradients that no step has used"),
+    Refusal("late clip", "RuntimeError", r"^Expected the gradient of .* got none"),
+    # a norm of a part
+    Refusal("absent", "RuntimeError", r"^Expected the gradient of .* got none"),
+    # a backward pass whose step was left out in a loop that calls it
+    Refusal("skipped", "RuntimeError", r"^Expected opt\.step\(\) before the next backward pass", changes_nothing=True),
+    Refusal("skipped", "RuntimeError", r"^Expected opt\.step\(\) and opt\.zero_grad\(\)", changes_nothing=True),
+    # gradients that a step has used up are still there
+    Refusal("kept", "RuntimeError", r"^Expected opt\.step\(\) and opt\.zero_grad\(\)", changes_nothing=True),
+]
+
+TOGETHER = re.compile(r"Expected every rank to succeed in .* got a failure on rank")
+
+
+def find_refusal(case: Case, op: Op, error: BaseException) -> Refusal | None:
+    """The refusal that an error is, or None if it is not listed."""
+    kind, message = type(error).__name__, str(error)
+    for refusal in REFUSALS:
+        if refusal.key == op.expects and refusal.kind == kind and re.search(refusal.pattern, message, re.DOTALL):
+            return refusal
+    return None

@@ -1,0 +1,377 @@
+"""Model, optimizer and what else a loop has, of one of the two runs; and ours."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer, lr_scheduler
+
+from ddp_zero import (
+    DynamicLossScale,
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    shard_optimizer,
+)
+from tests.fuzz.case import Case
+from tests.fuzz.net import Net, batch_of
+from tests.multiproc.cases import _unnamed, optimizer_case
+
+INTERVAL = 3  # good steps after which scales grow
+FIRST_SCALE = 1024.0
+SCALER = {"init_scale": FIRST_SCALE, "growth_interval": INTERVAL}
+HOOKS: dict[str, Any] = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+_DECAY = 0.1
+
+
+@dataclass
+class Place:
+    """Which rank this is, and where ranks share files.
+
+    Attributes:
+        injects: a mistake to make on purpose, so that the fuzzer can be tested; None: none.
+    """
+
+    rank: int
+    world_size: int
+    folder: str
+    injects: str | None = None
+
+
+@dataclass
+class Memory:
+    """What both sides load: the state of the model and of the plain optimizer at some moment."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+class Side:
+    """One of the two runs.
+
+    Attributes:
+        seen: what is compared besides the models: names and values.
+        op: the number of the operation that runs.
+    """
+
+    is_ours = False
+    ddp: DistributedDataParallel
+    call: Callable[..., Any]
+    optimizer: Any
+
+    def __init__(self, case: Case, place: Place, net: Net) -> None:
+        self.case = case
+        self.place = place
+        self.net = net
+        self.seen: list[tuple[str, Any]] = []
+        self.op = 0
+        self.scaler = torch.amp.GradScaler("cpu", enabled=case.loop.scaler, **SCALER)
+        self.wrap()
+        self.build_optimizer()
+        self.scheduler = self.build_scheduler()
+
+    # Building
+
+    def wrap(self) -> None:
+        """Put the network into a new DDP."""
+        case = self.case
+        options: dict[str, Any] = {} if case.ddp.bucket_cap_mb is None else {"bucket_cap_mb": case.ddp.bucket_cap_mb}
+        self.ddp = DistributedDataParallel(
+            self.net,
+            gradient_as_bucket_view=case.ddp.gradient_as_bucket_view,
+            find_unused_parameters=case.ddp.find_unused_parameters,
+            static_graph=case.ddp.static_graph,
+            broadcast_buffers=case.ddp.broadcast_buffers,
+            **options,
+        )
+        self.call = self.ddp
+        if case.ddp.compiled is not None:
+            self.call = torch.compile(self.ddp, backend=case.ddp.compiled)
+
+    def build_optimizer(self) -> None:
+        """A new optimizer over the network, registered where it needs to be."""
+        raise NotImplementedError
+
+    def stepped(self, param: Tensor) -> Tensor:
+        """What the optimizer holds for a parameter."""
+        return param
+
+    def groups(self, params: list[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+        """Parameter groups as the case wants them."""
+        case, optim = self.case, self.case.optim
+        options = optimizer_options(case)
+        held = {id(param) for _, param in self.held_out()}
+        members = [(name, self.stepped(param)) for name, param in params if id(param) not in held]
+        parts: list[tuple[list[tuple[str, Tensor]], dict[str, Any]]] = [(members, {})]
+        if optim.groups == "decay":
+            has_decay = "weight_decay" in _defaults_of(case)
+            matrices = [pair for pair in members if pair[1].dim() >= 2]
+            others = [pair for pair in members if pair[1].dim() < 2]
+            own = [{"weight_decay": decay} if has_decay else {} for decay in (_DECAY, 0.0)]
+            parts = [(matrices, own[0]), (others, own[1])]
+        elif optim.groups == "alternate":
+            lr = options.get("lr", 0.01) * 0.3
+            parts = [(members[::2], {}), (members[1::2], {"lr": lr})]
+        parts = [part for part in parts if part[0]]
+        if not optim.named:
+            return [{"params": [param for _, param in members], **own} for members, own in parts]
+        return [{"params": members, **own} for members, own in parts]
+
+    def held_out(self) -> list[tuple[str, Tensor]]:
+        """The parameters that ``add_param_group`` brings later."""
+        trainable = list(self.net.named_parameters())
+        count = min(self.case.optim.held_out, len(trainable) - 1)
+        return trainable[len(trainable) - count :] if count else []
+
+    def build_scheduler(self) -> Any:
+        """The scheduler of the loop."""
+        kind, optimizer = self.case.loop.scheduler, self.optimizer
+        if kind == "ExponentialLR":
+            return lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+        if kind == "StepLR":
+            return lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        if kind == "CosineAnnealingLR":
+            return lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+        if kind == "LambdaLR":
+            return lr_scheduler.LambdaLR(optimizer, warm_up)
+        return None
+
+    # A loop's parts
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The network's parameters."""
+        return list(self.net.parameters())
+
+    def loss(self, number: int, uses: bool, factor: float = 1.0) -> Tensor:
+        """The loss of a batch."""
+        inputs, targets = batch_of(self.case, self.place.rank, self.op, number)
+        torch.manual_seed(1000 * self.op + 10 * number + self.place.rank)
+        output = self.call(inputs, uses)
+        loss = nn.functional.mse_loss(output.double() if output.dtype == torch.float64 else output.float(), targets)
+        self.seen.append((f"loss {number}", loss.detach().clone()))
+        return loss * factor if factor != 1.0 else loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to go backward from."""
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def backward(self, kind: str, number: int, uses: bool, factor: float) -> Tensor:
+        """One forward and backward pass; returns the loss."""
+        with self.pass_context(kind):
+            loss = self.loss(number, uses, factor)
+            self.scale(loss).backward()
+        return loss
+
+    def pass_context(self, kind: str) -> Any:
+        """Where a pass runs."""
+        return self.ddp.no_sync() if kind == "no_sync" else contextlib.nullcontext()
+
+    def passes_are_over(self, kinds: tuple[str, ...]) -> None:
+        """All backward passes of an iteration have run."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero gradients."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Take the step as the loop does."""
+        raise NotImplementedError
+
+    def clip(self, kind: str, limit: float) -> None:
+        """Clip in the loop."""
+        raise NotImplementedError
+
+    def has_written(self) -> None:
+        """Somebody has written to parameters."""
+
+    def load(self, memory: Memory) -> None:
+        """Load model and optimizer."""
+        self.net.load_state_dict(memory.model)
+        self.has_written()
+        self.optimizer.load_state_dict(copy.deepcopy(memory.optimizer))
+
+    def wrap_again(self, is_new: bool) -> None:
+        """After an exception: a new DDP, and a new optimizer if everything was dropped."""
+        raise NotImplementedError
+
+    def copy_all(self) -> None:
+        """Go on with deep copies of network and optimizer."""
+        raise NotImplementedError
+
+
+class Ours(Side):
+    """The sharded run."""
+
+    is_ours = True
+
+    def build_optimizer(self) -> None:
+        case, mode = self.case, self.case.mode
+        options = optimizer_options(case)
+        if self.place.injects == "lr":
+            options["lr"] = options.get("lr", 0.01) * (1 + 2.0**-22)
+        own: dict[str, Any] = {"stage": mode.stage, "sync": mode.sync, "parameters_as_bucket_view": mode.views}
+        own |= {"max_grad_norm": mode.max_grad_norm, "norm_type": mode.norm_type, "nonfinite": mode.nonfinite}
+        own |= {"master_weights": mode.masters, "loss_scale": _loss_scale(mode.loss_scale)}
+        build = optimizer_case(case.optim.name).build
+        hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
+        if mode.via == "shard_optimizer":
+            choice = mode.interleaved if mode.overlap else None
+            self.optimizer = shard_optimizer(
+                self.ddp,
+                build,
+                overlap=mode.overlap,
+                hook=hook,
+                interleaved=choice,
+                shard_buckets=mode.split,
+                **own,
+                **options,
+            )
+            return
+        groups = self.groups(list(self.net.named_parameters()))
+        self.optimizer = ZeroRedundancyOptimizer(groups, build, overlap_with_ddp=mode.overlap, **own, **options)
+        self._register()
+
+    def _register(self) -> None:
+        case, mode = self.case, self.case.mode
+        hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
+        if case.has_hook:
+            build = hook_with_zero_step_interleaved if mode.interleaved else hook_with_zero_step
+            hook = build(hook, self.ddp, self.optimizer, mode.split)
+        if hook is not None:
+            self.ddp.register_comm_hook(None, hook)
+
+    def pass_context(self, kind: str) -> Any:
+        return self.optimizer.accumulate() if kind == "accumulate" else super().pass_context(kind)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        if self.case.mode.loss_scale is not None:
+            scaled: Tensor = self.optimizer.scale(loss)
+            return scaled
+        return super().scale(loss)
+
+    def passes_are_over(self, kinds: tuple[str, ...]) -> None:
+        note_gradients(self)
+
+    def clip(self, kind: str, limit: float) -> None:
+        if kind == "own":
+            norm = self.optimizer.clip_grad_norm_(limit, self.case.mode.norm_type)
+        else:
+            norm = nn.utils.clip_grad_norm_(self.params, limit, self.case.mode.norm_type)
+        self.seen.append(("norm", norm.detach().clone()))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        loop = self.case.loop
+        if loop.scaler and (loop.unscales or loop.clip is not None):
+            self.scaler.unscale_(self.optimizer)
+        if loop.clip is not None:
+            self.clip(loop.clip, loop.clip_norm)
+        if closure is not None:
+            self.optimizer.step(closure)
+            return
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if loop.scaler:
+            self.seen.append(("scale", self.scaler.get_scale()))
+        if self.case.mode.loss_scale is not None:
+            self.seen.append(("scale", self.optimizer.loss_scale))
+        record = self.optimizer.last_step
+        if self.case.mode.max_grad_norm is not None and record is not None and record.stepped:
+            self.seen.append(("norm", record.grad_norm))
+
+    def has_written(self) -> None:
+        if self.case.mode.masters:
+            self.optimizer.refresh_master_weights()
+
+    def wrap_again(self, is_new: bool) -> None:
+        if not is_new:
+            self.optimizer.reset()
+            self.optimizer.zero_grad()
+            self.wrap()
+            self._register()
+            return
+        scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
+        del self.optimizer, self.ddp, self.call, self.scheduler
+        for param in self.params:
+            param.grad = None
+        self.wrap()
+        self.build_optimizer()
+        self.scheduler = self.build_scheduler()
+        if scheduler is not None:
+            self.scheduler.load_state_dict(scheduler)
+
+    def copy_all(self) -> None:
+        self.net, self.optimizer = copy.deepcopy((self.net, self.optimizer))
+        for param in self.params:
+            param.grad = None
+        self.scheduler = rebound(self)
+        self.wrap()
+        self._register()
+
+
+def rebound(side: Side) -> Any:
+    """A scheduler of a side's optimizer that goes on where the present one is."""
+    if side.scheduler is None:
+        return None
+    state = side.scheduler.state_dict()
+    options = [(group, dict(group)) for group in side.optimizer.param_groups]
+    scheduler = side.build_scheduler()
+    for group, before in options:
+        group.update(before)
+    scheduler.load_state_dict(state)
+    return scheduler
+
+
+def note_gradients(side: Side) -> None:
+    """Averaged gradients are compared where every rank has them."""
+    if side.case.mode.stage == 1 and side.case.mode.loss_scale is None:
+        grads = [None if param.grad is None else param.grad.detach().clone() for param in side.params]
+        side.seen.append(("gradients", grads))
+
+
+def optimizer_options(case: Case) -> dict[str, Any]:
+    """Options of the class, in values of their own."""
+    return copy.deepcopy(optimizer_case(case.optim.name).options)
+
+
+def _defaults_of(case: Case) -> dict[str, Any]:
+    probe: Optimizer = optimizer_case(case.optim.name).build([nn.Parameter(torch.zeros(2, 2))])
+    return probe.defaults
+
+
+def _loss_scale(scale: float | str | None) -> DynamicLossScale | float | None:
+    if scale == "dynamic":
+        return DynamicLossScale(initial=FIRST_SCALE, growth_interval=INTERVAL)
+    assert not isinstance(scale, str)
+    return scale
+
+
+def warm_up(step: int) -> float:
+    """A schedule that first rises."""
+    return min(1.0, 0.2 * (step + 1))
+
+
+@dataclass
+class Pair:
+    """Both runs, and what they remember."""
+
+    plain: Any
+    ours: Ours
+    memories: dict[str, Memory] = field(default_factory=dict)
+
+    def remember(self, name: str) -> None:
+        """Keep what both can load."""
+        state = copy.deepcopy(self.plain.optimizer.state_dict())
+        model = {key: value.detach().clone() for key, value in self.plain.net.state_dict().items()}
+        self.memories[name] = Memory(model, state)
