@@ -7,8 +7,9 @@
 | `case.py` | what a case is: frozen, without torch, printed as a program |
 | `draw.py`, `draw_program.py` | a case from an integer |
 | `net.py` | the model of a case |
-| `sides.py` | model, optimizer and helpers of one of the two runs; ours |
-| `plain.py` | the reference |
+| `toys.py` | optimizers of the fuzzer's own |
+| `sides.py` | model, optimizer and what else a loop has, of one of the two runs |
+| `plain.py`, `ours.py` | the reference; the sharded run |
 | `actions.py`, `iteration.py`, `operations.py` | operations of a program, on either side |
 | `refusals.py` | what may raise, where, and with which message |
 | `compare.py` | equality to the last bit |

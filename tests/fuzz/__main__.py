@@ -50,11 +50,12 @@ class Tally:
     def report(self, ranks: int) -> str:
         """All of it."""
         kinds = Counter(outcome.kind for outcome in self.failures)
+        differences = sum(count for kind, count in kinds.items() if kind.startswith("difference"))
         hangs = kinds["hang"] + kinds["by the time-out only"] + kinds["late"]
         lines = [self.line(), f"passed: {self.passed}"]
         lines += [f"refused, {kind}: {count}" for kind, count in sorted(self.expected.items())]
         lines += [f"both raised, {kind}: {count}" for kind, count in sorted(self.both.items())]
-        lines += [f"differences: {kinds['difference']}", f"hangs: {hangs}"]
+        lines += [f"differences: {differences}", f"hangs: {hangs}"]
         lines += [f"failed, {kind}: {count}" for kind, count in sorted(kinds.items())]
         for outcome in sorted(self.failures, key=lambda one: one.case.seed):
             last = next((line for line in reversed(outcome.text.splitlines()) if line.strip()), "")

@@ -30,6 +30,17 @@ def act(side: Side, action: Action, memory: Memory, sees_output: bool = True) ->
     elif name == "copy":
         param = side.params[arguments[0] % len(side.params)]
         side.seen.append(("copy", param.detach().clone() if sees_output else None))
+    elif name == "construct":
+        param = side.params[arguments[0] % len(side.params)]
+        like = torch.empty(1, dtype=param.dtype)
+        made = torch.Tensor(param) if param.dtype == torch.float32 else like.new_tensor(param)
+        side.seen.append(("constructed", made.detach().clone() if sees_output else None))
+    elif name == "average":
+        for mean, param in zip(side.average, side.params, strict=True):
+            mean.lerp_(param.detach(), 0.25)
+    elif name == "full_grad":
+        param = side.params[arguments[0] % len(side.params)]
+        side.seen.append(("full gradient", side.full_grad(param)))
     elif name == "eval":
         evaluate(side, sees_output)
     elif name == "load_optimizer":
@@ -70,8 +81,15 @@ def evaluate(side: Side, sees_output: bool) -> None:
     """A forward pass without gradients."""
     side.net.eval()
     inputs, _ = batch_of(side.case, side.place.rank, side.op, _EVALUATION)
-    with torch.no_grad():
-        output = side.ddp.module(inputs)
+    if side.op % 3 == 0:
+        with torch.inference_mode():
+            output = side.net(inputs)
+    elif side.op % 3 == 1:
+        with torch.no_grad():
+            output = torch.func.functional_call(side.net, dict(side.net.named_parameters()), (inputs,))
+    else:
+        with torch.no_grad():
+            output = side.ddp.module(inputs)
     side.net.train()
     if sees_output:
         side.seen.append(("output", output.clone()))

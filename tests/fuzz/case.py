@@ -90,6 +90,7 @@ class Mode:
         via: ``"shard_optimizer"``, or the class and ``"hooks"``.
         loss_scale: a number, ``"dynamic"`` or None.
         group_clip: ``max_grad_norm`` of the last group.
+        forgets_hook: whether the hook that overlap and stage 2 need is not registered.
     """
 
     stage: int = 1
@@ -104,6 +105,13 @@ class Mode:
     nonfinite: str | None = None
     loss_scale: float | str | None = None
     masters: bool = False
+    group_clip: float | None = None
+    forgets_hook: bool = False
+
+    @property
+    def clips(self) -> bool:
+        """Whether the optimizer clips by itself."""
+        return self.max_grad_norm is not None or self.group_clip is not None
 
 
 @dataclass(frozen=True)
@@ -201,8 +209,8 @@ class Case:
     def waits(self) -> bool:
         """Whether with overlap every step waits for ``opt.step()``."""
         mode, loop = self.mode, self.loop
-        options = (mode.max_grad_norm, mode.loss_scale, mode.nonfinite if mode.nonfinite != "step" else None)
-        return any(option is not None for option in options) or loop.clip is not None or loop.scaler
+        decides = mode.clips or mode.loss_scale is not None or mode.nonfinite in ("skip", "raise")
+        return decides or loop.clip is not None or loop.scaler
 
     @property
     def steps_inside(self) -> bool:

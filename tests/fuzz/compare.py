@@ -59,10 +59,10 @@ def check_models(expected: nn.Module, actual: nn.Module) -> None:
     Raises:
         Difference: naming the first that is not.
     """
-    for (name, one), other in zip(expected.named_parameters(), actual.parameters(), strict=True):
-        check_equal(one, other, f"parameter {name}")
-    for (name, one), other in zip(expected.named_buffers(), actual.buffers(), strict=True):
-        check_equal(one, other, f"buffer {name}")
+    for (name, param), actual_param in zip(expected.named_parameters(), actual.parameters(), strict=True):
+        check_equal(param, actual_param, f"parameter {name}")
+    for (name, buffer), other in zip(expected.named_buffers(), actual.buffers(), strict=True):
+        check_equal(buffer, other, f"buffer {name}")
 
 
 def check_options(expected: Optimizer, actual: Optimizer) -> None:

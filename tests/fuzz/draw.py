@@ -11,8 +11,11 @@ OPTIMIZERS = (
     *("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor", "Muon"),
     *("toy LAMB", "toy 8-bit Adam"),
 )
+OWN_OPTIMIZERS = ("toy coupled", "toy schedule-free", "toy schedule-free", "toy picky")
 MATRICES_ONLY = ("Muon",)
 _COMMON = ("SGD momentum", "Adam", "AdamW foreach", "AdamW fused", "Adam tensor lr")
+_SCHEDULERS = ("ExponentialLR", "StepLR", "CosineAnnealingLR", "LambdaLR", "OneCycleLR")
+_SCALES: tuple[float | str, ...] = (1024.0, 0.25, "dynamic", "dynamic")
 _FAULTS = 0.008
 _COMPILED = 0.01
 
@@ -24,23 +27,29 @@ def draw(seed: int, ranks: int) -> Case:
     mode = _draw_mode(rng)
     model = _draw_model(rng, optim, mode)
     ddp = _draw_ddp(rng, model, mode)
+    if optim.groups != "one" and rng.random() < 0.06:
+        mode = replace(mode, group_clip=rng.choice([0.05, 0.3]))
     mode, loop = _draw_loop(rng, mode, model, optim)
-    if optim.groups != "one" or optim.held_out or optim.named:
-        mode = replace(mode, via="hooks")
-    if mode.stage == 2:
+    if mode.stage == 2 or mode.group_clip is not None:
         optim = replace(optim, held_out=0)
+    if mode.via == "shard_optimizer" and (optim.held_out or mode.group_clip is not None):
+        mode = replace(mode, via="hooks")
     case = Case(seed, ranks, model, ddp, optim, mode, loop, ())
     chance = rng.random()
     if chance < _FAULTS:
         return _with_fault(rng, case)
     if chance < _FAULTS + _COMPILED and model.kind == "mlp":
         compiled = rng.choice(["eager", "aot_eager"])
-        case = replace(case, ddp=replace(ddp, compiled=compiled))
+        case = replace(case, ddp=replace(ddp, compiled=compiled, bucket_cap_mb=None))
+    if case.has_hook and mode.via == "hooks" and rng.random() < 0.005:
+        case = replace(case, mode=replace(mode, forgets_hook=True))
     return replace(case, program=draw_program(rng, case))
 
 
 def _draw_optim(rng: random.Random) -> Optim:
     name = rng.choice(_COMMON if rng.random() < 0.4 else OPTIMIZERS)
+    if rng.random() < 0.03:
+        name = rng.choice(OWN_OPTIMIZERS)
     groups = rng.choices(["one", "decay", "alternate"], [5, 3, 2])[0]
     held_out = rng.choice([1, 2]) if rng.random() < 0.12 else 0
     return Optim(name, groups, rng.random() < 0.15, held_out)
@@ -67,7 +76,7 @@ def _draw_mode(rng: random.Random) -> Mode:
     if rng.random() < 0.08:
         mode = replace(mode, masters=True)
     if rng.random() < 0.08:
-        scale = rng.choice([1024.0, 0.25, "dynamic", "dynamic"])
+        scale: float | str = rng.choice(_SCALES)
         nonfinite = mode.nonfinite if scale != "dynamic" or mode.nonfinite == "skip" else None
         mode = replace(mode, loss_scale=scale, nonfinite=nonfinite)
     return mode
@@ -114,7 +123,7 @@ def _draw_model(rng: random.Random, optim: Optim, mode: Mode) -> Model:
 
 def _draw_ddp(rng: random.Random, model: Model, mode: Mode) -> Ddp:
     find_unused = "sometimes" in model.extras or rng.random() < 0.12
-    static = not find_unused and (rng.random() < 0.1 or "never" in model.extras and rng.random() < 0.5)
+    static = not find_unused and (rng.random() < 0.1 or ("never" in model.extras and rng.random() < 0.5))
     if "never" in model.extras and not static:
         find_unused = True
     hook = None
@@ -137,8 +146,8 @@ def _draw_loop(rng: random.Random, mode: Mode, model: Model, optim: Optim) -> tu
     if low and not mode.masters:
         mode = replace(mode, loss_scale=None)
     if rng.random() < 0.3:
-        loop = replace(loop, scheduler=rng.choice(["ExponentialLR", "StepLR", "CosineAnnealingLR", "LambdaLR"]))
-    if rng.random() < 0.12 and mode.max_grad_norm is None and not mode.masters:
+        loop = replace(loop, scheduler=rng.choice(_SCHEDULERS))
+    if rng.random() < 0.12 and not mode.clips and not mode.masters:
         clip = "own" if mode.stage == 2 or rng.random() < 0.4 else "torch"
         loop = replace(loop, clip=clip, clip_norm=rng.choice([0.05, 0.3, 1.0]))
         if mode.loss_scale is not None:
@@ -146,10 +155,10 @@ def _draw_loop(rng: random.Random, mode: Mode, model: Model, optim: Optim) -> tu
     if rng.random() < 0.08 and not low and mode.loss_scale is None:
         loop = replace(loop, scaler=True, unscales=loop.clip is not None or rng.random() < 0.5)
         mode = replace(mode, nonfinite=None)
-    is_plain = mode.max_grad_norm is None and mode.loss_scale is None and mode.nonfinite is None
+    is_plain = not mode.clips and mode.loss_scale is None and mode.nonfinite is None
     if mode.overlap and is_plain and loop.clip is None and not loop.scaler and rng.random() < 0.15:
         loop = replace(loop, calls_step=False)
-    if optim.name == "toy 8-bit Adam" and mode.masters:
+    if optim.name.startswith("toy") and optim.name != "toy LAMB" and mode.masters:
         mode = replace(mode, masters=False, loss_scale=None)
     return mode, loop
 

@@ -22,7 +22,7 @@ class _Drawing:
         self.saved = False
         self.held_out = case.optim.held_out
         self.frozen = False
-        self.keeps_nothing = True  # whether gradients may be set to None only
+        self.has_prehook = False
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -36,6 +36,12 @@ def draw_program(rng: random.Random, case: Case) -> tuple[Op, ...]:
     drawing = _Drawing(rng, case)
     if drawing.chance(0.03):
         drawing.add("state_dict_before_the_first_step")
+    if case.mode.forgets_hook or case.optim.name == "toy coupled":
+        key = "no hook" if case.mode.forgets_hook else "coupled"
+        for number in range(8):
+            _train(drawing, passes=("last",), compares=number > 3, expects=key)
+        drawing.add("finish", expects=key)
+        return tuple(drawing.ops)
     length = 5 if case.ddp.compiled else rng.randint(10, 15)
     while len(drawing.ops) < length:
         if drawing.has_trained and not case.ddp.compiled and drawing.chance(0.28):
@@ -66,9 +72,9 @@ def _train(drawing: _Drawing, **given: Any) -> None:
     if case.loop.scheduler is not None:
         facts["schedules"] = drawing.chance(0.8)
     is_simple = facts["passes"] == ("last",)
-    if is_simple and case.loop.calls_step and _is_bare(case) and drawing.chance(0.05):
+    if is_simple and _may_have_closure(case) and drawing.chance(0.05):
         facts["closure"] = True
-    elif _may_overflow(case) and drawing.chance(0.12):
+    elif not drawing.has_prehook and _may_overflow(case) and drawing.chance(0.12):
         facts["nonfinite"] = (rng.randrange(case.ranks), rng.choice(["inf", "nan"]))
     if drawing.chance(0.12):
         facts["before"] = (_harmless(drawing),)
@@ -78,6 +84,8 @@ def _train(drawing: _Drawing, **given: Any) -> None:
     if may_reach_between and drawing.has_trained:
         if drawing.chance(0.15):
             facts["middle"] = (_harmless(drawing),)
+        elif drawing.chance(0.06) and not (case.mode.masters or case.loop.scaler or case.mode.loss_scale):
+            facts["middle"] = (("full_grad", rng.randrange(64)),)
         elif drawing.chance(0.05) and facts["zero"] == "none":
             facts["steps"] = False
     drawing.ops.append(Train(**{**facts, **given}))
@@ -85,9 +93,10 @@ def _train(drawing: _Drawing, **given: Any) -> None:
     drawing.has_trained = True
 
 
-def _is_bare(case: Case) -> bool:
-    """Whether the loop does nothing between backward and step."""
-    return case.loop.clip is None and not case.loop.scaler and case.mode.loss_scale is None
+def _may_have_closure(case: Case) -> bool:
+    """Whether the loop does nothing between backward and step, and the optimizer evaluates closures."""
+    is_bare = case.loop.clip is None and not case.loop.scaler and case.mode.loss_scale is None
+    return is_bare and case.loop.calls_step and not case.optim.name.startswith("toy")
 
 
 def _may_overflow(case: Case) -> bool:
@@ -97,7 +106,7 @@ def _may_overflow(case: Case) -> bool:
         return True
     if mode.nonfinite in ("skip", "raise"):
         return case.loop.clip is None
-    return mode.nonfinite is None and (mode.max_grad_norm is not None or mode.loss_scale is not None)
+    return mode.nonfinite is None and (mode.clips or mode.loss_scale is not None)
 
 
 def _passes(drawing: _Drawing) -> tuple[str, ...]:
@@ -129,7 +138,7 @@ def _zero(drawing: _Drawing, passes: tuple[str, ...]) -> str:
     if drawing.chance(0.12):
         return "zeros"
     changes = case.loop.scaler or case.loop.clip is not None or case.mode.loss_scale is not None
-    if drawing.chance(0.04) and not changes and case.mode.max_grad_norm is None and not case.mode.masters:
+    if drawing.chance(0.04) and not changes and not case.mode.clips and not case.mode.masters:
         return "keep"
     return "none"
 
@@ -137,9 +146,11 @@ def _zero(drawing: _Drawing, passes: tuple[str, ...]) -> str:
 def _harmless(drawing: _Drawing) -> Action:
     """Something that a loop may do at any time when no step is under way."""
     rng, case = drawing.rng, drawing.case
-    kinds = ["set", "set", "decay", "data_decay", "write", "copy"]
+    kinds = ["set", "set", "decay", "data_decay", "write", "copy", "average"]
     if not case.mode.masters and case.ddp.compiled is None:
         kinds += ["repoint", "eval"]
+    if case.mode.sync == "forward" and drawing.chance(0.2):
+        kinds += ["construct"]
     kind = rng.choice(kinds)
     position = rng.randrange(64)
     if kind == "set":
@@ -166,10 +177,14 @@ def _between(drawing: _Drawing) -> None:
             kinds += ["unfreeze" if drawing.frozen else "freeze"] * 3
         if rng.random() < 0.25:
             kinds += ["exception", "deepcopy"]
+    if case.optim.name == "toy schedule-free":
+        kinds += ["schedule_free_eval"] * 6
     kind = rng.choice(kinds)
     if kind == "exception":
         _exception(drawing)
         return
+    if kind == "checkpoint_save" and not case.loop.calls_step and drawing.settled < 2:
+        return  # the first step of all may still be taken back
     if kind == "deepcopy":
         drawing.add("deepcopy")
         drawing.settled = 0
@@ -230,6 +245,7 @@ def _dangerous(drawing: _Drawing) -> None:
         _train(drawing, middle=(middle,), passes=("last",), closure=False, expects="middle", compares=True)
     elif kind == "prehook":
         drawing.add("prehook", 0.9)
+        drawing.has_prehook = True  # ours calls it for a step that is not taken, too
         expects = "middle" if case.steps_inside else None
         _train(drawing, expects=expects, compares=True, closure=False)
     elif kind == "late clip":
@@ -241,6 +257,6 @@ def _dangerous(drawing: _Drawing) -> None:
         _train(drawing, expects="skipped", zero="none", before=(), passes=("last",), closure=False)
     elif kind == "leftover":
         passes = ("no_sync",) * rng.choice([1, 2])
-        _train(drawing, passes=passes, zero="none", closure=False, nonfinite=None, middle=(), expects="leftover")
+        _train(drawing, passes=passes, zero="none", closure=False, nonfinite=None, compares=True, expects="leftover")
     elif kind == "kept":
         _train(drawing, zero=rng.choice(["keep", "zeros"]), passes=("last",), closure=False, expects="kept")

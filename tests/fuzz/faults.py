@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from tests.fuzz.case import Case, Fault, Train
 from tests.fuzz.net import build_net
+from tests.fuzz.ours import Ours
 from tests.fuzz.run_case import FAILED, REFUSED, Ask, Report
-from tests.fuzz.sides import Ours, Place
+from tests.fuzz.sides import Place
 
 GROUP_TIMEOUT = 6.0
 GRACE = 10.0

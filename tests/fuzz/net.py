@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def _dtype(model: Model) -> torch.dtype:
 def _layers(model: Model, dtype: torch.dtype) -> list[nn.Module]:
     made: list[nn.Module] = []
     last = len(model.widths) - 2
-    for number, (inputs, outputs) in enumerate(zip(model.widths, model.widths[1:], strict=False)):
+    for number, (inputs, outputs) in enumerate(pairwise(model.widths)):
         layer: nn.Module
         if model.kind == "conv":
             layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=model.bias, dtype=dtype)
@@ -103,6 +104,7 @@ def _layers(model: Model, dtype: torch.dtype) -> list[nn.Module]:
         if model.norm is None or number == last:
             made.append(layer)
             continue
+        norm: nn.Module
         if model.norm == "batch":
             norm = nn.BatchNorm2d(outputs) if model.kind == "conv" else nn.BatchNorm1d(outputs)
         else:
@@ -114,7 +116,7 @@ def _layers(model: Model, dtype: torch.dtype) -> list[nn.Module]:
 def _tie(net: Net, model: Model) -> None:
     """Two layers of one shape share their weight, where there are any."""
     linear = [layer for layer in net.modules() if isinstance(layer, nn.Linear) and "weight" in layer._parameters]
-    for one, other in zip(linear, linear[1:], strict=False):
+    for one, other in pairwise(linear):
         if one.weight.shape == other.weight.shape:
             other.weight = one.weight
             return

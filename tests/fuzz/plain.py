@@ -1,6 +1,7 @@
 """The reference: DDP, the unsharded optimizer, and torch's own parts or what they mean."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from tests.fuzz.case import Case
 from tests.fuzz.net import Net
 from tests.fuzz.sides import FIRST_SCALE, HOOKS, INTERVAL, Place, Side, note_gradients, optimizer_options, rebound
-from tests.multiproc.cases import _unnamed, optimizer_case, sum_in_rank_order
+from tests.fuzz.toys import find_optimizer
+from tests.multiproc.cases import _unnamed, sum_in_rank_order
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -25,6 +27,7 @@ class Plain(Side):
     Attributes:
         masters: by parameter, the fp32 copies that are stepped.
         loss_scale: the built-in one, by hand.
+        is_stale: whether other ranks have stepped more often, under Join.
     """
 
     def __init__(self, case: Case, place: Place, net: Net) -> None:
@@ -33,6 +36,7 @@ class Plain(Side):
         scale = case.mode.loss_scale
         self.loss_scale = FIRST_SCALE if isinstance(scale, str) else scale
         self.good_steps = 0
+        self.is_stale = False
         super().__init__(case, place, net)
 
     # Building
@@ -53,7 +57,7 @@ class Plain(Side):
                 param: nn.Parameter(param.detach().float(), requires_grad=param.requires_grad) for param in low
             }
         groups = self.groups(list(self.net.named_parameters()))
-        self.optimizer = optimizer_case(self.case.optim.name).build(groups, **optimizer_options(self.case))
+        self.optimizer = find_optimizer(self.case.optim.name).build(groups, **optimizer_options(self.case))
 
     def stepped(self, param: Tensor) -> Tensor:
         return self.masters.get(param, param)
@@ -88,17 +92,16 @@ class Plain(Side):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        for param in self.masters:
-            if param.grad is not None:
+        held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        for param, master in self.masters.items():
+            if param.grad is not None and id(master) in held:
                 param.grad = None if set_to_none else torch.zeros_like(param.grad)
 
     # The step
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if closure is not None:
-            self.optimizer.step(closure)
-            self._write_back()
-            return
+            closure()
         loop = self.case.loop
         for param, master in self.masters.items():
             master.grad = None if param.grad is None else param.grad.float()
@@ -107,10 +110,7 @@ class Plain(Side):
         if loop.clip is not None:
             self.clip(loop.clip, loop.clip_norm)
         if loop.scaler:
-            self._clip_inside()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.seen.append(("scale", self.scaler.get_scale()))
+            self._step_with_scaler()
             return
         is_finite = self._prepare()
         norm = self._clip_inside() if is_finite else None
@@ -119,9 +119,18 @@ class Plain(Side):
             self._write_back()
         self._note(is_finite, norm)
 
+    def _step_with_scaler(self) -> None:
+        norm = self._clip_inside()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.seen.append(("scale", self.scaler.get_scale()))
+        if norm is not None and math.isfinite(norm.item()):
+            self.seen.append(("norm", norm.item()))
+
     def _prepare(self) -> bool:
         """Divide the loss scale out; whether the step may be taken."""
-        grads = [grad for param in self.params if (grad := self.stepped(param).grad) is not None]
+        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        grads = [param.grad for param in held if param.grad is not None]
         if self.loss_scale is not None:
             inverse = torch.tensor(1.0 / self.loss_scale, dtype=torch.float32).item()
             for grad in grads:
@@ -144,19 +153,27 @@ class Plain(Side):
             raise NotFinite
 
     def _clip_inside(self) -> Tensor | None:
-        limit = self.case.mode.max_grad_norm
-        if limit is None:
+        limit, group_limit = self.case.mode.max_grad_norm, self.case.mode.group_clip
+        if limit is None and group_limit is None:
             return None
-        if self.case.loop.scaler:
-            self.scaler.unscale_(self.optimizer) if not self._is_unscaled() else None
-        return self._clip_by(limit, self._in_order())
-
-    def _is_unscaled(self) -> bool:
-        return self.case.loop.unscales or self.case.loop.clip is not None
+        if self.case.loop.scaler and not (self.case.loop.unscales or self.case.loop.clip is not None):
+            self.scaler.unscale_(self.optimizer)
+        params = self._in_order()
+        if group_limit is None:
+            return self._clip_by(limit, params)
+        norm = self._clip_by(math.inf, params)
+        own = {id(param) for param in self.optimizer.param_groups[-1]["params"]}
+        if limit is not None:
+            self._clip_by(limit, [param for param in params if id(param) not in own])
+        self._clip_by(group_limit, [param for param in params if id(param) in own])
+        return norm
 
     def _in_order(self) -> list[Tensor]:
-        """Parameters in the order in which norms are taken."""
-        return [self.stepped(param) for param in self.params]
+        """Parameters in the order in which norms are taken: the model's, where the optimizer knows the model."""
+        params = [self.stepped(param) for param in self.params]
+        if self.case.has_hook or self.case.mode.via == "shard_optimizer":
+            return params
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def clip(self, kind: str, limit: float) -> None:
         if kind == "own":
@@ -165,19 +182,28 @@ class Plain(Side):
             norm = nn.utils.clip_grad_norm_(self.params, limit, self.case.mode.norm_type)
         self.seen.append(("norm", norm.detach().clone()))
 
-    def _clip_by(self, limit: float, params: list[Tensor]) -> Tensor:
+    def _clip_by(self, limit: float | None, params: list[Tensor]) -> Tensor:
         held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
         params = [param for param in params if id(param) in held and param.grad is not None]
         norm_type = self.case.mode.norm_type
+        if limit is None or limit == math.inf:
+            return self._norm_of(params)
         if len({param.dtype for param in params}) == 1 and params[0].dtype not in _LOW:
             return nn.utils.clip_grad_norm_(params, limit, norm_type)
-        norms = []
+        total = self._norm_of(params)
+        nn.utils.clip_grads_with_norm_(params, limit, total)
+        return total
+
+    def _norm_of(self, params: list[Tensor]) -> Tensor:
+        """The norm of norms, in order, those of low precision in fp32."""
+        norm_type, norms = self.case.mode.norm_type, []
         for param in params:
             assert param.grad is not None
             grad = param.grad.float() if param.dtype in _LOW else param.grad
             norms.append(torch.linalg.vector_norm(grad, norm_type))
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
-        nn.utils.clip_grads_with_norm_(params, limit, total)
+        if not norms:
+            return torch.tensor(0.0)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return total
 
     # Masters
@@ -222,4 +248,4 @@ def skips(case: Case) -> bool:
     if mode.nonfinite is not None:
         return mode.nonfinite != "step"
     waits = case.waits or (mode.stage == 2 and not mode.overlap)
-    return waits and (case.has_hook or mode.max_grad_norm is not None or mode.loss_scale is not None)
+    return waits and (case.has_hook or mode.clips or mode.loss_scale is not None)

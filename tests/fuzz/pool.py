@@ -98,7 +98,8 @@ class Pool:
             kind, text = stopped.args
             outcome = Outcome(case, "failed", kind, -1, text + self._stacks(), 0, time.monotonic() - started)
         self._age += 1
-        if outcome.verdict == "failed" or case.fault is not None or self._age >= CASES_PER_POOL:
+        is_calm = outcome.verdict in ("passed", "refused", "both raised") or outcome.kind.startswith("difference")
+        if not is_calm or case.fault is not None or self._age >= CASES_PER_POOL:
             self._kill()
         elif outcome.verdict != "passed":
             self._has_group = False
@@ -110,8 +111,8 @@ class Pool:
         if not self._processes:
             for rank in range(self._ranks):
                 ours, theirs = _CONTEXT.Pipe()
-                stacks = f"{self._folder.name}/stack {rank}"
-                process = _CONTEXT.Process(target=serve, args=(theirs, rank, self._ranks, stacks), daemon=True)
+                log = f"{self._folder.name}/log {rank}"
+                process = _CONTEXT.Process(target=serve, args=(theirs, rank, self._ranks, log), daemon=True)
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
@@ -132,12 +133,12 @@ class Pool:
         self._has_group, self._age = False, 0
 
     def _stacks(self) -> str:
-        """Where every rank is."""
+        """Where every rank is, and what it has said."""
         for process in self._processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(_DUMP_SECONDS)
-        files = sorted(Path(self._folder.name).glob("stack *"))
+        files = sorted(Path(self._folder.name).glob("log *"))
         return "".join(f"\n--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
 
     # Messages
@@ -187,11 +188,11 @@ class Pool:
             answered = [rank for rank in ranks if not isinstance(heard[rank], Done)]
             self._send(Verdict(verdict == "passed"), answered)
         text = "".join(
-            f"\n--- rank {rank}: {getattr(m, 'status', m)} {getattr(m, 'what', '')} after {getattr(m, 'seconds', 0):.1f} "
-            f"s\n{getattr(m, 'text', '')}"
+            f"\n--- rank {rank}: {getattr(m, 'status', m)} {getattr(m, 'what', '')} "
+            f"after {getattr(m, 'seconds', 0):.1f} s\n{getattr(m, 'text', '')}"
             for rank, m in heard.items()
         )
-        if verdict != "failed":
+        if verdict != "failed" or kind.startswith("difference"):
             self._hear(self._timeout, ranks)
         return Outcome(case, verdict, kind, last, text, compared, time.monotonic() - started)
 
@@ -203,9 +204,10 @@ class Pool:
         if len({report.op for report in reports}) > 1 and reports[0].what != "a rank failed":
             return "failed", "ranks at different operations"
         statuses = {report.status for report in reports}
-        failed = next((report for report in reports if report.status == "failed"), None)
-        if failed is not None:
-            return "failed", failed.what
+        failed = sorted({report.what for report in reports if report.status == "failed"})
+        if failed:
+            is_calm = statuses <= {"ok", "failed"} and failed[0].startswith("difference")
+            return "failed", failed[0] if len(failed) == 1 and (is_calm or statuses == {"failed"}) else str(failed)
         if statuses == {"ok"}:
             return "passed", ""
         if len(statuses) > 1:

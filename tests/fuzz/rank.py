@@ -1,6 +1,7 @@
 """A rank's process: it lives for many cases, and does what the parent says through a pipe."""
 
 import faulthandler
+import os
 import signal
 import warnings
 from dataclasses import dataclass
@@ -48,19 +49,20 @@ class Done:
     """A rank has ended what it was ordered to do."""
 
 
-def serve(pipe: Connection, rank: int, world_size: int, stacks: str) -> None:
-    """Carry out orders until the pipe is closed."""
+def serve(pipe: Connection, rank: int, world_size: int, log: str) -> None:
+    """Carry out orders until the pipe is closed; what would go to stderr goes to a file, stacks at SIGUSR1 too."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with Path(stacks).open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        while True:
-            try:
-                order = pipe.recv()
-            except EOFError:
-                return
-            _carry_out(order, pipe, rank, world_size)
-            pipe.send(Done())
+    while True:
+        try:
+            order = pipe.recv()
+        except EOFError:
+            return
+        _carry_out(order, pipe, rank, world_size)
+        pipe.send(Done())
 
 
 def _carry_out(order: Any, pipe: Connection, rank: int, world_size: int) -> None:

@@ -34,6 +34,11 @@ REFUSALS = [
     # clipping in the loop that is not there from the first step on
     Refusal("late clip", "RuntimeError", r"^Expected gradients that no step has used"),
     Refusal("late clip", "RuntimeError", r"^Expected the gradient of .* got none"),
+    # an optimizer that couples parameters
+    Refusal("coupled", "RuntimeError", r"^Expected .*rank"),
+    Refusal("coupled", "ValueError", r"^Expected .*rank"),
+    # overlap or stage 2 without a hook
+    Refusal("no hook", "RuntimeError", r"^Expected .*hook"),
     # a norm of a part
     Refusal("absent", "RuntimeError", r"^Expected the gradient of .* got none"),
     # a backward pass whose step was left out in a loop that calls it

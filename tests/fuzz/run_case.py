@@ -14,9 +14,10 @@ from tests.fuzz.case import Case, Op, Train
 from tests.fuzz.compare import Difference, check_equal, check_models, check_options
 from tests.fuzz.net import build_net
 from tests.fuzz.operations import steps_of
+from tests.fuzz.ours import Ours, Pair
 from tests.fuzz.plain import NotFinite, Plain
 from tests.fuzz.refusals import find_refusal
-from tests.fuzz.sides import Ours, Pair, Place
+from tests.fuzz.sides import Place
 
 OK, BOTH_RAISED, REFUSED, FAILED = "ok", "both raised", "refused", "failed"
 DIFFERENCE, ERROR, SILENT = "difference", "error", "silent"
@@ -31,7 +32,7 @@ class Report:
         status: `OK`, `BOTH_RAISED`, `REFUSED` or `FAILED`.
         what: the kind of a refusal, of an error of both, or of a failure.
         text: the message or the traceback.
-        goes_on: whether the case may go on after it.
+        goes_on: whether the case may go on after it; for the reader, the parent decides.
         seconds: what ours took.
         compared: how many steps were compared in it.
     """
@@ -64,7 +65,6 @@ class Runner:
         self._ask = ask
         self._start: list[Tensor] = []
         self._moved = False
-        self._compared = 0
 
     def run(self) -> None:
         """All operations, or as many as go well."""
@@ -117,18 +117,18 @@ class Runner:
         if own_error is not None or (error is not None and not isinstance(error, NotFinite)):
             if not (isinstance(error, NotFinite) and "finite gradients" in str(own_error)):
                 return _judge(self.case, op, number, error, own_error, seconds)
+            plain.seen.clear()
+            ours.seen.clear()
         elif isinstance(error, NotFinite):
             return Report(number, FAILED, SILENT, "ours steps from gradients that are not finite", False)
         try:
             self._compare(plain, ours, op)
         except Difference as difference:
-            return Report(number, FAILED, DIFFERENCE, str(difference), False, seconds)
+            return Report(number, FAILED, _named(self.case, DIFFERENCE, number), str(difference), False, seconds)
         if op is self.case.program[-1]:
-            missing = self._is_vacuous(plain)
-            if missing:
-                return Report(number, FAILED, "vacuous", missing, False, seconds)
-        compared = int(isinstance(op, Train) and op.compares and error is None)
-        self._compared += compared
+            if not self._moved:
+                return Report(number, FAILED, "vacuous", "no parameter has moved", False, seconds)
+        compared = int(op.compares and (isinstance(op, Train) or op is self.case.program[-1]))
         return Report(number, OK, seconds=seconds, compared=compared)
 
     def _compare(self, plain: Plain, ours: Ours, op: Op) -> None:
@@ -140,11 +140,6 @@ class Runner:
             check_models(plain.net, ours.net)
             check_options(plain.optimizer, ours.optimizer)
         self._moved |= any(not torch.equal(p, s) for p, s in zip(plain.params, self._start, strict=True))
-
-    def _is_vacuous(self, plain: Plain) -> str:
-        if not self._moved:
-            return "no parameter has moved"
-        return "" if self._compared else "nothing was compared"
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -163,14 +158,20 @@ def _judge(
         return Report(number, FAILED, "only the reference raises", text, False, seconds)
     text = "".join(traceback.format_exception(own_error))
     if isinstance(own_error, Difference):
-        return Report(number, FAILED, DIFFERENCE, str(own_error), False, seconds)
+        return Report(number, FAILED, _named(case, DIFFERENCE, number), str(own_error), False, seconds)
     refusal = find_refusal(case, op, own_error)
     if refusal is not None and (error is None or op.expects is not None):
         what = f"{refusal.key}: {type(own_error).__name__}" + (", unchanged" if refusal.changes_nothing else "")
         return Report(number, REFUSED, what, text, False, seconds)
     if error is not None:
         return Report(number, BOTH_RAISED, f"{type(error).__name__}: {str(error)[:60]}", text, False, seconds)
-    return Report(number, FAILED, ERROR, text, False, seconds)
+    return Report(number, FAILED, _named(case, ERROR, number), text, False, seconds)
+
+
+def _named(case: Case, kind: str, number: int) -> str:
+    """A failure at or after an operation that may have to be refused is told by the name of the refusal."""
+    keys = [op.expects for op in case.program[: number + 1] if op.expects is not None]
+    return ", ".join([kind, *keys[-1:]])
 
 
 def run_case(case: Case, place: Place, ask: Ask) -> None:

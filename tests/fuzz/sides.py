@@ -1,9 +1,9 @@
-"""Model, optimizer and what else a loop has, of one of the two runs; and ours."""
+"""Model, optimizer and what else a loop has, of one of the two runs."""
 
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, lr_scheduler
 
-from ddp_zero import (
-    DynamicLossScale,
-    ZeroRedundancyOptimizer,
-    hook_with_zero_step,
-    hook_with_zero_step_interleaved,
-    shard_optimizer,
-)
 from tests.fuzz.case import Case
 from tests.fuzz.net import Net, batch_of
-from tests.multiproc.cases import _unnamed, optimizer_case
+from tests.fuzz.toys import find_optimizer
 
 INTERVAL = 3  # good steps after which scales grow
 FIRST_SCALE = 1024.0
-SCALER = {"init_scale": FIRST_SCALE, "growth_interval": INTERVAL}
+SCALER: dict[str, Any] = {"init_scale": FIRST_SCALE, "growth_interval": INTERVAL}
 HOOKS: dict[str, Any] = {
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
@@ -62,6 +55,7 @@ class Side:
     Attributes:
         seen: what is compared besides the models: names and values.
         op: the number of the operation that runs.
+        average: of the parameters over time.
     """
 
     is_ours = False
@@ -75,6 +69,7 @@ class Side:
         self.net = net
         self.seen: list[tuple[str, Any]] = []
         self.op = 0
+        self.average = [param.detach().clone() for param in net.parameters()]
         self.scaler = torch.amp.GradScaler("cpu", enabled=case.loop.scaler, **SCALER)
         self.wrap()
         self.build_optimizer()
@@ -123,13 +118,15 @@ class Side:
             lr = options.get("lr", 0.01) * 0.3
             parts = [(members[::2], {}), (members[1::2], {"lr": lr})]
         parts = [part for part in parts if part[0]]
+        if case.mode.group_clip is not None and self.is_ours:
+            parts[-1][1]["max_grad_norm"] = case.mode.group_clip
         if not optim.named:
             return [{"params": [param for _, param in members], **own} for members, own in parts]
         return [{"params": members, **own} for members, own in parts]
 
     def held_out(self) -> list[tuple[str, Tensor]]:
         """The parameters that ``add_param_group`` brings later."""
-        trainable = list(self.net.named_parameters())
+        trainable: list[tuple[str, Tensor]] = list(self.net.named_parameters())
         count = min(self.case.optim.held_out, len(trainable) - 1)
         return trainable[len(trainable) - count :] if count else []
 
@@ -142,6 +139,9 @@ class Side:
             return lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
         if kind == "CosineAnnealingLR":
             return lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+        if kind == "OneCycleLR":
+            cycles = {"momentum", "betas"} & set(_defaults_of(self.case)) != set()
+            return lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=100, cycle_momentum=cycles)
         if kind == "LambdaLR":
             return lr_scheduler.LambdaLR(optimizer, warm_up)
         return None
@@ -193,6 +193,10 @@ class Side:
         """Clip in the loop."""
         raise NotImplementedError
 
+    def full_grad(self, param: Tensor) -> Tensor | None:
+        """The whole averaged gradient."""
+        return None if param.grad is None else param.grad.detach().clone()
+
     def has_written(self) -> None:
         """Somebody has written to parameters."""
 
@@ -209,115 +213,6 @@ class Side:
     def copy_all(self) -> None:
         """Go on with deep copies of network and optimizer."""
         raise NotImplementedError
-
-
-class Ours(Side):
-    """The sharded run."""
-
-    is_ours = True
-
-    def build_optimizer(self) -> None:
-        case, mode = self.case, self.case.mode
-        options = optimizer_options(case)
-        if self.place.injects == "lr":
-            options["lr"] = options.get("lr", 0.01) * (1 + 2.0**-22)
-        own: dict[str, Any] = {"stage": mode.stage, "sync": mode.sync, "parameters_as_bucket_view": mode.views}
-        own |= {"max_grad_norm": mode.max_grad_norm, "norm_type": mode.norm_type, "nonfinite": mode.nonfinite}
-        own |= {"master_weights": mode.masters, "loss_scale": _loss_scale(mode.loss_scale)}
-        build = optimizer_case(case.optim.name).build
-        hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
-        if mode.via == "shard_optimizer":
-            choice = mode.interleaved if mode.overlap else None
-            self.optimizer = shard_optimizer(
-                self.ddp,
-                build,
-                overlap=mode.overlap,
-                hook=hook,
-                interleaved=choice,
-                shard_buckets=mode.split,
-                **own,
-                **options,
-            )
-            return
-        groups = self.groups(list(self.net.named_parameters()))
-        self.optimizer = ZeroRedundancyOptimizer(groups, build, overlap_with_ddp=mode.overlap, **own, **options)
-        self._register()
-
-    def _register(self) -> None:
-        case, mode = self.case, self.case.mode
-        hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
-        if case.has_hook:
-            build = hook_with_zero_step_interleaved if mode.interleaved else hook_with_zero_step
-            hook = build(hook, self.ddp, self.optimizer, mode.split)
-        if hook is not None:
-            self.ddp.register_comm_hook(None, hook)
-
-    def pass_context(self, kind: str) -> Any:
-        return self.optimizer.accumulate() if kind == "accumulate" else super().pass_context(kind)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        if self.case.mode.loss_scale is not None:
-            scaled: Tensor = self.optimizer.scale(loss)
-            return scaled
-        return super().scale(loss)
-
-    def passes_are_over(self, kinds: tuple[str, ...]) -> None:
-        note_gradients(self)
-
-    def clip(self, kind: str, limit: float) -> None:
-        if kind == "own":
-            norm = self.optimizer.clip_grad_norm_(limit, self.case.mode.norm_type)
-        else:
-            norm = nn.utils.clip_grad_norm_(self.params, limit, self.case.mode.norm_type)
-        self.seen.append(("norm", norm.detach().clone()))
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        loop = self.case.loop
-        if loop.scaler and (loop.unscales or loop.clip is not None):
-            self.scaler.unscale_(self.optimizer)
-        if loop.clip is not None:
-            self.clip(loop.clip, loop.clip_norm)
-        if closure is not None:
-            self.optimizer.step(closure)
-            return
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if loop.scaler:
-            self.seen.append(("scale", self.scaler.get_scale()))
-        if self.case.mode.loss_scale is not None:
-            self.seen.append(("scale", self.optimizer.loss_scale))
-        record = self.optimizer.last_step
-        if self.case.mode.max_grad_norm is not None and record is not None and record.stepped:
-            self.seen.append(("norm", record.grad_norm))
-
-    def has_written(self) -> None:
-        if self.case.mode.masters:
-            self.optimizer.refresh_master_weights()
-
-    def wrap_again(self, is_new: bool) -> None:
-        if not is_new:
-            self.optimizer.reset()
-            self.optimizer.zero_grad()
-            self.wrap()
-            self._register()
-            return
-        scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
-        del self.optimizer, self.ddp, self.call, self.scheduler
-        for param in self.params:
-            param.grad = None
-        self.wrap()
-        self.build_optimizer()
-        self.scheduler = self.build_scheduler()
-        if scheduler is not None:
-            self.scheduler.load_state_dict(scheduler)
-
-    def copy_all(self) -> None:
-        self.net, self.optimizer = copy.deepcopy((self.net, self.optimizer))
-        for param in self.params:
-            param.grad = None
-        self.scheduler = rebound(self)
-        self.wrap()
-        self._register()
 
 
 def rebound(side: Side) -> Any:
@@ -342,36 +237,14 @@ def note_gradients(side: Side) -> None:
 
 def optimizer_options(case: Case) -> dict[str, Any]:
     """Options of the class, in values of their own."""
-    return copy.deepcopy(optimizer_case(case.optim.name).options)
+    return copy.deepcopy(find_optimizer(case.optim.name).options)
 
 
 def _defaults_of(case: Case) -> dict[str, Any]:
-    probe: Optimizer = optimizer_case(case.optim.name).build([nn.Parameter(torch.zeros(2, 2))])
+    probe: Optimizer = find_optimizer(case.optim.name).build([nn.Parameter(torch.zeros(2, 2))])
     return probe.defaults
-
-
-def _loss_scale(scale: float | str | None) -> DynamicLossScale | float | None:
-    if scale == "dynamic":
-        return DynamicLossScale(initial=FIRST_SCALE, growth_interval=INTERVAL)
-    assert not isinstance(scale, str)
-    return scale
 
 
 def warm_up(step: int) -> float:
     """A schedule that first rises."""
     return min(1.0, 0.2 * (step + 1))
-
-
-@dataclass
-class Pair:
-    """Both runs, and what they remember."""
-
-    plain: Any
-    ours: Ours
-    memories: dict[str, Memory] = field(default_factory=dict)
-
-    def remember(self, name: str) -> None:
-        """Keep what both can load."""
-        state = copy.deepcopy(self.plain.optimizer.state_dict())
-        model = {key: value.detach().clone() for key, value in self.plain.net.state_dict().items()}
-        self.memories[name] = Memory(model, state)
