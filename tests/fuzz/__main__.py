@@ -1,14 +1,16 @@
 """``python -m tests.fuzz``: many cases, or one again."""
 
 import argparse
+import ast
 import queue
 import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TextIO
 
+from tests.fuzz.case import Case
 from tests.fuzz.draw import draw
 from tests.fuzz.pool import Outcome, Pool
 
@@ -98,7 +100,7 @@ def fuzz(
                     seed = left.get_nowait()
                 except queue.Empty:
                     return
-                outcome = pool.run(seed)
+                outcome = pool.run(draw(seed, ranks))
                 with lock:
                     tally.add(outcome)
                     tally.seconds = time.monotonic() - started
@@ -116,13 +118,33 @@ def fuzz(
     return tally
 
 
-def _replay(seed: int, ranks: int, timeout: float, injects: str | None) -> int:
-    print(draw(seed, ranks))
-    with Pool(ranks, timeout, injects) as pool:
-        outcome = pool.run(seed)
+def _replay(case: Case, timeout: float, injects: str | None) -> int:
+    print(case)
+    with Pool(case.ranks, timeout, injects) as pool:
+        outcome = pool.run(case)
     print(f"{outcome.verdict} {outcome.kind} at {outcome.op} after {outcome.seconds:.1f} s, {outcome.compared} steps")
     print(outcome.text)
     return int(outcome.verdict == "failed")
+
+
+def _changed(case: Case, changes: list[str]) -> Case:
+    """A case with other values, such as ``mode.views=False``, or with ``program=3,5-8`` only some operations."""
+    for change in changes:
+        where, _, value = change.partition("=")
+        part, _, name = where.partition(".")
+        if where == "program":
+            case = replace(case, program=tuple(case.program[number] for number in _numbers(value)))
+        else:
+            case = replace(case, **{part: replace(getattr(case, part), **{name: ast.literal_eval(value)})})
+    return case
+
+
+def _numbers(text: str) -> list[int]:
+    numbers: list[int] = []
+    for piece in text.split(","):
+        first, _, last = piece.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def main() -> int:
@@ -136,9 +158,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=None, help="start no case after so long")
     parser.add_argument("--only", type=int, default=None, metavar="SEED", help="print and run one case")
     parser.add_argument("--inject", default=None, help="a mistake on purpose: 'lr', or 'hang N' at operation N")
+    parser.add_argument("--set", action="append", default=[], help="with --only: mode.views=False, program=0-3,7")
     options = parser.parse_args()
     if options.only is not None:
-        return _replay(options.only, options.ranks, options.timeout, options.inject)
+        case = _changed(draw(options.only, options.ranks), options.set)
+        return _replay(case, options.timeout, options.inject)
     seeds = range(options.seed, options.seed + options.cases)
     tally = fuzz(
         seeds, options.ranks, options.jobs, options.timeout, options.inject, out=sys.stdout, seconds=options.seconds

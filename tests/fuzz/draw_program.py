@@ -257,6 +257,7 @@ def _dangerous(drawing: _Drawing) -> None:
         _train(drawing, expects="skipped", zero="none", before=(), passes=("last",), closure=False)
     elif kind == "leftover":
         passes = ("no_sync",) * rng.choice([1, 2])
-        _train(drawing, passes=passes, zero="none", closure=False, nonfinite=None, compares=True, expects="leftover")
+        given = {"zero": "none", "closure": False, "nonfinite": None, "compares": True, "before": ()}
+        _train(drawing, passes=passes, expects="leftover", **given)
     elif kind == "kept":
-        _train(drawing, zero=rng.choice(["keep", "zeros"]), passes=("last",), closure=False, expects="kept")
+        _train(drawing, zero=rng.choice(["keep", "zeros"]), passes=("last",), closure=False, before=(), expects="kept")

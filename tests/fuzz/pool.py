@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.case import Case
-from tests.fuzz.draw import draw
 from tests.fuzz.rank import Done, Group, Run, Verdict, serve
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -83,16 +82,15 @@ class Pool:
         self._kill()
         self._folder.cleanup()
 
-    def run(self, seed: int) -> Outcome:
-        """Run the case of a seed."""
-        case = draw(seed, self._ranks)
+    def run(self, case: Case) -> Outcome:
+        """Run a case."""
         if case.fault is not None:
             self._kill()
         self._group_timeout = _FAULT_TIMEOUT if case.fault is not None else GROUP_TIMEOUT
         started = time.monotonic()
         try:
             self._prepare()
-            self._send(Run(seed, self._folder.name, self._injects))
+            self._send(Run(case, self._folder.name, self._injects))
             outcome = self._follow(case, started)
         except _Stopped as stopped:
             kind, text = stopped.args

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from tests.fuzz.case import Case
-from tests.fuzz.draw import draw
 from tests.fuzz.faults import run_until_a_rank_fails
 from tests.fuzz.run_case import Report, run_case
 from tests.fuzz.sides import Place
@@ -30,9 +29,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Run:
-    """Order of the parent: run the case of a seed."""
+    """Order of the parent: run a case."""
 
-    seed: int
+    case: Case
     folder: str
     injects: str | None
 
@@ -83,7 +82,7 @@ def _carry_out(order: Any, pipe: Connection, rank: int, world_size: int) -> None
             verdict: Verdict = pipe.recv()
             return verdict.goes_on
 
-        case: Case = draw(order.seed, world_size)
+        case = order.case
         place = Place(rank, world_size, order.folder, order.injects)
         if case.fault is not None:
             run_until_a_rank_fails(case, place, ask)
