@@ -30,7 +30,7 @@ def draw(seed: int, ranks: int) -> Case:
     if optim.groups != "one" and rng.random() < 0.06:
         mode = replace(mode, group_clip=rng.choice([0.05, 0.3]))
     mode, loop = _draw_loop(rng, mode, model, optim)
-    if mode.stage == 2 or mode.group_clip is not None:
+    if mode.stage == 2 or mode.group_clip is not None or loop.scheduler is not None:
         optim = replace(optim, held_out=0)
     if mode.via == "shard_optimizer" and (optim.held_out or mode.group_clip is not None):
         mode = replace(mode, via="hooks")

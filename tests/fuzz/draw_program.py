@@ -197,6 +197,7 @@ def _between(drawing: _Drawing) -> None:
         drawing.frozen = kind == "freeze"
         drawing.settled = min(drawing.settled, _SETTLED - 2)
     if kind == "add_param_group":
+        drawing.remembers = drawing.saved = False  # what was kept has fewer groups
         drawing.settled = min(drawing.settled, _SETTLED - 2)
 
 

@@ -138,7 +138,8 @@ class Runner:
             check_equal(one, other, name)
         if op.compares:
             check_models(plain.net, ours.net)
-            check_options(plain.optimizer, ours.optimizer)
+            if not plain.is_stale:
+                check_options(plain.optimizer, ours.optimizer)
         self._moved |= any(not torch.equal(p, s) for p, s in zip(plain.params, self._start, strict=True))
 
 
