@@ -87,7 +87,7 @@ FEATURES: list[tuple[str, str, str]] = [
         RECIPES,
     ),
     ("... an inf or nan on one rank: nothing changes anywhere; `opt.last_step` names where it was", "yes", DECIDE),
-    ("... clipped or unscaled in the loop with overlap: the first step is taken back, later ones wait", "yes", DECIDE),
+    ("... clipped or unscaled in the loop with overlap: the first step waits, and later ones do", "yes", DECIDE),
     ("... the same decision under `Join`, with unused parameters, and where a rank owns nothing", "yes", DECIDE),
     ("Sharded checkpoints: stages 1 and 2 and plain at 1 to 4 ranks resume each other bit for bit", "yes", RESUMES),
     (
