@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import ZeroRedundancyOptimizer, binding, checkpoint, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, binding, checkpoint, exchange, shard_optimizer
 from ddp_zero.awaited import Awaited
 from tests.multiproc.cases import loss_of
 from tests.multiproc.harness import Setup, run_ranks
@@ -262,12 +262,14 @@ def _dropped_without_reset(setup: Setup, mode: str, layers: list[list[int]]) -> 
     assert_replicas_agree(ddp.parameters())
     plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.1)
     opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **{**options, "max_grad_norm": None})
+    kept = len(exchange._unfinished)
     for seed in range(8):
         _train(plain_ddp, plain, 1, setup.rank, seed)
         _train(ddp, opt, 1, setup.rank, seed)
         opt.finish_sync()
         for expected, param in zip(plain_ddp.parameters(), ddp.parameters(), strict=True):
             torch.testing.assert_close(param.detach(), expected.detach(), rtol=0, atol=0)
+    assert len(exchange._unfinished) == kept, "steps that go well leave nothing"
     assert not any(torch.equal(param, state[name]) for name, param in model.named_parameters())
 
 
