@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.001, 0.05
 
 
 def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: timedelta) -> Store:
@@ -46,6 +46,7 @@ def _hand_out(prefix: str, shared: Store, world_size: int, time_out: timedelta) 
     """Answer every ticket until all ranks have their answer."""
     deadline = time.monotonic() + time_out.total_seconds()
     answered: dict[int, str] = {}
+    pause, longest = _POLL_SECONDS
     while (came := shared.add(_counting(prefix), 0)) < world_size - 1:
         if time.monotonic() > deadline:
             raise RuntimeError(f"Expected {world_size - 1} other ranks within {time_out}, got {came}.")
@@ -54,7 +55,8 @@ def _hand_out(prefix: str, shared: Store, world_size: int, time_out: timedelta) 
             if ticket != answered.get(rank, ""):
                 shared.set(_answering(ticket), prefix)
                 answered[rank] = ticket
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
 
 
 def _asking(rank: int) -> str:

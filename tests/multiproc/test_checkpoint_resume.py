@@ -234,8 +234,17 @@ class _DiesOnceItsAddressIsKnown(_STORES.Store):  # type: ignore[misc]
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
 
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        total: int = self._store.add(key, amount)
+        return total
+
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        if any("/" in key for key in keys):  # Gloo's own, after the ranks have seen that all are there
+        names = [key.removeprefix("ddp_zero/attempt/") for key in keys]
+        if any(name.count("/") > 1 for name in names):  # Gloo's own, after the ranks have seen that all are there
             kill_this_process()
         self._store.wait(keys, timeout)
 
