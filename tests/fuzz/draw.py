@@ -93,6 +93,8 @@ def _draw_model(rng: random.Random, optim: Optim, mode: Mode) -> Model:
     if kind == "conv":
         widths = (3, *(rng.choice([1, 3, 4, 5]) for _ in range(min(depth, 3))), 3)
     norm = None if only_matrices else rng.choice([None, None, None, "layer", "batch"])
+    if kind == "conv" and norm == "layer":
+        norm = "batch"  # torch 2.13 dies of a frozen weight of a GroupNorm in channels-last memory
     extras = [name for name in ("never", "sometimes", "zero", "scalar", "layer") if rng.random() < 0.09]
     if only_matrices:
         extras = [name for name in extras if name in ("never", "sometimes", "layer")]

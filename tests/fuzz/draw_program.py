@@ -258,7 +258,7 @@ def _dangerous(drawing: _Drawing) -> None:
         _train(drawing, expects="skipped", zero="none", before=(), passes=("last",), closure=False)
     elif kind == "leftover":
         passes = ("no_sync",) * rng.choice([1, 2])
-        given = {"zero": "none", "closure": False, "nonfinite": None, "compares": True, "before": ()}
+        given = {"zero": "none", "closure": False, "nonfinite": None, "compares": True, "before": (), "middle": ()}
         _train(drawing, passes=passes, expects="leftover", **given)
     elif kind == "kept":
         _train(drawing, zero=rng.choice(["keep", "zeros"]), passes=("last",), closure=False, before=(), expects="kept")

@@ -108,7 +108,7 @@ def _layers(model: Model, dtype: torch.dtype) -> list[nn.Module]:
         if model.norm == "batch":
             norm = nn.BatchNorm2d(outputs) if model.kind == "conv" else nn.BatchNorm1d(outputs)
         else:
-            norm = nn.GroupNorm(1, outputs) if model.kind == "conv" else nn.LayerNorm(outputs)
+            norm = nn.LayerNorm(outputs)
         made.append(nn.Sequential(layer, norm.to(dtype)))
     return made
 

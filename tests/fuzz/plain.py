@@ -91,7 +91,7 @@ class Plain(Side):
         note_gradients(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none)
         held = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
         for param, master in self.masters.items():
             if param.grad is not None and id(master) in held:

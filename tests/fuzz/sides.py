@@ -182,8 +182,11 @@ class Side:
         """All backward passes of an iteration have run."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero gradients."""
+        """Drop or zero gradients, those of parameters that are in no group yet too."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        for _, param in self.held_out():
+            if not any(param is member for group in self.optimizer.param_groups for member in group["params"]):
+                param.grad = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Take the step as the loop does."""

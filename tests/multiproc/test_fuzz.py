@@ -1,0 +1,75 @@
+"""A handful of fuzzed cases, and that the fuzzer finds what is wrong. Thousands: ``python -m tests.fuzz``."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.fuzz.__main__ import Tally, fuzz
+from tests.fuzz.case import Case, Ddp, Fault, Mode, Train
+from tests.fuzz.draw import MATRICES_ONLY, OPTIMIZERS, draw
+from tests.fuzz.pool import Pool
+from tests.multiproc import cases
+
+SEEDS = {2: range(40), 3: range(10)}
+_SIMPLE = replace(draw(7, 2), mode=Mode(overlap=True), program=(Train(),) * 5)
+
+
+@pytest.mark.parametrize("ranks", SEEDS)
+def test_a_handful_of_cases(ranks: int) -> None:
+    tally = fuzz(SEEDS[ranks], ranks)
+    assert not tally.failures, tally.report(ranks) + "".join(outcome.text for outcome in tally.failures)
+    assert tally.cases == len(SEEDS[ranks])
+    assert tally.passed > tally.cases / 2
+    assert tally.compared > 4 * tally.cases
+
+
+def test_cases_are_drawn_without_torch_and_always_alike() -> None:
+    told = [str(draw(seed, ranks)) for seed in range(50) for ranks in (2, 3)]
+    script = (
+        "import sys; from tests.fuzz.draw import draw\n"
+        "print('\\n'.join(str(draw(seed, ranks)) for seed in range(50) for ranks in (2, 3)))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert again.stdout.strip() == "\n".join(told)
+    assert len(set(told)) == len(told)
+
+
+def test_every_optimizer_is_drawn() -> None:
+    assert set(OPTIMIZERS) == {case.name for case in cases.OPTIMIZERS}
+    assert set(MATRICES_ONLY) == {case.name for case in cases.OPTIMIZERS if case.matrices_only}
+    assert {draw(seed, 2).optim.name for seed in range(2000)} >= set(OPTIMIZERS)
+
+
+def test_a_learning_rate_that_is_off_by_an_ulp_is_found() -> None:
+    tally = Tally()
+    with Pool(2, injects="lr") as pool:
+        tally.add(pool.run(_SIMPLE))
+        tally.add(pool.run(replace(_SIMPLE, mode=Mode(stage=2, overlap=True), ddp=_views(_SIMPLE))))
+    assert [outcome.kind for outcome in tally.failures] == ["difference", "difference"]
+    assert "differences: 2" in tally.report(2)
+
+
+def test_a_rank_that_hangs_is_reported_and_replaced() -> None:
+    with Pool(2, timeout=4.0, injects="hang 2") as pool:
+        outcome = pool.run(_SIMPLE)
+        assert (outcome.verdict, outcome.kind) == ("failed", "hang")
+        assert "in _run" in outcome.text  # the stacks of the ranks
+        tally = Tally()
+        tally.add(outcome)
+        assert "hangs: 1" in tally.report(2)
+        assert pool.run(replace(_SIMPLE, program=(Train(),) * 2)).verdict == "passed"
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "stop"])
+def test_a_rank_that_fails_is_noticed_by_the_others(how: str) -> None:
+    fault = Fault(how=how, rank=1, at=3, where="backward")
+    with Pool(2) as pool:
+        outcome = pool.run(replace(_SIMPLE, program=(Train(),) * 6, fault=fault))
+    assert (outcome.verdict, outcome.kind) == ("refused", "a rank failed"), outcome.text
+
+
+def _views(case: Case) -> Ddp:
+    return replace(case.ddp, gradient_as_bucket_view=True)
