@@ -49,7 +49,8 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
     others; afterwards all ranks hold the same parameters. Gradients must have been averaged before, as
     `DistributedDataParallel` does; in stage 2 a rank keeps averaged gradients for what it owns only. The numbers are
-    those of the unsharded optimizer, bit for bit. The idea is that of
+    those of the unsharded optimizer with the same averages, bit for bit; `accumulate` says what it averages. The idea
+    is that of
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019.
 
     A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank of the group must construct it, with the

@@ -41,6 +41,11 @@ class ReachesGradients(Optimizer):
         Stage 2 adds them to what this rank owns and keeps nothing else, where ``ddp.no_sync()`` keeps gradients of full
         size but sends nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
 
+        Stage 2 averages each pass on its own and adds up the averages, those of fp16 and bf16 in fp32. Stage 1 does as
+        DDP does without ``no_sync()``: it averages what ``param.grad`` holds, in its dtype. Both differ in last bits
+        from ``ddp.no_sync()``, which adds up each rank's own gradients and averages once. That works here, too, and
+        gives DDP's own bits.
+
         Raises:
             RuntimeError: under Join, since ranks that have joined do not know of it.
         """

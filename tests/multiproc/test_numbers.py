@@ -19,7 +19,7 @@ from ddp_zero import (
     hook_with_zero_step_interleaved,
     shard_optimizer,
 )
-from tests.multiproc.cases import assert_equal_models, loss_of, sum_in_rank_order
+from tests.multiproc.cases import assert_equal_models, build_model, loss_of, sum_in_rank_order
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.recipes import Batches, low_precision_model, micro_batches
 
@@ -351,3 +351,58 @@ STAGE_2 = list(MODES)[4:]
 def test_stage_2_adds_averages_up_in_fp32_from_the_first_pass_on(world_size: int, ddp_options: dict[str, Any]) -> None:
     moved = run_ranks(_follow_sums_in_fp32, world_size, STAGE_2, ddp_options, timeout=240)
     assert all(moved), "owners have changed between two passes of a step"
+
+
+def _plain_passes(model: DistributedDataParallel, data: Batches, policy: str) -> None:
+    """Several backward passes of DDP alone, as a policy of ours adds them up."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    model.zero_grad()
+    for number, batch in enumerate(data):
+        with model.no_sync() if policy == "no_sync" and number < len(data) - 1 else contextlib.nullcontext():
+            loss_of(model, *batch).backward()
+        if policy == "averages":
+            for param in model.parameters():
+                assert param.grad is not None
+                sums[param] = sums[param] + param.grad if param in sums else param.grad.clone()
+            model.zero_grad()
+    for param, total in sums.items():
+        param.grad = total
+
+
+def _follow_policies(setup: Setup) -> bool:
+    """Whether the policies have ever differed."""
+    differed = False
+    for name, mode in MODES.items():
+        if mode.get("sync") == "forward":
+            continue
+        is_stage_2 = mode.get("stage") == 2
+        for policy in ("no_sync", "averages" if is_stage_2 else "as without no_sync"):
+            torch.manual_seed(0)
+            model = build_model()
+            before = [param.detach().clone() for param in model.parameters()]
+            plain_model, other_model = (
+                DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015) for _ in range(2)
+            )
+            plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
+            ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=is_stage_2)
+            opt = shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, **mode)
+            for step, data in enumerate(micro_batches(setup.rank, 5, 3)):
+                other_model.load_state_dict(plain_model.state_dict())
+                _plain_passes(other_model, data, "no_sync")
+                _plain_passes(plain_model, data, policy)
+                grads = zip(plain_model.parameters(), other_model.parameters(), strict=True)
+                differed |= any(not torch.equal(one.grad, other.grad) for one, other in grads)  # type: ignore[arg-type]
+                plain.step()
+                opt.zero_grad()
+                for number, batch in enumerate(data):
+                    context = ddp.no_sync() if policy == "no_sync" else opt.accumulate()
+                    with context if number < len(data) - 1 else contextlib.nullcontext():
+                        loss_of(ddp, *batch).backward()
+                opt.step()
+                assert_equal_models(plain_model, ddp, f"{name}, {policy}, step {step}")
+            assert_moved(before, model, name)
+    return differed
+
+
+def test_no_sync_has_ddps_bits_and_accumulate_those_of_averages_of_each_pass() -> None:
+    assert all(run_ranks(_follow_policies, 2, timeout=240)), "the policies never differed"
