@@ -31,7 +31,8 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
     """
     if not takes_hook:
         raise ValueError(
-            "Expected an optimizer built with overlap_with_ddp=True or stage=2, got one that steps in step()."
+            "Expected an optimizer built with overlap_with_ddp=True, stage=2 or accumulate_in_fp32=True, got one that "
+            "steps in step()."
         )
     if has_hook and not may_be_replaced:
         raise ValueError("Expected an optimizer without a hook, got one that has one. Build one hook per optimizer.")

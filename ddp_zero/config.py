@@ -19,6 +19,7 @@ class StepOptions:
             they were; None: skip where the step waits for all gradients anyway, else step.
         loss_scale: what ``opt.scale`` multiplies the loss by, a number or a policy; None: there is none.
         master_weights: whether fp16 and bf16 parameters are stepped in fp32.
+        accumulate_in_fp32: whether averages of several backward passes add up in fp32 in stage 1, as in stage 2.
         sync: when the parameters that others have stepped are waited for: at the end of the ``"step"``, or in the next
             ``"forward"`` pass, by whoever uses one.
 
@@ -33,13 +34,15 @@ class StepOptions:
     loss_scale: DynamicLossScale | float | None = None
     master_weights: bool = False
     sync: str = "step"
+    accumulate_in_fp32: bool = False
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
             check_max_grad_norm(self.max_grad_norm)
         check_number("norm_type", self.norm_type)
-        if not isinstance(self.master_weights, bool):
-            raise TypeError(f"Expected master_weights to be True or False, got {self.master_weights!r}.")
+        for name in ("master_weights", "accumulate_in_fp32"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"Expected {name} to be True or False, got {getattr(self, name)!r}.")
         if not self.norm_type > 0:
             raise ValueError(f"Expected norm_type above 0, got {self.norm_type!r}.")
         if self.nonfinite not in (None, *NONFINITE):

@@ -23,7 +23,7 @@ and it cannot be freed before backward ends; it is the fallback where the reduce
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from ddp_zero.accumulation import SummedGradients
 from ddp_zero.admission import check_can_partition
 from ddp_zero.awaited import untouched
 from ddp_zero.bucket_memory import BucketMemory
@@ -46,6 +47,7 @@ from ddp_zero.reducer import (
     finds_unused,
     has_static_graph,
     in_backward,
+    on_gradient,
     places_in_bucket,
     reduced_parameters,
     will_reduce,
@@ -234,7 +236,7 @@ class PartitionedGradients:
         self._stop_watching()
         reference = weakref.ref(self)  # a parameter holds its hooks
         for index, params in buckets.items():
-            self._hooks += [_register(param, partial(_on_gradient, reference, index)) for param in params]
+            self._hooks += [on_gradient(param, partial(_on_gradient, reference, index)) for param in params]
 
     def _stop_watching(self) -> None:
         for hook in self._hooks:
@@ -359,12 +361,15 @@ def gradients_of_stage(
     wrapped: CommHook | None,
     side: SideStream,
     passes: ForwardPasses,
+    sums_in_fp32: bool,
 ) -> Gradients:
-    """Stage 2's answer to the hook if there are options for it, and otherwise stage 1's.
+    """Stage 2's answer to the hook if there are options for it, and otherwise one of stage 1's.
 
     Raises:
         ValueError: if stage 2 cannot take over the gradients of the model.
     """
+    if options is None and sums_in_fp32:
+        return SummedGradients(sharded, ddp, wrapped, side)
     if options is None:
         return WholeGradients(sharded, ddp.process_group, wrapped, side)
     check_can_partition(ddp, sharded.table, wrapped)
@@ -375,12 +380,3 @@ def _on_gradient(reference: "weakref.ref[PartitionedGradients]", index: int | No
     gradients = reference()
     if gradients is not None:
         gradients.gradient_arrives(index)
-
-
-def _register(param: Tensor, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
-    """Register a tensor hook, also on a parameter that is frozen now: it may not be at its next gradient."""
-    is_trainable = param.requires_grad
-    param.requires_grad_(True)
-    handle: RemovableHandle = param.register_hook(hook)
-    param.requires_grad_(is_trainable)
-    return handle

@@ -87,6 +87,10 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             their way then, first those that the next forward pass needs first, and whoever uses one waits for it:
             layers, ``state_dict()``, code that reads it. Needs ``parameters_as_bucket_view=True``, and takes effect
             once the optimizer knows the model: by a hook, or built by `shard_optimizer`. See `finish_sync`.
+        accumulate_in_fp32: stage 1: averages of several backward passes add up as in stage 2 (see `accumulate`), those
+            of fp16 and bf16 in fp32, and ``param.grad`` shows the rounded sum. From the second pass on, each rank keeps
+            the sum of all gradients beside them. Needs a hook from `hook_with_zero_step`, also without overlap;
+            `shard_optimizer` builds it. False: they add up in ``param.grad``, as DDP does it.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -124,6 +128,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         loss_scale: DynamicLossScale | float | None = None,
         master_weights: bool = False,
         sync: str = "step",
+        accumulate_in_fp32: bool = False,
         **defaults: Any,
     ) -> None:
         group = process_group if is_group(process_group) else None  # then refused, on all ranks
@@ -137,7 +142,9 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             check_group(process_group)
             check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
             self._reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
-            options = StepOptions(max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync)
+            options = StepOptions(
+                max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32
+            )
             check_can_sync(sync, parameters_as_bucket_view)
             check_can_be_sharded(optimizer_class)
             check_params(params)
@@ -211,7 +218,8 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         if self._hook is not None:
             self._hook.detach()
         side = SideStream()
-        gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side, self._passes)
+        sums_in_fp32 = self._decision.options.accumulate_in_fp32
+        gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side, self._passes, sums_in_fp32)
         self._passes.watch([ddp])
         self._decision.watch.is_on = self._decision.options.nonfinite != "step"
         self._hook = OverlapHook(

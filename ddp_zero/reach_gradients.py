@@ -42,9 +42,9 @@ class ReachesGradients(Optimizer):
         size but sends nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
 
         Stage 2 averages each pass on its own and adds up the averages, those of fp16 and bf16 in fp32. Stage 1 does as
-        DDP does without ``no_sync()``: it averages what ``param.grad`` holds, in its dtype. Both differ in last bits
-        from ``ddp.no_sync()``, which adds up each rank's own gradients and averages once. That works here, too, and
-        gives DDP's own bits.
+        DDP does without ``no_sync()``: it averages what ``param.grad`` holds, in its dtype; with ``accumulate_in_fp32``
+        it does as stage 2. All of this differs in last bits from ``ddp.no_sync()``, which adds up each rank's own
+        gradients and averages once. That works here, too, and gives DDP's own bits.
 
         Raises:
             RuntimeError: under Join, since ranks that have joined do not know of it.
@@ -203,12 +203,13 @@ class ReachesGradients(Optimizer):
 
     @property
     def _takes_hook(self) -> bool:
-        return self._overlaps or self._reduction is not None
+        return self._overlaps or self._reduction is not None or self._decision.options.accumulate_in_fp32
 
     def _overlap(self) -> OverlapHook:
         if self._hook is None:
             raise RuntimeError(
-                "Expected a DDP communication hook with overlap_with_ddp=True or stage=2, got none. Build one with "
-                "hook_with_zero_step(None, ddp, opt) and register it with ddp.register_comm_hook(None, hook)."
+                "Expected a DDP communication hook with overlap_with_ddp=True, stage=2 or accumulate_in_fp32=True, got "
+                "none. Build one with hook_with_zero_step(None, ddp, opt) and register it with "
+                "ddp.register_comm_hook(None, hook)."
             )
         return self._hook

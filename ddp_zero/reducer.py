@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.memory_layout import is_dense
 
@@ -43,6 +44,15 @@ def after_the_reducer(callback: Callable[[], None]) -> None:
     """Call back at the end of this backward pass, when the reducer has published the gradients."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
+
+
+def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
+    """Register a tensor hook, also on a parameter that is frozen now: it may not be at its next gradient."""
+    is_trainable = param.requires_grad
+    param.requires_grad_(True)
+    handle: RemovableHandle = param.register_hook(hook)
+    param.requires_grad_(is_trainable)
+    return handle
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -286,12 +286,13 @@ class SumsInFp32:
 
     model: DistributedDataParallel
     has_masters: bool
+    is_stage_2: bool
     params: list[nn.Parameter] = field(init=False)
     stepped: list[nn.Parameter] = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
-        if dist.get_world_size() > 2:
+        if self.is_stage_2 and dist.get_world_size() > 2:
             self.model.register_comm_hook(None, sum_in_rank_order)
         self.params = list(self.model.parameters())
         self.stepped = [nn.Parameter(p.detach().float()) if self.has_masters else p for p in self.params]
@@ -318,13 +319,14 @@ def _follow_sums_in_fp32(setup: Setup, modes: list[str], ddp_options: dict[str, 
     """Accumulate from the very first pass on; how many parameters got another owner meanwhile."""
     moved = 0
     for name, has_masters, passes in itertools.product(modes, (True, False), (2, 3)):
-        mode = MODES[name] | {"shard_buckets": passes == 2}
+        mode = MODES[name] | {"shard_buckets": passes == 2, "accumulate_in_fp32": MODES[name].get("stage") != 2}
         model = low_precision_model(torch.bfloat16, is_mixed=not ddp_options.get("static_graph"))
         before = [param.detach().clone() for param in model.parameters()]
         plain_model = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015, **ddp_options)
-        plain = SumsInFp32(plain_model, has_masters)
         is_stage_2 = mode.get("stage") == 2
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=is_stage_2, **ddp_options)
+        plain = SumsInFp32(plain_model, has_masters, is_stage_2)
+        as_views = is_stage_2 or passes == 3
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=as_views, **ddp_options)
         opt = shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, master_weights=has_masters, **mode)
         owners = list(opt._sharded.binding.owners)
         for step, data in enumerate(micro_batches(setup.rank, 5, passes)):
@@ -342,6 +344,14 @@ def _follow_sums_in_fp32(setup: Setup, modes: list[str], ddp_options: dict[str, 
 
 
 STAGE_2 = list(MODES)[4:]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "ddp_options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=["dynamic", "static", "unused"]
+)
+def test_stage_1_adds_averages_up_in_fp32_if_asked_to(world_size: int, ddp_options: dict[str, Any]) -> None:
+    run_ranks(_follow_sums_in_fp32, world_size, list(MODES)[:3], ddp_options, timeout=240)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -406,3 +416,53 @@ def _follow_policies(setup: Setup) -> bool:
 
 def test_no_sync_has_ddps_bits_and_accumulate_those_of_averages_of_each_pass() -> None:
     assert all(run_ranks(_follow_policies, 2, timeout=240)), "the policies never differed"
+
+
+def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
+    for mode in ({"accumulate_in_fp32": True}, {"accumulate_in_fp32": True, "overlap": False}, {"stage": 2}):
+        model = low_precision_model(torch.bfloat16, is_mixed=False)
+        plain_model = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015)
+        ddp = wrap(model, mode)
+        plain = SumsInFp32(plain_model, True, is_stage_2="stage" in mode)
+        opt = shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, master_weights=True, **mode)
+        for step, data in enumerate(micro_batches(setup.rank, 4, 3)):
+            plain.step(data)
+            opt.zero_grad()
+            for number, batch in enumerate(data):
+                with opt.accumulate() if number < 2 else contextlib.nullcontext():
+                    loss_of(ddp, *batch).backward()
+                if number < 2:
+                    before = [param.grad for param in model.parameters()]
+                    torch.autograd.grad(loss_of(model, *batch), list(model.parameters()))
+                    is_same = [one is param.grad for one, param in zip(before, model.parameters(), strict=True)]
+                    assert "stage" in mode or all(is_same), f"{mode}, step {step}, pass {number}"
+            opt.step()
+            assert_equal_models(plain_model, ddp, f"{mode}, step {step}")
+        if "stage" not in mode:
+            with pytest.raises(RuntimeError, match="Expected no averaged gradients at a backward pass under"):
+                _add_own_to_averages(ddp, opt, next(micro_batches(setup.rank, 1, 2)))
+
+
+def _add_own_to_averages(ddp: DistributedDataParallel, opt: ZeroRedundancyOptimizer, data: Batches) -> None:
+    opt.zero_grad()
+    with opt.accumulate():
+        loss_of(ddp, *data[0]).backward()
+    with ddp.no_sync():
+        loss_of(ddp, *data[1]).backward()
+
+
+def _needs_a_hook(setup: Setup) -> None:
+    params = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
+    opt = ZeroRedundancyOptimizer(params, torch.optim.SGD, accumulate_in_fp32=True, lr=0.1)
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(RuntimeError, match=r"communication hook with .*accumulate_in_fp32=True, got none"):
+        opt.step()
+
+
+def _accumulation_by_option(setup: Setup) -> None:
+    _passes_that_ddp_does_not_reduce(setup)
+    _needs_a_hook(setup)
+
+
+def test_sums_of_averages_outlive_passes_that_ddp_does_not_reduce_and_refuse_own_gradients() -> None:
+    run_ranks(_accumulation_by_option, 2)

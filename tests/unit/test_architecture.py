@@ -110,6 +110,11 @@ ROOMS = {
         "collectives reducer sharded_step side_stream watch",
         "torch.distributed.GradBucket torch.distributed.ProcessGroup",
     ),
+    "accumulation": room(
+        3,
+        "awaited grad_bucket gradients reducer sharded_step side_stream visible",
+        "torch.distributed.GradBucket",
+    ),
     "grad_bucket": room(3, "buffers collectives grad_reduce plan reducer sharded_step side_stream tracing"),
     "bucket_memory": room(3, "grad_bucket reducer tracing"),
     "visible": room(3, "absent grad_bucket grad_reduce sharded_step"),
@@ -481,7 +486,7 @@ def test_only_the_reducers_room_looks_into_ddp_and_into_backward(name: str) -> N
     elif name in ("absent", "awaited"):
         assert found == {"torch._C"}
     else:
-        takes_buckets = name in ("collectives", "gradients", "grad_partition", "hook")
+        takes_buckets = name in ("accumulation", "collectives", "gradients", "grad_partition", "hook")
         assert found == ({"GradBucket"} if takes_buckets else set())
 
 

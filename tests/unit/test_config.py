@@ -18,6 +18,7 @@ def test_by_default_nothing_is_asked_of_a_step_and_it_does_not_wait() -> None:
         "nonfinite": None,
         "loss_scale": None,
         "master_weights": False,
+        "accumulate_in_fp32": False,
         "sync": "step",
     }
     assert options.why_wait() is None
@@ -158,7 +159,14 @@ def test_a_dynamic_loss_scale_goes_with_skipping(nonfinite: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("norm_type", "2"), ("norm_type", True), ("master_weights", "yes"), ("master_weights", 1)]
+    ("name", "value"),
+    [
+        ("norm_type", "2"),
+        ("norm_type", True),
+        ("master_weights", "yes"),
+        ("master_weights", 1),
+        ("accumulate_in_fp32", 1),
+    ],
 )
 def test_an_option_of_another_type_is_refused_with_its_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"^Expected {name} to be .*got {value!r}"):
