@@ -111,17 +111,15 @@ ROOMS = {
         "torch.distributed.GradBucket torch.distributed.ProcessGroup",
     ),
     "accumulation": room(
-        3,
-        "awaited grad_bucket gradients reducer sharded_step side_stream visible",
-        "torch.distributed.GradBucket",
+        3, "awaited grad_bucket gradients reducer sharded_step side_stream visible", "torch.distributed.GradBucket"
     ),
     "grad_bucket": room(3, "buffers collectives grad_reduce plan reducer sharded_step side_stream tracing"),
     "bucket_memory": room(3, "grad_bucket reducer tracing"),
     "visible": room(3, "absent grad_bucket grad_reduce sharded_step"),
     "grad_partition": room(
         3,
-        "admission awaited bucket_memory forward_passes grad_bucket grad_reduce gradients reducer "
-        "sharded_step side_stream tracing visible",
+        "accumulation admission awaited bucket_memory forward_passes grad_bucket grad_reduce gradients "
+        "reducer sharded_step side_stream tracing visible",
         "torch.distributed.GradBucket",
     ),
     "clipping": room(3, "absent precision sharded_step"),
