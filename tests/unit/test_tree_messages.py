@@ -10,6 +10,10 @@ from ddp_zero.collectives import Communicator
 from ddp_zero.partition import GroupRank
 
 
+class _Group:
+    """A process group, as far as a dict with weak keys needs one."""
+
+
 class Post:
     """What `Communicator` needs of `torch.distributed` to send to itself: messages are kept until they are received."""
 
@@ -54,7 +58,7 @@ def post(monkeypatch: pytest.MonkeyPatch) -> Post:
 
 @pytest.fixture
 def comm(post: Post) -> Communicator:
-    group: Any = object()
+    group: Any = _Group()
     return Communicator(group)
 
 
