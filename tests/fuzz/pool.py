@@ -15,7 +15,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.rank import Done, Group, Run, Verdict, serve
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.optim", "ddp_zero", "tests.fuzz.rank"])
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.optim", "ddp_zero", "tests.fuzz.rank"])
 
 GROUP_TIMEOUT = 20.0
 CASES_PER_POOL = 150

@@ -53,7 +53,7 @@ def test_a_learning_rate_that_is_off_by_an_ulp_is_found() -> None:
 
 
 def test_a_rank_that_hangs_is_reported_and_replaced() -> None:
-    with Pool(2, timeout=4.0, injects="hang 2") as pool:
+    with Pool(2, timeout=10.0, injects="hang 2") as pool:
         outcome = pool.run(_SIMPLE)
         assert (outcome.verdict, outcome.kind) == ("failed", "hang")
         assert "in _run" in outcome.text  # the stacks of the ranks
