@@ -101,6 +101,8 @@ class TakesSteps(ReachesGradients, Joinable):
         """
         if self._hook is not None:
             self._hook.reset()
+        else:
+            self._sharded.binding.sync.abandon()
 
     def finish_sync(self) -> None:
         """Have all parameters that others have stepped; with ``sync="forward"`` only whoever uses one waits for it.
