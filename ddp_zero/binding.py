@@ -138,24 +138,25 @@ class Binding:
             if segment.params
         }
 
-    def owned_memory(self, among: Collection[int]) -> Iterator[tuple[int, Tensor]]:
-        """The memory of parameters that this rank owns and sends, 1-D, each with the first parameter that lies in it.
+    def memory_at_rest(self, among: Collection[int]) -> Iterator[tuple[int, Tensor]]:
+        """The memory of parameters that travel and are not on their way, 1-D, by the first parameter that lies in it.
 
         Args:
             among: these parameters only, by index.
         """
-        rank = self._comm.group_rank
         for bucket in self.plan.buckets:
-            params = bucket.segments[rank].params
-            chosen = [index for index in params if index in among]
-            whole = self.sync.storage.memory_of(bucket, rank)
-            if whole is not None and chosen and len(chosen) == len(params):
-                yield chosen[0], whole
+            if self.sync.is_under_way(bucket.index):
                 continue
-            for index in chosen:
-                param = self._table.params[index].detach()
-                dense = is_dense(param.shape, param.stride())
-                yield index, param.as_strided((param.numel(),), (1,)) if dense else param.reshape(-1)
+            for segment in bucket.segments:
+                chosen = [index for index in segment.params if index in among]
+                whole = self.sync.storage.memory_of(bucket, segment.owner)
+                if whole is not None and chosen and len(chosen) == len(segment.params):
+                    yield chosen[0], whole
+                    continue
+                for index in chosen:
+                    param = self._table.params[index].detach()
+                    dense = is_dense(param.shape, param.stride())
+                    yield index, param.as_strided((param.numel(),), (1,)) if dense else param.reshape(-1)
 
     def _bind(self, specs: list[ParameterSpec]) -> None:
         if hasattr(self, "sync"):

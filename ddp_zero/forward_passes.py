@@ -36,6 +36,14 @@ class ForwardPasses:
         self._handles: list[RemovableHandle] = []
         self.last_is_local = False
         self._is_expected = False
+        self._misses = 0
+
+    def should_search(self) -> bool:
+        """Whether to look for models: none is known, and this is asked for the first, second, fourth ... time."""
+        if any(reference() is not None for reference in self._models):
+            return False
+        self._misses += 1
+        return self._misses & (self._misses - 1) == 0
 
     def watch(self, models: Sequence[DistributedDataParallel]) -> None:
         """Watch these models and no others from now on."""
@@ -50,11 +58,6 @@ class ForwardPasses:
             handle.remove()
         self._models.clear()
         self._handles.clear()
-
-    @property
-    def has_models(self) -> bool:
-        """Whether a watched model is alive."""
-        return any(reference() is not None for reference in self._models)
 
     def forget(self) -> None:
         """The gradients were used or dropped."""

@@ -151,7 +151,7 @@ class OverlapHook:
         Raises:
             RuntimeError: if not, naming what is missing or was changed too late.
         """
-        if self.machine.phase in (Phase.REST, Phase.RUNNING):
+        if self.machine.phase in (Phase.REST, Phase.RUNNING) and not self._passes.last_is_local:
             arrived = {param for one in self._step.arrived for param in one.params}
             check_none_unused(self._ddp, self._table, arrived, self.machine.where)
         self.machine.step_called()
@@ -161,6 +161,7 @@ class OverlapHook:
         """``opt.step()`` was called: later steps need not wait for it, unless something else does."""
         self.step_is_due = False
         self._has_stepped = True
+        self.late.forget()
         self._watch.is_on = self._why_wait() is not None
 
     def due_step_taken(self) -> None:

@@ -3,12 +3,15 @@
 If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
 instead of its start. What counts are gradients, options of the groups, and the parameters that were stepped. In-place
 changes and ``param.data = ...`` show in version counters and addresses. Writes through ``param.data`` show only in the
-values: each rank compares a sum over the bits of the parameters that it owns, one reading pass.
+values: a sum over the bits of all parameters is compared, one reading pass before and one after. Every rank looks at
+all of them, so that ranks that run the same loop raise alike.
 """
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +41,7 @@ class LateChanges:
         self._sharded = sharded
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient, see _mark
         self._places: list[tuple[int, int]] = []  # address and version of each of these parameters
-        self._sums: list[tuple[int, Tensor]] = []  # the first parameter of some memory, and a sum over its bits
+        self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter that lies in it
         self._options: list[_NotedOptions] = []
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
         self._verdict: tuple[Tensor, torch.Event] | None = None  # on its way from an accelerator
@@ -56,12 +59,18 @@ class LateChanges:
             self._kept = {index: grad for index, grad in grads if grad is not None and step_is_due}
             self._places = self._current_places()
             self._sums = self._current_sums()
+        sharded.binding.sync.when_arrived = partial(_note_arrived, weakref.ref(self))
         self._options = [_NotedOptions(group) for group in sharded.param_groups]
 
     def forget(self) -> None:
         """The next iteration begins, or this one is dropped."""
-        self._grads, self._places, self._sums, self._options = [], [], [], []
-        self._kept = {}
+        self._grads, self._places, self._options = [], [], []
+        self._sums, self._kept = {}, {}
+        self._sharded.binding.sync.when_arrived = None
+
+    def note_arrived(self) -> None:
+        """Parameters that were on their way have arrived: a change of their values is the user's from now on."""
+        self._sums = {**self._current_sums(), **self._sums}
 
     # What has changed since
 
@@ -91,12 +100,13 @@ class LateChanges:
             RuntimeError: naming the gradient, the option or the parameter.
         """
         late = self._changed_tensor() or self._changed_option()
-        if late is None and self._sums and self._sums[0][1].device.type != "cpu":
+        if late is None and any(noted.device.type != "cpu" for noted in self._sums.values()):
             self._compare_later()
         elif late is None:
             late = self._changed_value()
         if late is not None:
             raise self._too_late(late)
+        self.forget()
 
     def check_earlier(self) -> None:
         """On an accelerator: see that no values were written before the last ``opt.step()``, if that is known by now.
@@ -193,14 +203,17 @@ class LateChanges:
         return None
 
     def _changed_value(self) -> str | None:
-        for (index, noted), (_, found) in zip(self._sums, self._current_sums(), strict=True):
-            if not torch.equal(noted, found):
+        found = self._current_sums()
+        for index, noted in self._sums.items():
+            if index in found and not torch.equal(noted, found[index]):
                 return f"the values of {self._sharded.table.label(index)}, or of one that is stored behind it"
         return None
 
     def _compare_later(self) -> None:
-        pairs = zip(self._sums, self._current_sums(), strict=True)
-        differs = torch.stack([noted != found for (_, noted), (_, found) in pairs]).any()
+        found = self._current_sums()
+        device = next(noted.device for noted in self._sums.values() if noted.device.type != "cpu")
+        pairs = [(noted, found[index]) for index, noted in self._sums.items() if index in found]
+        differs = torch.stack([(noted != now).to(device) for noted, now in pairs]).any()
         verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
         verdict.copy_(differs, non_blocking=True)
         self._verdict = verdict, torch.accelerator.current_stream(differs.device).record_event()
@@ -211,10 +224,10 @@ class LateChanges:
         params = self._sharded.table.params
         return [(params[index].data_ptr(), params[index]._version) for index, *_ in self._grads]
 
-    def _current_sums(self) -> list[tuple[int, Tensor]]:
+    def _current_sums(self) -> dict[int, Tensor]:
         with untouched(), torch.no_grad():
-            owned = self._sharded.binding.owned_memory({index for index, *_ in self._grads})
-            return [(index, _sum_of_bits(memory)) for index, memory in owned]
+            at_rest = self._sharded.binding.memory_at_rest({index for index, *_ in self._grads})
+            return {index: _sum_of_bits(memory) for index, memory in at_rest}
 
     @property
     def _where(self) -> str:
@@ -251,6 +264,12 @@ class _NotedOptions:
         if isinstance(value, Tensor) or isinstance(now, Tensor):
             return now is value and now._version == self._versions[key]
         return (now is value and not isinstance(now, _CONTAINERS)) or _is_equal(self.before.get(key, _MISSING), now)
+
+
+def _note_arrived(reference: "weakref.ref[LateChanges]") -> None:
+    alive = reference()
+    if alive is not None:
+        alive.note_arrived()
 
 
 def _set_options(group: ParamGroup, options: ParamGroup) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -50,6 +50,7 @@ class ParameterSync:
 
     Attributes:
         storage: as given.
+        when_arrived: called when a bucket has arrived that a step has left in flight.
         errors: of local steps, shared with all ranks at the end of a step.
     """
 
@@ -67,6 +68,7 @@ class ParameterSync:
         self._plan_digest = plan_digest
         self._max_in_flight = max_in_flight
         self._in_flight: deque[BucketSync] = deque()
+        self.when_arrived: Callable[[], None] | None = None
         self.errors = StepErrors(comm, params, plan_digest)
 
     def start(self, bucket: Bucket) -> None:
@@ -103,6 +105,10 @@ class ParameterSync:
 
     def complete(self) -> None:
         """Have all parameters of steps that are over."""
+
+    def is_under_way(self, bucket: int) -> bool:
+        """Whether a step that is over has left the exchange of a bucket in flight."""
+        return False
 
     def abandon(self) -> None:
         """After an error: forget what is in flight without waiting for peers that may never answer."""
@@ -227,8 +233,14 @@ class ForwardSync(ParameterSync):
                 raise
             arrived(self._params_of(sync))
             del self._left[index]  # last: a process that is forked meanwhile must not come to the lock
+            if self.when_arrived is not None:
+                self.when_arrived()
             if not self._left:
                 self.errors.raise_any()
+
+    def is_under_way(self, bucket: int) -> bool:
+        """Whether a bucket has not arrived."""
+        return bucket in self._left
 
     def abandon(self) -> None:
         """Forget the step that is under way; what earlier ones have left still comes, unless that has failed."""

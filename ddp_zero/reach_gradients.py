@@ -148,7 +148,7 @@ class ReachesGradients(Optimizer):
 
     def _watch_forward(self) -> None:
         """Find the DDP models over these parameters, unless they are known, and watch their forward passes."""
-        if not self._passes.has_models and self._sharded.comm.world_size > 1:
+        if self._sharded.comm.world_size > 1 and self._passes.should_search():
             self._passes.watch(models_over(self._sharded.table.params))
 
     def _why_wait(self) -> str | None:

@@ -172,6 +172,7 @@ class TakesSteps(ReachesGradients, Joinable):
         by_user: bool = True,
     ) -> Any:
         sharded, joins = self._sharded, self._join_config.enable
+        self._watch_forward()
         sharded.begin(closure)
         if self._hook is not None:
             self._hook.check_complete()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_zero import ZeroRedundancyOptimizer
 from tests.fuzz.case import Action
 from tests.fuzz.net import batch_of
 from tests.fuzz.sides import Memory, Side
@@ -32,6 +33,8 @@ def act(side: Side, action: Action, memory: Memory, sees_output: bool = True) ->
         side.seen.append(("copy", param.detach().clone() if sees_output else None))
     elif name == "construct":
         param = side.params[arguments[0] % len(side.params)]
+        if isinstance(side.optimizer, ZeroRedundancyOptimizer):
+            side.optimizer.finish_sync()  # these do not wait: see the limits in the README
         like = torch.empty(1, dtype=param.dtype)
         made = torch.Tensor(param) if param.dtype == torch.float32 else like.new_tensor(param)
         side.seen.append(("constructed", made.detach().clone() if sees_output else None))

@@ -88,9 +88,20 @@ def _train(drawing: _Drawing, **given: Any) -> None:
             facts["middle"] = (("full_grad", rng.randrange(64)),)
         elif drawing.chance(0.05) and facts["zero"] == "none":
             facts["steps"] = False
+    if not case.loop.calls_step and case.mode.overlap and drawing.settled == 0:
+        _first_of_a_loop_without_step(drawing, facts)
     drawing.ops.append(Train(**{**facts, **given}))
     drawing.settled += len(facts["passes"]) - facts["passes"].count("no_sync")
     drawing.has_trained = True
+
+
+def _first_of_a_loop_without_step(drawing: _Drawing, second: dict[str, Any]) -> None:
+    """The first step is taken before the second forward pass: until then nothing is compared, or written."""
+    schedules = {"schedules": second["schedules"]} if "schedules" in second else {}
+    uses = {"uses": second["uses"]} if "uses" in second else {}
+    drawing.ops.append(Train(compares=False, **schedules, **uses))
+    second.update(before=(), zero="none")
+    drawing.settled += 1
 
 
 def _may_have_closure(case: Case) -> bool:
