@@ -216,7 +216,7 @@ def _exception(drawing: _Drawing) -> None:
     """In forward or backward on every rank, and how the user goes on."""
     where = drawing.rng.choice(["forward", "backward"])
     ways = ["wrap_again", "drop"] if where == "backward" else ["reset", "nothing", "wrap_again", "drop"]
-    if drawing.held_out or drawing.frozen or drawing.case.mode.masters:
+    if drawing.case.optim.held_out or drawing.frozen or drawing.case.mode.masters:
         return
     way = drawing.rng.choice(ways)
     drawing.add("exception", where, way)

@@ -21,6 +21,7 @@ class Net(nn.Module):
 
     Attributes:
         blows: ``"forward"`` or ``"backward"`` if the next pass shall raise `Blown` there.
+        frozen_for_ever: positions of parameters that are never trained.
         on_pass: the same, with what to do there instead.
     """
 
@@ -49,9 +50,9 @@ class Net(nn.Module):
             self.other = nn.Linear(3, 3, bias=False, dtype=getattr(torch, model.second_dtype or model.dtype))
         self.dropout = nn.Dropout(0.3 if model.dropout else 0.0)
         params = list(self.parameters())
-        for position in model.frozen:
-            if position % len(params):
-                params[position % len(params)].requires_grad_(False)
+        self.frozen_for_ever = [position % len(params) for position in model.frozen if position % len(params)]
+        for position in self.frozen_for_ever:  # DDP will not reduce their gradients
+            params[position].requires_grad_(False)
 
     def forward(self, inputs: Tensor, uses: bool = True) -> Tensor:
         hidden = self.first(inputs).mean(dim=1) if self.first is not None else inputs.to(_dtype(self.model))

@@ -73,8 +73,8 @@ def _freeze(side: Side, op: Do, memory: Memory) -> None:
 
 
 def _unfreeze(side: Side, op: Do, memory: Memory) -> None:
-    for param in side.params:
-        param.requires_grad_(True)
+    for position, param in enumerate(side.params):
+        param.requires_grad_(position not in side.net.frozen_for_ever)
 
 
 def _prehook(side: Side, op: Do, memory: Memory) -> None:
