@@ -85,6 +85,11 @@ def absent_gradient(param: Tensor, consumed: bool, reason: str) -> AbsentGradien
     return absent
 
 
+def is_present(grad: Tensor | None) -> bool:
+    """Whether there is a gradient, and it is here."""
+    return grad is not None and not isinstance(grad, AbsentGradient)
+
+
 def tell_nonfinite(grads: Iterable[Tensor | None]) -> None:
     """Some rank has found a gradient that is not finite: have this rank's `GradScaler` know it, too.
 

@@ -32,7 +32,6 @@ from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.absent import AbsentGradient
 from ddp_zero.admission import check_bucket_of, check_none_unused, sparse_gradient
 from ddp_zero.backward_step import BackwardStep
 from ddp_zero.forward_passes import ForwardPasses
@@ -183,14 +182,9 @@ class OverlapHook:
                 "with overlap_with_ddp=False."
             )
 
-    def not_averaged(self) -> int | None:
-        """Stage 2: a parameter whose ``param.grad`` holds a gradient that was not reduced, or None."""
-        if not self._gradients.has_local():
-            return None
-        if self.is_waiting:
-            return self.late.changed_gradient()
-        grads = enumerate(param.grad for param in self._sharded.table.params)
-        return next((index for index, grad in grads if not isinstance(grad, AbsentGradient | None)), None)
+    def has_only_local(self) -> bool:
+        """Stage 2: whether no gradient was reduced since the last step, and some backward pass has left its own."""
+        return not self.is_waiting and self._gradients.has_local()
 
     @property
     def deferred_because(self) -> str | None:

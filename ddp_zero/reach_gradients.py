@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
+from ddp_zero.absent import is_present
 from ddp_zero.clipping import clip_gradients
 from ddp_zero.decision import Decision
 from ddp_zero.forward_passes import ForwardPasses
@@ -178,21 +179,20 @@ class ReachesGradients(Optimizer):
             self._waits_because = CHANGED
 
     def _check_averaged(self) -> None:
-        """See that a reduction has averaged what is in ``param.grad``; all passes may have run under ``no_sync()``.
+        """See that what is in ``param.grad`` is the same on every rank; all passes may have run under ``no_sync()``.
 
-        In stage 1 every rank has all gradients; where the last forward pass was under ``no_sync()`` they are compared,
-        since users may average gradients themselves. A collective only then.
+        Where no reduction is known since the last step, ranks compare: users may average gradients themselves, or step
+        from a penalty that does not depend on data. A collective only then.
 
         Raises:
             RuntimeError: on every rank, naming a parameter.
         """
-        table, comm, index = self._sharded.table, self._sharded.comm, None
-        if self._reduction is not None:
-            index = None if self._hook is None else self._hook.not_averaged()
-        elif self._passes.last_is_local and not self._join_config.enable:
-            grads = {index: param.grad for index, param in enumerate(table.params) if param.grad is not None}
-            every = comm.all_gather_ints([digest_of(grads.values())])
-            index = next(iter(grads), None) if every != every[:1] * len(every) else None
+        hook, table, comm, index = self._hook, self._sharded.table, self._sharded.comm, None
+        is_local = self._passes.last_is_local if self._reduction is None else hook is not None and hook.has_only_local()
+        if is_local and not self._join_config.enable:
+            grads = {index: param.grad for index, param in enumerate(table.params) if is_present(param.grad)}
+            every = comm.all_gather_ints([digest_of(grad for grad in grads.values() if grad is not None)])
+            index = next(iter(grads), 0) if every != every[:1] * len(every) else None
         if index is not None:
             raise RuntimeError(
                 f"Expected averaged gradients, got this rank's own for {table.label(index)} "

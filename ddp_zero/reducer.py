@@ -220,6 +220,6 @@ def models_over(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
     No parameter refers to its DDP model, so all objects that the garbage collector knows are looked at.
     """
     wanted = set(map(id, params))
-    found = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    found = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]  # faster than isinstance
     alive = [ddp for ddp in found if "module" in ddp.__dict__.get("_modules", {})]  # not one that failed half built
     return [ddp for ddp in alive if any(id(param) in wanted for _, param in reduced_parameters(ddp))]

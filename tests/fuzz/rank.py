@@ -1,6 +1,7 @@
 """A rank's process: it lives for many cases, and does what the parent says through a pipe."""
 
 import faulthandler
+import gc
 import os
 import signal
 import warnings
@@ -55,6 +56,8 @@ def serve(pipe: Connection, rank: int, world_size: int, log: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked at after every case
     while True:
         try:
             order = pipe.recv()

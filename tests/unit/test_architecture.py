@@ -101,8 +101,8 @@ ROOMS = {
     ),
     "hook": room(
         3,
-        "absent admission backward_step forward_passes gradients join late_changes overlap plan reducer "
-        "regime sharded_step side_stream step_record tracing watch",
+        "admission backward_step forward_passes gradients join late_changes overlap plan reducer regime "
+        "sharded_step side_stream step_record tracing watch",
         "torch.distributed.GradBucket torch.distributed.algorithms.join.Joinable",
     ),
     "gradients": room(
@@ -138,7 +138,7 @@ ROOMS = {
     ),
     "reach_gradients": room(
         4,
-        "clipping decision forward_passes grad_bucket hook late_changes overlap reducer sharded_step visible",
+        "absent clipping decision forward_passes grad_bucket hook late_changes overlap reducer sharded_step visible",
         "torch.distributed.algorithms.join._JoinConfig",
     ),
     "take_step": room(
