@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TextIO
 
@@ -67,7 +68,7 @@ class Tally:
 
 
 def fuzz(
-    seeds: range,
+    seeds: Iterable[int],
     ranks: int,
     jobs: int = 1,
     timeout: float = 60.0,
