@@ -228,9 +228,10 @@ def restrict_state_dict(
             local_state[local_id[stepped[index]]] = value
 
     owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
+    copied = copy.deepcopy([dict(group) for group in saved_groups])  # together: groups may share a tensor, such as lr
     local_groups = [
         _localise_group(saved, exposed, inner_group, local_id, owned)
-        for saved, exposed, inner_group in zip(saved_groups, param_groups, inner.param_groups, strict=True)
+        for saved, exposed, inner_group in zip(copied, param_groups, inner.param_groups, strict=True)
     ]
     indices = [index_of_id[saved_id] for saved_id in state_dict["state"] if saved_id in index_of_id]
     return {"state": local_state, "param_groups": local_groups}, indices, masters
@@ -269,7 +270,7 @@ def _localise_group(
     per_parameter = {"params": [local_id[param] for param in inner_group["params"]]}
     if "param_names" in saved:
         per_parameter["param_names"] = [saved["param_names"][position] for position in kept]
-    return {**copy.deepcopy(dict(saved)), **per_parameter}
+    return {**saved, **per_parameter}
 
 
 def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGroup]) -> None:

@@ -194,8 +194,9 @@ def _between(drawing: _Drawing) -> None:
     if kind == "exception":
         _exception(drawing)
         return
-    if kind == "checkpoint_save" and not case.loop.calls_step and drawing.settled < 2:
-        return  # the first step of all may still be taken back
+    last = drawing.ops[-1] if drawing.ops else None
+    if kind == "checkpoint_save" and isinstance(last, Train) and not (last.steps and case.loop.calls_step):
+        return  # gradients may wait for opt.step(), which the message asks for
     if kind == "deepcopy":
         drawing.add("deepcopy")
         drawing.settled = 0
@@ -243,10 +244,11 @@ def _dangerous(drawing: _Drawing) -> None:
         kinds += ["prehook"]
     if case.loop.calls_step and not case.loop.scaler:
         kinds += ["leftover", "leftover"]
-    if case.mode.stage == 2 and case.loop.calls_step and case.loop.clip is None and not case.loop.scaler:
+    is_spread = case.mode.stage == 2 and case.mode.split  # else one rank may have all gradients, and see no absent one
+    if is_spread and case.loop.calls_step and case.loop.clip is None and not case.loop.scaler:
         kinds += ["torch clip"]
-    if case.mode.stage == 2 and case.steps_inside:
-        kinds += ["kept"]
+    if case.mode.stage == 2 and case.steps_inside and not (case.ddp.find_unused_parameters or case.ddp.static_graph):
+        kinds += ["kept"]  # elsewhere averages add up, whose last bits differ
     if not kinds:
         return
     kind = rng.choice(kinds)

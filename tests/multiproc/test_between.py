@@ -177,6 +177,37 @@ def _loading_optimizer_state_between_is_refused_or_acts(setup: Setup) -> None:
         twins.opt.load_state_dict(saved)
 
 
+def _a_learning_rate_that_groups_share_stays_shared(setup: Setup) -> None:
+    """Found by the fuzzer: loading a state dict gave each group a tensor of its own."""
+    for overlap in (False, True):
+        model = build_model()
+        plain_model, ddp = (DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015) for _ in range(2))
+        optimizers: list[Optimizer] = []
+        for one in (plain_model, ddp):
+            params = list(one.parameters())
+            groups: list[dict[str, Any]] = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.1}]
+            if one is plain_model:
+                optimizers.append(torch.optim.AdamW(groups, lr=torch.tensor(1e-2)))
+            else:
+                optimizers.append(
+                    shard_optimizer(ddp, torch.optim.AdamW, params=groups, overlap=overlap, lr=torch.tensor(1e-2))
+                )
+        saved: list[Any] = [None]
+        for step in range(5):
+            for one, optimizer in zip((plain_model, ddp), optimizers, strict=True):
+                run_backward(setup, one, step)
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 2 and one is plain_model:
+                    saved = [optimizer.state_dict()]
+                if step == 2:
+                    optimizer.load_state_dict(copy.deepcopy(saved[0]))
+                if step >= 2:
+                    optimizer.param_groups[0]["lr"].mul_(0.5)
+            assert optimizers[1].param_groups[0]["lr"] is optimizers[1].param_groups[1]["lr"]
+            assert_equal_models(plain_model, ddp, f"overlap {overlap}, step {step}")
+
+
 def _schedulers_after_the_step_go_on_working(setup: Setup) -> None:
     for name, mode in MODES.items():
         twins = twins_of(setup.world_size, **mode)
@@ -424,6 +455,7 @@ CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
     (_what_a_later_iteration_changes_raises, (2,)),
     (_a_step_pre_hook_that_sets_options, (2,)),
     (_loading_optimizer_state_between_is_refused_or_acts, (2,)),
+    (_a_learning_rate_that_groups_share_stays_shared, (2,)),
     (_schedulers_after_the_step_go_on_working, (2,)),
     (_loops_without_step, (2, 3)),
     (_what_comes_too_late_for_a_step_that_is_due, (2,)),
