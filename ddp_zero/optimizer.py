@@ -303,6 +303,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         clone._decision = Decision(clone._sharded, self._decision.options)
         clone._decision.loss_scale = copy.deepcopy(self._decision.loss_scale, memo)
         clone._sharded.order = copy.deepcopy(self._sharded.order, memo)
+        clone._sharded.norm_order = self._sharded.norm_order
         clone._sharded.extend(table, binding)
         return clone
 

@@ -254,8 +254,9 @@ class ShardedStep:
 
     def _order_norms(self) -> None:
         model, index_of = None if self._model is None else self._model(), self.table.index_of
-        of_model = [] if model is None else [index_of[param] for param in model.parameters() if param in index_of]
-        self.norm_order = list(dict.fromkeys([*of_model, *range(len(self.table))]))
+        if model is not None:
+            self.norm_order = [index_of[param] for param in model.parameters() if param in index_of]
+        self.norm_order = list(dict.fromkeys([*self.norm_order, *range(len(self.table))]))
 
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of

@@ -229,6 +229,7 @@ def restrict_state_dict(
 
     owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
     copied = copy.deepcopy([dict(group) for group in saved_groups])  # together: groups may share a tensor, such as lr
+    _share_as_before(copied, param_groups)
     local_groups = [
         _localise_group(saved, exposed, inner_group, local_id, owned)
         for saved, exposed, inner_group in zip(copied, param_groups, inner.param_groups, strict=True)
@@ -271,6 +272,17 @@ def _localise_group(
     if "param_names" in saved:
         per_parameter["param_names"] = [saved["param_names"][position] for position in kept]
     return {**saved, **per_parameter}
+
+
+def _share_as_before(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
+    """Where groups share a tensor now, and files have given each a copy with the same value, they share one again."""
+    first: dict[int, Tensor] = {}
+    for group, now in zip(loaded, exposed, strict=True):
+        for key, value in group.items():
+            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor):
+                one = first.setdefault(id(now[key]), value)
+                if one.dtype == value.dtype and torch.equal(one, value):
+                    group[key] = one
 
 
 def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGroup]) -> None:

@@ -34,7 +34,7 @@ class _Drawing:
 def draw_program(rng: random.Random, case: Case) -> tuple[Op, ...]:
     """The operations of a case."""
     drawing = _Drawing(rng, case)
-    if drawing.chance(0.03):
+    if drawing.chance(0.03) and not case.mode.masters:  # which are part of it
         drawing.add("state_dict_before_the_first_step")
     if case.mode.forgets_hook or case.optim.name == "toy coupled":
         key = "no hook" if case.mode.forgets_hook else "coupled"
@@ -190,6 +190,10 @@ def _between(drawing: _Drawing) -> None:
             kinds += ["exception", "deepcopy"]
     if case.optim.name == "toy schedule-free":
         kinds += ["schedule_free_eval"] * 6
+    if case.mode.loss_scale == "dynamic":
+        kinds = [
+            kind for kind in kinds if kind not in ("exception", "checkpoint_load")
+        ]  # the reference keeps its scale
     kind = rng.choice(kinds)
     if kind == "exception":
         _exception(drawing)

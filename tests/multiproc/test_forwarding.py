@@ -303,6 +303,9 @@ def _between_backward_and_step(setup: Setup) -> None:
     twins = MODES["overlapped"]()
     opt: Any = twins.opt
     opt.train()
+    loss_of(twins.model, *next(batches(setup.rank, 1, 5))).backward()
+    opt.step()  # the first of all, which waits for this call
+    opt.zero_grad()
     for inputs, targets in batches(setup.rank, 3):
         loss_of(twins.model, inputs, targets).backward()
         with pytest.raises(RuntimeError, match=r"opt.eval\(\) between two steps, .*STEPPED .* Call opt.step\(\) first"):

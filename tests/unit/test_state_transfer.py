@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adafactor, Adam, NAdam, Optimizer
 
+from ddp_zero import state_transfer
 from ddp_zero.local_step import ParamGroup, restrict_group
 from ddp_zero.parameters import ParameterTable
 from ddp_zero.precision import SteppedTensors
@@ -363,3 +364,13 @@ def test_a_state_born_as_another_is_dropped_is_noticed() -> None:
     order.after_step({table.params[0]: {}}, table.index_of.__getitem__)
     order.after_step({table.params[1]: {}}, table.index_of.__getitem__)
     assert order.of(table.params[1]) == (2, 1)
+
+
+def test_groups_that_share_a_tensor_share_one_again_when_a_file_has_given_each_a_copy() -> None:
+    shared, own = torch.tensor(0.5), torch.tensor(0.5)
+    exposed = [{"lr": shared}, {"lr": shared}, {"lr": own}, {"lr": shared}]
+    loaded = [{"lr": torch.tensor(0.25)} for _ in range(3)] + [{"lr": torch.tensor(0.125)}]
+    state_transfer._share_as_before(loaded, exposed)
+    assert loaded[0]["lr"] is loaded[1]["lr"]
+    assert loaded[2]["lr"] is not loaded[0]["lr"]
+    assert [group["lr"].item() for group in loaded] == [0.25, 0.25, 0.25, 0.125]
