@@ -75,7 +75,8 @@ class ForwardsMethods(TakesSteps):
             outcome.set_exception(error)
         sharded.local_step.mirror_to_exposed()
         sharded.order.note_new(self.optim.state, sharded.stepped.index_of)
-        _share_written(sharded, [index for index, mark in _marks(sharded).items() if mark != before[index]])
+        written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
+        _share_written(sharded, written, has_state=bool(self.optim.state))
         with Agreement(self._comm, doing):
             result = outcome.result()
         return self if result is self.optim else result
@@ -90,12 +91,13 @@ def _check_between_steps(hook: OverlapHook | None, name: str) -> None:
         )
 
 
-def _share_written(sharded: ShardedStep, written: list[int]) -> None:
+def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) -> None:
     """Send parameters to all ranks if any rank has written to its own. A collective.
 
     Args:
         sharded: the step.
         written: owned parameters, or their masters, that were written to on this rank.
+        has_state: whether there is state on this rank, which the method may have made.
     """
     stepped, params = sharded.stepped, sharded.table.params
     with torch.no_grad():
@@ -104,8 +106,10 @@ def _share_written(sharded: ShardedStep, written: list[int]) -> None:
             if master is not None:
                 params[index].copy_(master)
     travel = {param for bucket in sharded.binding.plan.buckets for one in bucket.segments for param in one.params}
-    mine = [any(index in travel for index in written), any(index not in travel for index in written)]
-    in_plan, outside = (any(flags) for flags in zip(*sharded.comm.all_gather_ints([int(f) for f in mine]), strict=True))
+    mine = [any(index in travel for index in written), any(index not in travel for index in written), has_state]
+    every = sharded.comm.all_gather_ints([int(flag) for flag in mine])
+    in_plan, outside, any_state = (any(flags) for flags in zip(*every, strict=True))
+    sharded.order.is_at_birth &= not any_state
     if in_plan:
         _sync(sharded)
     if outside:

@@ -375,6 +375,9 @@ def _stale_state(setup: Setup) -> None:
     twins = MODES["standalone"]()
     opt: Any = twins.opt
     opt.train()
+    assert opt.state_dict()["state"] == {}  # before the first step nothing needs to be consolidated
+    loss_of(twins.model, *next(batches(setup.rank, 1))).backward()
+    opt.step()
     opt.consolidate_state_dict(to=0)
     opt.eval()
     with pytest.raises(RuntimeError, match="to be consolidated"):
