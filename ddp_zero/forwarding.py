@@ -76,7 +76,7 @@ class ForwardsMethods(TakesSteps):
         sharded.local_step.mirror_to_exposed()
         sharded.order.note_new(self.optim.state, sharded.stepped.index_of)
         written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
-        _share_written(sharded, written, has_state=bool(self.optim.state))
+        _share_written(sharded, written, has_state=any(self.optim.state.values()))
         with Agreement(self._comm, doing):
             result = outcome.result()
         return self if result is self.optim else result
