@@ -37,6 +37,12 @@ RESUMES = _RESUME + "test_every_mode_and_world_size_resumes_every_other_bit_for_
 KILLED = _RESUME + "test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_nothing_had_happened"
 HOSTILE = _HERE + "test_hostile_checkpoints.py::test_hostile_checkpoints_are_refused_and_change_nothing"
 KILLED_GPT = _HERE + "test_train_gpt.py::test_a_killed_run_ends_as_the_unbroken_one_at_any_number_of_ranks"
+BETWEEN = _HERE + "test_between.py::test_between"
+COUPLED = _HERE + "test_coupling.py::test_an_optimizer_that_couples_parameters_is_refused_on_every_rank"
+FORWARDED = _HERE + "test_forwarding.py::test_train_and_eval_equal_the_plain_optimizers"
+FAILURES = _HERE + "test_failures.py::test_an_error_of_one_rank_is_raised_on_all"
+RESTART = _HERE + "test_restart.py::test_a_killed_worker_comes_back_and_ends_bit_equal"
+FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 FEATURES: list[tuple[str, str, str]] = [
@@ -103,6 +109,17 @@ FEATURES: list[tuple[str, str, str]] = [
         "yes",
         CHECKPOINT,
     ),
+    (
+        "Options, parameters, state changed between `backward()` and `opt.step()`: as a plain loop, or an error",
+        "yes",
+        BETWEEN,
+    ),
+    ("Gradients that nothing has averaged (all passes under `no_sync()`) are refused", "yes", BETWEEN),
+    ("Optimizers that couple parameters raise on every rank; `check_shardable`", "yes", COUPLED),
+    ("`train()`, `eval()` and other methods of the inner class act on all ranks", "yes", FORWARDED),
+    ("An error of one rank's local step is raised on all ranks, with its text", "yes", FAILURES),
+    ("A job that `torchrun` restarts ends as the unbroken one", "yes", RESTART),
+    ("Random programs, compared with DDP + the plain optimizer after every step", "yes", FUZZ),
     ("LBFGS, sparse gradients", "no: clear error", MISUSE),
     ("Complex parameters with overlap or stage 2", "no: clear error", STAGE_2),
     ("NCCL, CUDA", "never run yet", CUDA),
