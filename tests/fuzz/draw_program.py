@@ -248,7 +248,8 @@ def _dangerous(drawing: _Drawing) -> None:
         kinds += ["prehook"]
     if case.loop.calls_step and not case.loop.scaler:
         kinds += ["leftover", "leftover"]
-    is_spread = case.mode.stage == 2 and case.mode.split  # else one rank may have all gradients, and see no absent one
+    is_large = len(case.model.widths) > case.ranks + 2 and not case.model.frozen
+    is_spread = case.mode.stage == 2 and case.mode.split and is_large  # else one rank may have all gradients
     if is_spread and case.loop.calls_step and case.loop.clip is None and not case.loop.scaler:
         kinds += ["torch clip"]
     if case.mode.stage == 2 and case.steps_inside and not (case.ddp.find_unused_parameters or case.ddp.static_graph):
