@@ -334,7 +334,8 @@ class OverlapHook:
         if self.machine.phase is Phase.STEPPED:
             self._record()
         self.step_is_due = self.is_waiting and self._choice.is_due
-        self.late.note(self.step_is_due)
+        if self.step_is_due or self.machine.phase is Phase.STEPPED:
+            self.late.note(self.step_is_due)
         if self._choice.is_refused:
             raise RuntimeError(self._choice.reason)
 
