@@ -358,7 +358,8 @@ def next_generation(group: ProcessGroup | None) -> int:
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
-    return 0 if group is None else count_built(group, "optimizer")
+    is_member = group is not None and dist.get_rank(group) >= 0  # torch has a number for a group of others
+    return count_built(group, "optimizer") if group is not None and is_member else 0
 
 
 def _tag(*facts: int) -> int:

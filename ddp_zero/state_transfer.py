@@ -279,7 +279,7 @@ def _share_as_before(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]
     first: dict[int, Tensor] = {}
     for group, now in zip(loaded, exposed, strict=True):
         for key, value in group.items():
-            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor):
+            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and not value.is_meta:
                 one = first.setdefault(id(now[key]), value)
                 if one.dtype == value.dtype and torch.equal(one, value):
                     group[key] = one
