@@ -136,13 +136,13 @@ class Communicator:
                 "torch.distributed.init_process_group() first; a single process can use it with world_size=1."
             )
         self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
-        check_not_forked(self.process_group)
         self.group_rank = GroupRank(dist.get_rank(self.process_group))
         if self.group_rank < 0:
             raise RuntimeError(
                 f"Expected a process group that this process belongs to, got one without global rank "
                 f"{dist.get_rank()}. Build the optimizer on the group's members only."
             )
+        check_not_forked(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
         self.sent_bytes = 0
         self.control_bytes = 0
