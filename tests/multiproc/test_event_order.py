@@ -87,7 +87,7 @@ def _literal_orders(setup: Setup) -> None:
         visible = [[event[:2] for event in log if event[0] not in ("send", "move")] for log in events]
         done = ("backward done", None)
         finish = ("finish", None)  # also before a layout is adopted: its buckets move
-        assert visible[0] == [("reduce", 993), finish, ("step", 0), ("sync", 0), finish, done]
+        assert visible[0] == [("reduce", 993), finish, done, ("step", 0), ("sync", 0), finish]  # the first step waits
         sizes = [108, 544, 93, 248]
         reduces = [("reduce", size) for size in sizes]
         steps = [[("step", i), ("sync", i)] for i in range(4)]
@@ -116,7 +116,7 @@ def _literal_orders_of_stage_2(setup: Setup) -> None:
         reduces, sums, steps, syncs = ([(name, i) for i in range(4)] for name in ("reduce", "sum", "step", "sync"))
         whole = [event for i in range(4) for event in (reduces[i], sums[i])]
         stepped = [event for i in range(4) for event in (steps[i], syncs[i])]
-        assert visible[0] == [*whole[:2], finish, *stepped[:2], finish, done], visible[0]
+        assert visible[0] == [*whole[:2], finish, done, *stepped[:2], finish], visible[0]  # the first step waits
         assert visible[1] == [*whole, finish, *stepped, finish, done], visible[1]
         expected = [reduces[0]]
         for i in (1, 2, 3):  # the bucket before is summed, this one is sent, then that one is stepped
