@@ -5,6 +5,7 @@ that fails, dies or hangs fails the test with the traceback of every rank that h
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -113,6 +114,7 @@ def _run_rank(
     pipe: Connection, body: Body, rank: int, world_size: int, folder: str, group_timeout: float, args: tuple[Any, ...]
 ) -> None:
     warnings.simplefilter("error")
+    gc.freeze()  # what the server has imported need not be looked at again by the garbage collector
     torch.set_num_threads(1)
     torch.manual_seed(1234 + rank)
     try:
