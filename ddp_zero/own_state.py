@@ -100,7 +100,7 @@ class ShowsOwnState(ConsolidatesState):
     # By index, for `ddp_zero.checkpoint`
 
     def _check_between_steps(self) -> None:
-        """See that no backward pass is under way and that no step is pending or may be taken back.
+        """See that no backward pass is under way and that no step is pending.
 
         Raises:
             RuntimeError: if one is, saying what to do.

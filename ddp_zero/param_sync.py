@@ -174,7 +174,7 @@ class ForwardSync(ParameterSync):
             if bucket.index in self._stepped - started:
                 super().start(bucket)
         self._stepped.clear()
-        self.complete()  # what a step that was taken back has left
+        self.complete()  # what an earlier step has left
         self.errors.share()
         self._process = os.getpid()
         unnoticed = []
