@@ -27,9 +27,10 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from ddp_zero import collectives, shard_optimizer
-from ddp_zero.collectives import Communicator
-from ddp_zero.grad_reduce import SegmentReduction
+from ddp_zero import shard_optimizer
+from ddp_zero.comm import communicator
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.reduction import SegmentReduction
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, ROUNDS = 2, 5
@@ -73,7 +74,7 @@ def messages() -> dict[str, float]:
     comm, buckets, room = Communicator(None), [torch.randn(NUMEL) for _ in range(BUCKETS)], torch.empty(NUMEL)
     found = {"all_reduce": median_ms(lambda: [dist.all_reduce(bucket) for bucket in buckets], cpu_seconds)}
     for kib in CHUNK_KIB:
-        with mock.patch.object(collectives, "_CHUNK_BYTES", kib << 10):
+        with mock.patch.object(communicator, "_CHUNK_BYTES", kib << 10):
             found[f"chunks of {kib} KiB"] = median_ms(lambda: exchange(comm, buckets, room), cpu_seconds)
     return found
 

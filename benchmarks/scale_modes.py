@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from train_gpt import GPT
 
-from ddp_zero.binding import BUCKET_CAP_BYTES
-from ddp_zero.partition import partition_greedy
-from ddp_zero.plan import ParameterSpec, ShardPlan, owners_by_bucket, plan_for_ddp, plan_standalone
+from ddp_zero.plan.partition import partition_greedy
+from ddp_zero.plan.shard_plan import ParameterSpec, ShardPlan, owners_by_bucket, plan_for_ddp, plan_standalone
+from ddp_zero.step.binding import BUCKET_CAP_BYTES
 
 MODELS = {
     "26m": {"context": 64, "layers": 8, "width": 512, "heads": 8},

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from ddp_zero.agreement import Agreement
-from ddp_zero.hook import OverlapHook
-from ddp_zero.overlap import Phase
-from ddp_zero.sharded_step import ShardedStep
+from ddp_zero.backward.hook import OverlapHook
+from ddp_zero.backward.machine import Phase
+from ddp_zero.comm.agreement import Agreement
+from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.take_step import TakesSteps
 
 _CHUNK = 1 << 20

@@ -15,32 +15,32 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.admission import check_can_sync, check_has_no_hook, check_model
-from ddp_zero.agreement import Agreement
-from ddp_zero.arguments import check_flags, check_group, check_known, check_params, is_group
-from ddp_zero.before_forward import wait_before_forward
-from ddp_zero.binding import Binding
-from ddp_zero.collectives import Communicator, next_generation
-from ddp_zero.config import StepOptions
-from ddp_zero.decision import Decision, check_options
-from ddp_zero.forward_passes import BeforeForward, ForwardPasses
+from ddp_zero.backward.admission import check_can_sync, check_has_no_hook, check_model
+from ddp_zero.backward.forward_passes import BeforeForward, ForwardPasses
+from ddp_zero.backward.gradients import CommHook, watching
+from ddp_zero.backward.hook import OverlapHook
+from ddp_zero.backward.machine import OverlapStatus, Phase
+from ddp_zero.backward.side_stream import SideStream
+from ddp_zero.comm.agreement import Agreement
+from ddp_zero.comm.communicator import Communicator, next_generation
 from ddp_zero.forwarding import ForwardsMethods
-from ddp_zero.grad_bucket import options_of_stage
-from ddp_zero.grad_partition import gradients_of_stage
-from ddp_zero.gradients import CommHook, watching
-from ddp_zero.hook import OverlapHook
-from ddp_zero.inner import build_inner, check_can_be_sharded, check_epsilon
-from ddp_zero.join import ZeroJoinHook
-from ddp_zero.local_step import ParamGroup, copy_options
+from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group
+from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon
+from ddp_zero.local.local_step import ParamGroup, copy_options
+from ddp_zero.local.masters import SteppedTensors, localise_group
+from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.overlap import OverlapStatus, Phase
-from ddp_zero.own_state import ShowsOwnState
-from ddp_zero.parameters import ParameterTable
-from ddp_zero.partition import GlobalRank, GroupRank
-from ddp_zero.precision import SteppedTensors, localise_group
-from ddp_zero.report import describe_shards, draw_buckets, state_bytes
-from ddp_zero.sharded_step import ShardedStep
-from ddp_zero.side_stream import SideStream
+from ddp_zero.options import StepOptions
+from ddp_zero.plan.partition import GlobalRank, GroupRank
+from ddp_zero.stage2.bucket import options_of_stage
+from ddp_zero.stage2.partitioned import gradients_of_stage
+from ddp_zero.state.shard_dict import ShowsOwnState
+from ddp_zero.step.before_forward import wait_before_forward
+from ddp_zero.step.binding import Binding
+from ddp_zero.step.decision import Decision, check_options
+from ddp_zero.step.join import ZeroJoinHook
+from ddp_zero.step.report import describe_shards, draw_buckets, state_bytes
+from ddp_zero.step.sharded_step import ShardedStep
 
 
 class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):

@@ -8,17 +8,17 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
-from ddp_zero.absent import is_present
-from ddp_zero.clipping import clip_gradients
-from ddp_zero.decision import Decision
-from ddp_zero.forward_passes import ForwardPasses
-from ddp_zero.grad_bucket import ReduceOptions
-from ddp_zero.hook import OverlapHook
-from ddp_zero.late_changes import digest_of
-from ddp_zero.overlap import Phase
-from ddp_zero.reducer import models_over
-from ddp_zero.sharded_step import ShardedStep
-from ddp_zero.visible import gather_gradient
+from ddp_zero.backward.forward_passes import ForwardPasses
+from ddp_zero.backward.hook import OverlapHook
+from ddp_zero.backward.late_changes import digest_of
+from ddp_zero.backward.machine import Phase
+from ddp_zero.backward.reducer import models_over
+from ddp_zero.local.absent import is_present
+from ddp_zero.stage2.bucket import ReduceOptions
+from ddp_zero.stage2.visible import gather_gradient
+from ddp_zero.step.clipping import clip_gradients
+from ddp_zero.step.decision import Decision
+from ddp_zero.step.sharded_step import ShardedStep
 
 CHANGED = "the loop changes gradients, options or parameters between backward and opt.step()"
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ddp_zero.coupling import values_in
-from ddp_zero.inner import build_inner, check_can_be_sharded
-from ddp_zero.local_step import LocalStep, ParamGroup, options_of
-from ddp_zero.partition import partition_greedy
-from ddp_zero.payload import as_bytes
+from ddp_zero.local.inner import build_inner, check_can_be_sharded
+from ddp_zero.local.local_step import LocalStep, ParamGroup, options_of
+from ddp_zero.local.tree import as_bytes
+from ddp_zero.plan.partition import partition_greedy
+from ddp_zero.step.coupling import values_in
 
 Shapes = Sequence[Sequence[int]]
 

@@ -22,16 +22,16 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero.absent import tell_nonfinite
-from ddp_zero.awaited import untouched
-from ddp_zero.collectives import Communicator
-from ddp_zero.decision import AmpState, Occasion
-from ddp_zero.hook import OverlapHook
-from ddp_zero.join import BorrowedGradients, serve_joined
-from ddp_zero.overlap import Phase
+from ddp_zero.backward.hook import OverlapHook
+from ddp_zero.backward.machine import Phase
+from ddp_zero.backward.reducer import has_hook
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.local.absent import tell_nonfinite
+from ddp_zero.local.awaited import untouched
 from ddp_zero.reach_gradients import CHANGED, ReachesGradients
-from ddp_zero.reducer import has_hook
-from ddp_zero.step_record import StepRecord, StepRegime
+from ddp_zero.step.decision import AmpState, Occasion
+from ddp_zero.step.join import BorrowedGradients, serve_joined
+from ddp_zero.step.record import StepRecord, StepRegime
 
 
 class TakesSteps(ReachesGradients, Joinable):

@@ -28,9 +28,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, restore, saving, shard_optimizer
-from ddp_zero.manifest import tensor_file_name
-from ddp_zero.tensor_file import read, write_tensors
+from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero.checkpoint import loading, saving
+from ddp_zero.checkpoint.manifest import tensor_file_name
+from ddp_zero.checkpoint.tensor_file import read, write_tensors
 from tests.multiproc.cases import (
     OPTIMIZERS,
     LargestLiveBytes,
@@ -777,7 +778,7 @@ def check_memory(root: Path, masters: bool) -> None:
         alive.append(sum(reference() is not None for reference in old))
         return read(*args)
 
-    with mock.patch.object(restore, "read", look):
+    with mock.patch.object(loading, "read", look):
         checkpoint.load(root, model, opt)
     assert alive[-1] == 0, "the old state had been dropped"
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, hook_with_zero_step_interleaved
-from ddp_zero.checkpoint_folder import complete_in
+from ddp_zero.checkpoint.folder import complete_in
 from tests.multiproc.cases import (
     assert_equal_models,
     assert_identical,

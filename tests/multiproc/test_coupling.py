@@ -13,7 +13,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, binding, coupling, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.step import binding, coupling
 from tests.coupled import ToyProdigy, ToyScale
 from tests.multiproc.cases import (
     OPTIMIZERS,

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_zero.collectives import Communicator
-from ddp_zero.grad_reduce import SegmentReduction
-from ddp_zero.param_sync import ParameterSync
-from ddp_zero.sharded_step import ShardedStep
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.reduction import SegmentReduction
+from ddp_zero.step.sharded_step import ShardedStep
+from ddp_zero.sync.parameter_sync import ParameterSync
 from tests.multiproc.cases import assert_identical, at_stage, batches, build_overlapped_twins, optimizer_case
 from tests.multiproc.harness import Setup, run_ranks
 

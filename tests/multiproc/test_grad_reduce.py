@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero import collectives, grad_reduce
-from ddp_zero.collectives import Communicator
-from ddp_zero.grad_reduce import SegmentReduction, room_numel, sum_dtype, sum_whole
+from ddp_zero.comm import communicator, reduction
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.reduction import SegmentReduction, room_numel, sum_dtype, sum_whole
 from tests.multiproc.harness import Setup, run_ranks
 
 
@@ -39,7 +39,7 @@ def _random_reductions(setup: Setup) -> int:
         out = own if sum_dtype(dtype) == dtype else torch.empty(own.numel(), dtype=sum_dtype(dtype))
         needed = room_numel(sizes, comm.group_rank)
         assert needed <= max(numel, setup.world_size - 1), "never more than the bucket"
-        with mock.patch.object(collectives, "_CHUNK_BYTES", chunk):
+        with mock.patch.object(communicator, "_CHUNK_BYTES", chunk):
             room = torch.empty(needed, dtype=dtype)
             reduction = SegmentReduction(comm, whole, parts, out, room, (7, trial), limit=numel)
             result = reduction.wait()
@@ -56,7 +56,7 @@ def _whole_sums(setup: Setup) -> int:
     ):
         whole = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(10 * trial + setup.rank))
         expected = (_expected(whole) * 0.5).to(dtype)
-        with mock.patch.object(grad_reduce, "_WHOLE_ROOM_BYTES", 64):
+        with mock.patch.object(reduction, "_WHOLE_ROOM_BYTES", 64):
             sum_whole(comm, whole, (3, trial), comm_dtype=None, after=0.5)
         assert torch.equal(whole, expected), f"{numel} {dtype}"
     rounded = torch.full((10,), 1.0 + 2**-12)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ddp_zero import DynamicLossScale, checkpoint
-from ddp_zero.checkpoint_folder import MARKER
+from ddp_zero.checkpoint.folder import MARKER
 from tests.multiproc.cases import assert_equal_models, assert_identical
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.test_checkpoint import everything, sharded, train

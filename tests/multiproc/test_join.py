@@ -13,7 +13,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, binding, coupling
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.step import binding, coupling
 from tests.multiproc.cases import (
     OptimizerCase,
     assert_equal_models,

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import ZeroRedundancyOptimizer, binding
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.step import binding
 from tests.multiproc.cases import (
     Twins,
     assert_equal_models,

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from ddp_zero import ZeroRedundancyOptimizer, binding
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.step import binding
 from tests.multiproc.cases import (
     OptimizerCase,
     assert_identical,

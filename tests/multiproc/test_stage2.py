@@ -23,10 +23,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
-from ddp_zero.absent import AbsentGradient
-from ddp_zero.bucket_memory import BucketMemory
-from ddp_zero.reducer import BucketViews
-from ddp_zero.tracing import logger
+from ddp_zero.backward.reducer import BucketViews
+from ddp_zero.comm.tracing import logger
+from ddp_zero.local.absent import AbsentGradient
+from ddp_zero.stage2.memory import BucketMemory
 from tests.multiproc import test_overlap
 from tests.multiproc.cases import (
     Twins,

@@ -24,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from ddp_zero import ZeroRedundancyOptimizer, coupling, shard_optimizer
-from ddp_zero.awaited import Awaited
-from ddp_zero.collectives import Communicator
-from ddp_zero.exchange import Exchange
-from ddp_zero.param_sync import ForwardSync
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.exchange import Exchange
+from ddp_zero.local.awaited import Awaited
+from ddp_zero.step import coupling
+from ddp_zero.sync.forward_sync import ForwardSync
 from tests.multiproc.cases import (
     assert_identical,
     batches,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import checkpoint
-from ddp_zero.checkpoint_folder import MARKER
-from ddp_zero.manifest import Place, encode_part, part_name, tensor_file_name
-from ddp_zero.payload import Tree, flatten
+from ddp_zero.checkpoint.folder import MARKER
+from ddp_zero.checkpoint.manifest import Place, encode_part, part_name, tensor_file_name
+from ddp_zero.local.tree import Tree, flatten
 
 
 class Tied(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
-from ddp_zero.absent import AbsentGradient, absent_gradient, tell_nonfinite
+from ddp_zero.local.absent import AbsentGradient, absent_gradient, tell_nonfinite
 
 
 def layer(dtype: torch.dtype = torch.float32) -> nn.Linear:

@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import SGD, AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.arguments import check_class, check_flags, check_known, check_params, grouped, is_group
+from ddp_zero.local.arguments import check_class, check_flags, check_known, check_params, grouped, is_group
 
 OURS = {
     *("accumulate", "clip_grad_norm_", "full_grad", "last_step", "stage", "explain"),

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero.buffers import BufferPool
+from ddp_zero.stage2.buffers import BufferPool
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero import checkpoint_folder
-from ddp_zero.checkpoint_folder import (
+from ddp_zero.checkpoint import folder as checkpoint_folder
+from ddp_zero.checkpoint.folder import (
     MARKER,
     Marker,
     complete_in,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ddp_zero.config import NONFINITE, StepOptions, check_max_grad_norm
 from ddp_zero.loss_scale import DynamicLossScale
+from ddp_zero.options import NONFINITE, StepOptions, check_max_grad_norm
 
 
 def test_by_default_nothing_is_asked_of_a_step_and_it_does_not_wait() -> None:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddp_zero import check_shardable
-from ddp_zero.coupling import CouplingWatch, is_looked_at, values_in
-from ddp_zero.partition import GroupRank
-from ddp_zero.peers import Alone
+from ddp_zero.comm.peers import Alone
+from ddp_zero.plan.partition import GroupRank
+from ddp_zero.step.coupling import CouplingWatch, is_looked_at, values_in
 from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import OPTIMIZERS, OptimizerCase
 

@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ddp_zero.dcp_metadata import OBJECTS_FILE, write_dcp_metadata
-from ddp_zero.manifest import StoredTensor, fill, tensor_file_name
-from ddp_zero.payload import Tree, flatten, specs_in, unflatten
-from ddp_zero.saved_checkpoint import SavedCheckpoint
-from ddp_zero.tensor_file import read, write_tensors
+from ddp_zero.checkpoint.contents import SavedCheckpoint
+from ddp_zero.checkpoint.dcp import OBJECTS_FILE, write_dcp_metadata
+from ddp_zero.checkpoint.manifest import StoredTensor, fill, tensor_file_name
+from ddp_zero.checkpoint.tensor_file import read, write_tensors
+from ddp_zero.local.tree import Tree, flatten, specs_in, unflatten
 from tests.unit.saved import TENSORS, Tied, save, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from ddp_zero import tensor_file
-from ddp_zero.export import MODEL_FILE, OPTIMIZER_FILE, export, main
-from ddp_zero.payload import as_bytes
+from ddp_zero.checkpoint import tensor_file
+from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export, main
+from ddp_zero.local.tree import as_bytes
 from tests.unit.saved import TENSORS, Tied, adamw, save, sgd, train, trained
 
 DTYPES = {

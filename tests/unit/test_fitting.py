@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero.fitting import Fit, Value, fit_groups, fit_values, listed, renamed
+from ddp_zero.checkpoint.fit import Fit, fit_groups, fit_values, listed, renamed
+from ddp_zero.plan.shapes import Value
 
 MATRIX = Value((2, 3), "float32")
 VECTOR = Value((3,), "float32")

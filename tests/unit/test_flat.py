@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.flat import PackedStorage, ParameterStorage, ViewStorage, release
-from ddp_zero.parameters import ParameterTable
-from ddp_zero.partition import GroupRank, partition_greedy
-from ddp_zero.plan import ShardPlan, plan_standalone
+from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.plan.partition import GroupRank, partition_greedy
+from ddp_zero.plan.shard_plan import ShardPlan, plan_standalone
+from ddp_zero.sync.storage import PackedStorage, ParameterStorage, ViewStorage, release
 
 MakeStorage = Callable[[ShardPlan, Sequence[Tensor]], ParameterStorage]
 

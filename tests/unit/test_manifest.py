@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero.manifest import (
+from ddp_zero.checkpoint.manifest import (
     Place,
     StoredTensor,
     as_meta,
@@ -23,8 +23,8 @@ from ddp_zero.manifest import (
     tensor_file_name,
     text_and_tensors,
 )
-from ddp_zero.memory_layout import is_dense
-from ddp_zero.payload import TensorSpec, Tree, flatten, specs_in
+from ddp_zero.local.tree import TensorSpec, Tree, flatten, specs_in
+from ddp_zero.plan.shapes import is_dense
 from tests.unit.test_payload import assert_same, trees
 
 FITTING = "0123456789abcdef" * 4

@@ -11,18 +11,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ddp_zero import overlap
-from ddp_zero.overlap import (
+from ddp_zero.backward import machine
+from ddp_zero.backward.machine import (
     Action,
     AdoptLayout,
     FinishSyncs,
     OverlapMachine,
     OverlapStatus,
     Phase,
-    Regime,
     StepAll,
     StepBucket,
 )
+from ddp_zero.backward.regime import Regime
 
 REST, RUNNING, REDUCED, WAITING, STEPPED = Phase
 UNINITIALIZED, REBUILT, INITIALIZED = OverlapStatus
@@ -115,7 +115,7 @@ def test_a_row_of_the_table_holds(phase_after: str, play: Callable[[], tuple[str
 
 
 def test_the_table_in_the_docstring_has_these_rows() -> None:
-    lines = [line for line in (overlap.__doc__ or "").splitlines() if line.startswith("    ")]
+    lines = [line for line in (machine.__doc__ or "").splitlines() if line.startswith("    ")]
     rows = [tuple(re.split(r" {2,}", line.strip())[:3]) for line in lines]
     assert rows == [("phase", "event", "next phase"), *dict.fromkeys(row[:3] for row in ROWS)]
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.awaited import Awaited, all_arrivals
-from ddp_zero.flat import PackedStorage, ViewStorage
-from ddp_zero.param_sync import ForwardSync, ParameterSync
-from ddp_zero.plan import ShardPlan
+from ddp_zero.local.awaited import Awaited, all_arrivals
+from ddp_zero.plan.shard_plan import ShardPlan
+from ddp_zero.sync.forward_sync import ForwardSync
+from ddp_zero.sync.parameter_sync import ParameterSync
+from ddp_zero.sync.storage import PackedStorage, ViewStorage
 from tests.unit.test_flat import label, make_params, make_plan, set_gradients
 
 Values = Callable[[int], Tensor]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero.partition import partition_greedy
+from ddp_zero.plan.partition import partition_greedy
 
 RANKS = [1, 2, 3, 8, 128, 1024]
 

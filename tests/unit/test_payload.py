@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ddp_zero.memory_layout import is_dense
-from ddp_zero.payload import TensorSpec, flatten, specs_in, unflatten
+from ddp_zero.local.tree import TensorSpec, flatten, specs_in, unflatten
+from ddp_zero.plan.shapes import is_dense
 
 DTYPES = [
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero import plan as plan_module
-from ddp_zero.partition import GroupRank, partition_greedy
-from ddp_zero.plan import (
+from ddp_zero.plan import shard_plan as plan_module
+from ddp_zero.plan.partition import GroupRank, partition_greedy
+from ddp_zero.plan.shard_plan import (
     Bucket,
     ParameterSpec,
     Segment,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.absent import absent_gradient
-from ddp_zero.local_step import ParamGroup
-from ddp_zero.parameters import ParameterTable
-from ddp_zero.precision import GradientFactors, SteppedTensors, check_masters, localise_group
+from ddp_zero.local.absent import absent_gradient
+from ddp_zero.local.local_step import ParamGroup
+from ddp_zero.local.masters import GradientFactors, SteppedTensors, check_masters, localise_group
+from ddp_zero.local.parameters import ParameterTable
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

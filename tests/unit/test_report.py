@@ -1,8 +1,8 @@
 import torch
 
-from ddp_zero.partition import GroupRank
-from ddp_zero.plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
-from ddp_zero.report import describe_shards, draw_buckets, state_bytes
+from ddp_zero.plan.partition import GroupRank
+from ddp_zero.plan.shard_plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
+from ddp_zero.step.report import describe_shards, draw_buckets, state_bytes
 
 
 def make_plan(numels: list[int], owners: list[int], world_size: int, frozen: tuple[int, ...] = ()) -> ShardPlan:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_zero.checkpoint_folder import MARKER
-from ddp_zero.manifest import StoredTensor
-from ddp_zero.saved_checkpoint import SavedCheckpoint, Shared
-from ddp_zero.tensor_file import read
+from ddp_zero.checkpoint.contents import SavedCheckpoint, Shared
+from ddp_zero.checkpoint.folder import MARKER
+from ddp_zero.checkpoint.manifest import StoredTensor
+from ddp_zero.checkpoint.tensor_file import read
 from tests.unit.saved import (
     TENSORS,
     forge,

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adafactor, Adam, NAdam, Optimizer
 
-from ddp_zero import state_transfer
-from ddp_zero.local_step import ParamGroup, restrict_group
-from ddp_zero.parameters import ParameterTable
-from ddp_zero.precision import SteppedTensors
-from ddp_zero.state_transfer import StateOrder, restrict_state_dict
+from ddp_zero.local.local_step import ParamGroup, restrict_group
+from ddp_zero.local.masters import SteppedTensors
+from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.state import restrict
+from ddp_zero.state.restrict import restrict_state_dict
+from ddp_zero.step.state_order import StateOrder
 
 StateDict = dict[str, Any]
 Groups = list[ParamGroup]
@@ -370,7 +371,7 @@ def test_groups_that_share_a_tensor_share_one_again_when_a_file_has_given_each_a
     shared, own = torch.tensor(0.5), torch.tensor(0.5)
     exposed = [{"lr": shared}, {"lr": shared}, {"lr": own}, {"lr": shared}]
     loaded = [{"lr": torch.tensor(0.25)} for _ in range(3)] + [{"lr": torch.tensor(0.125)}]
-    state_transfer._share_as_before(loaded, exposed)
+    restrict._share_as_before(loaded, exposed)
     assert loaded[0]["lr"] is loaded[1]["lr"]
     assert loaded[2]["lr"] is not loaded[0]["lr"]
     assert [group["lr"].item() for group in loaded] == [0.25, 0.25, 0.25, 0.125]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.step_record import StepRecord, StepRegime
+from ddp_zero.step.record import StepRecord, StepRegime
 
 
 class Watched(Tensor):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.collectives import Communicator
-from ddp_zero.partition import GroupRank
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.plan.partition import GroupRank
 
 
 class _Group:
@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def post(monkeypatch: pytest.MonkeyPatch) -> Post:
     post = Post()
-    monkeypatch.setattr("ddp_zero.collectives.dist", post)
+    monkeypatch.setattr("ddp_zero.comm.communicator.dist", post)
     return post
 
 

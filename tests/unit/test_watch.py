@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.watch import LocalWatch, culprit
+from ddp_zero.step.watch import LocalWatch, culprit
 
 
 def watch() -> LocalWatch:

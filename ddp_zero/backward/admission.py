@@ -1,0 +1,138 @@
+"""Which models and optimizers the hook can bring together, checked before anything depends on it."""
+
+from collections.abc import Collection
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.backward.reducer import finds_unused, gradients_are_views, reduced_parameters
+from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.step.sharded_step import ShardedStep
+
+
+def check_can_sync(sync: str, as_views: bool) -> None:
+    """See that parameters can arrive where they live.
+
+    Raises:
+        ValueError: if a sync is to outlast its step and has no memory that does.
+    """
+    if sync == "forward" and not as_views:
+        raise ValueError(
+            "Expected parameters_as_bucket_view=True with sync='forward', got False: parameters that are on their way "
+            "would need copies of all of them. Pass parameters_as_bucket_view=True, or sync='step'."
+        )
+
+
+def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -> None:
+    """See that an optimizer can be given a hook.
+
+    Raises:
+        ValueError: if it needs none, or has one that was not reset.
+    """
+    if not takes_hook:
+        raise ValueError(
+            "Expected an optimizer built with overlap_with_ddp=True, stage=2 or accumulate_in_fp32=True, got one that "
+            "steps in step()."
+        )
+    if has_hook and not may_be_replaced:
+        raise ValueError("Expected an optimizer without a hook, got one that has one. Build one hook per optimizer.")
+
+
+def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
+    """See that an optimizer can be stepped by the hook of a model.
+
+    Raises:
+        TypeError: if it is no DDP model.
+        NotImplementedError: for a complex parameter.
+        ValueError: if optimizer and model share no parameter, or not the same ranks.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
+    complex_params = [index for param, index in sharded.table.index_of.items() if param.is_complex()]
+    if complex_params:
+        raise NotImplementedError(
+            f"Expected real parameters, got {sharded.table.label(complex_params[0])} of dtype "
+            f"{sharded.table.params[complex_params[0]].dtype}: DDP hands hooks real views of complex buckets. Build "
+            "the optimizer with overlap_with_ddp=False and stage=1."
+        )
+    if not any(param in sharded.table.index_of for param in ddp.parameters()):
+        raise ValueError("Expected an optimizer over the parameters of this DDP model, got none in common.")
+    if not sharded.comm.has_same_ranks(ddp.process_group):
+        raise ValueError(
+            "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
+            "process_group=ddp.process_group to the optimizer."
+        )
+
+
+def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wrapped: object) -> None:
+    """See that stage 2 can take over the gradients of a model.
+
+    Raises:
+        ValueError: for a wrapped hook, for a model whose gradients are not views of its buckets, or with parameters
+            that are in another optimizer or none.
+    """
+    if wrapped is not None:
+        raise ValueError(
+            "Expected no communication hook to wrap with stage=2, which has a reduction of its own, got one. Pass "
+            "None; to compress gradients, build the optimizer with grad_comm_dtype=torch.bfloat16 or torch.float16."
+        )
+    if not gradients_are_views(ddp):
+        raise ValueError(
+            "Expected gradient_as_bucket_view=True with stage=2, got False: every rank would keep all gradients beside "
+            "DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True)."
+        )
+    foreign = [name for name, param in reduced_parameters(ddp) if param not in table.index_of]
+    if foreign:
+        raise ValueError(
+            f"Expected every parameter that DDP reduces in the optimizer with stage=2, got {foreign[0]!r} elsewhere, "
+            f"{len(foreign)} in all. Add it to the optimizer, freeze it before wrapping the model, or use stage=1."
+        )
+
+
+def check_bucket_of(ddp: DistributedDataParallel, params: list[Tensor]) -> None:
+    """See that a bucket is one of a model's.
+
+    Raises:
+        RuntimeError: if it has parameters of another one.
+    """
+    own = set(ddp.parameters())
+    if any(param not in own for param in params):
+        raise RuntimeError(
+            "Expected the hook to be registered on the DDP model that it was built for, got a bucket with "
+            "parameters of another one. Pass the same model to hook_with_zero_step() and call its "
+            "register_comm_hook()."
+        )
+
+
+def check_none_unused(
+    ddp: DistributedDataParallel, table: ParameterTable, arrived: Collection[Tensor], where: str
+) -> None:
+    """After a backward pass of which DDP has not averaged all buckets: see that no parameter was left out of it.
+
+    Args:
+        ddp: the model.
+        table: the optimizer's parameters.
+        arrived: parameters of buckets that were averaged.
+        where: how messages call this rank.
+
+    Raises:
+        RuntimeError: naming the first parameter that has no gradient where others do.
+    """
+    grads = {param: param.grad is not None for _, param in reduced_parameters(ddp) if param in table.index_of}
+    unused = [param for param, has_grad in grads.items() if not has_grad and param not in arrived]
+    if unused and any(grads.values()) and not finds_unused(ddp):
+        raise RuntimeError(
+            f"Expected a gradient for every parameter that DDP reduces, got none for "
+            f"{table.label(table.index_of[unused[0]])}, {len(unused)} in all ({where}): DDP waits for it and has not "
+            "averaged its bucket. If an exception has interrupted backward, call opt.reset(). If the parameter is not "
+            "used, wrap the model with find_unused_parameters=True, or freeze the parameter before wrapping it."
+        )
+
+
+def sparse_gradient(table: ParameterTable, params: list[Tensor]) -> NotImplementedError:
+    """The error for a bucket with a sparse gradient."""
+    names = [table.label(table.index_of[param]) for param in params if param in table.index_of]
+    return NotImplementedError(
+        f"Expected dense gradients, got a sparse one for {', '.join(names) or 'a parameter of another optimizer'}. "
+        "Build the layer with sparse=False."
+    )

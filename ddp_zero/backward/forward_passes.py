@@ -1,0 +1,100 @@
+"""What an optimizer learns from the forward passes of its DDP models: who averages the gradients, and what is due.
+
+DDP decides in its forward pass whether the backward pass will be reduced. So a pre-hook on DDP itself, where ranks may
+communicate as DDP does, notes that decision and lets the optimizer act before anything is computed. Nothing runs here
+in evaluation, in copies of the model, or where `torch.compile` compiles DDP itself.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ddp_zero.backward.reducer import will_reduce
+
+BeforeForward = Callable[[DistributedDataParallel], None]
+
+
+class ForwardPasses:
+    """Watches the forward passes of some DDP models.
+
+    Args:
+        before: called before each forward pass with gradients; may communicate, and may raise.
+
+    Attributes:
+        last_is_local: whether the last forward pass with gradients since `forget` was under ``no_sync()``: its
+            gradients are this rank's own.
+    """
+
+    def __init__(self, before: BeforeForward) -> None:
+        self._before = before
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._handles: list[RemovableHandle] = []
+        self.last_is_local = False
+        self._is_expected = False
+        self._misses = 0
+
+    def should_search(self) -> bool:
+        """Whether to look for models: none is known, and this is asked for the first, second, fourth ... time."""
+        if any(reference() is not None for reference in self._models):
+            return False
+        self._misses += 1
+        return self._misses & (self._misses - 1) == 0
+
+    def watch(self, models: Sequence[DistributedDataParallel]) -> None:
+        """Watch these models and no others from now on."""
+        self.stop()
+        for model in models:
+            self._models.append(weakref.ref(model))
+            self._handles.append(model.register_forward_pre_hook(_PreHook(self), prepend=True))
+
+    def stop(self) -> None:
+        """Watch no model."""
+        for handle in self._handles:
+            handle.remove()
+        self._models.clear()
+        self._handles.clear()
+
+    def forget(self) -> None:
+        """The gradients were used or dropped."""
+        self.last_is_local = False
+
+    def reduced(self) -> None:
+        """A backward pass was reduced."""
+        self._is_expected = False
+
+    @property
+    def expect_reduction(self) -> bool:
+        """Whether DDP reduces the next backward pass, wherever it runs: a forward pass outside ``no_sync()`` is open.
+
+        DDP does so for the next backward pass, whichever forward pass that belongs to.
+        """
+        return self._is_expected
+
+    def begin(self, model: DistributedDataParallel) -> None:
+        """A forward pass begins."""
+        if torch.is_grad_enabled():
+            self.last_is_local = not will_reduce(model)
+            self._is_expected |= not self.last_is_local
+            self._before(model)
+
+
+class _PreHook:
+    """A forward pre-hook; one that does nothing in copies of the model."""
+
+    def __init__(self, passes: ForwardPasses | None = None) -> None:
+        self._passes = (lambda: None) if passes is None else weakref.ref(passes)  # a model outlives its optimizer
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _PreHook, ()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        passes = self._passes()
+        if passes is not None and isinstance(module, DistributedDataParallel):
+            passes.begin(module)

@@ -1,0 +1,234 @@
+"""Where averaged gradients come from and where they rest: what the hook asks of a stage, and stage 1's answer.
+
+Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borrows windows of the reduced bucket.
+`grad_partition.py` is stage 2's answer.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from ddp_zero.backward.reducer import Place, places_in_bucket
+from ddp_zero.backward.side_stream import SideStream
+from ddp_zero.comm.communicator import average_as_ddp
+from ddp_zero.step.sharded_step import ShardedStep
+from ddp_zero.step.watch import LocalWatch
+
+CommHook = Callable[[Any, GradBucket], Future[Any]]
+
+
+class Arrival(Protocol):
+    """A bucket whose reduction was started in this iteration."""
+
+    params: list[Tensor]
+
+    def wait(self) -> None:
+        """Block until its averaged gradients are there."""
+
+    def gradient(self, index: int) -> Tensor:
+        """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
+
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of the sum, where that is another one."""
+
+    def release(self) -> None:
+        """The step has used its gradients."""
+
+
+class Gradients(Protocol):
+    """What the hook asks of a stage, in the order of an iteration."""
+
+    reach_joined: bool
+    """Whether a rank that has joined gets averaged gradients of what it owns by the reduction itself."""
+
+    def open(self, shows_final_layout: bool) -> None:
+        """An iteration begins; whatever the one before it left is dropped.
+
+        Args:
+            shows_final_layout: whether DDP's buckets, if they are not the plan's, are not expected to change again.
+        """
+
+    def held(self) -> Collection[int]:
+        """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
+
+    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
+        """Start the reduction of a bucket.
+
+        Args:
+            state: what the hook was registered with.
+            bucket: what DDP hands to a hook.
+            index: the bucket's, which DDP does not always know.
+            is_planned: whether this and every earlier bucket of the iteration are the plan's.
+
+        Returns:
+            What the reducer gets, and what the step gets.
+        """
+
+    def settle(self) -> None:
+        """The step has used what it will in this call of the hook: bound the memory of what is left."""
+
+    def lend_all(self, has_joined: bool) -> None:
+        """In an iteration that was not stepped in the hook, after the reducer: finish every reduction.
+
+        Owned gradients are in ``param.grad`` then, but on a rank that has joined.
+        """
+
+    def publish(self, was_consumed: bool) -> None:
+        """The iteration is over on this rank: leave in ``param.grad`` what the user shall see.
+
+        Args:
+            was_consumed: whether the step was taken bucket by bucket as they arrived.
+        """
+
+    def close(self) -> None:
+        """The iteration is over on a rank that has joined, where there is nothing to publish."""
+
+    def adopted(self) -> None:
+        """A plan for the buckets of this iteration is in force, and final."""
+
+    def fits_plan(self) -> bool:
+        """Whether buckets can be reduced for the plan that is in force."""
+
+    def has_local(self) -> bool:
+        """Whether a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
+
+    def exact(self, index: int) -> Tensor | None:
+        """What is in ``param.grad`` of an owned parameter, in the dtype of its sum, where that is another one."""
+
+    def reset(self) -> None:
+        """Drop the iteration without waiting for anybody."""
+
+    def drop_carried(self) -> None:
+        """The user has dropped the gradients, also those that were taken out of ``param.grad`` for the next sum."""
+
+    def detach(self) -> None:
+        """Another hook takes over the model's parameters."""
+
+    def describe(self) -> list[str]:
+        """Lines for ``opt.explain()``."""
+
+
+class ReducedBucket:
+    """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
+
+    Args:
+        places: the bucket's parameters, and where DDP lays their gradients.
+        future: resolves to the averaged bucket.
+        sharded: knows our parameters.
+        side: the stream that reads it.
+    """
+
+    def __init__(
+        self, places: Mapping[Tensor, Place], future: Future[Any], sharded: ShardedStep, side: SideStream
+    ) -> None:
+        self.params = list(places)
+        self._places = places
+        self._future = future
+        self._sharded = sharded
+        self._side = side
+        self._reduced: Tensor | None = None
+
+    def wait(self) -> None:
+        """Block until the reduction has resolved."""
+        if self._reduced is None:
+            reduced = self._future.wait()
+            self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
+            self._side.keep(self._reduced)
+
+    def gradient(self, index: int) -> Tensor:
+        """A window of the reduced bucket."""
+        assert self._reduced is not None, "waited for first"
+        return self._places[self._sharded.table.params[index]].window(self._reduced)
+
+    def exact(self, index: int) -> None:
+        """It is summed in its own dtype."""
+
+    def release(self) -> None:
+        """The reducer still needs it."""
+
+
+class WholeGradients:
+    """Stage 1: the wrapped hook reduces, DDP publishes, every rank keeps all gradients.
+
+    Args:
+        sharded: the step.
+        group: the ranks.
+        wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
+        side: the stream that the step runs on.
+    """
+
+    reach_joined = False
+
+    def __init__(self, sharded: ShardedStep, group: ProcessGroup, wrapped: CommHook | None, side: SideStream) -> None:
+        self._sharded = sharded
+        self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
+        self._side = side
+        self._places: dict[int, dict[Tensor, Place]] = {}  # of each bucket when it was first seen
+
+    def open(self, shows_final_layout: bool) -> None:
+        """Nothing is left of the last iteration."""
+
+    def held(self) -> Collection[int]:
+        """None: the reducer adds to what is in ``param.grad``."""
+        return ()
+
+    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
+        """Start the wrapped reduction."""
+        future = self._wrapped(state, bucket)
+        params = bucket.parameters()
+        places = self._places.get(index)
+        if places is None or list(map(id, places)) != list(map(id, params)):
+            places = self._places[index] = places_in_bucket(params)
+        return future, ReducedBucket(places, future, self._sharded, self._side)
+
+    def settle(self) -> None:
+        """The reducer keeps all gradients."""
+
+    def lend_all(self, has_joined: bool) -> None:
+        """The reducer has published them."""
+
+    def publish(self, was_consumed: bool) -> None:
+        """The reducer has published them."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def adopted(self) -> None:
+        """Gradients stay where they are, whoever owns them."""
+
+    def fits_plan(self) -> bool:
+        """Whole buckets fit any plan."""
+        return True
+
+    def has_local(self) -> bool:
+        """Nothing is known: the reducer adds to what is in ``param.grad``."""
+        return False
+
+    def exact(self, index: int) -> None:
+        """DDP sums in the parameter's dtype."""
+
+    def reset(self) -> None:
+        """Nothing is held."""
+
+    def drop_carried(self) -> None:
+        """None is taken out of ``param.grad``."""
+
+    def detach(self) -> None:
+        """Nothing is attached to parameters."""
+
+    def describe(self) -> list[str]:
+        """Nothing beyond the regime."""
+        return []
+
+
+def watching(watch: LocalWatch, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
+    """A hook that only looks at gradients before they are averaged by another one, or as DDP does without."""
+
+    def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        watch.note(bucket.parameters(), bucket.buffer())
+        return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
+
+    return hook

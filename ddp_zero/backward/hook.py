@@ -1,0 +1,394 @@
+"""The corridor between DDP and the step.
+
+DDP calls the hook once per bucket, in index order, from the thread that runs backward. Each call, in order:
+
+1. bucket 0 opens an iteration: choose its regime, the same on every rank;
+2. tell the machine which bucket arrived; it says what to do and refuses what is out of order;
+3. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as ever;
+4. carry out the machine's actions: wait for a reduction, step, start a sync. Nothing runs in a future's callback.
+
+*overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: the reducer
+publishes the gradients first, which alone knows what no rank has used, and the step runs right after it, still inside
+``backward()``. It does so in an engine callback queued by an engine callback: the reducer queues its own finalizer
+after the hook for the last bucket returns, and the engine runs callbacks in the order in which they were queued. Where
+the step *waits*, the hook only reduces and ``opt.step()`` takes it.
+
+The first step of all waits, too: whether a loop clips, unscales or changes anything else between ``backward()`` and
+``opt.step()`` shows only then. It is *due*: taken by ``opt.step()``, or before the next forward pass of the DDP model
+in loops that leave ``opt.step()`` out.
+
+On a rank that has joined (`torch.distributed.algorithms.Join`) there is no backward; DDP calls the hook with zeros.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import Joinable
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.backward.admission import check_bucket_of, check_none_unused, sparse_gradient
+from ddp_zero.backward.backward_step import BackwardStep
+from ddp_zero.backward.forward_passes import ForwardPasses
+from ddp_zero.backward.gradients import Gradients
+from ddp_zero.backward.late_changes import LateChanges
+from ddp_zero.backward.machine import Action, AdoptLayout, FinishSyncs, OverlapMachine, Phase, StepAll, StepBucket
+from ddp_zero.backward.reducer import (
+    after_the_reducer,
+    finds_unused,
+    has_static_graph,
+    in_backward,
+    place_of_bucket,
+    will_reduce,
+)
+from ddp_zero.backward.regime import Choice, Facts, Regime, choose
+from ddp_zero.backward.side_stream import SideStream
+from ddp_zero.comm.tracing import label, logger
+from ddp_zero.plan.shard_plan import owners_by_bucket
+from ddp_zero.step.join import BorrowedGradients
+from ddp_zero.step.record import StepRecord, StepRegime
+from ddp_zero.step.sharded_step import ShardedStep
+from ddp_zero.step.watch import LocalWatch
+
+
+class OverlapHook:
+    """A DDP communication hook that steps and syncs after gradients were reduced.
+
+    Args:
+        sharded: the step.
+        ddp: the model it must be registered on.
+        gradients: reduces them, and says where they rest.
+        side: the stream that the step runs on.
+        split: whether a bucket is spread over ranks, or goes whole to one.
+        lag: how many buckets the step stays behind the reduction; None: until the last bucket has arrived.
+        joinable: the optimizer, which Join tells whether it is on.
+        overlaps: whether the user asked for steps inside backward.
+        why_wait: why the hook only reduces and the step waits for ``opt.step()``, or None; the same on every rank.
+        watch: looks at each bucket before it is averaged.
+        passes: knows which forward passes are reduced.
+
+    Attributes:
+        accumulates: whether backward passes only reduce for now, whatever ``why_wait`` says.
+        step_is_due: whether the first step of all waits for the first of ``opt.step()`` and the next forward pass.
+        late: what a backward pass has left, to be compared with what ``opt.step()`` finds.
+        exact: what ``param.grad`` shows of an owned parameter, in the dtype of its sum, where that is another one.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedStep,
+        ddp: DistributedDataParallel,
+        gradients: Gradients,
+        side: SideStream,
+        *,
+        split: bool,
+        lag: int | None,
+        joinable: Joinable,
+        overlaps: bool,
+        why_wait: Callable[[], str | None],
+        watch: LocalWatch,
+        passes: ForwardPasses,
+    ) -> None:
+        self.machine = OverlapMachine(lag, sharded.comm.name(sharded.comm.group_rank))
+        self.accumulates = False
+        self._sharded = sharded
+        self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
+        self._gradients = gradients
+        self.exact = gradients.exact
+        self._table = sharded.table
+        self._split = split
+        self._overlaps = overlaps
+        self._why_wait = why_wait
+        self._watch = watch
+        self._passes = passes
+        self._has_stepped = False
+        self.step_is_due = False
+        self.late = LateChanges(sharded)
+        self._step = BackwardStep(sharded, gradients, side, joinable)
+        self._compositions: list[tuple[int, ...]] = []
+        self._matching = 0
+        self._has_accumulated = False
+        self.may_be_replaced = False
+        self._static_graph_has_unused: bool | None = None
+        self._choice = Choice(Regime.DEFERRED, "no backward pass yet")
+
+    def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
+        """What DDP calls; see the module docstring."""
+        params = bucket.parameters()
+        index, is_last = self._place_of(bucket)
+        if index == 0 and self.machine.phase is not Phase.RUNNING:
+            self._open_iteration()
+        matches = self._matching == index and self._matches_plan(index, params, is_last)
+        if not matches and bucket.buffer().layout is not torch.strided:
+            raise sparse_gradient(self._table, params)
+        if index == 0:
+            self._choice = choose(self._facts(params, matches))
+            if self._choice.regime is not Regime.REDUCE_ONLY and (wrong := self._sharded.wrong_master()) is not None:
+                self._choice = Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
+        actions = self.machine.bucket_arrived(index, is_last, matches, self._choice.regime)
+        self._matching += matches
+        self._watch.note(params, bucket.buffer())
+        with label("reduce", bucket=index):
+            future, arrival = self._gradients.start(state, bucket, index, matches)
+        self._step.arrived.append(arrival)
+        self._carry_out(actions)
+        self._gradients.settle()
+        if is_last:
+            self._passes.reduced()
+        if is_last and in_backward():
+            after_the_reducer(self._finish_backward)
+        return future
+
+    def check_joined(self) -> None:
+        """The user calls ``opt.step()``: see that a step was taken, once, with the gradients as they are now.
+
+        Raises:
+            RuntimeError: if not, naming what is missing or was changed too late.
+        """
+        if self.machine.phase in (Phase.REST, Phase.RUNNING) and not self._passes.last_is_local:
+            arrived = {param for one in self._step.arrived for param in one.params}
+            check_none_unused(self._ddp, self._table, arrived, self.machine.where)
+        self.machine.step_called()
+        self.late.check_none()
+
+    def first_step_taken(self) -> None:
+        """``opt.step()`` was called: later steps need not wait for it, unless something else does."""
+        self.step_is_due = False
+        self._has_stepped = True
+        self.late.forget()
+        self._watch.is_on = self._why_wait() is not None
+
+    def due_step_taken(self) -> None:
+        """The next forward pass begins, and the step was taken as if inside the last backward pass."""
+        self.first_step_taken()
+        self.machine.due_step_taken()
+        self.late.note()
+
+    def check_before_step(self, what: str) -> None:
+        """See that no step was taken inside backward that ``opt.step()`` is still to join.
+
+        Raises:
+            RuntimeError: if one was: what the user does would come before it in a plain loop.
+        """
+        if self.machine.phase is Phase.STEPPED and self.machine.user_calls_step:
+            raise RuntimeError(
+                f"Expected {what} before backward() or after opt.step(), got it between them ({self.machine.where}): "
+                "the step was taken inside backward, before it instead of after it. Move it, or build the optimizer "
+                "with overlap_with_ddp=False."
+            )
+
+    def has_only_local(self) -> bool:
+        """Stage 2: whether no gradient was reduced since the last step, and some backward pass has left its own."""
+        return not self.is_waiting and self._gradients.has_local()
+
+    @property
+    def deferred_because(self) -> str | None:
+        """Why the last iteration was not stepped bucket by bucket, or None."""
+        return self._choice.reason
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether averaged gradients wait for ``opt.step()``."""
+        return self.machine.phase is Phase.WAITING
+
+    def step_joined(self, take: Callable[[], object]) -> None:
+        """On a rank that has joined, after DDP's own shadow: finish the iteration with a peer's gradients.
+
+        Args:
+            take: takes a step that has waited for all gradients.
+        """
+        if self.machine.phase is Phase.REDUCED:
+            self._finish_deferred(has_joined=True)
+        if self.is_waiting:
+            with BorrowedGradients(self._sharded, self._step.reduced_gradient):
+                take()
+        elif self.machine.phase is Phase.STEPPED:
+            self._record()
+        self.machine.step_shadowed()
+        self._gradients.close()
+        self._step.arrived.clear()
+        self._sharded.raise_errors()
+
+    def reset(self) -> None:
+        """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
+        self.machine.reset()
+        self.may_be_replaced = True
+        self._step.arrived.clear()
+        self._gradients.reset()
+        self._watch.clear()
+        self.step_is_due = False
+        self._sharded.binding.sync.abandon()
+
+    def check_complete(self) -> None:
+        """The user takes the step: see that no interrupted backward pass has left gradients out of ``param.grad``.
+
+        Raises:
+            RuntimeError: if one has.
+        """
+        if self._gradients.held():
+            raise RuntimeError(
+                f"Expected all averaged gradients in param.grad at opt.step(), got some that an interrupted backward "
+                f"pass has taken out ({self.machine.where}). Call opt.zero_grad(), or opt.reset() and start anew."
+            )
+
+    def drop_carried(self) -> None:
+        """The user has dropped the gradients."""
+        self._gradients.drop_carried()
+        self._watch.clear()
+        self.step_is_due = False
+        self.machine.gradients_dropped()
+
+    def detach(self) -> None:
+        """Another hook takes over."""
+        self._gradients.detach()
+
+    def describe(self) -> list[str]:
+        """The regime of the last iteration, and why; what the gradients need."""
+        until = "opt.step()" if self._choice.regime is Regime.REDUCE_ONLY else "the end of backward"
+        regime = f"deferred to {until}: {self.deferred_because}" if self.deferred_because else "overlapped"
+        line = f"regime: {regime} ({self.machine.status.name}, {self.machine.phase.name})"
+        return [line, *self._gradients.describe()]
+
+    # An iteration
+
+    def _open_iteration(self) -> None:
+        accumulates = self.accumulates or not will_reduce(self._ddp)
+        adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
+        if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
+            warnings.warn(
+                f"Expected opt.step(), for which the step waits ({self._why_wait()}), before the second backward "
+                "pass, got none. To add up gradients, use opt.accumulate() or ddp.no_sync().",
+                stacklevel=2,
+            )
+        if self.step_is_due and not adds_up:
+            raise RuntimeError(
+                "Expected opt.step(), or a forward pass of the DDP model, before the second backward pass, got neither "
+                f"({self.machine.where}): the first step of all is due. Call opt.step() after backward()."
+            )
+        self._step.open()
+        self.step_is_due = False
+        self.late.check_earlier()
+        self.late.forget()
+        self._gradients.open(self._layout_is_final())
+        self.may_be_replaced = False
+        self._matching = 0
+        self._sharded.refresh(not self._step.join_is_on(), held=self._gradients.held())
+        if self._step.join_is_on() and self._gradients.held():
+            raise RuntimeError(
+                "Expected zero_grad() before every backward pass under Join with stage=2, got averaged gradients of an "
+                f"earlier one ({self.machine.where}): a rank that has joined cannot add to its own."
+            )
+
+    def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
+        known = self._compositions
+        if self._table is not self._sharded.table or not self._gradients.fits_plan():
+            return False
+        return index < len(known) and known[index] == tuple(map(id, params)) and is_last == (index == len(known) - 1)
+
+    def _facts(self, params: list[Tensor], matches: bool) -> Facts:
+        """What this iteration's regime depends on; the same on every rank."""
+        if not self._compositions:
+            check_bucket_of(self._ddp, params)
+        outside = self._sharded.binding.not_reduced
+        return Facts(
+            knows_buckets=bool(self._compositions),
+            fits_plan=matches,
+            waits_because=self._why_wait(),
+            accumulates=self.accumulates,
+            is_local=not will_reduce(self._ddp),
+            is_first=not (self._has_stepped or self._step.join_is_on()),  # joined ranks could not know that it waits
+            may_have_unused=self._why_unused(),
+            steps_whole=self._sharded.local_step.steps_whole,
+            not_reduced=None if outside is None else self._sharded.table.label(outside),
+        )
+
+    def _why_unused(self) -> str | None:
+        if has_static_graph(self._ddp) and self._static_graph_has_unused is not False:
+            return "the static graph has parameters that no rank uses"
+        if finds_unused(self._ddp):
+            return "find_unused_parameters=True: only the reducer knows which gradients exist"
+        return None
+
+    def _carry_out(self, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            if isinstance(action, StepBucket):
+                self._step.step_bucket(action.bucket)
+            elif isinstance(action, AdoptLayout):
+                self._adopt_layout()
+            elif isinstance(action, FinishSyncs):
+                self._step.finish()
+
+    def _finish_backward(self) -> None:
+        """After the reducer has published the gradients."""
+        if self.machine.phase is Phase.REDUCED:
+            self._finish_deferred()
+        self._gradients.publish(was_consumed=self._step.has_begun and self.deferred_because is None)
+        self._step.arrived.clear()  # they hold reduced buckets
+        self._sharded.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
+        self._sharded.binding.settle()
+        if self.machine.phase is Phase.STEPPED:
+            self._record()
+        self.step_is_due = self.is_waiting and self._choice.is_due
+        if self.step_is_due or self.machine.phase is Phase.STEPPED:
+            self.late.note(self.step_is_due)
+        if self._choice.is_refused:
+            raise RuntimeError(self._choice.reason)
+
+    def _record(self) -> None:
+        """A step was taken inside backward."""
+        regime = StepRegime.OVERLAPPED if self.deferred_because is None else StepRegime.DEFERRED
+        self._sharded.last_step = StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because)
+        self._has_stepped = True
+        self._watch.clear()
+
+    def _finish_deferred(self, has_joined: bool = False) -> None:
+        """Step from published gradients, or on a rank that has joined from those that a peer sends."""
+        self._gradients.lend_all(has_joined)
+        for action in self.machine.backward_finished():
+            if isinstance(action, AdoptLayout):
+                self._adopt_layout()  # before gradients are lent: they go to the new owners
+            elif isinstance(action, StepAll):
+                self._step.step_all(has_joined)
+        if has_static_graph(self._ddp) and self._static_graph_has_unused is None:
+            self._static_graph_has_unused = self._sharded.has_unused(has_run=not has_joined)
+
+    # The layout
+
+    def _adopt_layout(self) -> None:
+        """Plan for the buckets of this iteration. DDP's first layout is provisional, so owners stay as they are."""
+        sharded, machine = self._sharded, self.machine
+        layout = self._step.layout()
+        is_final = self._layout_is_final()
+        owners = list(sharded.binding.owners)
+        if is_final:
+            machine.buckets_rebuilt()
+        if is_final and not sharded.local_step.steps_whole:  # state of an optimizer inside another could not move
+            sizes = [spec.nbytes for spec in sharded.binding.plan.specs]
+            owners = owners_by_bucket(sizes, owners, sharded.comm.world_size, layout, self._split, self._matching)
+        logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
+        sharded.adopt(layout, owners, moves_later=is_final)
+        self._table = sharded.table
+        self._compositions = self._step.compositions()
+        if is_final:
+            machine.layout_adopted()
+            self._gradients.adopted()
+
+    def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
+        if self._compositions or not has_static_graph(self._ddp):
+            return bucket.index(), bucket.is_last()
+        is_running = self.machine.phase is Phase.RUNNING
+        return place_of_bucket(self._ddp, bucket, self._step.sizes() if is_running else [])
+
+    def _layout_is_final(self) -> bool:
+        return bool(self._compositions) or finds_unused(self._ddp)
+
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        ddp = self._ddp_reference()
+        assert ddp is not None, "the model whose reducer calls the hook is alive"
+        return ddp

@@ -1,0 +1,316 @@
+"""Notices what a loop changes between ``backward()`` and ``opt.step()``, where a plain loop's step would use it.
+
+If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
+instead of its start. What counts are gradients, options of the groups, and the parameters that were stepped. In-place
+changes and ``param.data = ...`` show in version counters and addresses. Writes through ``param.data`` show only in the
+values: a sum over the bits of all parameters is compared, one reading pass before and one after. Every rank looks at
+all of them, so that ranks that run the same loop raise alike.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_zero.local.absent import AbsentGradient
+from ddp_zero.local.awaited import untouched
+from ddp_zero.local.local_step import PER_PARAMETER_KEYS, ParamGroup
+from ddp_zero.step.sharded_step import ShardedStep
+
+_REMEDY = (
+    "Make such changes before backward() or after opt.step(), or in every iteration from the first one on, or build "
+    "the optimizer with overlap_with_ddp=False (shard_optimizer(..., overlap=False)): opt.step() then takes the step."
+)
+_MISSING = object()
+_CONTAINERS = (list, dict, set)
+
+
+class LateChanges:
+    """Gradients, options and parameters as a backward pass has left them: addresses, versions and sums, no copies.
+
+    Args:
+        sharded: the step.
+    """
+
+    def __init__(self, sharded: ShardedStep) -> None:
+        self._sharded = sharded
+        self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient, see _mark
+        self._places: list[tuple[int, int]] = []  # address and version of each of these parameters
+        self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter that lies in it
+        self._options: list[_NotedOptions] = []
+        self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
+        self._verdict: tuple[Tensor, torch.Event] | None = None  # on its way from an accelerator
+
+    def note(self, step_is_due: bool = False) -> None:
+        """A backward pass is over: from now on a change is the user's.
+
+        Args:
+            step_is_due: keep the gradients for a step in `as_noted`.
+        """
+        sharded = self._sharded
+        with untouched(), torch.no_grad():
+            grads = [(index, param.grad) for index, param in enumerate(sharded.table.params)]
+            self._grads = [(index, *_mark(grad)) for index, grad in grads if grad is not None]
+            self._kept = {index: grad for index, grad in grads if grad is not None and step_is_due}
+            self._places = self._current_places()
+            self._sums = self._current_sums()
+        sharded.binding.sync.when_arrived = partial(_note_arrived, weakref.ref(self))
+        self._options = [_NotedOptions(group) for group in sharded.param_groups]
+
+    def forget(self) -> None:
+        """The next iteration begins, or this one is dropped."""
+        self._grads, self._places, self._options = [], [], []
+        self._sums, self._kept = {}, {}
+        self._sharded.binding.sync.when_arrived = None
+
+    def note_arrived(self) -> None:
+        """Parameters that were on their way have arrived: a change of their values is the user's from now on."""
+        self._sums = {**self._current_sums(), **self._sums}
+
+    # What has changed since
+
+    def changed_gradient(self) -> int | None:
+        """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
+
+        What is written through ``grad.data`` cannot be seen.
+        """
+        params = self._sharded.table.params
+        with untouched():
+            for index, address, version in self._grads:
+                grad = params[index].grad
+                if grad is None or _mark(grad) != (address, version):
+                    return index
+            return None
+
+    def first(self) -> str | None:
+        """What was changed, as a message names it, or None. Waits for an accelerator."""
+        return self._changed_tensor() or self._changed_option() or self._changed_value()
+
+    def check_none(self) -> None:
+        """The user calls ``opt.step()`` after a step inside backward: see that nothing was changed too late.
+
+        An accelerator is not waited for: `check_earlier` raises what was written through ``param.data`` there.
+
+        Raises:
+            RuntimeError: naming the gradient, the option or the parameter.
+        """
+        late = self._changed_tensor() or self._changed_option()
+        if late is None and any(noted.device.type != "cpu" for noted in self._sums.values()):
+            self._compare_later()
+        elif late is None:
+            late = self._changed_value()
+        if late is not None:
+            raise self._too_late(late)
+        self.forget()
+
+    def check_earlier(self) -> None:
+        """On an accelerator: see that no values were written before the last ``opt.step()``, if that is known by now.
+
+        Raises:
+            RuntimeError: if some were.
+        """
+        if self._verdict is not None and self._verdict[1].query():
+            differs, self._verdict = bool(self._verdict[0].item()), None
+            if differs:
+                raise self._too_late("the values of a parameter, in the iteration before")
+
+    def check_unstepped(self) -> None:
+        """The step is taken before the next forward pass: see that gradients and parameters are as backward left them.
+
+        Gradients may have been dropped, as is usual before a forward pass.
+
+        Raises:
+            RuntimeError: naming the gradient or the parameter.
+        """
+        with self._dropped_gradients():
+            late = self._changed_tensor() or self._changed_value() or self._option_changed_in_place()
+        if late is not None:
+            raise RuntimeError(
+                f"Expected opt.step() in a loop that changes {late} after backward(), got the next forward pass "
+                f"without it ({self._where}): the change would come before the step instead of after it. Call "
+                "opt.step() in the loop."
+            )
+
+    @contextmanager
+    def as_noted(self) -> Iterator[None]:
+        """For a step that is due: options and gradients of that moment; then the user's again."""
+        groups = self._sharded.param_groups
+        since = [
+            {key: group.get(key, _MISSING) for key in noted.changed(group)}
+            for noted, group in zip(self._options, groups, strict=False)
+        ]
+        for noted, group in zip(self._options, groups, strict=False):
+            _set_options(group, {key: noted.values.get(key, _MISSING) for key in noted.changed(group)})
+        try:
+            with self._dropped_gradients():
+                yield
+        finally:
+            for group, changes in zip(groups, since, strict=False):
+                _set_options(group, changes)
+
+    @contextmanager
+    def _dropped_gradients(self) -> Iterator[None]:
+        params = self._sharded.table.params
+        dropped = [index for index in self._kept if params[index].grad is None]
+        for index in dropped:
+            params[index].grad = self._kept[index]
+        try:
+            yield
+        finally:
+            for index in dropped:
+                params[index].grad = None
+
+    @contextmanager
+    def while_memory_moves(self) -> Iterator[None]:
+        """The library moves parameters inside; what the user has changed before is still noticed afterwards."""
+        is_unchanged = (self._changed_tensor() or self._changed_value()) is None
+        yield
+        if is_unchanged:
+            with untouched():
+                self._places = self._current_places()
+                self._sums = self._current_sums()
+
+    # Looking
+
+    def _changed_tensor(self) -> str | None:
+        index = self.changed_gradient()
+        if index is not None:
+            return f"the gradient of {self._sharded.table.label(index)}"
+        with untouched():
+            now = self._current_places()
+        for (index, *_), noted, found in zip(self._grads, self._places, now, strict=True):
+            if noted != found:
+                return self._sharded.table.label(index)
+        return None
+
+    def _changed_option(self) -> str | None:
+        for position, (noted, group) in enumerate(zip(self._options, self._sharded.param_groups, strict=False)):
+            for key in noted.changed(group):
+                before, now = noted.before.get(key, "nothing"), group.get(key, "nothing")
+                return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
+        return None
+
+    def _option_changed_in_place(self) -> str | None:
+        for noted, group in zip(self._options, self._sharded.param_groups, strict=False):
+            for key in noted.changed(group):
+                if isinstance(group.get(key), Tensor) and group[key] is noted.values.get(key):
+                    return f"the tensor {key!r} of a parameter group"
+        return None
+
+    def _changed_value(self) -> str | None:
+        found = self._current_sums()
+        for index, noted in self._sums.items():
+            if index in found and not torch.equal(noted, found[index]):
+                return f"the values of {self._sharded.table.label(index)}, or of one that is stored behind it"
+        return None
+
+    def _compare_later(self) -> None:
+        found = self._current_sums()
+        device = next(noted.device for noted in self._sums.values() if noted.device.type != "cpu")
+        pairs = [(noted, found[index]) for index, noted in self._sums.items() if index in found]
+        differs = torch.stack([(noted != now).to(device) for noted, now in pairs]).any()
+        verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
+        verdict.copy_(differs, non_blocking=True)
+        self._verdict = verdict, torch.accelerator.current_stream(differs.device).record_event()
+
+    # Marks
+
+    def _current_places(self) -> list[tuple[int, int]]:
+        params = self._sharded.table.params
+        return [(params[index].data_ptr(), params[index]._version) for index, *_ in self._grads]
+
+    def _current_sums(self) -> dict[int, Tensor]:
+        with untouched(), torch.no_grad():
+            at_rest = self._sharded.binding.memory_at_rest({index for index, *_ in self._grads})
+            return {index: _sum_of_bits(memory) for index, memory in at_rest}
+
+    @property
+    def _where(self) -> str:
+        comm = self._sharded.comm
+        return comm.name(comm.group_rank)
+
+    def _too_late(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"Expected no change between backward() and opt.step(), since the step was taken inside backward, got one "
+            f"of {what} ({self._where}). In a plain loop this step would use it. {_REMEDY}"
+        )
+
+
+class _NotedOptions:
+    """A group's options at a moment.
+
+    Attributes:
+        values: the very objects.
+        before: the same, but copies of what can be changed in place.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.values = {key: value for key, value in group.items() if key not in PER_PARAMETER_KEYS}
+        self.before = {key: _copied(value) for key, value in self.values.items()}
+        self._versions = {key: value._version for key, value in self.values.items() if isinstance(value, Tensor)}
+
+    def changed(self, group: ParamGroup) -> list[str]:
+        """The options that were set, removed or changed in place since."""
+        keys = [*self.values, *(key for key in group if key not in PER_PARAMETER_KEYS and key not in self.values)]
+        return [key for key in keys if not self._is_unchanged(key, group.get(key, _MISSING))]
+
+    def _is_unchanged(self, key: str, now: Any) -> bool:
+        value = self.values.get(key, _MISSING)
+        if isinstance(value, Tensor) or isinstance(now, Tensor):
+            return now is value and now._version == self._versions[key]
+        return (now is value and not isinstance(now, _CONTAINERS)) or _is_equal(self.before.get(key, _MISSING), now)
+
+
+def _note_arrived(reference: "weakref.ref[LateChanges]") -> None:
+    alive = reference()
+    if alive is not None:
+        alive.note_arrived()
+
+
+def _set_options(group: ParamGroup, options: ParamGroup) -> None:
+    for key, value in options.items():
+        if value is _MISSING:
+            group.pop(key, None)
+        else:
+            group[key] = value
+
+
+def _copied(value: Any) -> Any:
+    """A copy of what may be changed in place."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else value
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # whatever a class raises whose objects cannot be compared
+        return False
+
+
+def _mark(grad: Tensor) -> tuple[int, int]:
+    """What changes when a gradient does; one that is not here may have been set to zero."""
+    if isinstance(grad, AbsentGradient):
+        return id(grad), grad.zeroed
+    return grad.data_ptr(), grad._version
+
+
+def _sum_of_bits(memory: Tensor) -> Tensor:
+    """A number that differs where bits do, but for permutations: 8 bytes at a time as integers, wrapping around."""
+    raw = memory.view(torch.uint8)
+    whole = raw.numel() // 8 * 8 if memory.data_ptr() % 8 == 0 else 0
+    total = raw[:whole].view(torch.int64).sum()
+    return total if whole == raw.numel() else total + raw[whole:].sum()
+
+
+def digest_of(tensors: Iterable[Tensor]) -> int:
+    """A number that differs where the bits of dense tensors do, but for permutations; 63 bits."""
+    with torch.no_grad():
+        sums = [_sum_of_bits(tensor.detach().contiguous().reshape(-1)) for tensor in tensors]
+        return int(sum(total.item() * (place + 1) for place, total in enumerate(sums))) & (1 << 62) - 1

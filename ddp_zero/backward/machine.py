@@ -1,0 +1,252 @@
+"""The step inside backward as a pure state machine: events in, actions out.
+
+It knows bucket indices and phases, never tensors, futures or groups; `hook.py` turns DDP's calls into events and
+carries out the actions. So the order of everything that communicates is a function of the plan and of this table alone.
+
+    phase      event                            next phase   actions, in order
+    REST       bucket_arrived(0)                RUNNING      as below
+    STEPPED    bucket_arrived(0)                RUNNING      as below; an error if the user joins steps by opt.step()
+    RUNNING    bucket_arrived(i)                RUNNING      StepBucket(i - lag)
+    RUNNING    bucket_arrived(last)             STEPPED      StepBucket of all that are left, FinishSyncs
+    RUNNING    bucket_arrived(last), deferred   REDUCED      none: the reducer must publish the gradients first
+    REDUCED    backward_finished                STEPPED      StepAll
+    REDUCED    backward_finished, reduce only   WAITING      none: gradients wait for opt.step(), or for more
+    WAITING    bucket_arrived(0)                RUNNING      as below: more gradients
+    WAITING    step_taken                       REST         none: opt.step() has used them
+    WAITING    due_step_taken                   STEPPED      none: the next forward pass came before opt.step()
+    WAITING    gradients_dropped                REST         none: nobody will
+    STEPPED    step_called                      REST         none: the step has been taken
+    any        reset                            REST         none: the iteration is dropped
+
+When a bucket's composition is not the plan's, no bucket is stepped before the last one has arrived; then AdoptLayout
+comes first, which plans anew. Steps of buckets are in plan order whatever the lag. Anything else raises.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ddp_zero.backward.regime import Regime
+
+
+class OverlapStatus(Enum):
+    """How far the plan of an overlapped optimizer has come, in the words of `torch.distributed.optim`."""
+
+    UNINITIALIZED = 0
+    """No backward pass has shown DDP's buckets yet."""
+    DDP_HAS_REBUILT_BUCKETS = 1
+    """DDP's final buckets have been seen; the plan for them is about to be adopted."""
+    INITIALIZED = 2
+    """The plan is the final one."""
+
+
+_STATUS_CHANGES = {
+    (OverlapStatus.UNINITIALIZED, OverlapStatus.DDP_HAS_REBUILT_BUCKETS),
+    (OverlapStatus.DDP_HAS_REBUILT_BUCKETS, OverlapStatus.INITIALIZED),
+    (OverlapStatus.INITIALIZED, OverlapStatus.DDP_HAS_REBUILT_BUCKETS),
+}
+
+
+class Phase(Enum):
+    """Where the current iteration is."""
+
+    REST = "rest"
+    RUNNING = "running"
+    REDUCED = "reduced"
+    WAITING = "waiting"
+    STEPPED = "stepped"
+
+
+@dataclass(frozen=True)
+class AdoptLayout:
+    """Plan for the buckets as they have arrived in this iteration; move state to its new owners."""
+
+
+@dataclass(frozen=True)
+class StepBucket:
+    """Wait for the reduction of a bucket, step what this rank owns of it, start its sync."""
+
+    bucket: int
+
+
+@dataclass(frozen=True)
+class StepAll:
+    """Step and sync every bucket of the plan from the gradients that the reducer has published."""
+
+
+@dataclass(frozen=True)
+class FinishSyncs:
+    """Wait for every sync, so that nobody sees a half-updated parameter after backward."""
+
+
+Action = AdoptLayout | StepBucket | StepAll | FinishSyncs
+
+
+class OverlapMachine:
+    """The phases of an iteration.
+
+    Args:
+        lag: how many buckets the step stays behind the reduction, at least 1; None: until the last bucket has arrived.
+        where: how messages call this rank, such as ``rank 1``.
+
+    Attributes:
+        phase: where the current iteration is.
+        status: how far the plan has come.
+        where: how messages call this rank.
+        user_calls_step: whether ``opt.step()`` was ever called.
+    """
+
+    def __init__(self, lag: int | None, where: str) -> None:
+        if lag is not None and lag < 1:
+            raise ValueError(f"Expected a lag of at least 1 bucket, or None, got {lag}.")
+        self.phase = Phase.REST
+        self.status = OverlapStatus.UNINITIALIZED
+        self._lag = lag
+        self.where = where
+        self.user_calls_step = False
+        self._backwards_since_step = 0
+        self._clear()
+
+    def bucket_arrived(self, bucket: int, is_last: bool, matches_plan: bool, regime: Regime) -> tuple[Action, ...]:
+        """A bucket's gradients are ready on this rank and its reduction has been started.
+
+        Args:
+            bucket: its index; buckets arrive from 0 up.
+            is_last: whether it is the last of this backward pass.
+            matches_plan: whether the plan has exactly this bucket at this place.
+            regime: how this iteration steps; read at bucket 0.
+
+        Raises:
+            RuntimeError: if it is not the bucket's turn, or a backward pass went unjoined by ``opt.step()``.
+        """
+        if bucket == 0 and self.phase in (Phase.REST, Phase.WAITING, Phase.STEPPED):
+            self._start(regime)
+        if self.phase is not Phase.RUNNING or bucket != self._arrived:
+            turn = {Phase.RUNNING: f"bucket {self._arrived}", Phase.REDUCED: "the end of backward"}
+            expected = turn.get(self.phase, "bucket 0")
+            raise RuntimeError(
+                f"Expected {expected} next, got bucket {bucket} ({self.where}, phase {self.phase.name}). If a "
+                "backward pass was interrupted, call opt.reset()."
+            )
+        self._arrived += 1
+        self._matches &= matches_plan
+        if self._regime is not Regime.OVERLAPPED:
+            if is_last:
+                self.phase = Phase.REDUCED
+            return ()
+        if is_last:
+            return self._finish()
+        if self._matches and self._lag is not None and bucket >= self._lag:
+            return (self._next_step(),)
+        return ()
+
+    def backward_finished(self) -> tuple[Action, ...]:
+        """The reducer has published the gradients of an iteration that was not stepped in the hook."""
+        if self.phase is not Phase.REDUCED:
+            raise self._illegal("the end of backward", Phase.REDUCED)
+        adopt: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
+        if self._regime is Regime.REDUCE_ONLY:
+            self.phase = Phase.WAITING
+            return adopt
+        self.phase = Phase.STEPPED
+        return (*adopt, StepAll())
+
+    def step_taken(self) -> None:
+        """The user has called ``opt.step()``, which has used whatever gradients have waited for it."""
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.REST
+        self.user_calls_step = True
+
+    def gradients_dropped(self) -> None:
+        """The user has dropped all gradients, also those that have waited, if any have."""
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.REST
+
+    def due_step_taken(self) -> None:
+        """The step that was due before the next forward pass was taken, as if inside the last backward pass."""
+        if self.phase is not Phase.WAITING:
+            raise self._illegal("a step that is due", Phase.WAITING)
+        self._backwards_since_step += 1
+        self.phase = Phase.STEPPED
+
+    def step_called(self) -> None:
+        """The user calls ``opt.step()``: the iteration is joined.
+
+        Raises:
+            RuntimeError: if no step was taken since the last call, or more than one.
+        """
+        if self.phase is not Phase.STEPPED:
+            raise self._illegal("opt.step()", Phase.STEPPED)
+        backwards, self._backwards_since_step = self._backwards_since_step, 0
+        self.phase = Phase.REST
+        self.user_calls_step = True
+        if backwards > 1:
+            raise RuntimeError(
+                f"Expected opt.step() after every backward pass or never, got it after {backwards}, each of which has "
+                f"updated the parameters ({self.where}). To accumulate gradients, run all but the last under "
+                "ddp.no_sync()."
+            )
+
+    def step_shadowed(self) -> None:
+        """A rank that has joined stands in for a call of ``opt.step()`` that the others may or may not make."""
+        self._backwards_since_step = 0
+        self.phase = Phase.REST
+
+    def buckets_rebuilt(self) -> None:
+        """DDP's final buckets have been seen."""
+        self._change_status(OverlapStatus.DDP_HAS_REBUILT_BUCKETS)
+
+    def layout_adopted(self) -> None:
+        """The plan for DDP's final buckets is in force."""
+        self._change_status(OverlapStatus.INITIALIZED)
+
+    def reset(self) -> None:
+        """Drop the iteration, whatever it was doing."""
+        self.phase = Phase.REST
+        self._backwards_since_step = 0
+        self._clear()
+
+    def _start(self, regime: Regime) -> None:
+        if self.phase is Phase.STEPPED and self.user_calls_step:
+            raise RuntimeError(
+                f"Expected opt.step() before the next backward pass, got a second one ({self.where}); the first has "
+                "updated the parameters. To accumulate gradients, run all but the last under ddp.no_sync(); to get "
+                "gradients through this model without updating it, do the same or freeze it meanwhile."
+            )
+        self._clear()
+        self._regime = regime
+        self._backwards_since_step += regime is not Regime.REDUCE_ONLY
+        self.phase = Phase.RUNNING
+
+    def _finish(self) -> tuple[Action, ...]:
+        first: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
+        steps = tuple(self._next_step() for _ in range(self._arrived - self._stepped))
+        self.phase = Phase.STEPPED
+        return (*first, *steps, FinishSyncs())
+
+    def _next_step(self) -> StepBucket:
+        self._stepped += 1
+        return StepBucket(self._stepped - 1)
+
+    def _clear(self) -> None:
+        self._arrived = 0
+        self._stepped = 0
+        self._matches = True
+        self._regime = Regime.OVERLAPPED
+
+    def _change_status(self, status: OverlapStatus) -> None:
+        if (self.status, status) not in _STATUS_CHANGES:
+            raise RuntimeError(
+                f"Expected a legal change of status, got {self.status.name} to {status.name} ({self.where})."
+            )
+        self.status = status
+
+    def _illegal(self, event: str, expected: Phase) -> RuntimeError:
+        return RuntimeError(
+            f"Expected phase {expected.name} at {event}, got {self.phase.name} ({self.where}). "
+            + (
+                "No backward pass has stepped since: was forward run through the DDP model whose hook was registered "
+                "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()?"
+                if self.phase is Phase.REST
+                else "If a backward pass was interrupted, call opt.reset()."
+            )
+        )

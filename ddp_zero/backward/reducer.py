@@ -1,0 +1,225 @@
+"""What the library knows of DDP's reducer and of autograd's engine: the one file that relies on their internals.
+
+Facts, measured on torch 2.13.0, on which the callers stand:
+
+1. DDP calls the hook once per bucket, in index order, from the thread that runs backward, when each of the bucket's
+   parameters has been marked ready. With ``gradient_as_bucket_view=True``, ``param.grad`` *is* the reducer's view of
+   the bucket from then on, if the parameter got a gradient.
+2. ``bucket.buffer()`` is the reducer's own tensor. Where its ``data`` and that of the reducer's views are assigned, the
+   reducer writes that bucket's gradients there from then on, in whatever order they lie (`BucketViews`).
+3. A tensor hook runs before the gradient is accumulated, also for a gradient that is undefined (with None), but not for
+   a parameter that is not in the graph. Those the reducer sets to zero, through its views, right after the first
+   gradient of a backward pass has been accumulated and before that one is copied into its bucket.
+4. At the end of backward the reducer makes views of the tensor in the hook's future. It copies nothing if that shares
+   memory with its own views. Then it insists that each ``param.grad`` is None or its own view, and sets None to it.
+5. The reducer queues that for the end of backward after the hook for the last bucket has returned, and the engine runs
+   callbacks in the order in which they were queued, so a callback queued by a callback runs after the reducer.
+6. Under `torch.distributed.algorithms.Join` a joined rank has no backward; DDP calls the hook with zeros of its own.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ddp_zero.plan.shapes import is_dense
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+backward_id = torch._C._current_graph_task_id
+"""A number for the backward pass that this thread runs; another one inside a reentrant checkpoint."""
+
+
+def after_the_reducer(callback: Callable[[], None]) -> None:
+    """Call back at the end of this backward pass, when the reducer has published the gradients."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
+
+
+def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
+    """Register a tensor hook, also on a parameter that is frozen now: it may not be at its next gradient."""
+    is_trainable = param.requires_grad
+    param.requires_grad_(True)
+    handle: RemovableHandle = param.register_hook(hook)
+    param.requires_grad_(is_trainable)
+    return handle
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back at the end of this backward pass, before the reducer if its last bucket is not full yet."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def will_reduce(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward pass that starts now is meant to be reduced: it is not under ``no_sync()``."""
+    return ddp.require_backward_grad_sync
+
+
+def has_static_graph(ddp: DistributedDataParallel) -> bool:
+    """Whether the user has promised that every iteration uses the same parameters."""
+    return bool(ddp.static_graph)
+
+
+def finds_unused(ddp: DistributedDataParallel) -> bool:
+    """Whether parameters may go unused in any iteration, of which only the reducer knows; the layout is final then."""
+    return bool(ddp.find_unused_parameters and not ddp.static_graph)
+
+
+def gradients_are_views(ddp: DistributedDataParallel) -> bool:
+    """Whether ``param.grad`` is the reducer's view of its bucket."""
+    return bool(ddp.gradient_as_bucket_view)
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
+    """The parameters that DDP puts into buckets, with their names."""
+    return [
+        (name, param)
+        for name, param in ddp.module.named_parameters()
+        if param.requires_grad and name not in ddp.parameters_to_ignore
+    ]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter's gradient lies in a 1-D tensor; fixed when the layout is made, as DDP fixes its own.
+
+    A parameter's strides may change later (``model.to(memory_format=...)``); those of its place do not.
+
+    Attributes:
+        offset: of its first element.
+        shape: the parameter's.
+        stride: the parameter's if it is dense; otherwise contiguous.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: Tensor, offset: int) -> "Place":
+        """A parameter's place at an offset, laid out as DDP does."""
+        like = param if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta")
+        return cls(offset, tuple(param.shape), tuple(like.stride()))
+
+    def window(self, flat: Tensor) -> Tensor:
+        """That part of a 1-D contiguous tensor."""
+        return flat.as_strided(self.shape, self.stride, int(flat.storage_offset()) + self.offset)
+
+
+def places_in_bucket(params: Sequence[Tensor]) -> dict[Tensor, Place]:
+    """Where DDP lays the parameters of a bucket: end to end."""
+    starts = accumulate((param.numel() for param in params), initial=0)
+    return {param: Place.of(param, start) for param, start in zip(params, starts, strict=False)}
+
+
+class BucketViews:
+    """The reducer's own tensors of one bucket, which can be pointed at other memory.
+
+    Args:
+        buffer: what ``bucket.buffer()`` handed out.
+        places: where each parameter's gradient shall lie in memory of the bucket's size.
+        earlier: the same bucket's views, captured with other places.
+
+    Attributes:
+        buffer: as given.
+        flat: where the reducer writes now, 1-D; None while that is memory of its own.
+        scratch: the memory that ``flat`` is a part of.
+        places: as given.
+    """
+
+    def __init__(self, buffer: Tensor, places: Mapping[Tensor, Place], earlier: "BucketViews | None" = None) -> None:
+        self.flat: Tensor | None = None
+        self.scratch: Tensor | None = None
+        self.buffer = buffer
+        self.places = places
+        self._views: dict[Tensor, Tensor] = {} if earlier is None else earlier._views
+
+    def capture(self, param: Tensor, view: Tensor) -> None:
+        """Take note of the reducer's view for a parameter: its ``grad`` once it has been marked ready."""
+        if param not in self._views:
+            self._views[param] = view
+            if self.flat is not None:
+                self._point(param, view, self.flat)
+
+    def captured(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Parameters whose view was captured, with that view."""
+        return self._views.items()
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether the reducer's view has been seen for every parameter."""
+        return len(self._views) == len(self.places)
+
+    def is_captured(self, param: Tensor) -> bool:
+        """Whether the reducer's view for this parameter has been seen."""
+        return param in self._views
+
+    def are_of(self, buffer: Tensor) -> bool:
+        """Whether these are the views of the bucket that hands out this buffer."""
+        return self.buffer is buffer
+
+    def is_view(self, param: Tensor, grad: Tensor) -> bool:
+        """Whether a gradient is the reducer's view for this parameter."""
+        return self._views.get(param) is grad
+
+    def point_at(self, flat: Tensor, scratch: Tensor) -> None:
+        """Make the reducer write this bucket's gradients here from now on; nothing to do if it does already.
+
+        Args:
+            flat: 1-D contiguous, of the bucket's size and dtype.
+            scratch: what ``flat`` is a part of.
+        """
+        if self.scratch is scratch:
+            return
+        self.scratch = scratch
+        for param, view in self._views.items():
+            self._point(param, view, flat)
+        self.buffer.data = flat
+        self.flat = flat
+
+    def window(self, param: Tensor) -> Tensor:
+        """Where a parameter's gradient lies in the memory that the reducer writes to."""
+        assert self.flat is not None, "asked only once the bucket was pointed somewhere"
+        return self.places[param].window(self.flat)
+
+    def _point(self, param: Tensor, view: Tensor, flat: Tensor) -> None:
+        view.data = self.places[param].window(flat)
+
+
+def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Sequence[int]) -> tuple[int, bool]:
+    """A bucket's index, and whether it is the last one, in the first backward pass of a static graph.
+
+    There DDP calls every bucket 0 and none the last, if there are several (torch 2.13).
+
+    Args:
+        ddp: the model.
+        bucket: what DDP hands to a hook.
+        before: how many parameters each of the buckets had that this pass has shown before.
+    """
+    return len(before), sum(before) + len(bucket.parameters()) == len(reduced_parameters(ddp))
+
+
+def has_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook is registered on a model."""
+    return bool(ddp._comm_hooks)
+
+
+def models_over(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """The DDP models in this process that reduce any of these parameters.
+
+    No parameter refers to its DDP model, so all objects that the garbage collector knows are looked at.
+    """
+    wanted = set(map(id, params))
+    found = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]  # faster than isinstance
+    alive = [ddp for ddp in found if "module" in ddp.__dict__.get("_modules", {})]  # not one that failed half built
+    return [ddp for ddp in alive if any(id(param) in wanted for _, param in reduced_parameters(ddp))]

@@ -1,0 +1,212 @@
+"""Sharded checkpoints: every rank writes what it owns; any number of ranks, stage or optimizer of torch loads it.
+
+    checkpoint.save("runs/1", ddp, opt, extra={"scheduler": scheduler.state_dict()}, step=1000, keep=3)
+    loaded = checkpoint.load("runs/1", ddp, opt)
+    python -m ddp_zero.checkpoint export runs/1 plain/
+
+A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readable by its tools, with checksums and an
+index in JSON beside it. Loading reads only these two and raw bytes: nothing is unpickled.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ddp_zero.checkpoint.capture import capture, copied
+from ddp_zero.checkpoint.contents import SavedCheckpoint
+from ddp_zero.checkpoint.folder import check_comes_last, folder_of, next_step, start
+from ddp_zero.checkpoint.loading import Restore
+from ddp_zero.checkpoint.manifest import text_and_tensors
+from ddp_zero.checkpoint.optimizers import OptimizerState, class_name, state_of, unwrapped
+from ddp_zero.checkpoint.saving import SaveJob, Saving, finish_all, writer_of
+from ddp_zero.comm.agreement import Agreement
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.peers import Peers, check_not_alone
+from ddp_zero.local.live_model import LiveModel, group_of
+
+__all__ = ["Loaded", "load", "save", "wait"]
+
+PathLike = str | os.PathLike[str]
+
+_NO_RENAME: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load has done besides loading.
+
+    Attributes:
+        folder: the checkpoint that was loaded.
+        step: the number under which it was saved.
+        extra: what was given as ``extra``, tensors on the CPU.
+        rank_extra: what this rank gave as ``rank_extra``; None if the number of ranks is another now.
+        skipped: what did not fit and was left as it was, or converted, a line each; empty with ``strict=True``.
+        notes: what differs and is as it should be, such as parameters that were frozen in between.
+    """
+
+    folder: Path
+    step: int
+    extra: Any
+    rank_extra: Any
+    skipped: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def save(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    rank_extra: Any = None,
+    step: int | None = None,
+    keep: int | None = None,
+    background: bool = False,
+) -> Saving:
+    """Save model and optimizer as ``path/step-<number>``, every rank its share. A collective.
+
+    The checkpoint appears when all of it is on disk: a rank that is killed leaves those before as they were. It is one
+    of the last step that was taken; gradients are not part of it, so go on from where that step's data ended. Besides
+    its shard a rank holds a copy of one tensor where it must, as from a GPU, or of the shard with ``background=True``.
+
+    Args:
+        path: a folder for the checkpoints of one run, on a file system that all ranks share; one job at a time.
+        model: the DDP model, a module that holds it, or a plain one in a single process.
+        optimizer: a sharded optimizer of this library or of torch, a plain one, or what holds one as ``.optimizer``, as
+            Accelerate's does.
+        extra: anything else of which rank 0's is saved: None, numbers, strings, tensors, and lists, tuples and dicts
+            of them, such as a scheduler's state dict.
+        rank_extra: the same, of which every rank's own is saved, such as the state of its random numbers.
+        step: the number of the checkpoint, the same on every rank, not below the last one's; by default one more.
+        keep: how many checkpoints to leave in the folder, the new one included; None: all.
+        background: copy this rank's share to the CPU and write it in a thread. The next save or load waits for it and
+            raises what it has failed with; so does the result's ``wait()``, to be called before
+            `torch.distributed.destroy_process_group`.
+
+    Returns:
+        The save; its ``wait()`` returns the checkpoint's folder.
+
+    Raises:
+        RuntimeError: with overlap or stage 2, between backward and step; if a save in the background has failed; or if
+            this one fails elsewhere.
+        TypeError: for something that cannot be saved without pickle, saying where it is.
+        ValueError: for a parameter of the optimizer that the model has not, an empty path, arguments that differ
+            between ranks, or a plain model in a job of several ranks.
+        OSError: if the disk does not take it.
+    """
+    group = _group(model, optimizer)
+    check_not_alone(group)
+    writer = writer_of(group)
+    with Agreement(writer.peers, "checkpoint.save") as agreement:
+        writer.finish()
+        agreement.declare("keep", keep)
+        live, state = _declared(agreement, model, optimizer)
+        part = capture(live, state, writer.peers.group_rank, writer.peers.world_size, extra, rank_extra)
+        text, tensors = text_and_tensors(part.as_tree(), "a checkpoint")
+        tensors = copied(tensors) if background else tensors
+        place = _start(writer.peers, agreement, root := folder_of(path), step, keep)
+    number, folder = json.loads(writer.peers.all_gather_text(place)[0])
+    return writer.start(SaveJob(root / folder, number, keep, text, tensors), background)
+
+
+def _start(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:
+    """Rank 0 makes a folder; returns there, as JSON, the number of the checkpoint and the folder's name."""
+    agreement.declare("step", step)
+    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
+        if number is not None and (type(number) is not int or number < least):
+            raise ValueError(f"Expected {name} to be an int of at least {least}, got {number!r}.")
+    if peers.group_rank != 0:
+        return ""
+    check_comes_last(root, step)
+    step = next_step(root) if step is None else step
+    return json.dumps([step, start(root, step)])
+
+
+def load(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    rename: Mapping[str, str] = _NO_RENAME,
+) -> Loaded:
+    """Load a checkpoint into a model and an optimizer, whatever wrote it and on however many ranks. A collective.
+
+    Nothing is changed before all of it was checked: that it is complete and undamaged, and that it fits. Then
+    parameters are written in place, state is replaced, the optimizer's gradients are dropped. A rank reads the model
+    and the states of what it owns, a tensor at a time.
+
+    Args:
+        path: a checkpoint, or a folder of them, of which the complete one of the highest step is loaded.
+        model: as for `save`.
+        optimizer: as for `save`, over the model's parameters. None: the model only.
+        strict: raise if anything does not fit. Otherwise convert dtypes, leave other values that do not fit as they are
+            with their state, start without state where a value fits and its state does not, and say so.
+        rename: saved names, or prefixes of them up to a dot, and what they are called now.
+
+    Returns:
+        What else was saved, and what was skipped.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint.
+        ValueError: if it is damaged, was made by something else, or does not fit, with all that does not.
+        RuntimeError: if that happened on another rank, or a save in the background has failed.
+    """
+    writer = writer_of(_group(model, optimizer))
+    peers = writer.peers
+    with Agreement(peers, "checkpoint.load") as agreement:
+        writer.finish()
+        saved = SavedCheckpoint.open(folder_of(path))
+        agreement.declare("checkpoint", saved.digest)
+        agreement.declare("strict and rename", (strict, sorted(rename.items())))
+        live, state = _declared(agreement, model, optimizer)
+        plan = Restore.plan(saved, live, state, rename, strict)
+        plan.verify(peers)
+        extra = plan.read_extra(saved.shared.extra)
+        is_same_world = len(saved.rank_extras) == peers.world_size
+        rank_extra = plan.read_extra(saved.rank_extras[peers.group_rank]) if is_same_world else None
+    with Agreement(peers, "reading a checkpoint that was found whole"):
+        plan.carry_out()
+    return Loaded(saved.folder, saved.step, extra, rank_extra, tuple(plan.fit.misfits), tuple(plan.fit.notes))
+
+
+def wait() -> None:
+    """Wait for all saves in the background of this process. Never communicates.
+
+    Raises:
+        RuntimeError: if one has failed and this rank was not told before.
+    """
+    finish_all()
+
+
+def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None:
+    """The ranks that save and load together: those of DDP, or of a sharded optimizer."""
+    group = group_of(model)
+    sharded: ProcessGroup | None = getattr(unwrapped(optimizer), "join_process_group", None)
+    if group is not None and sharded is not None and not Communicator(group).has_same_ranks(sharded):
+        raise ValueError(
+            "Expected an optimizer that is sharded over the ranks of the DDP model, got one over others. Build it "
+            "with process_group=ddp.process_group."
+        )
+    return sharded if group is None else group
+
+
+def _declared(
+    agreement: Agreement, model: nn.Module, optimizer: Optimizer | None
+) -> tuple[LiveModel, OptimizerState | None]:
+    """The views of model and optimizer, which must have the same names, shapes, dtypes and classes on every rank."""
+    live, state = LiveModel(model), None if optimizer is None else state_of(optimizer)
+    values = repr(sorted(live.values().items()))
+    agreement.declare("names, shapes and dtypes in the model", hashlib.sha256(values.encode()).hexdigest())
+    kind = "none" if state is None else f"{type(state).__name__} of {class_name(state.inner)}"
+    agreement.declare("optimizer", kind)
+    return live, state

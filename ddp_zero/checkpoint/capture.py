@@ -1,0 +1,86 @@
+"""What one rank puts into a checkpoint: its share of the model, the states that it owns, and once what all share."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_zero.checkpoint.contents import Part, Shared
+from ddp_zero.checkpoint.optimizers import OptimizerState, class_name, group_options, other_state
+from ddp_zero.local.live_model import LiveModel, by_group
+from ddp_zero.local.tree import Tree
+from ddp_zero.plan.partition import GroupRank, partition_greedy
+
+
+def capture(
+    live: LiveModel,
+    optimizer: OptimizerState | None,
+    rank: GroupRank,
+    world_size: int,
+    extra: Tree,
+    rank_extra: Tree,
+) -> Part:
+    """A rank's part, of live tensors.
+
+    Every parameter is written by the rank that writes its state; those in no optimizer are spread; buffers, which may
+    differ between ranks, are those of rank 0, as DDP broadcasts them.
+
+    Raises:
+        ValueError: if the optimizer has a parameter that the model has not.
+        RuntimeError: if a step is under way.
+    """
+    names: list[str] = []
+    owned: list[int] = []
+    if optimizer is not None:
+        optimizer.check()
+        names = live.names_of(optimizer.table)
+        owned = optimizer.owned(rank, world_size)
+    mine = {names[index] for index in owned} | set(_share_of_rest(live, names, rank, world_size))
+    model = {name: value for name, value in live.entries.items() if name in mine}
+    state, births = _states(optimizer, names, owned)
+    shared = _shared(live, optimizer, names, extra) if rank == 0 else None
+    return Part(model, state, births, rank_extra, shared)
+
+
+def _share_of_rest(live: LiveModel, names: list[str], rank: GroupRank, world_size: int) -> list[str]:
+    """What this rank writes of the values that no optimizer owns."""
+    taken = set(names)
+    rest = {name: value for name, value in live.entries.items() if name not in taken}
+    spread = {name: value for name, value in rest.items() if isinstance(value, nn.Parameter)}
+    owners = partition_greedy([param.nbytes for param in spread.values()], world_size)
+    mine = [name for name, owner in zip(spread, owners, strict=True) if owner == rank]
+    return mine + ([name for name in rest if name not in spread] if rank == 0 else [])
+
+
+def _states(
+    optimizer: OptimizerState | None, names: list[str], owned: list[int]
+) -> tuple[dict[str, dict[Any, Any]], list[tuple[int, int, str]]]:
+    if optimizer is None:
+        return {}, []
+    found, births, mine = optimizer.state(), optimizer.births(), set(owned)
+    kept = [index for index in found if index in mine]
+    return {names[index]: found[index] for index in kept}, [(*births[index], names[index]) for index in kept]
+
+
+def _shared(live: LiveModel, optimizer: OptimizerState | None, names: list[str], extra: Tree) -> Shared:
+    trainable, aliases = live.trainable, live.aliases
+    if optimizer is None:
+        return Shared(trainable=trainable, aliases=aliases, extra=extra)
+    param_groups = optimizer.optimizer.param_groups
+    groups = [
+        {**group_options(group), "params": params}
+        for group, params in zip(param_groups, by_group(names, param_groups), strict=True)
+    ]
+    return Shared(
+        optimizer=class_name(optimizer.inner),
+        param_groups=groups,
+        other_state=other_state(optimizer.inner),
+        loss_scale=optimizer.scale(),
+        trainable=trainable,
+        aliases=aliases,
+        extra=extra,
+    )
+
+
+def copied(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies on the CPU, which training does not change."""
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]

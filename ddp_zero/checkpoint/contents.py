@@ -1,0 +1,187 @@
+"""A checkpoint on disk as one thing: its marker and all parts, read and checked, tensors still in their files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_zero.checkpoint.folder import Marker, newest, read_marker, read_text
+from ddp_zero.checkpoint.manifest import decode_part, part_name
+from ddp_zero.local.tree import Tree
+
+State = dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank puts into a checkpoint.
+
+    Attributes:
+        model: values of parameters and buffers, by name.
+        state: of the parameters that it owns, by name.
+        births: when each of those states was created, and the parameter's name.
+        rank_extra: the user's own state of this rank.
+        shared: what is the same on every rank, from rank 0 only.
+    """
+
+    model: dict[str, Any]
+    state: dict[str, State]
+    births: list[tuple[int, int, str]]
+    rank_extra: Tree
+    shared: "Shared | None"
+
+    def as_tree(self) -> Tree:
+        """The part as dicts."""
+        return {**vars(self), "shared": None if self.shared is None else dict(vars(self.shared))}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a checkpoint has once.
+
+    Attributes:
+        optimizer: the class that was sharded, or None if no optimizer was saved.
+        param_groups: its groups; ``params`` are names.
+        other_state: state that belongs to no parameter.
+        loss_scale: a dynamic one's state, or None.
+        trainable: names of the parameters that were trainable.
+        aliases: other names of tensors of the model, with the name under which they are saved.
+        extra: the user's own state.
+    """
+
+    optimizer: str | None = None
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    other_state: dict[str, Any] = field(default_factory=dict)
+    loss_scale: dict[str, float] | None = None
+    trainable: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    extra: Tree = None
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        folder: where it is.
+        step: the number under which it was saved.
+        digest: differs where anything in it differs.
+        model: values by name, aliases included.
+        state: optimizer state by parameter name, in the order in which the unsharded optimizer would have it.
+        shared: what it has once.
+        rank_extras: the user's own state of each rank that saved.
+    """
+
+    folder: Path
+    step: int
+    digest: str
+    model: Mapping[str, Any]
+    state: Mapping[str, State]
+    shared: Shared
+    rank_extras: Sequence[Tree]
+
+    @classmethod
+    def open(cls, path: Path) -> "SavedCheckpoint":
+        """Read everything but the tensors of the newest checkpoint at a path.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            ValueError: if it is damaged, or not what this library writes, naming the file.
+        """
+        folder = newest(path)
+        return cls.read(folder, read_marker(folder))
+
+    @classmethod
+    def read(cls, folder: Path, marker: Marker) -> "SavedCheckpoint":
+        """The same, of what a folder's marker says or is going to say."""
+        parts = [_read_part(folder, rank, digest) for rank, digest in enumerate(marker.parts)]
+        if not parts or parts[0].shared is None or any(part.shared is not None for part in parts[1:]):
+            raise ValueError(
+                f"Expected groups and options in the part of rank 0 and in no other, got others: {folder}."
+            )
+        shared = parts[0].shared
+        model = _joined((part.model for part in parts), folder)
+        for alias, name in shared.aliases.items():
+            if alias in model or name not in model:
+                raise ValueError(f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}.")
+            model[alias] = model[name]
+        state = _joined((part.state for part in parts), folder)
+        births = sorted(birth for part in parts for birth in part.births)
+        if sorted(name for _, _, name in births) != sorted(state):
+            raise ValueError(f"Expected the place of every optimizer state in their order, got others: {folder}.")
+        if not set(state) <= {name for group in shared.param_groups for name in group["params"]}:
+            raise ValueError(f"Expected states of parameters that are in a group, got others: {folder}.")
+        ordered = {name: state[name] for _, _, name in births}
+        extras = [part.rank_extra for part in parts]
+        return cls(folder, marker.step, "".join(marker.parts), model, ordered, shared, extras)
+
+    def as_tree(self) -> Tree:
+        """What readers of other libraries get: the layout of `torch.distributed.checkpoint.state_dict`."""
+        shared = self.shared
+        optim = {"state": dict(self.state), "param_groups": shared.param_groups, **shared.other_state}
+        return {
+            "model": dict(self.model),
+            **({"optim": optim} if shared.optimizer is not None else {}),
+            **({"loss_scale": shared.loss_scale} if shared.loss_scale is not None else {}),
+            "step": self.step,
+            "extra": shared.extra,
+            "rank_extra": list(self.rank_extras),
+        }
+
+
+def _read_part(folder: Path, rank: int, digest: str) -> Part:
+    path = folder / part_name(rank)
+    tree = decode_part(read_text(path), digest, path)
+    try:
+        shared = None if tree["shared"] is None else Shared(**tree["shared"])
+        part = Part(**{**tree, "shared": shared})
+        _check_part(part)
+        if shared is not None:
+            _check_shared(shared)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"Expected a part of a checkpoint in {path}, got {type(error).__name__}: {error}") from error
+    return part
+
+
+def _check_part(part: Part) -> None:
+    _expect(_is_dict(part.model, str) and _is_dict(part.state, str), "values and states by parameter name")
+    _expect(all(isinstance(state, dict) for state in part.state.values()), "a dict as the state of each parameter")
+    births = part.births
+    _expect(isinstance(births, list), "a list of births")
+    _expect(all(isinstance(b, tuple) and [type(x) for x in b] == [int, int, str] for b in births), "births of states")
+
+
+def _check_shared(shared: Shared) -> None:
+    _expect(shared.optimizer is None or isinstance(shared.optimizer, str), "the name of an optimizer")
+    groups = shared.param_groups
+    _expect(isinstance(groups, list) and all(_is_dict(group, str) for group in groups), "a list of groups")
+    _expect(all(_is_list_of_names(group.get("params")) for group in groups), "names of parameters in each group")
+    names = [name for group in groups for name in group["params"]]
+    _expect(len(set(names)) == len(names), "each parameter in one group")
+    _expect(_is_dict(shared.other_state, str) and not {"state", "param_groups"} & set(shared.other_state), "a dict")
+    _expect(shared.loss_scale is None or _is_dict(shared.loss_scale, str), "numbers of a loss scale")
+    _expect(_is_list_of_names(shared.trainable), "names of trainable parameters")
+    _expect(_is_dict(shared.aliases, str) and _is_list_of_names(list(shared.aliases.values())), "names of aliases")
+
+
+def _is_dict(value: object, key: type) -> bool:
+    return isinstance(value, dict) and all(type(one) is key for one in value)
+
+
+def _is_list_of_names(value: object) -> bool:
+    return isinstance(value, list) and all(type(name) is str for name in value)
+
+
+def _expect(is_so: bool, what: str) -> None:
+    if not is_so:
+        raise TypeError(f"Expected {what}, got something else.")
+
+
+def _joined(parts: Any, folder: Path) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for part in parts:
+        repeated = joined.keys() & part.keys()
+        if repeated:
+            raise ValueError(f"Expected every name from one rank, got {sorted(repeated)[0]!r} from two: {folder}.")
+        joined.update(part)
+    return joined

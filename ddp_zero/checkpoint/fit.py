@@ -1,0 +1,129 @@
+"""What of a checkpoint fits a model and an optimizer, as names, shapes and dtypes only.
+
+Nothing here knows tensors. Every misfit becomes a line that a person can act on; a strict load raises with all lines, a
+lenient one skips what they speak of.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddp_zero.plan.shapes import Value
+
+
+@dataclass
+class Fit:
+    """What can be loaded.
+
+    Attributes:
+        values: names of the model whose saved value fits.
+        groups: for each group of the optimizer the saved one whose options it takes, or None.
+        states: names of the optimizer's parameters that take the state saved for them.
+        misfits: what does not fit, a line each.
+        notes: what differs and is as it should be, a line each.
+    """
+
+    values: list[str] = field(default_factory=list)
+    groups: list[int | None] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
+    """The new name of every saved name.
+
+    Args:
+        names: as saved.
+        rename: old names or prefixes up to a dot, and what they are now, nothing if a prefix is gone. Of several that
+            fit, the longest counts.
+
+    Raises:
+        ValueError: for an old name that no saved one has, or two that become the same.
+    """
+    names = list(names)
+    found: dict[str, str] = {}
+    used = set()
+    for name in names:
+        olds = [old for old in rename if name == old or name.startswith(f"{old}.")]
+        if not olds:
+            found[name] = name
+            continue
+        old = max(olds, key=len)
+        used.add(old)
+        found[name] = f"{rename[old]}{name[len(old) :]}".removeprefix(".")
+    unused = sorted(set(rename) - used)
+    if unused:
+        raise ValueError(f"Expected names in rename= that the checkpoint has, got {unused}.")
+    twice = [name for name, count in Counter(found.values()).items() if count > 1]
+    if twice:
+        raise ValueError(f"Expected rename= to keep names apart, got several saved names for {twice}.")
+    return found
+
+
+def fit_values(saved: Mapping[str, Value], live: Mapping[str, Value], fit: Fit) -> None:
+    """See which values of a model fit: same name and shape; another dtype is a misfit that a lenient load converts."""
+    for name, value in live.items():
+        if name not in saved:
+            fit.misfits.append(f"{name!r} of the model is not in the checkpoint")
+        elif saved[name].shape != value.shape:
+            fit.misfits.append(f"{name!r} has shape {_told(value.shape)}, saved is {_told(saved[name].shape)}")
+        else:
+            fit.values.append(name)
+            if saved[name].dtype != value.dtype:
+                fit.misfits.append(f"{name!r} has dtype {value.dtype}, saved is {saved[name].dtype}")
+    fit.misfits += [f"{name!r} of the checkpoint is not in the model" for name in saved if name not in live]
+
+
+def fit_groups(
+    saved: Sequence[Sequence[str]],
+    live: Sequence[Sequence[str]],
+    was_trainable: Collection[str],
+    is_trainable: Collection[str],
+    fit: Fit,
+) -> None:
+    """See which groups and states of an optimizer fit, after `fit_values`.
+
+    A parameter may have come or gone because it was frozen or is; what else differs is a misfit. Parameters whose
+    values do not fit are not told again.
+
+    Args:
+        saved: names of the parameters in each saved group.
+        live: in each group of the optimizer.
+        was_trainable: names that were trainable when it was saved.
+        is_trainable: names that are.
+        fit: where to write.
+    """
+    values = set(fit.values)
+    group_of = {name: position for position, names in enumerate(saved) for name in names}
+    for position, names in enumerate(live):
+        known = Counter(group_of[name] for name in names if name in group_of and name in values)
+        fit.groups.append(min(known, key=lambda one: (-known[one], one)) if known else None)
+        if len(known) > 1:
+            fit.misfits.append(f"group {position} has parameters of the saved groups {sorted(known)}")
+        if not known and names:
+            fit.notes.append(f"group {position} keeps its options: the saved optimizer has none of its parameters")
+        for name in names:
+            if name in values and name in group_of:
+                fit.states.append(name)
+            elif name in values and name in was_trainable:
+                fit.misfits.append(f"{name!r} of the optimizer is not in the saved one")
+            elif name in values:
+                fit.notes.append(f"{name!r} starts without state: it was frozen and not in the optimizer")
+    here = {name for names in live for name in names}
+    for name in group_of:
+        if name not in here and name in values:
+            if name in is_trainable:
+                fit.misfits.append(f"{name!r} of the saved optimizer is not in this one")
+            else:
+                fit.notes.append(f"the state of {name!r} is left out: it is frozen and not in the optimizer")
+
+
+def listed(lines: Sequence[str], most: int = 20) -> str:
+    """Lines under each other for a message, the first ones of many."""
+    told = [f"\n  - {line}" for line in lines[:most]]
+    return "".join(told) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
+
+
+def _told(shape: Sequence[int] | None) -> str:
+    return "none: it is no tensor" if shape is None else str(list(shape))

@@ -1,0 +1,251 @@
+"""Loading a checkpoint into a model and an optimizer: first see that all of it fits and is whole, then change them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_zero.checkpoint.contents import SavedCheckpoint
+from ddp_zero.checkpoint.fit import Fit, fit_groups, fit_values, listed, renamed
+from ddp_zero.checkpoint.manifest import StoredTensor, as_meta, fill, stored_in
+from ddp_zero.checkpoint.optimizers import OptimizerState, class_name, group_options, other_state
+from ddp_zero.checkpoint.tensor_file import read, read_into, verify
+from ddp_zero.comm.peers import Peers
+from ddp_zero.local.live_model import LiveModel, by_group, is_extra
+from ddp_zero.local.masters import MASTER_KEY, rounds_to
+from ddp_zero.plan.partition import partition_greedy
+from ddp_zero.plan.shapes import Value
+
+
+@dataclass
+class Restore:
+    """What of a checkpoint goes where.
+
+    Attributes:
+        saved: the checkpoint.
+        live: the model.
+        optimizer: the optimizer, or None.
+        fit: what fits.
+        values: where the value of each tensor of the model comes from.
+        extra_states: state of modules that is no tensor.
+        names: of the optimizer's parameters, by index.
+        states: what each of them takes, by index, in the order in which the unsharded optimizer would have them.
+        other_state: what the optimizer's state will have that belongs to no parameter.
+        groups: the optimizer's groups as they will be.
+    """
+
+    saved: SavedCheckpoint
+    live: LiveModel
+    optimizer: OptimizerState | None
+    fit: Fit = field(default_factory=Fit)
+    values: dict[str, StoredTensor] = field(default_factory=dict)
+    extra_states: dict[str, Any] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    states: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    other_state: dict[str, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    # What fits
+
+    @classmethod
+    def plan(
+        cls,
+        saved: SavedCheckpoint,
+        live: LiveModel,
+        optimizer: OptimizerState | None,
+        rename: Mapping[str, str],
+        strict: bool,
+    ) -> "Restore":
+        """Match names, shapes and dtypes; changes nothing.
+
+        Raises:
+            ValueError: if something does not fit, with a list of it, unless lenient; or if what fits by name could not
+                be loaded.
+        """
+        plan = cls(saved, live, optimizer)
+        groups = [group["params"] for group in saved.shared.param_groups]
+        names = renamed(dict.fromkeys([*saved.model, *(name for group in groups for name in group)]), rename)
+        entries = {names[name]: entry for name, entry in saved.model.items()}
+        first = {name: live.aliases.get(new, new) for name, new in names.items()}  # what the optimizer goes by
+        states = {first[name]: state for name, state in saved.state.items()}
+        fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, live.values(), plan.fit)
+        plan._place_values(entries)
+        if optimizer is not None:
+            plan._place_states(optimizer, [[first[name] for name in group] for group in groups], states, first)
+        if strict and plan.fit.misfits:
+            raise ValueError(
+                f"Expected {saved.folder} to fit the model and the optimizer, got{listed(plan.fit.misfits)}\n"
+                "Pass rename= for names that have changed, or strict=False to load what fits."
+            )
+        if optimizer is not None:
+            optimizer.check_fits(plan._state_dict(as_meta))
+        return plan
+
+    def _place_values(self, entries: Mapping[str, Any]) -> None:
+        for name in self.fit.values:
+            first = self.live.aliases.get(name)
+            if first is not None:
+                if first in entries and entries[first] != entries[name]:
+                    self.fit.misfits.append(f"{name!r} is tied to {first!r} in the model, saved are two values")
+            elif isinstance(entries[name], StoredTensor) and not is_extra(name):
+                self.values[name] = entries[name]
+            else:
+                self.extra_states[name] = entries[name]
+
+    def _place_states(
+        self,
+        optimizer: OptimizerState,
+        saved_groups: list[list[str]],
+        states: Mapping[str, dict[Any, Any]],
+        first: Mapping[str, str],
+    ) -> None:
+        fit, shared = self.fit, self.saved.shared
+        names = self.names = self.live.names_of(optimizer.table)
+        live_groups = by_group(names, optimizer.optimizer.param_groups)
+        if shared.optimizer != class_name(optimizer.inner):
+            was = "no optimizer" if shared.optimizer is None else shared.optimizer
+            fit.misfits.append(f"the optimizer is {class_name(optimizer.inner)}, saved is {was}")
+            fit.groups = [None] * len(live_groups)
+            self.other_state = other_state(optimizer.inner)
+        else:
+            self.other_state = shared.other_state
+            was_trainable = {first.get(name, name) for name in shared.trainable}
+            fit_groups(saved_groups, live_groups, was_trainable, set(self.live.trainable), fit)
+        if (shared.loss_scale is not None) and optimizer.scale() is None:
+            fit.misfits.append("the saved dynamic loss scale has no place: the optimizer has none")
+        fits = set(fit.states)
+        for index, name in enumerate(names):
+            self._place_state(index, name, optimizer, states.get(name, {}) if name in fits else {})
+        places = {name: place for place, name in enumerate(states)}
+        in_saved_order = sorted(self.states, key=lambda index: places.get(names[index], len(places)))
+        self.states = {index: self.states[index] for index in in_saved_order}
+        for group, source in zip(optimizer.optimizer.param_groups, fit.groups, strict=True):
+            options = {} if source is None else group_options(shared.param_groups[source])
+            _check_options(options, group)
+            self.groups.append({**group, **options})
+
+    def _place_state(self, index: int, name: str, optimizer: OptimizerState, state: Mapping[Any, Any]) -> None:
+        """The state of one parameter; its fp32 master is the more exact value wherever dtypes have changed."""
+        param = optimizer.table.params[index]
+        state, value = dict(state), self.values.get(name)
+        master = state.pop(MASTER_KEY, None)
+        has_master = isinstance(master, StoredTensor) and master.spec.shape == tuple(param.shape)
+        is_converted = value is not None and value.spec.dtype != param.dtype
+        if has_master and is_converted:
+            self.values[name] = master
+        if optimizer.wants_master(index):
+            if has_master or is_converted:
+                state[MASTER_KEY] = master if has_master else value
+            elif value is not None and name in self.fit.states:
+                self.fit.misfits.append(f"{name!r} has a master weight, saved is none")
+        elif has_master and not is_converted:
+            self.fit.misfits.append(f"the saved master weight of {name!r} has no place: the optimizer keeps none")
+        if state:
+            self.states[index] = state
+
+    def _state_dict(self, fill_with: Any) -> dict[str, Any]:
+        """What the optimizer loads on this rank."""
+        assert self.optimizer is not None, "asked for where there is one"
+        kept = set(self.optimizer.kept())
+        states = {index: fill(state, fill_with) for index, state in self.states.items() if index in kept}
+        counted = iter(range(len(self.optimizer.table)))
+        groups = [
+            {**fill(group_options(group), fill_with), "params": [next(counted) for _ in group["params"]]}
+            | ({"param_names": list(group["param_names"])} if "param_names" in group else {})
+            for group in self.groups
+        ]
+        saved_scale = self.saved.shared.loss_scale
+        scale = {} if saved_scale is None else {"loss_scale": saved_scale}
+        return {"state": {**fill(self.other_state, fill_with), **states}, "param_groups": groups, **scale}
+
+    # Whether it is whole
+
+    def verify(self, peers: Peers) -> None:
+        """See that everything that will be read is there and undamaged; ranks share the reading.
+
+        Raises:
+            ValueError: naming the file.
+        """
+        extras = [self.saved.shared.extra, *self.saved.rank_extras]
+        trees = [self.values, self.extra_states, self.states, self.groups, self.other_state, extras]
+        needed = list(dict.fromkeys(stored for tree in trees for stored in stored_in(tree)))
+        owners = partition_greedy([stored.nbytes for stored in needed], peers.world_size)
+        mine = [stored for stored, owner in zip(needed, owners, strict=True) if owner == peers.group_rank]
+        verify(self.saved.folder, mine)
+        self._verify_masters()
+
+    def _verify_masters(self) -> None:
+        """A parameter must be its rounded master, or the first step would undo what was loaded."""
+        if self.optimizer is None:
+            return
+        for index in self.optimizer.kept():
+            param, name = self.optimizer.table.params[index], self.names[index]
+            master, value = self.states.get(index, {}).get(MASTER_KEY), self.values.get(name)
+            if master is None or value is None or master == value:
+                continue
+            rounded, as_saved = (self._read(stored).to(param.dtype) for stored in (master, value))  # as read later
+            if not rounds_to(rounded, as_saved):
+                raise ValueError(f"Expected {name!r} to be its saved master weight rounded, got another value.")
+
+    # Changing the model and the optimizer
+
+    def carry_out(self) -> None:
+        """Read everything into its place, a tensor at a time; what runs the user's code first, since that may raise."""
+        self.live.load_extra(fill(self.extra_states, self._read))
+        if self.optimizer is not None:
+            self._keep_states(self.optimizer)
+        for name, stored in self.values.items():
+            target = self.live.tensor(name)
+            assert target is not None, "fits a tensor"
+            read_into(self.saved.folder, stored, target)
+        if self.optimizer is not None:
+            self._read_masters(self.optimizer)
+            self.optimizer.inner.state.clear()  # before the new one is there, so that there are never two
+            self.optimizer.load(self._state_dict(self._read), list(self.states))
+            self.optimizer.optimizer.zero_grad()
+
+    def _read_masters(self, optimizer: OptimizerState) -> None:
+        """Straight into the live ones, which then stand for those that were saved."""
+        for index, state in self.states.items():
+            master = optimizer.master(index)
+            if master is not None and MASTER_KEY in state:
+                read_into(self.saved.folder, state[MASTER_KEY], master)
+                state[MASTER_KEY] = master.detach()
+
+    def _keep_states(self, optimizer: OptimizerState) -> None:
+        """State belongs to a value: it stays where that stays, and goes where another was read."""
+        present = optimizer.state()
+        for index in optimizer.kept():
+            if self.names[index] not in self.values and index in present:
+                self.states[index] = present[index]
+
+    def _read(self, stored: StoredTensor) -> Tensor:
+        device = torch.device("cpu") if self.optimizer is None else self.optimizer.table.accelerator()
+        return read(self.saved.folder, stored, device)
+
+    def read_extra(self, tree: Any) -> Any:
+        """The user's own state, on the CPU."""
+        return fill(tree, lambda stored: read(self.saved.folder, stored, torch.device("cpu")))
+
+
+def _check_options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+    """See that a saved option is of the kind that the optimizer has."""
+    for key, value in saved.items():
+        kinds = {_kind(value), _kind(live.get(key))}
+        if len(kinds - {"None"}) > 1:
+            raise ValueError(f"Expected option {key!r} to be a {_kind(live[key])}, got a {_kind(value)}.")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, StoredTensor | Tensor | int | float):
+        return "number"
+    return "list" if isinstance(value, tuple | list) else "None" if value is None else type(value).__name__
+
+
+def _value_in(name: str, entry: Any) -> Value:
+    """Shape and dtype of a saved entry."""
+    if not isinstance(entry, StoredTensor) or is_extra(name):
+        return Value(None, None)
+    return Value(entry.spec.shape, str(entry.spec.dtype).removeprefix("torch."))

@@ -1,0 +1,194 @@
+"""What a rank has put into a checkpoint: a tree of plain values, and where the bytes of its tensors are.
+
+A *part* is one rank's: JSON beside its file of tensors. What is read here may come from anybody, so everything is
+checked before it is used: names of files, sizes, dtypes, and the shape of the tree. Nothing is unpickled.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_zero.local.tree import TensorSpec, Tree, flatten, specs_in, unflatten
+from ddp_zero.plan.shapes import is_dense
+
+_FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 1 << 62
+_MOST_DIMENSIONS = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a checkpoint.
+
+    Attributes:
+        file: the name of the file.
+        begin: offset in bytes of what `torch.save` wrote of it.
+        length: of that, in bytes.
+        offset: in bytes, of its elements, which lie there in logical order.
+        sha256: of its elements.
+    """
+
+    file: str
+    begin: int
+    length: int
+    offset: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a checkpoint: shape, strides, dtype and kind of device that it had, and where it lies."""
+
+    spec: TensorSpec
+    place: Place
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
+
+    def describe(self) -> str:
+        """Its shape and dtype, for messages."""
+        return f"shape {list(self.spec.shape)} of {str(self.spec.dtype).removeprefix('torch.')}"
+
+
+def part_name(rank: int) -> str:
+    """The name of a rank's part."""
+    return f"part-{rank}.json"
+
+
+def tensor_file_name(rank: int) -> str:
+    """The name of a rank's file of tensors, as `torch.distributed.checkpoint` calls it."""
+    return f"__{rank}_0.distcp"
+
+
+def encode_part(text: str, places: Sequence[Place]) -> str:
+    """A part as JSON.
+
+    Args:
+        text: what `ddp_zero.payload.flatten` made of the tree.
+        places: of its tensors.
+    """
+    rows = [[place.file, place.begin, place.length, place.offset, place.sha256] for place in places]
+    return f'{{"tensors": {json.dumps(rows)}, "tree": {text}}}'
+
+
+def decode_part(text: str, digest: str, told: object) -> Tree:
+    """The tree of a part, with a `StoredTensor` in the place of each tensor.
+
+    Args:
+        text: from `encode_part`, or from anybody.
+        digest: the SHA-256 that it must have.
+        told: what the part is called in messages.
+
+    Raises:
+        ValueError: if it is damaged, or not such a part.
+    """
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise ValueError(f"Expected {told} to fit its checksum, got a damaged one.")
+    try:
+        content = json.loads(text)
+        tree = json.dumps(content["tree"])
+        places = [_place(row) for row in content["tensors"]]
+        specs = [_checked(spec) for spec in specs_in(tree)]
+        stored = [StoredTensor(spec, place) for spec, place in zip(specs, places, strict=True)]
+        decoded = unflatten(tree, stored)
+        if len(stored_in(decoded)) != len(stored):
+            raise ValueError("Expected every tensor at one place of the tree, got one at several.")
+        return decoded
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
+        raise ValueError(f"Expected a part of a checkpoint in {told}, got {type(error).__name__}: {error}") from error
+
+
+def _place(row: Any) -> Place:
+    file, begin, length, offset, digest = row
+    numbers_fit = all(type(number) is int and 0 <= number < _LARGEST for number in (begin, length, offset))
+    if not (isinstance(file, str) and _FILE.fullmatch(file) and numbers_fit and _DIGEST.fullmatch(digest)):
+        raise ValueError(f"Expected a file of this checkpoint, offsets and a SHA-256, got {row!r:.200}.")
+    return Place(file, begin, length, offset, digest)
+
+
+def _checked(spec: TensorSpec) -> TensorSpec:
+    numbers = [*spec.shape, *(spec.stride or ())]
+    if len(spec.shape) > _MOST_DIMENSIONS or not all(
+        type(number) is int and 0 <= number < _LARGEST for number in numbers
+    ):
+        raise ValueError(f"Expected sizes and strides of a tensor, got {spec.shape!r:.200} and {spec.stride!r:.200}.")
+    elements = math.prod(max(size, 1) for size in spec.shape)  # torch multiplies them though one is 0
+    if spec.dtype not in _DTYPES or elements * spec.dtype.itemsize >= _LARGEST:
+        raise ValueError(f"Expected a tensor that can exist, got {list(spec.shape)} of {spec.dtype}.")
+    if spec.stride is not None and len(spec.stride) != len(spec.shape):
+        raise ValueError(f"Expected a stride for each size, got {spec.stride} for {spec.shape}.")
+    if spec.stride is not None and not is_dense(spec.shape, spec.stride):
+        raise ValueError(f"Expected strides without gaps, got {spec.stride} for {spec.shape}.")
+    if not isinstance(spec.device_type, str):
+        raise ValueError(f"Expected a kind of device, got {spec.device_type!r:.200}.")
+    return spec
+
+
+_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.complex32),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    torch.bool,
+}
+"""Dtypes of whole bytes whose elements are nothing but their bytes."""
+
+
+# Trees
+
+
+def stored_in(tree: Tree) -> list[StoredTensor]:
+    """The stored tensors of a tree."""
+    found: list[StoredTensor] = []
+
+    def note(stored: StoredTensor) -> None:
+        found.append(stored)
+
+    fill(tree, note)
+    return found
+
+
+def fill(tree: Tree, read: Callable[[StoredTensor], Any]) -> Tree:
+    """The tree with what ``read`` returns in the place of each stored tensor, one after the other."""
+    if isinstance(tree, StoredTensor):
+        return read(tree)
+    if isinstance(tree, Mapping):
+        return type(tree)({key: fill(value, read) for key, value in tree.items()})  # type: ignore[call-arg]
+    if type(tree) in (list, tuple):
+        return type(tree)(fill(value, read) for value in tree)
+    return tree
+
+
+def as_meta(stored: StoredTensor) -> Tensor:
+    """A tensor without memory, of its shape and dtype, to check with."""
+    return torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="meta")
+
+
+def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
+    """As `ddp_zero.payload.flatten`, with what the tree is in the message.
+
+    Raises:
+        TypeError: for a value that has no place in a checkpoint.
+    """
+    try:
+        text, tensors = flatten(tree)
+        for tensor in tensors:
+            if tensor.dtype not in _DTYPES or tensor.dim() > _MOST_DIMENSIONS:
+                raise TypeError(f"Expected tensors of whole bytes, got {tensor.dim()} dimensions of {tensor.dtype}.")
+        return text, tensors
+    except RecursionError as error:
+        raise TypeError(f"Expected a tree of some dozen levels in {where}, got one nested too deeply.") from error
+    except TypeError as error:
+        raise TypeError(
+            f"Expected what can be saved without pickle in {where}. {error} Turn arrays into tensors with "
+            "torch.from_numpy(), other objects into their state dicts."
+        ) from error

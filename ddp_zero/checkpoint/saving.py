@@ -1,0 +1,181 @@
+"""Writing a checkpoint with all ranks: each its own file, then one of them makes it visible; now or in a thread.
+
+Ranks speak on a Gloo group of their own, so that a save in the background never meets the collectives of training.
+"""
+
+import atexit
+import hashlib
+import shutil
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ddp_zero.checkpoint.contents import SavedCheckpoint
+from ddp_zero.checkpoint.dcp import write_dcp_metadata
+from ddp_zero.checkpoint.folder import Marker, publish, read_text, write_text
+from ddp_zero.checkpoint.manifest import encode_part, part_name, tensor_file_name
+from ddp_zero.checkpoint.tensor_file import write_tensors
+from ddp_zero.comm.agreement import Agreement
+from ddp_zero.comm.beside import Beside
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.peers import Alone, Peers
+from ddp_zero.comm.tracing import logger
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """What a rank has to write.
+
+    Attributes:
+        folder: the hidden folder that rank 0 has made.
+        step: the number under which to save.
+        keep: how many complete checkpoints to leave.
+        text: this rank's tree.
+        tensors: of the tree.
+    """
+
+    folder: Path
+    step: int
+    keep: int | None
+    text: str
+    tensors: list[Tensor]
+
+
+def write(job: SaveJob, peers: Peers) -> Path:
+    """Write this rank's part and wait for all others. A collective. Returns the folder of the complete checkpoint.
+
+    Raises:
+        OSError: if the disk does not take it; RuntimeError on other ranks. The checkpoints before are untouched.
+    """
+    rank, published = peers.group_rank, ""
+    try:
+        with Agreement(peers, "writing a checkpoint"):
+            if not job.folder.is_dir():
+                raise FileNotFoundError(
+                    f"Expected the folder that rank 0 has made, got none on {peers.name(rank)}: {job.folder}. All "
+                    "ranks must save to one file system."
+                )
+            places = write_tensors(job.folder / tensor_file_name(rank), job.tensors)
+            write_text(job.folder / part_name(rank), encode_part(job.text, places))
+        with Agreement(peers, "completing a checkpoint"):
+            if rank == 0:
+                published = _complete(job, peers.world_size).name
+    except Exception:
+        if rank == 0:
+            shutil.rmtree(job.folder, ignore_errors=True)
+        raise
+    return job.folder.parent / peers.all_gather_text(published)[0]
+
+
+def _complete(job: SaveJob, world_size: int) -> Path:
+    """Read all parts as a load would, write the index for other tools, and make the checkpoint visible."""
+    texts = (read_text(job.folder / part_name(rank)) for rank in range(world_size))
+    marker = Marker(job.step, tuple(hashlib.sha256(text.encode()).hexdigest() for text in texts))
+    write_dcp_metadata(job.folder, SavedCheckpoint.read(job.folder, marker).as_tree())
+    return publish(job.folder, marker, job.keep)
+
+
+class Saving:
+    """A save that may still be under way.
+
+    Args:
+        future: of the folder.
+    """
+
+    def __init__(self, future: "Future[Path]") -> None:
+        self._future = future
+        self._is_told = False
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete, and return its folder.
+
+        Raises:
+            RuntimeError: if the save has failed, on this rank or another.
+        """
+        try:
+            return self._future.result()
+        except Exception as error:
+            self._is_told = True
+            raise RuntimeError(f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}") from error
+
+    def finish(self) -> None:
+        """As `wait`, but a failure that was raised already is not raised again."""
+        was_told = self._is_told
+        try:
+            self.wait()
+        except RuntimeError:
+            if not was_told:
+                raise
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._future.done()
+
+
+class Writer:
+    """Who saves with the ranks of a process group: peers, and the save that is under way, one at a time.
+
+    Attributes:
+        peers: the ranks, on connections of their own.
+        last: the last save, or None.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.peers: Peers = Alone() if group is None or Communicator(group).world_size == 1 else Beside(group)
+        self.last: Saving | None = None
+
+    def finish(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            RuntimeError: if it has failed.
+        """
+        if self.last is not None:
+            self.last.finish()
+
+    def start(self, job: SaveJob, background: bool) -> Saving:
+        """Write, in a thread if asked to; a failure there is logged at once and raised at the next call."""
+        future: Future[Path] = Future()
+        if background:
+            pool = ThreadPoolExecutor(1, "ddp_zero.checkpoint")
+            future = pool.submit(_logged, job, self.peers)
+            pool.shutdown(wait=False)  # no more work; the interpreter waits for this one before it ends
+        else:
+            future.set_result(write(job, self.peers))
+        self.last = Saving(future)
+        return self.last
+
+
+_alone = Writer(None)
+_writers: "weakref.WeakKeyDictionary[ProcessGroup, Writer]" = weakref.WeakKeyDictionary()
+atexit.register(_writers.clear)  # Gloo's threads would race with the end of the interpreter, seen as SIGABRT
+
+
+def writer_of(group: ProcessGroup | None) -> Writer:
+    """The writer of a process group, of a process alone if None; the first call is a collective of the group."""
+    if group is None:
+        return _alone
+    if group not in _writers:
+        _writers[group] = Writer(group)
+    return _writers[group]
+
+
+def finish_all() -> None:
+    """Wait for every save of this process that is under way; see `Writer.finish`."""
+    for writer in [_alone, *_writers.values()]:
+        writer.finish()
+
+
+def _logged(job: SaveJob, peers: Peers) -> Path:
+    try:
+        return write(job, peers)
+    except Exception as error:
+        logger.error("saving a checkpoint in the background has failed: %s", error)
+        raise
+    finally:
+        job.tensors.clear()  # a traceback that is kept keeps the job

@@ -1,0 +1,190 @@
+"""The file of tensors that one rank writes, and reading it in pieces.
+
+Each tensor is what `torch.save` makes of it, one after the other, which is the format of
+`torch.distributed.checkpoint.FileSystemWriter`; so DCP's own tools read it. That writer itself is not used: it keeps
+every tensor that it had to copy, from a GPU or out of flat storage, until the file is complete. Reading does not
+unpickle: it goes straight to the elements, whose place was noted when they were written.
+"""
+
+import ctypes
+import hashlib
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from ddp_zero.checkpoint.folder import open_regular
+from ddp_zero.checkpoint.manifest import Place, StoredTensor
+
+_ALIGNMENT = 64
+_CHUNK_BYTES = 4 << 20
+_LOCAL_HEADER_BYTES = 30
+
+
+# Writing
+
+
+def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[Place]:
+    """Write tensors to a new file and wait until it is on disk; at most one of them is copied at a time, if it must be.
+
+    Args:
+        path: the file.
+        tensors: dense, on any device.
+
+    Returns:
+        Where each of them lies.
+    """
+    with path.open("xb") as file:
+        written = [_write(file, tensor) for tensor in tensors]
+        file.flush()
+        os.fsync(file.fileno())
+    with path.open("rb") as file:
+        return [
+            Place(path.name, begin, length, _offset_of_elements(file, begin, length, nbytes), digest)
+            for begin, length, nbytes, digest in written
+        ]
+
+
+def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
+    """Where it begins, its length in the file, bytes of its elements, and their SHA-256."""
+    plain = tensor.detach().cpu().contiguous()
+    memory = _memory(plain)
+    file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+    begin = file.tell()
+    try:
+        torch.save(_alone(plain, memory), file)
+    except RuntimeError as error:  # torch says where in its own code it was when a write failed, not why
+        cause = error.__context__
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, file.name) from error
+        raise
+    return begin, file.tell() - begin, plain.nbytes, hashlib.sha256(memory).hexdigest()
+
+
+def _memory(plain: Tensor) -> memoryview:
+    """The elements of a contiguous CPU tensor as bytes, valid as long as the tensor is alive."""
+    nbytes = plain.nbytes
+    return memoryview((ctypes.c_char * nbytes).from_address(plain.data_ptr()) if nbytes else b"").cast("B")
+
+
+def _alone(plain: Tensor, memory: memoryview) -> Tensor:
+    """The same elements with a storage of their own size, not copied: `torch.save` writes whole storages."""
+    if plain.untyped_storage().nbytes() == plain.nbytes:
+        return plain
+    if not plain.nbytes:
+        return torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8).view(plain.dtype).view(plain.shape)
+
+
+class _Window:
+    """A part of a file, as `zipfile` wants it."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        self._file, self._begin, self._length = file, begin, length
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._begin + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) -> int:
+    """Where in the file the elements lie that one `torch.save` wrote: in the record ``data/0`` of its archive."""
+    window = _Window(file, begin, length)
+    with zipfile.ZipFile(window) as archive:
+        (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+    if record.file_size != nbytes or record.compress_type != zipfile.ZIP_STORED:
+        raise RuntimeError(f"Expected {nbytes} bytes as they are in what torch.save wrote, got {record}.")
+    window.seek(record.header_offset)
+    header = window.read(_LOCAL_HEADER_BYTES)
+    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return begin + record.header_offset + _LOCAL_HEADER_BYTES + names
+
+
+# Reading
+
+
+def verify(folder: Path, tensors: Sequence[StoredTensor]) -> None:
+    """See that tensors are there and have their checksums, reading them piece by piece.
+
+    Raises:
+        ValueError: naming the file, if one is missing, cut off or damaged.
+    """
+    for stored in sorted(tensors, key=lambda stored: (stored.place.file, stored.place.offset)):
+        for _ in pieces(folder, stored):
+            pass
+
+
+@torch.no_grad()
+def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
+    """Read a tensor into another of its shape, on any device; it takes that one's dtype.
+
+    Raises:
+        ValueError: as `verify`; the target has changed then.
+    """
+    is_flat = target.is_contiguous()
+    whole = target if is_flat else torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="cpu")
+    flat, done = whole.view(-1), 0
+    for piece in pieces(folder, stored):
+        values = torch.frombuffer(piece, dtype=stored.spec.dtype)
+        flat[done : done + values.numel()].copy_(values)
+        done += values.numel()
+    if not is_flat:
+        target.copy_(whole)
+
+
+def read(folder: Path, stored: StoredTensor, device: torch.device) -> Tensor:
+    """Read a tensor, with the strides that it had; to ``device`` if it was on an accelerator, else to the CPU.
+
+    Raises:
+        ValueError: as `verify`.
+    """
+    spec = stored.spec
+    place = torch.device("cpu") if spec.device_type == "cpu" else device
+    if spec.stride is None:
+        target = torch.empty(spec.shape, dtype=spec.dtype, device=place)
+    else:
+        target = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=place)
+    read_into(folder, stored, target)
+    return target
+
+
+def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in turn, whole elements each, in memory that is used again; checked at the end.
+
+    Raises:
+        ValueError: naming the file, if it is missing, cut off or damaged.
+    """
+    path, left, digest = folder / stored.place.file, stored.nbytes, hashlib.sha256()
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, left)))
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if stored.place.offset + left > size:
+            raise ValueError(f"Expected at least {stored.place.offset + left} bytes, got {size} in {path}.")
+        file.seek(stored.place.offset)
+        while left:
+            piece = buffer[: min(len(buffer), left)]
+            if file.readinto(piece) != len(piece):
+                raise ValueError(f"Expected {left} more bytes, got the end of {path}.")
+            digest.update(piece)
+            yield piece
+            left -= len(piece)
+    if digest.hexdigest() != stored.place.sha256:
+        raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}.")

@@ -1,0 +1,73 @@
+"""The ranks of a group on connections of their own, for what must not meet the messages of training."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ddp_zero.comm.attempt import store_of_this_attempt
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.groups import check_process, count_built
+from ddp_zero.comm.peers import gather_text
+from ddp_zero.plan.partition import GroupRank
+
+_GLOO_TRIES = 5
+
+
+class Beside:
+    """The ranks of a process group on Gloo connections of their own, whose messages never meet those of training.
+
+    Building one is a collective of the group, which itself carries no message for it. `torch.distributed.new_group` is
+    not used: it wants all ranks of the job, or names groups by how many each rank is in, which differs between ranks.
+
+    Args:
+        group: a group that this process belongs to.
+
+    Raises:
+        RuntimeError: if a rank has not come when the group's time-out has passed, or has gone in the next such span.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        comm = Communicator(group)  # not kept: whoever keeps these ranks must not keep the group alive
+        self.group_rank, self.world_size = comm.group_rank, comm.world_size
+        self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
+        self._process = os.getpid()
+        shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", group.get_group_store())  # type: ignore[attr-defined]
+        try:
+            store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
+            store.set(str(self.group_rank), "here")
+            store.wait([str(rank) for rank in range(self.world_size)], comm.time_out)
+            # Gloo tries that often to reach a rank that has died after telling its address, each time for a time-out
+            self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, comm.time_out / _GLOO_TRIES)
+            self._gloo._set_default_timeout(comm.time_out)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Expected all ranks to come to their first save or load within {comm.time_out}, got: {error}"
+            ) from error
+
+    def name(self, group_rank: GroupRank) -> str:
+        """How messages call a rank."""
+        return self._names[group_rank]
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        return [part.tolist() for part in self.all_gather_tensor(torch.tensor(list(values), dtype=torch.int64))]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; compressed on the wire."""
+        return gather_text(self, text, torch.device("cpu"))
+
+    def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of the same shape and dtype, in rank order; on the CPU."""
+        check_process(self._process)
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
+        try:
+            self._gloo.allgather([gathered], [mine]).wait()  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Expected all ranks to take part in a save or load, got one missing: {error}"
+            ) from error
+        return gathered

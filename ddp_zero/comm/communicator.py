@@ -1,0 +1,321 @@
+"""Communicates within a process group: every `torch.distributed` collective and message of the library.
+
+Everything travels as bytes, so any dtype does on any backend (Gloo knows no bfloat16 or complex collectives). Ranks are
+`GroupRank` everywhere; the one conversion to `GlobalRank` is `Communicator.global_rank`, for messages to people.
+
+The parameter sync is an all-gather of segments of unequal size. On Gloo with CPU memory it is a direct exchange: every
+receive is posted, then every send, in chunks; each rank sends (N - 1) times its own segments and nothing else. On other
+backends it is one broadcast per owner.
+
+Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, so a rank with a small segment would
+send padding); one broadcast per owner (as many bytes over all ranks, but relayed by ranks that have nothing to say).
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+# DDP imports this lazily. Where that happens after init_process_group(), default arguments in it keep the group alive
+# for good, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT at exit with torch 2.13.0).
+import torch.distributed.nn
+from torch import Tensor
+from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from ddp_zero.comm.exchange import Exchange, Pending
+from ddp_zero.comm.groups import check_not_forked, count_built
+from ddp_zero.comm.peers import gather_text
+from ddp_zero.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
+from ddp_zero.plan.partition import GlobalRank, GroupRank
+
+_TREE_TAG = 0x7EE0
+_CHUNK_BYTES = 4 << 20
+
+
+def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """The reduction that DDP does when it has no communication hook, as a hook: the same bits for any number of ranks.
+
+    DDP multiplies by the reciprocal of the number of ranks and then sums; ``allreduce_hook`` of torch divides, which
+    rounds otherwise unless that number is a power of two.
+
+    Args:
+        state: the process group.
+        bucket: what DDP hands to a hook; averaged in place.
+    """
+    buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
+    future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+class Communicator:
+    """A process group, seen from one of its members.
+
+    Args:
+        group: the process group; None for the default one.
+        generation: tells the messages of optimizers on one group apart; see `next_generation`.
+
+    Raises:
+        RuntimeError: if `torch.distributed` is not initialised, this process is not a member of the group, or it was
+            forked from one that is.
+
+    Attributes:
+        group_rank: this process's rank in the group.
+        world_size: size of the group.
+        sent_bytes: bytes of parameters and gradients that this rank handed to its peers so far, in syncs and in
+            reductions of its own.
+        control_bytes: bytes that tell peers how a step went; see `StepErrors`.
+        round: number of steps synced or abandoned so far; part of what makes a message's tag.
+    """
+
+    def __init__(self, group: ProcessGroup | None, generation: int = 0) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "Expected torch.distributed to be initialised, got no default process group. Call "
+                "torch.distributed.init_process_group() first; a single process can use it with world_size=1."
+            )
+        self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        self.group_rank = GroupRank(dist.get_rank(self.process_group))
+        if self.group_rank < 0:
+            raise RuntimeError(
+                f"Expected a process group that this process belongs to, got one without global rank "
+                f"{dist.get_rank()}. Build the optimizer on the group's members only."
+            )
+        check_not_forked(self.process_group)
+        self.world_size = dist.get_world_size(self.process_group)
+        self.sent_bytes = 0
+        self.control_bytes = 0
+        self._generation = generation
+        self.round = 0
+        self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
+
+    @property
+    def time_out(self) -> timedelta:
+        """How long a message may take."""
+        device = torch.device("cpu" if "cpu" in self._backends else next(iter(self._backends)))
+        limit: timedelta = self.process_group._get_backend(device).options._timeout
+        return limit
+
+    def global_rank(self, group_rank: GroupRank) -> GlobalRank:
+        """The job-wide number of a member of the group."""
+        return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
+
+    def has_same_ranks(self, group: ProcessGroup) -> bool:
+        """Whether another group has the same members in the same order."""
+        return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.process_group)
+
+    def name(self, group_rank: GroupRank) -> str:
+        """How messages call a rank."""
+        return f"rank {group_rank} (global rank {self.global_rank(group_rank)})"
+
+    # Parameter sync
+
+    def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Exchange:
+        """Start an all-gather of segments of unequal size.
+
+        Where the backend has tags, a rank that is at another round or speaks of another subject matches no message:
+        its peers raise when the group's time-out passes, instead of taking one parameter's bytes for another's.
+
+        Args:
+            segments: 1-D contiguous tensors of one device, one per rank in rank order. This rank's is sent, the others'
+                are written. Every rank passes the same sizes; empty ones cost nothing.
+            subject: what this exchange is about, the same on every rank: the plan and the bucket.
+
+        Returns:
+            The exchange in flight.
+        """
+        mine = segments[self.group_rank].detach()
+        device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
+        if self.world_size == 1:
+            return Exchange([], segments)
+        if self.has_direct_messages(device):
+            received = {peer: [segments[peer].detach()] for peer in self.peers()}
+            return self.start_messages({peer: [mine] for peer in received}, received, subject)
+        self.sent_bytes += mine.nbytes * (self.world_size - 1)
+        return Exchange(self._broadcast_each([segment.detach().view(torch.uint8) for segment in segments]), segments)
+
+    def _broadcast_each(self, raw: Sequence[Tensor]) -> list[Pending]:
+        works: list[Pending] = []
+        for owner, segment in enumerate(raw):
+            if segment.numel():
+                work = dist.broadcast(segment, group_src=owner, group=self.process_group, async_op=True)
+                works.append((partial(self.name, GroupRank(owner)), _started(work)))
+        return works
+
+    # Messages between pairs of ranks
+
+    def peers(self) -> list[GroupRank]:
+        """The other ranks, from the next one on, so that not all ranks talk to the same one first."""
+        return [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
+
+    def has_direct_messages(self, device: torch.device) -> bool:
+        """Whether `start_messages` works for memory of a device: Gloo's messages are CPU memory."""
+        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
+
+    def start_messages(
+        self,
+        sent: Mapping[GroupRank, Sequence[Tensor]],
+        received: Mapping[GroupRank, Sequence[Tensor]],
+        subject: tuple[int, ...],
+        is_control: bool = False,
+    ) -> Exchange:
+        """Post every receive, then every send, in chunks.
+
+        Args:
+            sent: for each peer 1-D contiguous tensors.
+            received: for each peer tensors to write, in the order in which it sends them, of the same sizes.
+            subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
+            is_control: whether these are neither parameters nor gradients.
+        """
+        group, tag = self.process_group, _tag(self._generation, self.round, *subject)
+        works: list[Pending] = []
+        for post, messages in ((group.recv, received), (group.send, sent)):
+            for peer, tensors in messages.items():
+                name = partial(self.name, peer)
+                try:
+                    works += [(name, post([chunk], peer, tag)) for chunk in _chunks(tensors)]
+                except RuntimeError as error:
+                    raise RuntimeError(f"Expected {name()} to be there for messages, got: {error}") from error
+        nbytes = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
+        if is_control:
+            self.control_bytes += nbytes
+        else:
+            self.sent_bytes += nbytes
+        return Exchange(works, [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors])
+
+    # Sums
+
+    def start_sum(self, whole: Tensor, parts: Sequence[Tensor]) -> tuple[Exchange, Tensor]:
+        """Where messages are not direct, start a sum over ranks of which this one needs its own part.
+
+        On NCCL a reduce-scatter of unequal parts, which it carries out as coalesced reduces; elsewhere an all-reduce.
+
+        Args:
+            whole: 1-D, destroyed.
+            parts: windows of ``whole``, one per rank in rank order, of any sizes.
+
+        Returns:
+            The sum in flight, and where this rank's part of it will be.
+        """
+        mine = parts[self.group_rank]
+        if self._backends.get(whole.device.type) == "nccl":
+            mine = torch.empty_like(mine)
+            work = dist.reduce_scatter(mine, list(parts), group=self.process_group, async_op=True)
+        else:
+            work = dist.all_reduce(whole, group=self.process_group, async_op=True)
+        self.sent_bytes += whole.nbytes - mine.nbytes
+        return Exchange([(lambda: "every rank", _started(work))], [whole, mine]), mine
+
+    def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
+        """Write the owner's values into a contiguous tensor on every rank."""
+        raw = as_bytes(tensor.detach())
+        if raw.numel():
+            dist.broadcast(raw, group_src=owner, group=self.process_group)
+
+    # Agreement
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self._control_device())
+        return [part.tolist() for part in self.all_gather_tensor(mine)]
+
+    def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of the same shape and dtype, in rank order, on the device of this rank's."""
+        staged = mine.to(self._message_device(mine.device.type))
+        gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
+        dist.all_gather(gathered, staged, group=self.process_group)
+        return [part.to(mine.device) for part in gathered]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; compressed on the wire."""
+        return gather_text(self, text, self._control_device())
+
+    # Trees, one rank to another
+
+    def send_tree(self, tree: Tree, to: GroupRank) -> None:
+        """Send a tree of tensors and plain values (see `local.tree`); the receiver calls `receive_tree`.
+
+        Raises:
+            TypeError: for a value that cannot travel; nothing has been sent then.
+        """
+        text, tensors = flatten(tree)
+        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        self._send(torch.tensor([raw.numel()], dtype=torch.int64), to)
+        self._send(raw, to)
+        for tensor in tensors:
+            self._send(tensor, to)
+
+    def receive_tree(self, source: GroupRank, device: torch.device) -> Tree:
+        """Receive what ``source`` sends with `send_tree`.
+
+        Args:
+            source: the sender.
+            device: where tensors go that were on an accelerator there; those from the CPU stay on the CPU.
+        """
+        length = int(self._receive(TensorSpec((1,), (1,), torch.int64, "cpu"), source, device).item())
+        raw = self._receive(TensorSpec((length,), (1,), torch.uint8, "cpu"), source, device)
+        text = bytes(raw.tolist()).decode()
+        return unflatten(text, [self._receive(spec, source, device) for spec in specs_in(text)])
+
+    def _send(self, tensor: Tensor, to: GroupRank) -> None:
+        raw = as_bytes(tensor.detach())
+        if raw.numel():
+            staged = raw.to(self._message_device(tensor.device.type))
+            dist.send(staged, group_dst=to, group=self.process_group, tag=_TREE_TAG)
+
+    def _receive(self, spec: TensorSpec, source: GroupRank, device: torch.device) -> Tensor:
+        target = torch.device("cpu") if spec.device_type == "cpu" else device
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._message_device(spec.device_type))
+        if tensor.numel():
+            dist.recv(as_bytes(tensor), group_src=source, group=self.process_group, tag=_TREE_TAG)
+        tensor = tensor.to(target)
+        if spec.stride in (None, tensor.stride()) or not tensor.numel():
+            return tensor
+        return torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device=target).copy_(tensor)
+
+    # Devices
+
+    def _control_device(self) -> torch.device:
+        return torch.device("cpu") if "cpu" in self._backends else torch.device(*self._accelerator())
+
+    def _message_device(self, device_type: str) -> torch.device:
+        """Where a tensor waits to be sent: Gloo's messages are CPU memory, NCCL's are not."""
+        backend = self._backends.get(device_type)
+        if device_type == "cpu" or backend in (None, "gloo"):
+            return self._control_device()
+        return torch.device(*self._accelerator())
+
+    def _accelerator(self) -> tuple[str, int]:
+        device_type = next(name for name in self._backends if name != "cpu")
+        return device_type, torch.get_device_module(device_type).current_device()
+
+
+def next_generation(group: ProcessGroup | None) -> int:
+    """Another number at each call for a group, the same on every rank that calls as often: when an optimizer is built.
+
+    What a dropped optimizer has left unmatched must not match messages of the next one, which has the same plan.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.distributed_c10d._get_default_group()
+    is_member = group is not None and dist.get_rank(group) >= 0  # torch has a number for a group of others
+    return count_built(group, "optimizer") if group is not None and is_member else 0
+
+
+def _tag(*facts: int) -> int:
+    """A message tag (31 bits, never `_TREE_TAG`) that differs where the facts differ, but for one chance in 2^30."""
+    return zlib.crc32(repr(facts).encode()) & 0x3FFFFFFF | 0x40000000
+
+
+def _chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Their bytes in pieces that a backend can have several of under way."""
+    filled = (tensor for tensor in tensors if tensor.numel())
+    return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), _CHUNK_BYTES)]
+
+
+def _started(work: Work | None) -> Work:
+    if work is None:
+        raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
+    return work

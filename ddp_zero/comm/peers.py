@@ -1,0 +1,91 @@
+"""What ranks that agree on something need of each other, and the case of a process that has no peers."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, get_world_size, is_available, is_initialized
+
+from ddp_zero.plan.partition import GroupRank
+
+
+class Peers(Protocol):
+    """Ranks that agree on something.
+
+    Attributes:
+        group_rank: this process's rank among them.
+        world_size: how many they are.
+    """
+
+    group_rank: GroupRank
+    world_size: int
+
+    def name(self, group_rank: GroupRank) -> str:
+        """How messages call a rank."""
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, in rank order."""
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
+
+
+class GathersTensors(Protocol):
+    """Ranks that gather tensors of one size from all."""
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, in rank order."""
+
+    def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in rank order."""
+
+
+class Alone:
+    """A process that has no peers, whether or not `torch.distributed` is initialised."""
+
+    group_rank = GroupRank(0)
+    world_size = 1
+
+    def name(self, group_rank: GroupRank) -> str:
+        """How messages call this process."""
+        return "this process"
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Its own values."""
+        return [list(values)]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Its own text."""
+        return [text]
+
+
+def gather_text(peers: GathersTensors, text: str, device: torch.device) -> list[str]:
+    """Every rank's text, in rank order; compressed on the wire.
+
+    Args:
+        peers: the ranks.
+        text: this rank's.
+        device: where messages are.
+    """
+    mine = zlib.compress(text.encode())
+    lengths = [length for (length,) in peers.all_gather_ints([len(mine)])]
+    buffer = torch.zeros(max(lengths), dtype=torch.uint8)
+    buffer[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    gathered = peers.all_gather_tensor(buffer.to(device))
+    whole = [bytes(part[:length].tolist()) for part, length in zip(gathered, lengths, strict=True)]
+    return [zlib.decompress(raw).decode() for raw in whole]
+
+
+def check_not_alone(group: ProcessGroup | None) -> None:
+    """See that what has no process group is not in a job of several ranks, each of which would act alone.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if group is None and is_available() and is_initialized() and get_world_size() > 1:
+        raise ValueError(
+            f"Expected a model in DistributedDataParallel or a sharded optimizer in a job of {get_world_size()} "
+            "ranks, got neither: ranks could not save together. Give the DDP model."
+        )

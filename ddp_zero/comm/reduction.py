@@ -1,0 +1,191 @@
+"""The reduction of stage 2: every rank gets the sum over ranks of its own segment of a bucket, and of nothing else.
+
+On Gloo each rank sends every owner the owner's slice, and the owner sums what has come *in rank order*: the result does
+not depend on timing, nor on who the owner is. What is received waits in a bounded room: where the slices of all peers
+do not fit at once, they come window by window. A rank sends (N - 1)/N of the bucket on average, the lower bound.
+
+Gradients of less than 32 bits are summed in fp32, and so are slices that travel in less.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.exchange import Exchange
+from ddp_zero.plan.partition import GroupRank
+
+_REDUCE, _REDUCE_WHOLE = 1, 2  # told apart from the syncs of the same bucket by their tags
+_WHOLE_ROOM_BYTES = 32 << 20
+_PIECE_NUMEL = 1 << 17  # what is scaled and summed at a time, so that it is read from memory once
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of ``dtype`` are summed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def room_numel(sizes: Sequence[int], group_rank: GroupRank) -> int:
+    """Elements of room that `SegmentReduction` needs: never more than the whole bucket, but for tiny ones.
+
+    Args:
+        sizes: elements of each rank's segment.
+        group_rank: the rank that receives.
+    """
+    return _window(sizes[group_rank], len(sizes), sum(sizes)) * (len(sizes) - 1)
+
+
+class SegmentReduction:
+    """One bucket's gradients on their way to their owners. Started when built; a collective.
+
+    Args:
+        comm: the group.
+        whole: 1-D contiguous, what this rank contributes; destroyed.
+        parts: windows of ``whole``, one per rank in rank order.
+        out: where this rank's sum goes; may be its own window of ``whole``. Of the dtype of the sum.
+        room: 1-D, of the dtype of ``whole``, at least `room_numel` elements; unused where messages are not direct.
+        subject: the plan and the bucket.
+        limit: elements of the bucket; bounds how much is received at a time.
+        factor: what every rank's contribution is multiplied by, before the sum; see `scales_late`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        whole: Tensor,
+        parts: Sequence[Tensor],
+        out: Tensor,
+        room: Tensor,
+        subject: tuple[int, int],
+        limit: int,
+        factor: float = 1.0,
+    ) -> None:
+        self._comm = comm
+        self._factor = factor
+        self._own = parts[comm.group_rank]
+        self._out = out
+        self._room = room
+        self._subject = (*subject, _REDUCE)
+        self._what = f"the reduction of bucket {subject[1]}"
+        self._sum: Tensor | None = None
+        self._is_done = False
+        self._windows = [_cut(part.numel(), _window(part.numel(), comm.world_size, limit)) for part in parts]
+        self._sent: Exchange | None = None
+        self._received: Exchange | None = None
+        if comm.world_size == 1:
+            return
+        if not comm.has_direct_messages(whole.device):
+            self._sent, self._sum = comm.start_sum(whole, parts)
+            return
+        mine = self._windows[comm.group_rank]
+        if mine:
+            self._received = self._receive(*mine[0])
+        slices = {peer: [parts[peer][start:stop] for start, stop in self._windows[peer]] for peer in comm.peers()}
+        self._sent = comm.start_messages(slices, {}, self._subject)
+
+    def wait(self) -> Tensor:
+        """Block until this rank's segment is summed, and return it.
+
+        Raises:
+            RuntimeError: naming the peer, if one failed or the group's time-out passed.
+        """
+        if self._is_done:
+            return self._out
+        self._is_done = True
+        if self._sum is None and self._received is not None:
+            for position, (start, stop) in enumerate(self._windows[self._comm.group_rank]):
+                if position:
+                    self._received = self._receive(start, stop)
+                self._received.wait(self._what)
+                self._add_up(start, stop)
+        if self._sent is not None:
+            self._sent.wait(self._what)
+        result = self._own if self._sum is None and self._comm.world_size == 1 else self._sum
+        if result is not None and result.data_ptr() != self._out.data_ptr():
+            self._out.copy_(result)
+        return self._out
+
+    def _receive(self, start: int, stop: int) -> Exchange:
+        return self._comm.start_messages(
+            {}, {peer: [self._slot(peer, stop - start)] for peer in self._comm.peers()}, self._subject
+        )
+
+    def _slot(self, peer: GroupRank, length: int) -> Tensor:
+        place = peer - (peer > self._comm.group_rank)
+        return self._room[place * length : (place + 1) * length]
+
+    def _add_up(self, start: int, stop: int) -> None:
+        """Sum one window over the ranks, in their order."""
+        rank = self._comm.group_rank
+        parts = [
+            self._own[start:stop] if peer == rank else self._slot(GroupRank(peer), stop - start)
+            for peer in range(self._comm.world_size)
+        ]
+        out = self._out[start:stop]
+        for *pieces, total in zip(*(torch.split(one, _PIECE_NUMEL) for one in (*parts, out)), strict=True):
+            if self._factor != 1.0:
+                for piece in pieces:
+                    piece.mul_(self._factor)
+            _sum_in_order(pieces, total, rank)
+
+
+def scales_late(comm: Communicator, wire: Tensor) -> bool:
+    """Whether contributions can be scaled by the owner as it sums them, instead of in a pass of their own before.
+
+    Not where the backend sums, nor where they travel in a dtype in which a product is rounded or may overflow.
+    """
+    return comm.world_size > 1 and comm.has_direct_messages(wire.device) and sum_dtype(wire.dtype) == wire.dtype
+
+
+def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
+    """Sum what the ranks have sent, of which this rank's own may be in ``out``; destroys it."""
+    own = parts[rank]
+    if out.dtype != own.dtype:
+        out.copy_(parts[0])
+        for part in parts[1:]:
+            out.add_(part)
+        return
+    for part in parts[1:rank]:
+        parts[0].add_(part)
+    if rank:
+        torch.add(parts[0], own, out=out)
+    elif out.data_ptr() != own.data_ptr():
+        out.copy_(own)
+    for part in parts[rank + 1 :]:
+        out.add_(part)
+
+
+def sum_whole(
+    comm: Communicator, whole: Tensor, subject: tuple[int, int], comm_dtype: torch.dtype | None, after: float
+) -> None:
+    """Sum a 1-D contiguous tensor over the ranks, in rank order, in place. A collective; blocks.
+
+    Each rank sums one piece of it and sends that to the others: 2 (N - 1)/N of its bytes per rank, as an all-reduce.
+
+    Args:
+        comm: the group.
+        whole: what this rank contributes, then the sum.
+        subject: the plan and the bucket.
+        comm_dtype: dtype on the wire of what is summed, if smaller than that of ``whole``.
+        after: what the sum is multiplied by.
+    """
+    wire = whole if comm_dtype is None or comm_dtype.itemsize >= whole.element_size() else whole.to(comm_dtype)
+    pieces, parts = whole.tensor_split(comm.world_size), wire.tensor_split(comm.world_size)
+    own = pieces[comm.group_rank]
+    limit = min(whole.numel(), max(comm.world_size, _WHOLE_ROOM_BYTES // whole.element_size()))
+    room = wire.new_empty(_window(own.numel(), comm.world_size, limit) * (comm.world_size - 1))
+    out = own if sum_dtype(whole.dtype) == whole.dtype else own.to(sum_dtype(whole.dtype))
+    total = SegmentReduction(comm, wire, parts, out, room, subject, limit).wait()
+    own.copy_(total if after == 1.0 else total.mul_(after))
+    comm.start_exchange(pieces, (*subject, _REDUCE_WHOLE)).wait(f"the reduction of bucket {subject[1]}")
+
+
+def _window(numel: int, world_size: int, limit: int) -> int:
+    """How many elements of an owner's segment each peer sends at a time; the same number on every rank."""
+    return min(numel, max(1, limit // max(1, world_size - 1)))
+
+
+def _cut(numel: int, window: int) -> list[tuple[int, int]]:
+    return list(pairwise([*range(0, numel, max(1, window)), numel])) if numel else []

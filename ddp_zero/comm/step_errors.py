@@ -1,0 +1,128 @@
+"""Errors of one rank's part of a step, which all ranks raise when the step is over.
+
+A local step may raise on the owner of a parameter alone. That rank then steps nothing more, and still sends its
+segments, so that no peer waits for them. With the last of them every rank sends each peer a block of fixed size, with
+the text of its error or nothing: receives can be posted before anyone knows, so this costs no round trip.
+
+Ranks learn of an error in this way only where messages are direct (Gloo, memory of the CPU). Elsewhere, as on NCCL, to
+read a block would be to wait for the device in every step. There an error is raised where it occurs, and the peers
+raise when the group's time-out passes.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.exchange import Exchange
+from ddp_zero.plan.partition import GroupRank
+
+_BLOCK_BYTES = 512
+_END_OF_STEP = -1  # the subject of these messages; others have the index of a bucket
+_WHAT_NOW = "Some parameters may have been updated: restart from a checkpoint."
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step's blocks in flight."""
+
+    exchange: Exchange
+    blocks: dict[GroupRank, Tensor]
+    own: Exception | None
+
+
+class StepErrors:
+    """What the ranks know of each other's local steps: `note`, then at the end of the step `share` and `raise_any`.
+
+    Args:
+        comm: the group.
+        tensors: what is stepped; their devices decide whether errors are shared.
+        plan_digest: a number that differs where plans differ.
+    """
+
+    def __init__(self, comm: Communicator, tensors: Sequence[Tensor], plan_digest: int) -> None:
+        self._comm = comm
+        self._subject = (plan_digest, _END_OF_STEP)
+        self._is_shared = comm.world_size > 1 and all(comm.has_direct_messages(one.device) for one in tensors)
+        self._own: Exception | None = None
+        self._sent: _Sent | None = None
+
+    def note(self, error: Exception) -> bool:
+        """This rank's local step has failed. Returns False where that is not shared: raise it now."""
+        if sys.version_info >= (3, 11):
+            error.add_note(f"({self._comm.name(self._comm.group_rank)}. {_WHAT_NOW})")
+        self._own = error if self._is_shared else None
+        return self._is_shared
+
+    @property
+    def has_own(self) -> bool:
+        """Whether this rank's local step has failed in the step that is under way, or in one that was sent last."""
+        return self._own is not None or (self._sent is not None and self._sent.own is not None)
+
+    def share(self) -> None:
+        """Every bucket was sent: tell the peers how the step went. A collective; waits for nothing."""
+        if not self._is_shared:
+            return
+        own, self._own = self._own, None
+        mine = _encode("" if own is None else f"{type(own).__name__}: {own}")
+        blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
+        exchange = self._comm.start_messages(
+            {peer: [mine] for peer in blocks},
+            {peer: [block] for peer, block in blocks.items()},
+            self._subject,
+            is_control=True,
+        )
+        self._sent = _Sent(exchange, blocks, own)
+
+    def receive(self) -> None:
+        """Wait for what the peers have sent.
+
+        Raises:
+            RuntimeError: if a peer has gone or the group's time-out passed.
+        """
+        if self._sent is not None:
+            self._sent.exchange.wait("the end of the step")
+
+    def raise_any(self) -> None:
+        """Wait for what the peers have sent, and raise what has failed, once. Nothing if nothing was sent.
+
+        Raises:
+            Exception: this rank's own error.
+            RuntimeError: with the errors of the others.
+        """
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        sent.exchange.wait("the end of the step")
+        if sent.own is not None:
+            raise sent.own.with_traceback(sent.own.__traceback__)
+        texts = {peer: _decode(block) for peer, block in sorted(sent.blocks.items())}
+        told = "; ".join(f"on {self._comm.name(peer)} {text}" for peer, text in texts.items() if text)
+        if told:
+            raise RuntimeError(f"Expected the local step to succeed on every rank, got {told}. {_WHAT_NOW}")
+
+    def forget(self, sent_too: bool) -> None:
+        """Drop the step that is under way.
+
+        Args:
+            sent_too: whether to drop also what was sent and not yet raised.
+        """
+        self._own = None
+        if sent_too:
+            self._sent = None
+
+
+def _encode(text: str) -> Tensor:
+    """A block: the text, cut off where it is too long, then zeros."""
+    block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+    raw = bytearray(text.encode(errors="replace")[:_BLOCK_BYTES])
+    if raw:
+        block[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
+    return block
+
+
+def _decode(block: Tensor) -> str:
+    return bytes(block.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -1,0 +1,131 @@
+"""The inner optimizer: which classes can be sharded, and how one is built over a rank's parameters."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
+
+from ddp_zero.local.arguments import check_class
+from ddp_zero.local.local_step import ParamGroup
+from ddp_zero.local.masters import SteppedTensors, localise_group
+from ddp_zero.local.parameters import ParameterTable
+
+
+def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
+    """Refuse classes that need all parameters or sparse gradients.
+
+    Raises:
+        TypeError: if it builds no optimizer.
+        NotImplementedError: for LBFGS and SparseAdam.
+    """
+    check_class(optimizer_class)
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
+        raise NotImplementedError(
+            "Expected an optimizer that treats parameters one by one, got LBFGS, which needs one flat view of all "
+            "parameters and their history. Use LBFGS itself on every rank."
+        )
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, SparseAdam):
+        raise NotImplementedError(
+            "Expected an optimizer for dense gradients, got SparseAdam. Use it unsharded for the sparse layers."
+        )
+
+
+def build_inner(
+    optimizer_class: Callable[..., Optimizer],
+    param_groups: list[ParamGroup],
+    stepped: Mapping[torch.Tensor, torch.Tensor],
+    defaults: dict[str, Any],
+) -> Optimizer:
+    """Build the optimizer over this rank's parameters: one group per exposed group, empty ones too.
+
+    Args:
+        optimizer_class: builds it.
+        param_groups: the exposed groups.
+        stepped: for each parameter that this rank owns, what is stepped for it.
+        defaults: options for ``optimizer_class``.
+
+    Raises:
+        TypeError: if that builds no optimizer, or the class does not know one of the options.
+    """
+    inner = optimizer_class([localise_group(group, stepped) for group in param_groups], **defaults)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
+    return inner
+
+
+def check_epsilon(
+    inner: Optimizer, groups: Sequence[ParamGroup], table: ParameterTable, stepped: SteppedTensors
+) -> None:
+    """See that no group of Adafactor takes its epsilon from the first of parameters of several dtypes.
+
+    ``eps[0]`` of None, the default, means the resolution of the first parameter that has a gradient, for all of the
+    list that a step is given: here the parameters of one bucket, which are of one dtype, and there the whole group.
+
+    Args:
+        inner: any optimizer.
+        groups: with its options, in the order of the exposed groups.
+        table: the parameters.
+        stepped: what is stepped for each of them.
+
+    Raises:
+        ValueError: naming the group and two of its parameters.
+    """
+    if not isinstance(inner, Adafactor):
+        return
+    for position, group in enumerate(groups):
+        members = [index for index, own in enumerate(table.groups) if own == position]
+        dtypes = [stepped.dtype_of(index) for index in members]
+        if group.get("eps", inner.defaults["eps"])[0] is not None or len(set(dtypes)) <= 1:
+            continue
+        first, other = members[0], next(i for i, dtype in zip(members, dtypes, strict=True) if dtype != dtypes[0])
+        raise ValueError(
+            f"Expected parameters of one dtype in group {position} of Adafactor with eps=(None, ...), got "
+            f"{table.label(first)} of {stepped.dtype_of(first)} and {table.label(other)} of {stepped.dtype_of(other)}: "
+            "for all of a group torch takes the resolution of the first. Put each dtype into a group of its own, pass "
+            "a number, such as eps=(torch.finfo(torch.float32).eps, 1e-3), or step all in fp32 by master_weights=True."
+        )
+
+
+def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
+    """See that one of torch's own optimizers takes a state dict, on stand-ins without memory; others are not asked.
+
+    Args:
+        inner: the optimizer; left as it is.
+        state_dict: with tensors on the meta device.
+
+    Raises:
+        ValueError: if it does not, with what it says.
+    """
+    if not type(inner).__module__.startswith("torch.optim"):
+        return
+    scratch = copy.copy(inner)
+    scratch.state = defaultdict(dict)
+    scratch.param_groups = [
+        {**group, "params": [torch.empty_like(param, device="meta") for param in group["params"]]}
+        for group in inner.param_groups
+    ]
+    try:
+        scratch.load_state_dict(state_dict)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"Expected state that {type(inner).__name__} can load, got {told}.") from error
+
+
+def fresh_state(inner: Optimizer, stepped: torch.Tensor) -> dict[str, Any]:
+    """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place.
+
+    Args:
+        inner: the optimizer; left as it is.
+        stepped: one of its tensors.
+    """
+    group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
+    stand_in = torch.nn.Parameter(torch.zeros_like(stepped))
+    stand_in.grad = torch.zeros_like(stand_in)
+    scratch = copy.copy(inner)
+    scratch.state = defaultdict(dict)
+    scratch.param_groups = [{**group, "params": [stand_in]}]
+    scratch.step()
+    return dict(scratch.state[stand_in])

@@ -1,0 +1,279 @@
+"""What the inner optimizer steps, and from which gradients: parameters, or fp32 masters of low-precision ones.
+
+A *master* is an fp32 copy of an fp16 or bf16 parameter on the rank that owns it. The model computes with the parameter
+and the parameter is what travels; the step reads and writes the master, so that updates smaller than the parameter's
+resolution add up instead of being rounded away. See Micikevicius et al., "Mixed Precision Training", 2018.
+
+Gradients are lent for the moment of a bucket's step: a master gets its parameter's in fp32, and where the step scales
+them (clipping, loss scaling) it does so on copies, so ``param.grad`` stays as backward left it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_zero.local.awaited import untouched
+from ddp_zero.local.local_step import ParamGroup, restrict_group
+from ddp_zero.local.parameters import ParameterTable
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+ExactGradient = Callable[[int], Tensor | None]
+"""A parameter's gradient, by index, in the dtype in which it was summed; None where that is the parameter's."""
+
+MASTER_KEY = "master_weight"
+"""Where the fp32 master of a parameter is in its state."""
+
+
+def no_exact_gradient(index: int) -> None:
+    """Gradients were summed in the dtype of their parameters."""
+
+
+@dataclass(frozen=True)
+class GradientFactors:
+    """What a step multiplies gradients by, in this order.
+
+    Attributes:
+        inverse_scale: one over the loss scale, rounded to fp32; None: 1.
+        coefficients: what clipping has found, by parameter group; groups left out are not clipped.
+        groups: the group of every parameter, by index.
+    """
+
+    inverse_scale: Tensor | float | None = None
+    coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)
+    groups: Sequence[int] = ()
+
+    def apply(self, index: int, grad: Tensor) -> Tensor:
+        """A parameter's gradient times its factors: a new tensor, unless there are none."""
+        if self.inverse_scale is not None:
+            grad = _times(grad, self.inverse_scale)
+        if self.coefficients and self.groups[index] in self.coefficients:
+            grad = _times(grad, self.coefficients[self.groups[index]])
+        return grad
+
+    def __bool__(self) -> bool:
+        return self.inverse_scale is not None or bool(self.coefficients)
+
+
+class SteppedTensors:
+    """The tensors that the inner optimizer holds: parameters, or their masters.
+
+    Args:
+        table: the parameters.
+        has_masters: whether low-precision parameters have masters.
+    """
+
+    def __init__(self, table: ParameterTable, has_masters: bool) -> None:
+        self.has_masters = has_masters
+        self._table = table
+        self._masters: dict[int, Tensor] = {}
+        self._index_of_master: dict[Tensor, int] = {}
+        self._versions: list[tuple[int, int, int]] | None = None  # before the first step the model is the truth
+
+    # Who is stepped
+
+    def __getitem__(self, index: int) -> Tensor:
+        """What is stepped for a parameter."""
+        return self._masters.get(index, self._table.params[index])
+
+    def index_of(self, tensor: Tensor) -> int:
+        """The index of the parameter that a stepped tensor stands for."""
+        return self._index_of_master[tensor] if tensor in self._index_of_master else self._table.index_of[tensor]
+
+    def master(self, index: int) -> Tensor | None:
+        """The master of a parameter, if this rank has one."""
+        return self._masters.get(index)
+
+    @property
+    def masters(self) -> Mapping[int, Tensor]:
+        """The masters that this rank has, by parameter index."""
+        return self._masters
+
+    def wants_master(self, index: int) -> bool:
+        """Whether the owner of a parameter keeps a master of it."""
+        return self.has_masters and self._table.params[index].dtype in LOW_PRECISION
+
+    def dtype_of(self, index: int) -> torch.dtype:
+        """The dtype of what is stepped for a parameter on its owner."""
+        return torch.float32 if self.wants_master(index) else self._table.params[index].dtype
+
+    def own(self, indices: Iterable[int]) -> dict[Tensor, Tensor]:
+        """Have masters for these parameters and no others.
+
+        Returns:
+            For each parameter what is stepped for it.
+        """
+        kept = dict.fromkeys(indices)
+        for index in [index for index in self._masters if index not in kept]:
+            self.give(index)
+        for index in kept:
+            if self.wants_master(index) and index not in self._masters:
+                self.take(index, self._table.params[index])
+        return {self._table.params[index]: self[index] for index in kept}
+
+    def give(self, index: int) -> Tensor | None:
+        """Forget a master that moves to another rank, and say what it was."""
+        master = self._masters.pop(index, None)
+        if master is not None:
+            del self._index_of_master[master]
+        return master
+
+    def take(self, index: int, value: Tensor) -> None:
+        """Have a master with this value, which is copied; a parameter's marks, which optimizers may look for, too."""
+        self.put(index, self._new_master(index, value))
+
+    def as_on_owner(self, index: int) -> Tensor:
+        """What the owner of a parameter steps for it before the first step; a master is a new one."""
+        param = self._table.params[index]
+        return self._new_master(index, param) if self.wants_master(index) else param
+
+    @torch.no_grad()
+    def _new_master(self, index: int, value: Tensor) -> Tensor:
+        param = self._table.params[index]
+        copied = value.detach().to(param.device, torch.float32, copy=True)
+        master = torch.nn.Parameter(copied, requires_grad=param.requires_grad)
+        master.__dict__.update(param.__dict__)
+        return master
+
+    def put(self, index: int, master: Tensor) -> None:
+        """Have this very tensor as a master."""
+        self.give(index)
+        self._masters[index] = master
+        self._index_of_master[master] = index
+
+    def extend(self, table: ParameterTable) -> None:
+        """Parameters were added; those that were there keep their index."""
+        self._table = table
+
+    # A step
+
+    @contextmanager
+    def lent(self, indices: Sequence[int], exact: ExactGradient, factors: GradientFactors | None) -> Iterator[None]:
+        """For a step of these parameters: their gradients where the inner optimizer looks for them.
+
+        Afterwards parameters are their rounded masters, and ``param.grad`` is what it was.
+        """
+        if not self._masters and not factors:
+            yield  # nothing stands between param.grad and the inner optimizer
+            return
+        params = self._table.params
+        with_grad = [index for index in indices if params[index].grad is not None]
+        stepped = [index for index in with_grad if index in self._masters]
+        replaced = [index for index in with_grad if factors and index not in self._masters]
+        before = [params[index].grad for index in replaced]
+        try:
+            with torch.no_grad():
+                for index in stepped:
+                    self._masters[index].grad = self.gradient(index, exact, factors)
+                for index in replaced:
+                    params[index].grad = self.gradient(index, exact, factors)
+            yield
+            if stepped:
+                with torch.no_grad():
+                    rounded = [params[index] for index in stepped]
+                    torch._foreach_copy_(rounded, [self._masters[index] for index in stepped])
+        finally:
+            for index in stepped:
+                self._masters[index].grad = None
+            for index, grad in zip(replaced, before, strict=True):
+                params[index].grad = grad
+
+    def gradient(self, index: int, exact: ExactGradient, factors: GradientFactors | None) -> Tensor:
+        """What a parameter is stepped from, in the dtype of what is stepped; it must have a gradient."""
+        grad = self._table.params[index].grad
+        assert grad is not None, "asked for those that have one"
+        if index in self._masters:
+            precise = exact(index)
+            grad = (grad if precise is None else precise).to(torch.float32)
+        return factors.apply(index, grad) if factors else grad
+
+    # The model's parameters and the masters
+
+    def note_versions(self) -> None:
+        """A step has been taken: from now on a change of a low-precision parameter is the user's."""
+        if self.has_masters:
+            self._versions = self._current_versions()
+
+    @property
+    def are_fresh(self) -> bool:
+        """Whether masters were made from the model and no step was taken, nor state loaded, since."""
+        return self.has_masters and self._versions is None
+
+    def have_changed(self) -> bool:
+        """Whether anybody may have written to parameters with a master since the last step, but for ``param.data``."""
+        return self.has_masters and self._versions is not None and self._versions != self._current_versions()
+
+    def diverged(self) -> list[int]:
+        """Owned parameters that are not their rounded masters. Reads them all."""
+        params = self._table.params
+        return [index for index, master in self._masters.items() if not rounds_to(master, params[index])]
+
+    def follow_model(self) -> None:
+        """Before the first step the model is the truth: masters are made from it as it is now."""
+        if self.are_fresh:
+            self._copy_from_model({})
+
+    def refresh(self, known: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+        """Take the model's parameters for the truth, but for masters that are known, by parameter index."""
+        self._copy_from_model(known)
+        self.note_versions()
+
+    @torch.no_grad()
+    def _copy_from_model(self, known: Mapping[int, Tensor]) -> None:
+        for index, master in self._masters.items():
+            master.copy_(known.get(index, self._table.params[index]))
+
+    def _current_versions(self) -> list[tuple[int, int, int]]:
+        with untouched():
+            params = [(index, self._table.params[index]) for index in self._masters]
+            return [(index, param._version, param.data_ptr()) for index, param in params]
+
+
+def localise_group(group: ParamGroup, stepped: Mapping[Tensor, Tensor]) -> ParamGroup:
+    """A copy of a user's group with what is stepped of it on this rank, names included."""
+    local = restrict_group(group, stepped)
+    local["params"] = [stepped[param] for param in local["params"]]
+    return local
+
+
+def with_masters(state: Mapping[Any, Any], stepped: SteppedTensors) -> dict[Any, Any]:
+    """A state keyed by parameter index instead of by what is stepped, with masters among its values."""
+    by_index = {stepped.index_of(key) if isinstance(key, Tensor) else key: value for key, value in state.items()}
+    for index, master in stepped.masters.items():
+        by_index[index] = {**by_index.get(index, {}), MASTER_KEY: master.detach()}
+    return by_index
+
+
+def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
+    """See that masters, as from a checkpoint, round to the model's parameters.
+
+    Raises:
+        ValueError: naming the first parameter whose master does not.
+    """
+    for index, master in masters.items():
+        param = table.params[index]
+        if master.shape != param.shape or not rounds_to(master, param):
+            raise ValueError(
+                f"Expected {table.label(index)} to be its master weight rounded to {param.dtype}, got another value. "
+                "Load the model's state dict, of the same moment, before the optimizer's. To go on from the model as "
+                "it is, leave 'master_weight' out of the optimizer's state."
+            )
+
+
+def _times(grad: Tensor, factor: Tensor | float) -> Tensor:
+    """Their product in the gradient's dtype and on its device; one of no dimension would take those of the factor."""
+    factor = factor.to(grad.device) if isinstance(factor, Tensor) else factor
+    return (grad * factor).to(grad.dtype)
+
+
+def rounds_to(master: Tensor, param: Tensor) -> bool:
+    """Whether they are equal in the dtype of the latter, NaN being equal to NaN."""
+    rounded, value = master.detach().to(param.device, param.dtype), param.detach()
+    if torch.equal(rounded, value):
+        return True
+    return bool(((rounded == value) | (rounded.isnan() & value.isnan())).all())

@@ -1,0 +1,191 @@
+"""The ways to overlap the step with backward: two hook builders with torch's signatures, and one line for all."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from ddp_zero.backward.gradients import CommHook
+from ddp_zero.comm.agreement import Agreement
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.local.arguments import Grouping, check_class, check_flags, check_known, grouped
+from ddp_zero.local.live_model import ddp_models_in
+from ddp_zero.loss_scale import DynamicLossScale
+from ddp_zero.optimizer import ZeroRedundancyOptimizer
+
+_INTERLEAVED_LAG = 1
+
+
+def hook_with_zero_step(
+    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> CommHook:
+    """Extend a DDP communication hook by the optimizer step, taken when the last bucket has arrived.
+
+    Backward computes without interruption; then buckets are stepped in order as their reductions resolve, and sent
+    while the next one is stepped. When ``backward()`` returns, every rank has the new parameters.
+
+    Args:
+        hook: the reduction to extend, such as ``allreduce_hook``; it returns a future of the averaged bucket. None: the
+            reduction of DDP without a hook, whose last bits ``allreduce_hook`` gives only at 2, 4, 8 ... ranks; in
+            stage 2 the library's own, and nothing else.
+        ddp: the model. Register the result on it: ``ddp.register_comm_hook(state, result)``.
+        zero: an optimizer over the model's parameters, built with ``overlap_with_ddp=True`` or ``stage=2``. In stage 2
+            without overlap the hook only reduces, and ``zero.step()`` takes the step.
+        shard_buckets: spread each bucket over the ranks; if False, a bucket goes whole to the least loaded rank.
+
+    Returns:
+        The hook for ``ddp.register_comm_hook``; its ``state`` is handed to ``hook``.
+
+    Raises:
+        ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or has a
+            hook already.
+    """
+    return zero._build_hook(ddp, hook, split=shard_buckets, lag=None)
+
+
+def hook_with_zero_step_interleaved(
+    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> CommHook:
+    """As `hook_with_zero_step`, but each bucket is stepped while backward computes the gradients of the next.
+
+    Bucket *i* is stepped when bucket *i + 1* arrives, by when its reduction has had time to resolve.
+    """
+    return zero._build_hook(ddp, hook, split=shard_buckets, lag=_INTERLEAVED_LAG)
+
+
+def shard_optimizer(  # noqa: D417  # options that are those of the class are documented there
+    ddp: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    *,
+    params: ParamsT | Grouping | None = None,
+    stage: int = 1,
+    overlap: bool = True,
+    hook: CommHook | None = None,
+    hook_state: Any = None,
+    interleaved: bool | None = None,
+    shard_buckets: bool = True,
+    parameters_as_bucket_view: bool = True,
+    grad_comm_dtype: torch.dtype | None = None,
+    gradient_predivide_factor: float | None = None,
+    max_grad_norm: float | None = None,
+    norm_type: float = 2.0,
+    nonfinite: str | None = None,
+    loss_scale: DynamicLossScale | float | None = None,
+    master_weights: bool = False,
+    sync: str = "step",
+    accumulate_in_fp32: bool = False,
+    **defaults: Any,
+) -> ZeroRedundancyOptimizer:
+    """Shard an optimizer over the ranks of a DDP model and step it inside backward.
+
+    Builds the optimizer over the model's named parameters, builds the hook and registers it. The training loop stays as
+    it was: ``loss.backward(); opt.step(); opt.zero_grad()``.
+
+    Args:
+        ddp: the model, without a communication hook, or a module that holds it, such as ``torch.compile(ddp)``.
+        optimizer_class: the class to shard, such as `torch.optim.AdamW`.
+        params: parameters or parameter groups, named or not; or a function of a parameter's name and the parameter that
+            returns the options of its group, or None for the class's own; equal options form a group. None: all.
+        stage: 1 shards optimizer state; 2 gradients too, of a model wrapped with ``gradient_as_bucket_view=True``.
+        overlap: step inside backward, unless an option needs all gradients first. If False, ``opt.step()`` takes the
+            step: between it and backward, gradients can be looked at, in stage 2 on the rank that owns them.
+        hook: the reduction, such as ``fp16_compress_hook``; None: that of DDP without a hook.
+        hook_state: handed to ``hook``; None: the model's process group, which the hooks of torch take.
+        interleaved: step buckets while backward still computes, see `hook_with_zero_step_interleaved`; None: in
+            stage 2, where it spares the memory of the averaged gradients.
+        shard_buckets: spread each bucket over the ranks.
+        parameters_as_bucket_view, grad_comm_dtype, gradient_predivide_factor, max_grad_norm, norm_type,
+            nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32: see `ZeroRedundancyOptimizer`.
+        **defaults: options for ``optimizer_class``.
+
+    Raises:
+        TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an option that nobody knows.
+        ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer` does.
+    """
+    given = dict(locals())  # each argument by its name; what the optimizer does not take is taken out below
+    model = _ddp_in(given.pop("ddp"))
+    hooks = {name: given.pop(name) for name in ("hook", "hook_state", "interleaved", "shard_buckets")}
+    zero = _build(model, hooks, overlap=given.pop("overlap"), options=given.pop("defaults"), **given)
+    return _connect(model, zero, **hooks)
+
+
+def _build(
+    ddp: DistributedDataParallel,
+    hooks: dict[str, Any],
+    optimizer_class: Callable[..., Optimizer],
+    params: ParamsT | Grouping | None,
+    overlap: bool,
+    options: dict[str, Any],
+    **own: Any,
+) -> ZeroRedundancyOptimizer:
+    """The optimizer, over groups with the names that the model has for its parameters."""
+    with Agreement(Communicator(ddp.process_group), "shard_optimizer"):
+        _check_hooks(**hooks)
+        check_flags(overlap=overlap)
+        _check_options(options, optimizer_class)
+        named = list(ddp.named_parameters())
+        groups = named if params is None else grouped(named, params) if callable(params) else params
+    zero = ZeroRedundancyOptimizer(
+        groups, optimizer_class, process_group=ddp.process_group, overlap_with_ddp=overlap, **own, **options
+    )
+    zero._sharded.table.learn_names(named)
+    return zero
+
+
+def _connect(
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    hook: CommHook | None,
+    hook_state: Any,
+    interleaved: bool | None,
+    shard_buckets: bool,
+) -> ZeroRedundancyOptimizer:
+    """Have the model's reductions step the optimizer, or tell it what it needs to know."""
+    state = ddp.process_group if hook_state is None else hook_state
+    if zero._takes_hook:
+        is_interleaved = zero.stage == 2 if interleaved is None else interleaved
+        build = hook_with_zero_step_interleaved if is_interleaved else hook_with_zero_step
+        ddp.register_comm_hook(state, build(hook, ddp, zero, shard_buckets))
+        return zero
+    zero._know_model(ddp)
+    if hook is not None or zero._decision.watch.is_on:  # else DDP's own reduction does, and nobody will ask for more
+        ddp.register_comm_hook(state, zero._build_watch(ddp, hook))
+    return zero
+
+
+def _ddp_in(model: nn.Module) -> DistributedDataParallel:
+    """The one DDP model that this is or holds."""
+    found = ddp_models_in(model) if isinstance(model, nn.Module) else {}
+    if not found:
+        raise TypeError(
+            f"Expected a DistributedDataParallel model, or a module that holds one, got {type(model).__name__}. Wrap "
+            "the model first: DistributedDataParallel(model)."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"Expected a module that holds one DistributedDataParallel model, got {len(found)}: "
+            f"{', '.join(map(repr, found))}. Shard an optimizer for each of them."
+        )
+    return next(iter(found.values()))
+
+
+def _check_hooks(hook: object, hook_state: object, interleaved: object, shard_buckets: object) -> None:
+    """See that a hook can be built with this."""
+    if hook is not None and not callable(hook):
+        raise TypeError(f"Expected hook to be a communication hook or None, got {hook!r:.80}.")
+    check_flags(interleaved=False if interleaved is None else interleaved, shard_buckets=shard_buckets)
+
+
+def _check_options(options: dict[str, Any], optimizer_class: Callable[..., Optimizer]) -> None:
+    """See that no option is misspelt, nor one that is given in another way here."""
+    for name, remedy in {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}.items():
+        if name in options:
+            raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy}")
+    known = [name for name in inspect.signature(shard_optimizer).parameters if name not in ("ddp", "defaults")]
+    check_class(optimizer_class)
+    check_known(options, optimizer_class, known)

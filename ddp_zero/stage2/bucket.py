@@ -1,0 +1,319 @@
+"""One bucket's gradients in stage 2: where they lie in a scratch, how they are reduced, what this rank gets.
+
+The words are those of [Note: gradients of stage 2] in `grad_partition.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ddp_zero.backward.reducer import Place
+from ddp_zero.backward.side_stream import SideStream
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.reduction import SegmentReduction, room_numel, scales_late, sum_dtype
+from ddp_zero.comm.tracing import label
+from ddp_zero.plan.shard_plan import Bucket
+from ddp_zero.stage2.buffers import BufferPool
+from ddp_zero.step.sharded_step import ShardedStep
+
+_SCRATCHES, _ROOMS = 2, 1  # buffers of the largest bucket that may lie idle: filled and reduced; received into
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How gradients travel.
+
+    Attributes:
+        comm_dtype: dtype on the wire, summed in fp32; None: their own.
+        predivide_factor: what gradients are divided by before they are summed, the rest after; None: by the number of
+            ranks, as DDP does.
+
+    Raises:
+        TypeError: for a ``comm_dtype`` that is not a floating dtype of at least 16 bits, or a factor that is no number.
+        ValueError: for a ``predivide_factor`` that is not positive.
+    """
+
+    comm_dtype: torch.dtype | None = None
+    predivide_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.comm_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise TypeError(
+                f"Expected grad_comm_dtype to be a floating dtype of at least 16 bits or None, got {self.comm_dtype!r}."
+            )
+        if self.predivide_factor is None:
+            return
+        if isinstance(self.predivide_factor, bool) or not isinstance(self.predivide_factor, int | float):
+            raise TypeError(
+                f"Expected gradient_predivide_factor to be a number or None, got {self.predivide_factor!r}."
+            )
+        if not self.predivide_factor > 0:
+            raise ValueError(f"Expected gradient_predivide_factor above 0, got {self.predivide_factor!r}.")
+
+
+def options_of_stage(
+    stage: int, comm_dtype: torch.dtype | None, predivide_factor: float | None
+) -> ReduceOptions | None:
+    """How gradients travel in a stage; None in stage 1, where DDP sees to it.
+
+    Raises:
+        TypeError: for a stage that is no int.
+        ValueError: for another stage than 1 or 2, or options that stage 1 does not have.
+    """
+    if type(stage) is not int:
+        raise TypeError(f"Expected stage to be the int 1 or 2, got {stage!r}.")
+    if stage not in (1, 2):
+        raise ValueError(f"Expected stage 1 or 2, got {stage!r}.")
+    if stage == 2:
+        return ReduceOptions(comm_dtype, predivide_factor)
+    if comm_dtype is not None or predivide_factor is not None:
+        raise ValueError(
+            f"Expected grad_comm_dtype and gradient_predivide_factor with stage=2 only, got {comm_dtype!r} and "
+            f"{predivide_factor!r} with stage=1. Wrap a hook such as bf16_compress_hook instead."
+        )
+    return None
+
+
+class ScratchLayout:
+    """Where the gradients of one bucket lie in its scratch: slices in rank order, then what no rank steps.
+
+    Args:
+        params: the bucket's parameters, in DDP's order.
+        bucket: the plan's.
+        sharded: knows our parameters.
+    """
+
+    def __init__(self, params: list[Tensor], bucket: Bucket, sharded: ShardedStep) -> None:
+        table = sharded.table
+        self.index = bucket.index
+        self.params = params
+        self.indices = [table.index_of[param] for param in params]
+        self.numel = sum(param.numel() for param in params)
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.places: dict[Tensor, Place] = {}
+        self.ranges: list[tuple[int, int]] = []
+        start = 0
+        for segment in bucket.segments:
+            for index, offset in zip(segment.params, segment.offsets, strict=True):
+                self.places[table.params[index]] = Place.of(table.params[index], start + offset)
+            self.ranges.append((start, start + segment.numel))
+            start += segment.numel
+        for param in params:
+            if param not in self.places:
+                self.places[param] = Place.of(param, start)
+                start += param.numel()
+        own = bucket.segments[sharded.comm.group_rank]
+        self.owned = own.params
+        self.own_places = {
+            index: Place.of(table.params[index], offset) for index, offset in zip(own.params, own.offsets, strict=True)
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the bucket."""
+        return self.numel * self.dtype.itemsize
+
+    def flat(self, raw: Tensor) -> Tensor:
+        """A byte buffer as this bucket's gradients, 1-D."""
+        return raw[: self.nbytes].view(self.dtype)
+
+
+@dataclass
+class Workshop:
+    """What the buckets of one model share while their gradients are reduced.
+
+    Attributes:
+        sharded: the step.
+        side: the stream that sums and steps.
+        options: how gradients travel.
+        carried: gradients accumulated by earlier backward passes, by parameter index, not yet in any sum.
+        scratches: buffers that the reducer writes buckets into.
+        rooms: buffers to receive into. Separate, since the reducer may set a bucket to zero that has no scratch now,
+            in the scratch that it had last.
+    """
+
+    sharded: ShardedStep
+    side: SideStream
+    options: ReduceOptions
+    carried: dict[int, Tensor] = field(default_factory=dict)
+    scratches: BufferPool = field(default_factory=lambda: BufferPool(1, 0))
+    rooms: BufferPool = field(default_factory=lambda: BufferPool(1, 0))
+
+    def furnish(self, layouts: Sequence[ScratchLayout]) -> None:
+        """Start with empty pools for buckets of these sizes."""
+        largest = max((layout.nbytes for layout in layouts), default=1)
+        self.scratches = BufferPool(largest, _SCRATCHES * largest)
+        self.rooms = BufferPool(largest, _ROOMS * largest)
+
+    def give_back(self, scratch: Tensor) -> None:
+        """Everything that uses this scratch has been issued."""
+        self.side.leave(scratch)
+        self.scratches.give_back(scratch)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self.sharded.comm
+
+    @property
+    def where(self) -> str:
+        """How messages call this rank."""
+        return self.comm.name(self.comm.group_rank)
+
+    @property
+    def predivide_factor(self) -> float:
+        """What gradients are divided by before they are summed."""
+        return self.options.predivide_factor or self.comm.world_size
+
+
+class ReducedSegment:
+    """A bucket on its way to the owners; then this rank's sum of it."""
+
+    def __init__(self, workshop: Workshop, layout: ScratchLayout, scratch: Tensor) -> None:
+        self.params, self.indices = layout.params, layout.indices
+        self.layout = layout
+        self._workshop = workshop
+        self._scratch: Tensor | None = scratch
+        self._rooms: list[Tensor] = []
+        self._sum: Tensor | None = None
+        self._reduction: SegmentReduction | None = self._start(layout.flat(scratch))
+
+    def _start(self, flat: Tensor) -> SegmentReduction:
+        workshop, layout = self._workshop, self.layout
+        comm, options = workshop.comm, workshop.options
+        start, stop = layout.ranges[comm.group_rank]
+        wire, factor = flat, 1.0 / workshop.predivide_factor
+        travels_smaller = options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize
+        if (travels_smaller or not scales_late(comm, flat)) and factor != 1.0:
+            flat.mul_(factor)
+            factor = 1.0
+        if options.comm_dtype is not None and travels_smaller:
+            raw = self._lend_room(layout.numel * options.comm_dtype.itemsize)
+            wire = raw[: layout.numel * options.comm_dtype.itemsize].view(options.comm_dtype).copy_(flat)
+        out = flat[start:stop]
+        if sum_dtype(out.dtype) != out.dtype:
+            out = torch.empty_like(out, dtype=sum_dtype(out.dtype))
+        self._sum = out
+        parts = [wire[begin:end] for begin, end in layout.ranges]
+        numel = room_numel([part.numel() for part in parts], comm.group_rank)
+        room = wire.new_empty(0)
+        if numel and comm.has_direct_messages(layout.device):
+            nbytes = numel * wire.element_size()
+            room = self._lend_room(nbytes)[:nbytes].view(wire.dtype)
+        whole = wire[: layout.ranges[-1][1]]
+        subject = (workshop.sharded.binding.digest, layout.index)
+        return SegmentReduction(comm, whole, parts, out, room, subject, whole.numel(), factor)
+
+    def wait(self) -> None:
+        """Block until the sum is there, with what had been accumulated before."""
+        if self._reduction is None:
+            return
+        workshop = self._workshop
+        with workshop.side.running(self.layout.device), label("wait_reduce", bucket=self.layout.index):
+            total = self._reduction.wait()
+            if workshop.predivide_factor != workshop.comm.world_size:
+                total.mul_(workshop.predivide_factor / workshop.comm.world_size)
+            if total.dtype != self.layout.dtype:
+                total.copy_(total.to(self.layout.dtype))  # as DDP's average would be; several add up in fp32
+            for index in self.layout.owned:
+                carried = workshop.carried.pop(index, None)
+                if carried is not None:
+                    self._window(index).add_(carried)
+        for room in self._rooms:
+            workshop.side.leave(room)
+            workshop.rooms.give_back(room)
+        self._rooms.clear()
+        self._reduction = None  # it holds on to memory
+
+    def keep(self) -> None:
+        """Free the scratch, for a step that comes later."""
+        if self._scratch is None or self._sum is None:
+            return
+        with self._workshop.side.running(self.layout.device):
+            if self._sum.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr():
+                self._sum = self._sum.clone()
+        self._workshop.give_back(self._scratch)
+        self._scratch = None
+
+    def gradient(self, index: int) -> Tensor:
+        """The averaged gradient of an owned parameter, in its shape and dtype."""
+        param = self._workshop.sharded.table.params[index]
+        found = self._window(index)
+        return found if found.dtype == param.dtype else found.to(param.dtype)
+
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of the sum, where that is another one."""
+        param = self._workshop.sharded.table.params[index]
+        found = self._window(index)
+        return None if found.dtype == param.dtype else found
+
+    def release(self) -> None:
+        """The step has used the sum."""
+        self._sum = None
+        if self._scratch is not None:
+            self._workshop.give_back(self._scratch)
+            self._scratch = None
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether it was waited for."""
+        return self._reduction is None
+
+    def _lend_room(self, nbytes: int) -> Tensor:
+        room = self._workshop.rooms.lend(nbytes, self.layout.device)
+        self._workshop.side.wait_for(room)
+        self._rooms.append(room)
+        return room
+
+    def _window(self, index: int) -> Tensor:
+        assert self._sum is not None, "asked before it is released"
+        return self.layout.own_places[index].window(self._sum)
+
+
+class WholeBucket:
+    """A bucket that is not the plan's: averaged on every rank, in the memory that the reducer filled.
+
+    Args:
+        params: its parameters.
+        window_of: where a parameter's gradient lies.
+        workshop: has what was accumulated before.
+    """
+
+    def __init__(self, params: list[Tensor], window_of: Callable[[Tensor], Tensor], workshop: Workshop) -> None:
+        index_of = workshop.sharded.table.index_of
+        self.params, self.indices = params, [index_of[param] for param in params]
+        self._window_of = window_of
+        self._workshop = workshop
+        self._exact: dict[int, Tensor] = {}
+
+    def wait(self) -> None:
+        """It was waited for when it was reduced; add what had been accumulated before, on the rank that owns it."""
+        for index in self.indices:
+            carried = self._workshop.carried.pop(index, None)
+            if carried is not None:
+                self.replace(index, self.total(index).add_(carried))
+
+    def total(self, index: int) -> Tensor:
+        """A gradient in the dtype of its sum, in memory of its own."""
+        window = self._exact.get(index, self.gradient(index))
+        return window.to(sum_dtype(window.dtype), copy=True)
+
+    def replace(self, index: int, total: Tensor) -> None:
+        """Have another gradient for a parameter, in the dtype of its sum."""
+        window = self.gradient(index)
+        window.copy_(total)
+        if total.dtype != window.dtype:
+            self._exact[index] = total
+
+    def gradient(self, index: int) -> Tensor:
+        """A window of the bucket."""
+        return self._window_of(self._workshop.sharded.table.params[index])
+
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of the sum, where several passes add up and that is another one."""
+        return self._exact.get(index)
+
+    def release(self) -> None:
+        """The reducer still needs it."""

@@ -1,0 +1,382 @@
+"""Stage 2: a rank keeps averaged gradients only of what it owns, and DDP's buckets share a few scratch buffers.
+
+[Note: gradients of stage 2]
+*scratch*: a buffer of a pool into which the reducer writes one bucket, laid out by owner instead of in DDP's order.
+*slice*: one owner's part of it. *sum*: this rank's slice, averaged over the ranks; in place in the scratch where dtypes
+allow it. *kept*: the sum copied out, so that the scratch is free while the step still waits.
+
+An iteration, from the third on (the first two show DDP's layouts, and reduce whole buckets):
+
+1. the first gradient of a bucket is about to be accumulated: lend a scratch, point the reducer's views at it;
+2. the bucket is full: wait for the one before it, then send the slices of this one to their owners;
+3. the step of the bucket before uses its sum, or else it is kept; its scratch goes back to the pool;
+4. after backward, ``param.grad`` is the sum for what this rank owns if the step has not used it up, and otherwise an
+   `AbsentGradient`, which says so to whoever computes with it.
+
+So besides what is kept there are at most three buffers: one being filled, one being reduced, one to receive into.
+
+Gradients accumulate where they rest: what ``param.grad`` shows at the start of a backward pass is taken out and added
+to the next sum, unless `zero_grad` has dropped it.
+
+Alternatives considered: freeing each bucket's own storage (its memory must then be faulted in again for every bucket,
+and it cannot be freed before backward ends; it is the fallback where the reducer does not follow its views).
+"""
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ddp_zero.backward.admission import check_can_partition
+from ddp_zero.backward.forward_passes import ForwardPasses
+from ddp_zero.backward.gradients import Arrival, CommHook, Gradients, WholeGradients
+from ddp_zero.backward.reducer import (
+    at_end_of_backward,
+    backward_id,
+    finds_unused,
+    has_static_graph,
+    in_backward,
+    on_gradient,
+    places_in_bucket,
+    reduced_parameters,
+    will_reduce,
+)
+from ddp_zero.backward.side_stream import SideStream
+from ddp_zero.comm.reduction import sum_whole
+from ddp_zero.comm.tracing import label
+from ddp_zero.local.awaited import untouched
+from ddp_zero.stage2.accumulation import SummedGradients
+from ddp_zero.stage2.bucket import ReducedSegment, ReduceOptions, ScratchLayout, WholeBucket, Workshop
+from ddp_zero.stage2.memory import BucketMemory
+from ddp_zero.stage2.visible import VisibleGradients
+from ddp_zero.step.sharded_step import ShardedStep
+
+_FINAL_IN_STATIC_GRAPH = 3  # the iteration
+
+
+class PartitionedGradients:
+    """Stage 2: see the module docstring.
+
+    Args:
+        sharded: the step.
+        ddp: the model.
+        options: how gradients travel.
+        side: the stream that sums and steps.
+        passes: knows which forward passes are reduced.
+    """
+
+    reach_joined = True
+
+    def __init__(
+        self,
+        sharded: ShardedStep,
+        ddp: DistributedDataParallel,
+        options: ReduceOptions,
+        side: SideStream,
+        passes: ForwardPasses,
+    ) -> None:
+        self._sharded = sharded
+        self._passes = passes
+        self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
+        self._workshop = Workshop(sharded, side, options)
+        self._memory = BucketMemory(self._workshop)
+        self._visible = VisibleGradients(self._workshop)
+        self._digest: int | None = None
+        self._owners = list(sharded.binding.owners)
+        self._arrivals: list[ReducedSegment | WholeBucket] = []
+        self._hooks: list[RemovableHandle] = []
+        self._backward = -1
+        self._iterations = 0
+        self._reduces = False
+        self._saw_local_pass = False
+        self._shows_final_layout = False
+        self._watch_gradients({None: [param for _, param in reduced_parameters(ddp)]})
+
+    # An iteration, in the order in which the hook asks
+
+    def open(self, shows_final_layout: bool) -> None:
+        """Forget the buckets of the last iteration."""
+        self._iterations += 1
+        self._shows_final_layout = shows_final_layout
+        if self._arrivals:
+            self._end_iteration()
+
+    def held(self) -> Collection[int]:
+        """What this rank carries over to the next sums."""
+        return self._workshop.carried
+
+    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
+        """Finish the reduction of the bucket before, start that of this one."""
+        for earlier in self._arrivals[-1:]:
+            earlier.wait()
+        if in_backward():
+            self._memory.note(index, bucket.buffer())
+        if is_planned and self._memory.layouts:
+            scratch = self._memory.take(index, is_joined=not in_backward())
+            layout = self._memory.layouts[index]
+            arrival: ReducedSegment | WholeBucket = ReducedSegment(self._workshop, layout, scratch)
+        else:
+            arrival = self._start_whole(bucket, index, moves_out=self._shows_final_layout and not is_planned)
+        self._arrivals.append(arrival)
+        published: Future[Tensor] = Future()
+        published.set_result(bucket.buffer())  # the reducer copies nothing: it is in its own memory
+        return published, arrival
+
+    def settle(self) -> None:
+        """Keep what has been summed and not used."""
+        for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
+            if isinstance(arrival, ReducedSegment) and arrival.is_summed:
+                arrival.keep()
+
+    def lend_all(self, has_joined: bool) -> None:
+        """Finish every reduction; show the sums of what this rank owns, where anybody has used the parameter."""
+        self._memory.capture()
+        table, taken = self._sharded.table, self._visible.taken
+        params = table.params
+        for arrival in self._arrivals:
+            arrival.wait()
+            if isinstance(arrival, ReducedSegment):
+                arrival.keep()
+                for index in () if has_joined else arrival.layout.owned:
+                    if params[index].grad is not None or index in taken:
+                        self._visible.show(index, arrival.gradient(index), arrival.exact(index))
+            elif not has_joined:
+                for index in taken.intersection(arrival.indices):
+                    self._show_whole(arrival, index)
+
+    def publish(self, was_consumed: bool) -> None:
+        """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
+        arrived = [index for arrival in self._arrivals for index in arrival.indices]
+        is_first_layout = not self._memory.layouts  # of DDP, which has published whole gradients
+        whole = {} if was_consumed or is_first_layout else self._copies_of_owned()
+        params = self._sharded.table.params
+        with untouched():
+            self._memory.capture()
+            for index in arrived:
+                if is_first_layout:
+                    self._visible.leave(index, self._is_owned(index))
+                elif index in whole:
+                    self._visible.show(index, *whole[index])
+                elif params[index].grad is not None and (was_consumed or not self._is_owned(index)):
+                    self._visible.hide(index, was_consumed)
+        self._end_iteration()
+
+    def close(self) -> None:
+        """Give back what the iteration holds."""
+        self._end_iteration()
+
+    def adopted(self) -> None:
+        """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
+        self._hand_over()
+        buckets = self._sharded.binding.plan.buckets
+        self._memory.layouts = [
+            ScratchLayout(arrival.params, buckets[index], self._sharded) for index, arrival in enumerate(self._arrivals)
+        ]
+        self._digest = self._sharded.binding.digest
+        self._visible.forget()
+        self._watch_gradients({layout.index: layout.params for layout in self._memory.layouts})
+
+    def fits_plan(self) -> bool:
+        """Whether scratches are laid out for the plan: not at first, nor after parameters were frozen or added.
+
+        DDP's layout is final in the second iteration, with a static graph in the third.
+        """
+        if not self._memory.layouts and has_static_graph(self._ddp) and self._iterations < _FINAL_IN_STATIC_GRAPH:
+            return True  # whole buckets fit any plan
+        return self._digest == self._sharded.binding.digest
+
+    def has_local(self) -> bool:
+        """Every pass is seen once buckets are reduced to their owners; before that, forward passes are."""
+        return self._saw_local_pass if self._memory.layouts else self._passes.last_is_local
+
+    def exact(self, index: int) -> Tensor | None:
+        """The sum that ``param.grad`` shows, unless users have changed it."""
+        grad = self._sharded.table.params[index].grad
+        return None if grad is None else self._visible.exact(grad)
+
+    def reset(self) -> None:
+        """Drop the iteration; peers may still write into what was in flight."""
+        self._arrivals.clear()
+        self._visible.forget_taken()
+        self._memory.reset()
+
+    def drop_carried(self) -> None:
+        """Forget what was shown, and what a backward pass that was not reduced has taken out."""
+        self._saw_local_pass = False
+        self._visible.forget_all()
+
+    def detach(self) -> None:
+        """Take the tensor hooks off the parameters, and what is ours out of their gradients."""
+        self._stop_watching()
+        self._visible.drop()
+
+    def describe(self) -> list[str]:
+        """How much memory the buckets have needed."""
+        return [self._memory.describe()]
+
+    # The start of a backward pass
+
+    def gradient_arrives(self, index: int | None) -> None:
+        """A gradient of this bucket is about to be accumulated; None: before buckets are known."""
+        backward = backward_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._begin_backward()
+        if self._reduces and index is not None and index >= len(self._arrivals):
+            self._memory.point(index)
+
+    def _watch_gradients(self, buckets: Mapping[int | None, Sequence[Tensor]]) -> None:
+        """From now on notice the gradients of these parameters."""
+        self._stop_watching()
+        reference = weakref.ref(self)  # a parameter holds its hooks
+        for index, params in buckets.items():
+            self._hooks += [on_gradient(param, partial(_on_gradient, reference, index)) for param in params]
+
+    def _stop_watching(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _begin_backward(self) -> None:
+        """Take out what earlier passes have left in ``param.grad``; have scratches for what may be copied at once."""
+        ddp = self._ddp_reference()
+        if ddp is None:  # its module lives on without it
+            self._visible.drop()
+            self._reduces = False
+            return
+        at_end_of_backward(self._end_backward)
+        self._reduces = will_reduce(ddp) or self._passes.expect_reduction
+        left = self._visible.take_out(self._reduces, self._memory.is_view)
+        if not self._reduces:
+            return
+        self._memory.prepare()
+        may_have_unused = finds_unused(ddp) or has_static_graph(ddp)
+        if may_have_unused and any(not self._memory.is_view(param, grad) for param, grad in left):
+            for index in range(len(self._arrivals), len(self._memory.layouts)):
+                self._memory.point(index)  # the reducer copies gradients of unused parameters at once
+
+    def _end_backward(self) -> None:
+        """If DDP does not reduce this pass after all, ``param.grad`` is again what it was, and what the pass has added.
+
+        Such are a second backward pass through one forward, one past DDP, and `torch.autograd.grad`. A reentrant
+        checkpoint's own pass ends here too; the next gradient of the outer one takes everything out again.
+        """
+        self._backward = -1
+        if not self._arrivals:
+            self._saw_local_pass = True
+            self._visible.put_back(self._memory.is_view)
+            self._memory.give_back_unfilled()
+
+    # A bucket
+
+    def _start_whole(self, bucket: GradBucket, index: int, moves_out: bool) -> WholeBucket:
+        """Average a bucket on every rank: the plan does not know it yet.
+
+        Args:
+            bucket: what DDP hands to a hook.
+            index: the bucket's.
+            moves_out: whether its layout is final, and the reducer's own memory can be given up.
+        """
+        params, buffer, workshop = bucket.parameters(), bucket.buffer(), self._workshop
+        views = None
+        if in_backward():
+            memory = self._memory
+            views = memory.move_out(index, params, buffer) if moves_out else memory.collect_whole(index, buffer)
+        with label("reduce_whole", bucket=index):
+            buffer.mul_(1.0 / workshop.predivide_factor)
+            after = workshop.predivide_factor / workshop.comm.world_size
+            subject = (self._sharded.binding.digest, index)
+            sum_whole(workshop.comm, buffer, subject, workshop.options.comm_dtype, after)
+        places = places_in_bucket(params) if views is None else {}
+        window_of = views.window if views is not None else lambda param: places[param].window(buffer)
+        return WholeBucket(params, window_of, workshop)
+
+    def _show_whole(self, bucket: WholeBucket, index: int) -> None:
+        """Show a gradient to which earlier passes have added."""
+        grad = self._sharded.table.params[index].grad
+        if grad is None:  # nobody has used it in this iteration
+            grad = bucket.gradient(index).clone()
+        self._visible.show(index, grad, bucket.exact(index))
+
+    def _hand_over(self) -> None:
+        """Owners have changed: send them what earlier passes have added up elsewhere. A collective if they have."""
+        before, owners, comm = self._owners, self._sharded.binding.owners, self._sharded.comm
+        self._owners = list(owners)
+        bucket_of = {index: one for one in self._arrivals if isinstance(one, WholeBucket) for index in one.indices}
+        moved = [index for index in bucket_of if index < len(before) and before[index] != owners[index]]
+        if not moved:
+            return
+        for bucket in bucket_of.values():
+            bucket.wait()
+        was_taken = comm.all_gather_ints([int(index in self._visible.taken) for index in moved])
+        for place, index in enumerate(moved):
+            if was_taken[before[index]][place]:
+                total = bucket_of[index].total(index).contiguous()
+                comm.send_to_all(total, before[index])
+                if owners[index] == comm.group_rank:
+                    bucket_of[index].replace(index, total)
+                    self._visible.taken.add(index)
+                    self._show_whole(bucket_of[index], index)
+
+    # The end of an iteration
+
+    def _copies_of_owned(self) -> dict[int, tuple[Tensor, Tensor | None]]:
+        """Owned gradients of buckets that were averaged whole, and their sums, by index, in memory of their own."""
+        table = self._sharded.table
+        whole = (arrival for arrival in self._arrivals if isinstance(arrival, WholeBucket))
+        grads = {table.index_of[param]: param.grad for arrival in whole for param in arrival.params}
+        owned = {index: grad for index, grad in grads.items() if grad is not None and self._is_owned(index)}
+        return {index: (grad.clone(), self._visible.exact(grad)) for index, grad in owned.items()}
+
+    def _end_iteration(self) -> None:
+        self._saw_local_pass = False
+        for arrival in self._arrivals:
+            arrival.release()
+        self._memory.end_iteration(len(self._arrivals))
+        self._arrivals.clear()
+        self._visible.forget_taken()
+
+    # Questions
+
+    def _is_owned(self, index: int) -> bool:
+        return self._sharded.binding.owners[index] == self._sharded.comm.group_rank
+
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        ddp = self._ddp_reference()
+        assert ddp is not None, "the model in whose backward this is called is alive"
+        return ddp
+
+
+def gradients_of_stage(
+    options: ReduceOptions | None,
+    sharded: ShardedStep,
+    ddp: DistributedDataParallel,
+    wrapped: CommHook | None,
+    side: SideStream,
+    passes: ForwardPasses,
+    sums_in_fp32: bool,
+) -> Gradients:
+    """Stage 2's answer to the hook if there are options for it, and otherwise one of stage 1's.
+
+    Raises:
+        ValueError: if stage 2 cannot take over the gradients of the model.
+    """
+    if options is None and sums_in_fp32:
+        return SummedGradients(sharded, ddp, wrapped, side)
+    if options is None:
+        return WholeGradients(sharded, ddp.process_group, wrapped, side)
+    check_can_partition(ddp, sharded.table, wrapped)
+    return PartitionedGradients(sharded, ddp, options, side, passes)
+
+
+def _on_gradient(reference: "weakref.ref[PartitionedGradients]", index: int | None, grad: Tensor | None) -> None:
+    gradients = reference()
+    if gradients is not None:
+        gradients.gradient_arrives(index)

@@ -1,0 +1,250 @@
+"""What users see in ``param.grad`` between iterations of stage 2, and how it is taken up by the next backward pass."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ddp_zero.comm.reduction import sum_dtype
+from ddp_zero.local.absent import AbsentGradient, absent_gradient
+from ddp_zero.stage2.bucket import Workshop
+from ddp_zero.step.sharded_step import ShardedStep
+
+
+class VisibleGradients:
+    """Averaged gradients on the rank that owns them, `AbsentGradient` elsewhere.
+
+    Args:
+        workshop: takes gradients that are carried over to the next sum.
+
+    Attributes:
+        taken: parameters whose averaged gradient was taken out for the sums of this iteration.
+    """
+
+    def __init__(self, workshop: Workshop) -> None:
+        self._workshop = workshop
+        self._sharded = workshop.sharded
+        self._shown = WeakTensorKeyDictionary()  # our tensors in param.grad: their exact sum
+        self._showing: set[int] = set()  # parameters whose grad is one of ours, unless users have replaced it
+        self._standing_in: set[int] = set()  # parameters with an `AbsentGradient`, unless users have dropped it
+        self._mixed: set[int] = set()  # parameters with an average to which a pass that was not reduced has added
+        self._left: dict[int, Tensor | None] = {}  # parameters that `leave` was called for, and their exact sums
+        self._hidden: set[int] = set()  # parameters whose `AbsentGradient`, or what was left of others, was taken out
+        self._put_aside: dict[int, Tensor] = {}  # what was left and taken out
+        self._absent: dict[tuple[int, bool], AbsentGradient] = {}
+        self.taken: set[int] = set()
+
+    def show(self, index: int, grad: Tensor, exact: Tensor | None = None) -> None:
+        """Put an averaged gradient into ``param.grad``.
+
+        Args:
+            index: the parameter.
+            grad: in its shape and dtype.
+            exact: the same in the dtype of the sum, where that is another one.
+        """
+        self._sharded.table.params[index].grad = grad
+        if exact is not None:
+            self._shown[grad] = exact
+        self._showing.add(index)
+
+    def hide(self, index: int, was_consumed: bool) -> None:
+        """Say in ``param.grad`` where the gradient is."""
+        self._sharded.table.params[index].grad = self._absence(index, was_consumed)
+        self._standing_in.add(index)
+
+    def leave(self, index: int, is_owned: bool) -> None:
+        """The reducer has put the whole average of a pass into ``param.grad``: let it stay there until the next pass.
+
+        Where earlier passes have added up on its owner, it says on other ranks that it is not there. When the reducer
+        rebuilds its buckets, it makes copies of what it finds in ``param.grad``, whatever that is.
+        """
+        grad = self._sharded.table.params[index].grad
+        if grad is None:
+            return
+        self._left[index] = self.exact(grad)
+        if is_owned:
+            self.show(index, grad)
+        elif index in self._hidden:
+            self.hide(index, was_consumed=False)
+
+    def exact(self, grad: Tensor) -> Tensor | None:
+        """A shown gradient in the dtype of its sum; None if that is its own, or if it was changed or replaced since."""
+        exact: Tensor | None = self._shown.get(grad)
+        return exact if exact is not None and _rounds_to(exact, grad) else None
+
+    def forget(self) -> None:
+        """Owners have changed."""
+        self._absent.clear()
+
+    def take_out(self, will_be_reduced: bool, is_view: Callable[[Tensor, Tensor], bool]) -> list[tuple[Tensor, Tensor]]:
+        """Carry averaged gradients over to the next sums; what is left, as pairs of parameter and gradient.
+
+        Args:
+            will_be_reduced: whether this backward pass is meant to be reduced.
+            is_view: whether a parameter's gradient is the reducer's own view.
+
+        Raises:
+            RuntimeError: if a step has used up gradients that were not set to None since, or if averaged gradients
+                would be, or were, mixed with those of this rank alone.
+        """
+        carried, left = self._workshop.carried, list[tuple[Tensor, Tensor]]()
+        for index, param in enumerate(self._sharded.table.params):
+            grad = param.grad
+            if grad is None:
+                continue
+            is_ours = (index in self._showing or index in self._left) and not is_view(param, grad)
+            if not isinstance(grad, AbsentGradient) and not is_ours:
+                left.append((param, grad))
+                continue
+            self._check_may_be_taken(index, grad, will_be_reduced)
+            if index in self._left and index not in self._standing_in:
+                self._put_aside[index] = grad
+            if isinstance(grad, AbsentGradient) or index not in self._showing:
+                self._hidden.add(index)
+            else:
+                carried[index] = self._sum_of_left(index, grad) if index in self._left else self._sum_of(grad)
+                self.taken.add(index)
+            param.grad = None
+        self._clear()
+        return left
+
+    def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
+        """No reduction came: averaged gradients are in ``param.grad`` again, with what was added to it meanwhile."""
+        if not self._hidden and not self._workshop.carried:
+            return
+        for index, param in enumerate(self._sharded.table.params):
+            if param.grad is not None and is_view(param, param.grad):
+                continue  # of a reduction that is still to come
+            if param.grad is not None and (index in self._hidden or index in self._workshop.carried):
+                self._mixed.add(index)
+            if index in self._put_aside and (param.grad is None or index in self._hidden):
+                self._put_back_left(index, param.grad)
+            elif index in self._hidden:
+                self.hide(index, was_consumed=False)
+            elif index in self._workshop.carried:
+                total = self._workshop.carried[index]
+                total = total if param.grad is None else total + param.grad
+                is_exact = total.dtype != param.dtype
+                self.show(index, total.to(param.dtype), total if is_exact else None)
+            else:
+                continue
+            self._hidden.discard(index)
+            self.taken.discard(index)
+            self._workshop.carried.pop(index, None)
+
+    def _put_back_left(self, index: int, added: Tensor | None) -> None:
+        """As `put_back`, what the reducer had left in its own memory."""
+        left = self._put_aside.pop(index)
+        left = left if added is None else left + added
+        self._sharded.table.params[index].grad = left
+        exact = self._workshop.carried.get(index)
+        if exact is not None:
+            self.show(index, left, exact if exact.dtype != left.dtype else None)
+        self._left[index] = self.exact(left)
+
+    def forget_taken(self) -> None:
+        """What was taken out is in the sums, or dropped."""
+        self._workshop.carried.clear()
+        self._put_aside.clear()
+        self._hidden.clear()
+        self.taken.clear()
+
+    def forget_all(self) -> None:
+        """The user has dropped or zeroed every gradient: whatever is in ``param.grad`` from now on is this rank's."""
+        self.forget_taken()
+        self._clear()
+
+    def drop(self) -> None:
+        """Another hook takes over, or DDP is gone: what is ours leaves ``param.grad``, copies in new buckets too."""
+        for index in {*self._showing, *self._standing_in, *self._left}:
+            self._sharded.table.params[index].grad = None
+        self.forget_all()
+
+    def _sum_of(self, grad: Tensor) -> Tensor:
+        exact = self.exact(grad)
+        return grad if exact is None else exact
+
+    def _sum_of_left(self, index: int, grad: Tensor) -> Tensor:
+        """As `_sum_of`, in memory that the reducer will not fill again."""
+        exact = self._left[index]
+        is_exact = exact is not None and _rounds_to(exact, grad)
+        return exact if exact is not None and is_exact else grad.to(sum_dtype(grad.dtype), copy=True)
+
+    def _clear(self) -> None:
+        self._showing.clear()
+        self._standing_in.clear()
+        self._left.clear()
+        self._mixed.clear()
+
+    def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
+        name = self._sharded.table.label(index)
+        if isinstance(grad, AbsentGradient) and grad.consumed:
+            raise RuntimeError(
+                f"Expected opt.step() and opt.zero_grad() before the next backward pass, got one while the gradient of "
+                f"{name} was not set to None ({self._workshop.where}). DDP would accumulate gradients, and the step "
+                "inside backward has used up the first (stage 2). To accumulate, run all but the last backward pass in "
+                "opt.accumulate() or ddp.no_sync()."
+            )
+        if index in self._mixed:
+            raise RuntimeError(
+                f"Expected opt.step() and opt.zero_grad() after a backward pass that DDP does not reduce, got another "
+                f"pass on top of both its gradient and an averaged one of {name} ({self._workshop.where}): DDP would "
+                "average the former, which only its rank knows here. Add what it computes to the loss of a pass that "
+                "is reduced."
+            )
+        if not will_be_reduced:
+            raise RuntimeError(
+                f"Expected no averaged gradients at a backward pass under ddp.no_sync(), got one for {name} "
+                f"({self._workshop.where}): this rank's own would be added to them. Call "
+                "opt.zero_grad(set_to_none=True) before, or accumulate in opt.accumulate() instead of ddp.no_sync()."
+            )
+
+    def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
+        key = (index, was_consumed)
+        if key not in self._absent:
+            table = self._sharded.table
+            name = table.label(index)
+            if was_consumed:
+                reason = (
+                    f"Expected the gradient of {name}, got none: the step inside backward has used it up (stage 2, "
+                    f"{self._workshop.where}). To look at gradients, or to clip them before the step by "
+                    "opt.clip_grad_norm_(max_norm), build the optimizer with overlap_with_ddp=False."
+                )
+            else:
+                owner = self._sharded.comm.name(self._sharded.binding.owners[index])
+                reason = (
+                    f"Expected the gradient of {name}, got none: stage 2 keeps it on {owner} only (this is "
+                    f"{self._workshop.where}). opt.zero_grad() drops it, opt.full_grad(param) gets it on every "
+                    "rank. A norm here would be that of a part; opt.clip_grad_norm_(max_norm) knows that of all."
+                )
+            self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
+        return self._absent[key]
+
+
+def _rounds_to(exact: Tensor, grad: Tensor) -> bool:
+    return torch.equal(exact.to(grad.dtype), grad)
+
+
+def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
+    """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective.
+
+    Raises:
+        RuntimeError: if it was used up.
+    """
+    param, comm = sharded.table.params[index], sharded.comm
+    owner = sharded.binding.owners[index]
+    grad = param.grad
+    is_absent = isinstance(grad, AbsentGradient)
+    statements = comm.all_gather_ints([int(grad is not None) + int(is_absent)])
+    if statements[owner] == [0]:
+        return None
+    if statements[owner] == [2]:
+        raise RuntimeError(
+            f"Expected the gradient of {sharded.table.label(index)}, got none: the step inside backward has used it up "
+            f"(stage 2, {comm.name(comm.group_rank)}). Build the optimizer with overlap_with_ddp=False to keep it."
+        )
+    full = torch.empty_like(param) if is_absent or grad is None else grad.detach().clone()
+    contiguous = full.contiguous()
+    comm.send_to_all(contiguous, owner)
+    return full.copy_(contiguous)

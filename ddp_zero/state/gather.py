@@ -1,0 +1,71 @@
+"""The whole state of an optimizer on one rank, in the unsharded order: one parameter at a time, as tensors and JSON."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ddp_zero.comm.agreement import Agreement
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.local.masters import SteppedTensors, with_masters
+from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.local.tree import check_can_travel, copy_tree
+from ddp_zero.plan.partition import GroupRank
+from ddp_zero.step.state_order import StateOrder
+
+
+def gather_state(
+    comm: Communicator,
+    table: ParameterTable,
+    owners: Sequence[GroupRank],
+    state: Mapping[Any, Any],
+    order: StateOrder,
+    stepped: SteppedTensors,
+    to: GroupRank,
+) -> dict[Any, Any] | None:
+    """Gather every rank's per-parameter state on one rank. A collective.
+
+    Args:
+        comm: the group.
+        table: the parameters.
+        owners: the owner of each.
+        state: this rank's state, keyed by what it steps.
+        order: when each state was born.
+        stepped: what is stepped for each parameter; masters are part of their state.
+        to: the rank that receives.
+
+    Returns:
+        On ``to``: a snapshot of the unsharded optimizer's state, keyed by parameter, in the unsharded order, on the
+        devices where it would be. None elsewhere.
+
+    Raises:
+        TypeError: if a state holds something that cannot travel, naming the parameter; RuntimeError on other ranks.
+        ValueError: if ``to`` is not a rank of the group, or ranks name different receivers.
+    """
+    with Agreement(comm, "consolidate_state_dict") as agreement:
+        if not 0 <= to < comm.world_size:
+            raise ValueError(f"Expected `to` to be a rank below {comm.world_size}, got {to}.")
+        agreement.declare("argument `to`", to)
+        order.note_new(state, stepped.index_of)
+        owned = {  # looking up the state of somebody else's parameter leaves an empty one behind
+            index: value
+            for index, value in with_masters(state, stepped).items()
+            if isinstance(index, int) and owners[index] == comm.group_rank
+        }
+        for index, value in owned.items():
+            check_can_travel(value, table.label(index))
+    counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
+    if comm.group_rank != to:
+        for index, value in owned.items():
+            comm.send_tree((index, order.of(stepped[index], index), value), to)
+        return None
+
+    born = [(order.of(stepped[index], index), index, copy_tree(value)) for index, value in owned.items()]
+    for source in map(GroupRank, range(comm.world_size)):
+        for _ in range(counts[source] if source != to else 0):
+            index, birth, value = comm.receive_tree(source, table.accelerator())
+            born.append((birth, index, value))
+    gathered: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    born.sort(key=lambda entry: entry[:2])
+    gathered.update((table.params[index], value) for _, index, value in born)
+    return gathered

@@ -1,0 +1,216 @@
+"""Attaches a plan to live tensors, and notices when the user has moved them.
+
+Owners are decided once, when parameters arrive, and never change: a trained parameter's state stays where it is.
+Which parameters travel, and in which bucket, follows what can change in a step. It is decided anew when a parameter is
+frozen or unfrozen, and not when a gradient goes: ranks may differ in when they drop one. A frozen parameter for which
+no rank had a gradient at that moment has an owner but does not travel until it is trainable or gets a gradient.
+"""
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import Tensor
+
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.tracing import logger
+from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.plan.partition import GroupRank, partition_greedy
+from ddp_zero.plan.shapes import is_dense
+from ddp_zero.plan.shard_plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
+from ddp_zero.sync.forward_sync import ForwardSync
+from ddp_zero.sync.parameter_sync import ParameterSync
+from ddp_zero.sync.storage import PackedStorage, ViewStorage, release
+
+BUCKET_CAP_BYTES = 25 << 20
+_PACKED_IN_FLIGHT = 2
+
+Layout = Sequence[Sequence[int]]
+
+
+class Binding:
+    """A plan and the parameters it speaks of.
+
+    Args:
+        comm: the group that shares the parameters.
+        table: the parameters.
+        as_views: whether parameters move into flat storage (``parameters_as_bucket_view``).
+        syncs_in_forward: whether a sync may outlast its step, which needs flat storage.
+
+    Attributes:
+        layout: parameter indices of each DDP bucket that the plan follows, or None.
+        owners: the owner of every parameter, by index.
+        plan: the current plan.
+        not_reduced: the first active parameter in none of the DDP buckets that the plan follows, or None.
+        digest: a number that differs where owners, buckets or what travels in them differ.
+        sync: sends and receives its buckets.
+    """
+
+    plan: ShardPlan
+    sync: ParameterSync
+
+    def __init__(
+        self, comm: Communicator, table: ParameterTable, as_views: bool, syncs_in_forward: bool = False
+    ) -> None:
+        self._comm = comm
+        self._table = table
+        self._as_views = as_views
+        self._syncs_in_forward = syncs_in_forward
+        self._trainable = [param.requires_grad for param in table.params]
+        self._active = list(self._trainable)
+        self._is_settled = True
+        self.layout: Layout | None = None
+        specs = table.specs(self._active)
+        self.owners: list[GroupRank] = assign_owners(specs, [], comm.world_size)
+        self._bind(specs)
+
+    def extended(self, table: ParameterTable) -> "Binding":
+        """A binding for a table that begins with the same parameters, which keep their owners."""
+        clone = copy.copy(self)
+        clone._table = table
+        added = [param.requires_grad for param in table.params[len(self._active) :]]
+        clone._trainable = self._trainable + added
+        clone._active = self._active + added
+        specs = table.specs(clone._active)
+        clone.owners = self.owners + assign_owners(specs, self.owners, self._comm.world_size)
+        clone._bind(specs)
+        return clone
+
+    def adopt(self, layout: Layout, owners: list[GroupRank], moves_later: bool) -> None:
+        """Follow these DDP buckets from now on, with these owners.
+
+        Args:
+            layout: parameter indices of each bucket.
+            owners: one per parameter.
+            moves_later: whether parameters move into flat storage only at `settle`: for the time of a move there are
+                two copies of them, which an iteration that holds whole gradients has no room for.
+        """
+        self.layout = layout
+        self.owners = owners
+        self._is_settled = not (self._as_views and moves_later)
+        self._bind(self._table.specs(self._active))
+
+    def settle(self) -> None:
+        """Move the parameters into flat storage if that was put off."""
+        if not self._is_settled:
+            self._is_settled = True
+            self._bind(self._table.specs(self._active))
+
+    def refresh(self, may_talk: bool, held: Collection[int] = ()) -> bool:
+        """Plan and bind again if a parameter was moved, frozen or unfrozen since; says whether it was.
+
+        Where the set of trainable parameters has changed, on every rank before the same step as the loop that all run
+        makes it, this is a collective: a frozen parameter stays in the plan if any rank still has a gradient for it.
+
+        Args:
+            may_talk: False under Join, where ranks that have joined do not see the change; `join` refuses it then.
+            held: parameters with a gradient on this rank that is not in ``param.grad`` at the moment.
+        """
+        params = self._table.params
+        woken = any(params[index].grad is not None for index in self._dormant)
+        trainable = [param.requires_grad for param in params]
+        if woken or trainable != self._trainable:
+            self._trainable = trainable
+            has_grad = [param.grad is not None or index in held for index, param in enumerate(params)]
+            active = [param.requires_grad or has for param, has in zip(params, has_grad, strict=True)]
+            flags = "".join(str(int(flag)) for flag in active)
+            gathered = self._comm.all_gather_text(flags) if may_talk else [flags]
+            active = ["1" in column for column in zip(*gathered, strict=True)]
+            if self._as_views:
+                release(
+                    [param for param, was, now in zip(params, self._active, active, strict=True) if was and not now]
+                )
+            self._active = active
+        elif self._is_settled and self._places() == self._bound_places:
+            return False
+        self._is_settled = True
+        self._bind(self._table.specs(self._active))
+        return True
+
+    def owned(self) -> list[int]:
+        """Indices of this rank's parameters, dormant ones included."""
+        return [index for index, owner in enumerate(self.owners) if owner == self._comm.group_rank]
+
+    def owned_of_bucket(self) -> dict[int, set[Tensor]]:
+        """This rank's parameters of each bucket in which it has any."""
+        segments = [(bucket.index, bucket.segments[self._comm.group_rank]) for bucket in self.plan.buckets]
+        return {
+            index: {self._table.params[param] for param in segment.params}
+            for index, segment in segments
+            if segment.params
+        }
+
+    def memory_at_rest(self, among: Collection[int]) -> Iterator[tuple[int, Tensor]]:
+        """The memory of parameters that travel and are not on their way, 1-D, by the first parameter that lies in it.
+
+        Args:
+            among: these parameters only, by index.
+        """
+        for bucket in self.plan.buckets:
+            if self.sync.is_under_way(bucket.index):
+                continue
+            for segment in bucket.segments:
+                chosen = [index for index in segment.params if index in among]
+                whole = self.sync.storage.memory_of(bucket, segment.owner)
+                if whole is not None and chosen and len(chosen) == len(segment.params):
+                    yield chosen[0], whole
+                    continue
+                for index in chosen:
+                    param = self._table.params[index].detach()
+                    dense = is_dense(param.shape, param.stride())
+                    yield index, param.as_strided((param.numel(),), (1,)) if dense else param.reshape(-1)
+
+    def _bind(self, specs: list[ParameterSpec]) -> None:
+        if hasattr(self, "sync"):
+            self.sync.complete()
+        params = self._table.params
+        ranks = self._comm.world_size
+        if self.layout is None:
+            self.plan = plan_standalone(specs, self.owners, ranks, BUCKET_CAP_BYTES)
+        else:
+            self.plan = plan_for_ddp(specs, self.owners, ranks, self.layout, BUCKET_CAP_BYTES)
+        self.digest = self.plan.digest()
+        self.sync = self._new_sync()
+        reduced = {param for bucket in self.layout or () for param in bucket}
+        unreduced = (index for index, spec in enumerate(specs) if spec.active and index not in reduced)
+        self.not_reduced = next(unreduced, None)
+        self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
+        self._bound_places = self._places()
+        logger.debug(
+            "rank %d owns %d of %d parameters, %d buckets",
+            self._comm.group_rank,
+            len(self.owned()),
+            len(params),
+            len(self.plan.buckets),
+        )
+
+    def _new_sync(self) -> ParameterSync:
+        plan, params = self.plan, self._table.params
+        if not (self._as_views and self._is_settled):
+            return ParameterSync(self._comm, PackedStorage(params), params, self.digest, _PACKED_IN_FLIGHT)
+        storage = ViewStorage(plan, params, self._table.label)
+        if not self._syncs_in_forward:
+            return ParameterSync(self._comm, storage, params, self.digest, max(1, len(plan.buckets)))
+        needed = plan.buckets if self.layout is None else plan.buckets[::-1]  # DDP's first bucket has the last layers
+        return ForwardSync(self._comm, storage, params, self.digest, needed)
+
+    def _places(self) -> list[int]:
+        return [param.data_ptr() for param in self._table.params]
+
+
+def assign_owners(specs: list[ParameterSpec], decided: list[GroupRank], world_size: int) -> list[GroupRank]:
+    """Owners for the parameters after the first ``len(decided)``, balancing bytes with what those carry already.
+
+    Active parameters are spread first and dormant ones after, so that state is balanced now and stays nearly so when
+    more parameters are unfrozen.
+    """
+    loads = [0] * world_size
+    for spec, owner in zip(specs, decided, strict=False):
+        loads[owner] += spec.nbytes
+    owners = [GroupRank(0)] * len(specs)
+    for active in (True, False):
+        members = [index for index in range(len(decided), len(specs)) if specs[index].active is active]
+        sizes = [specs[index].nbytes for index in members]
+        for index, owner in zip(members, partition_greedy(sizes, world_size, loads), strict=True):
+            owners[index] = owner
+            loads[owner] += specs[index].nbytes
+    return owners[len(decided) :]

@@ -1,0 +1,143 @@
+"""Norms of gradients where a rank has only its own: one small collective, and the same bits as on one rank.
+
+A parameter's gradient lies whole on its owner, so each owner computes the norms of its own, all ranks get all of them,
+and each combines them in the order of the model's parameters, as ``clip_grad_norm_(model.parameters())`` of torch does
+on one rank: to the same bits where all gradients have one dtype. (Of several, torch combines them dtype by dtype, and
+those of fp16 and bf16 in fp16 and bf16; here they are fp32.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_zero.local.absent import AbsentGradient
+from ddp_zero.local.masters import LOW_PRECISION
+from ddp_zero.step.sharded_step import ShardedStep
+
+_NO_GRADIENT = -1.0  # no norm is negative
+
+
+def norms_of(grads: Mapping[int, Tensor], norm_type: float) -> dict[int, Tensor]:
+    """The norm of each gradient, in fp32 for those of low precision, else in their dtype."""
+    plain = [grad for grad in grads.values() if grad.dtype not in LOW_PRECISION]
+    if plain and plain[0].device.type != "cpu" and len(plain) == len(grads) and all(grad.numel() for grad in plain):
+        return dict(zip(grads, torch._foreach_norm(plain, norm_type), strict=True))
+    return {index: norm_of(grad, norm_type) for index, grad in grads.items()}
+
+
+def norm_of(grad: Tensor, norm_type: float) -> Tensor:
+    """As `norms_of`, of one gradient."""
+    dtype = torch.float32 if grad.dtype in LOW_PRECISION else None
+    if not grad.numel():  # which has no largest element
+        return grad.new_zeros((), dtype=dtype or grad.dtype.to_real())
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+    return norm
+
+
+def gather_norms(
+    sharded: ShardedStep, norms: Mapping[int, Tensor], flag: Tensor | float = 0.0, may_have_joined: bool = False
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Every parameter's norm from its owner. A collective.
+
+    Args:
+        sharded: knows who owns what.
+        norms: of this rank's parameters that have a gradient, by index.
+        flag: something to tell the others, not negative.
+        may_have_joined: whether there may be ranks that do not know which parameters have gradients. If so, or if some
+            have none, the device is waited for.
+
+    Returns:
+        The norms of all parameters that have a gradient, by index, in `ShardedStep.norm_order`, and the sum of all
+        ranks' flags.
+    """
+    table, comm = sharded.table, sharded.comm
+    owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
+    for index, owner in enumerate(sharded.binding.owners):
+        owned_by[owner].append(index)
+    size = max(map(len, owned_by))
+    device = next(iter(norms.values())).device if norms else table.accelerator()
+    absent = torch.full((), _NO_GRADIENT, dtype=torch.float64, device=device)
+    told = [norms[index].to(device, torch.float64) if index in norms else absent for index in owned_by[comm.group_rank]]
+    told += [absent] * (size - len(told))
+    mine = torch.stack([torch.full_like(absent, 0.0) + flag, *told])
+    gathered = torch.stack(comm.all_gather_tensor(mine))
+    has_gradient = None
+    if may_have_joined or any(param.grad is None for param in table.params):
+        has_gradient = (gathered != _NO_GRADIENT).tolist()
+    found = {}
+    for rank, indices in enumerate(owned_by):
+        for place, index in enumerate(indices, start=1):
+            if has_gradient is None or has_gradient[rank][place]:
+                dtype = table.params[index].dtype
+                norm_dtype = torch.float32 if dtype in LOW_PRECISION else dtype.to_real()
+                found[index] = gathered[rank, place].to(norm_dtype)
+    found = {index: found[index] for index in sharded.norm_order if index in found}
+    return found, gathered[:, 0].sum()
+
+
+def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of several norms; 0 of none."""
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
+
+
+def coefficient_of(total: Tensor, max_norm: float) -> Tensor:
+    """What to multiply gradients by so that their norm is at most ``max_norm``, as torch computes it."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+def clip_gradients(
+    sharded: ShardedStep,
+    indices: Sequence[int],
+    max_norm: float,
+    norm_type: float,
+    *,
+    is_partitioned: bool,
+    inverse_scale: float | None,
+    check: Callable[[Tensor], None],
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
+
+    Args:
+        sharded: knows who owns what.
+        indices: the parameters to clip, the same on every rank; their norms add up in this order.
+        max_norm: the largest norm.
+        norm_type: of the p-norm; ``inf`` for the largest absolute value.
+        is_partitioned: whether a rank has gradients of what it owns only; then this is a collective.
+        inverse_scale: what gradients must be multiplied by to be what their norm is asked of, and are in the step, for
+            they may underflow if they are before; None: nothing.
+        check: is shown the norm before anything is changed, and may raise.
+
+    Returns:
+        The norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.
+
+    Raises:
+        RuntimeError: if gradients were used up by a step inside backward.
+    """
+    table, owners, rank = sharded.table, sharded.binding.owners, sharded.comm.group_rank
+    held = {index: table.params[index].grad for index in indices if not is_partitioned or owners[index] == rank}
+    grads = {index: grad for index, grad in held.items() if grad is not None}
+    for grad in grads.values():
+        if isinstance(grad, AbsentGradient):
+            grad.refuse()
+    if inverse_scale is None:
+        norms = norms_of(grads, norm_type)
+    else:
+        norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
+    if is_partitioned:
+        everyone, _ = gather_norms(sharded, norms)
+        norms = {index: everyone[index] for index in indices if index in everyone}
+    total = total_norm(list(norms.values()), norm_type)
+    check(total)
+    coefficient = coefficient_of(total, max_norm)
+    for grad in grads.values():
+        grad.mul_(coefficient.to(grad.device))
+    return total, coefficient, norms
+
+
+def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tensor:
+    wide = grad.float() if grad.dtype in LOW_PRECISION else grad
+    return norm_of(wide * inverse_scale, norm_type)

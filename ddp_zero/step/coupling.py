@@ -1,0 +1,209 @@
+"""Notices optimizers that compute something from all parameters at once, which a shard of them cannot give.
+
+Prodigy and D-Adaptation keep a step size in their groups that is a sum over all parameters. Sharded, every rank, and
+every bucket of a rank, would sum over its own part and step with another number. What an optimizer keeps in a group or
+on itself is one value for all parameters, so a float there that differs after a step is proof.
+
+Looked at in the first steps, and in fewer and fewer after: values after each bucket, on this rank at once and between
+ranks by one small collective at the end of the step. Parameters are not looked at; see `shardable` for coupling that
+leaves no trace in options, such as a global norm.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_zero.comm.peers import Peers
+from ddp_zero.local.local_step import ParamGroup, options_of
+from ddp_zero.plan.partition import GroupRank
+
+Place = int | None
+"""Where a value is kept: in the group of that number, or outside of groups."""
+Values = dict[str, str]
+"""By name, written out so that equal texts are equal values."""
+
+_ALWAYS, _EVERY = 8, 1000
+
+
+def is_looked_at(step: int) -> bool:
+    """Whether values are compared after a step: the first 8, every power of two, every thousandth."""
+    return step <= _ALWAYS or step & (step - 1) == 0 or step % _EVERY == 0
+
+
+def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
+    """The floats and the floating-point tensors of one element that a mapping holds under a string."""
+    return {
+        prefix + name: _written(value) for name, value in holder.items() if isinstance(name, str) and _is_number(value)
+    }
+
+
+def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tuple[Place, Values]]:
+    """What groups with a gradient hold, and if there is any, what the optimizer and those that it wraps hold.
+
+    Args:
+        optimizer: whose attributes and state of no parameter are looked at.
+        groups: those that it has stepped, with their parameters.
+    """
+    stepped = [place for place, group in enumerate(groups) if any(param.grad is not None for param in group["params"])]
+    for place in stepped:
+        yield place, values_in(options_of(groups[place]))
+    if not stepped:
+        return
+    outside = {**values_in(optimizer.state), **values_in(vars(optimizer))}
+    for name, wrapped in vars(optimizer).items():
+        if isinstance(wrapped, Optimizer):
+            outside |= {**values_in(wrapped.state, f"{name}."), **values_in(vars(wrapped), f"{name}.")}
+    yield None, outside
+
+
+@dataclass
+class Witness:
+    """What one rank, or one bucket of it, has seen.
+
+    Attributes:
+        who: how messages call it.
+        values: by place; a place in which nothing was stepped is left out.
+    """
+
+    who: str
+    values: dict[Place, Values] = field(default_factory=dict)
+
+    def contradiction(self, other: "Witness") -> "Contradiction | None":
+        """The first value that both have and that differs."""
+        for place, mine in self.values.items():
+            theirs = other.values.get(place, {})
+            for name, value in mine.items():
+                if theirs.get(name, value) != value:
+                    return Contradiction(place, name, value, self.who, theirs[name], other.who)
+        return None
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Two values of what has to be one."""
+
+    place: Place
+    name: str
+    value: str
+    who: str
+    other_value: str
+    other: str
+
+    def __str__(self) -> str:
+        where = "an attribute or state of the optimizer" if self.place is None else f"an option of group {self.place}"
+        return (
+            f"Expected {self.name!r}, {where}, to be the same after a step wherever parameters were stepped, got "
+            f"{self.value} on {self.who} and {self.other_value} on {self.other}."
+        )
+
+
+class CouplingWatch:
+    """Compares what an optimizer keeps for all parameters, in the steps in which it is looked at.
+
+    `begin`, `note` after every bucket, `check`. Whether a step is looked at depends on nothing but its number.
+
+    Args:
+        comm: the ranks.
+        inner: the optimizer over this rank's parameters.
+    """
+
+    def __init__(self, comm: Peers, inner: Optimizer) -> None:
+        self._comm = comm
+        self._inner = inner
+        self._is_on = False
+        self._seen: list[Witness] = []
+
+    def begin(self, step: int) -> None:
+        """A step begins; its number, from 1 up, is the same on every rank."""
+        self._is_on = is_looked_at(step)
+        self._seen = []
+
+    def note(self, bucket: int, groups: Sequence[ParamGroup]) -> None:
+        """The optimizer has stepped these groups, which hold a bucket's parameters; their gradients are still there."""
+        if self._is_on:
+            me = self._comm.name(self._comm.group_rank)
+            self._seen.append(Witness(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups))))
+
+    def drop(self) -> None:
+        """This rank's step has failed: it has nothing to say."""
+        self._seen = []
+
+    def check(self) -> None:
+        """The step is over: compare. A collective in steps that are looked at.
+
+        Raises:
+            RuntimeError: on every rank, if a value differs between buckets or between ranks.
+        """
+        if not self._is_on:
+            return
+        self._is_on = False
+        seen, self._seen = self._seen, []
+        mine = _merged(seen)
+        at_home = next((found for one in seen[1:] if (found := seen[0].contradiction(one)) is not None), None)
+        places: list[Place] = [None, *range(len(self._inner.param_groups))]
+        statement = [int(at_home is not None)]
+        for place in places:
+            statement += [int(place in mine), _digest(mine.get(place, {}))]
+        everyone = self._comm.all_gather_ints(statement)
+        if not any(differs for differs, *_ in everyone) and all(
+            _agree([rank[1 + 2 * place : 3 + 2 * place] for rank in everyone]) for place in range(len(places))
+        ):
+            return
+        self._raise_first(mine, at_home)
+
+    def _raise_first(self, mine: dict[Place, Values], at_home: Contradiction | None) -> None:
+        told = [str(at_home or ""), [[place, values] for place, values in mine.items()]]
+        witnesses: list[Witness] = []
+        for rank, text in enumerate(self._comm.all_gather_text(json.dumps(told))):
+            message, values = json.loads(text)
+            witnesses.append(Witness(self._comm.name(GroupRank(rank)), {place: kept for place, kept in values}))
+            found = [one.contradiction(witnesses[-1]) for one in witnesses[:-1]]
+            message = message or next((str(one) for one in found if one is not None), "")
+            if message:
+                raise RuntimeError(f"{message} {self._remedy()}")
+
+    def _remedy(self) -> str:
+        name = type(self._inner).__name__
+        return (
+            f"{name} computes it from all parameters that it steps, and every rank and bucket steps only some: from "
+            "this step on at the latest, parameters differ from those of the unsharded optimizer. Start again with "
+            f"{name} unsharded on every rank; ddp_zero.check_shardable() tests a class beforehand. If it is the "
+            "training loop that sets the value, set the same one on every rank."
+        )
+
+
+def _merged(seen: Sequence[Witness]) -> dict[Place, Values]:
+    """What this rank has to say: all that its buckets have seen."""
+    merged: dict[Place, Values] = {}
+    for witness in seen:
+        for place, values in witness.values.items():
+            merged[place] = merged.get(place, {}) | values
+    return merged
+
+
+def _agree(statements: Sequence[Sequence[int]]) -> bool:
+    """Whether all ranks that have something to say say the same."""
+    return len({digest for speaks, digest in statements if speaks}) <= 1
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.is_floating_point() and not (value.is_meta or value.requires_grad)
+    return isinstance(value, float)
+
+
+@torch.no_grad()
+def _written(value: Any) -> str:
+    """All its digits; zero has one sign."""
+    return repr(float(value) + 0.0)
+
+
+def _digest(values: Values) -> int:
+    """63 bits of a hash."""
+    return int.from_bytes(hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()[:8], "big") >> 1

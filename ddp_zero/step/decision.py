@@ -1,0 +1,353 @@
+"""Decides, once every gradient is there, whether a step is taken and what it multiplies gradients by.
+
+1. *look*: each rank looks at the gradients of what it owns: their norms where anything is clipped, else only whether
+   they are finite;
+2. one small collective, after which all ranks know the same;
+3. *decide*: skip, raise or step; all ranks alike, since all decide by the same numbers;
+4. the step runs with the factors that were found, or leaves no trace.
+
+Only where a gradient was not finite is there more to send: which parameter's, and on which rank.
+
+With nothing to decide nothing is looked at and nothing is sent. Where gradients are clipped but never skipped
+(``nonfinite="step"``) nothing waits for the device.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_zero.local.absent import AbsentGradient
+from ddp_zero.local.local_step import ParamGroup
+from ddp_zero.local.masters import ExactGradient, GradientFactors, no_exact_gradient
+from ddp_zero.loss_scale import LossScale
+from ddp_zero.options import StepOptions, check_max_grad_norm
+from ddp_zero.plan.partition import GroupRank
+from ddp_zero.step.clipping import coefficient_of, gather_norms, norm_of, norms_of, total_norm
+from ddp_zero.step.record import Number, StepRecord, StepRegime
+from ddp_zero.step.sharded_step import ShardedStep
+from ddp_zero.step.watch import LocalWatch, culprit
+
+_OWN_KEY = "max_grad_norm"
+
+
+@dataclass(frozen=True)
+class AmpState:
+    """What `torch.amp.GradScaler` tells an optimizer whose ``step`` it calls whatever it has found.
+
+    Attributes:
+        scale: what gradients are still to be divided by; None if they were.
+        found_nonfinite: above 0 if this rank has seen a gradient that is not finite.
+    """
+
+    scale: Tensor | None
+    found_nonfinite: Tensor
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """When and how a step is taken.
+
+    Attributes:
+        regime: for the record.
+        deferred_because: for the record.
+        waits: whether the step waits for all gradients, so that looking at them delays nothing.
+        amp: what a `GradScaler` has said, if one is used.
+        exact: gradients in the dtype of their sum.
+        may_have_joined: whether ranks may have run out of inputs.
+    """
+
+    regime: StepRegime
+    exact: ExactGradient = no_exact_gradient
+    deferred_because: str | None = None
+    waits: bool = False
+    amp: AmpState | None = None
+    may_have_joined: bool = False
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What all ranks know after the collective; a suspicion is a sum of gradients that may have overflowed itself."""
+
+    nonfinite: bool = False
+    is_suspicion: bool = False
+    norm: Number = None
+    smallest: Number = None
+    coefficients: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+class Decision:
+    """Takes whole steps for an optimizer.
+
+    Args:
+        sharded: the step.
+        options: what the user asked for.
+
+    Attributes:
+        loss_scale: the built-in one, if there is one.
+        watch: knows whose own gradients were not finite.
+        clipped: the norm and the coefficient of an explicit clip since the last step, for the record.
+        norms_before_clip: the norms that it has seen, by parameter: a norm that is not finite spoils every gradient.
+    """
+
+    def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
+        self.options = options
+        self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale)
+        self.watch = LocalWatch()
+        self.clipped: tuple[Number, Number] = (None, None)
+        self.norms_before_clip: Mapping[int, Tensor] = {}
+        self._sharded = sharded
+        self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
+
+    def why_wait(self) -> str | None:
+        """Why a step needs all gradients before it starts, or None if it does not."""
+        if self._honours_groups and any(group.get(_OWN_KEY) is not None for group in self._sharded.param_groups):
+            return "max_grad_norm of a parameter group needs the norm of its gradients"
+        return self.options.why_wait()
+
+    def forget(self) -> None:
+        """The gradients were dropped, or used."""
+        self.clipped = (None, None)
+        self.norms_before_clip = {}
+        self.watch.clear()
+
+    @property
+    def _honours_groups(self) -> bool:
+        """Whether ``max_grad_norm`` of a group is ours, not an option of the inner optimizer."""
+        return _OWN_KEY not in self._sharded.inner.defaults
+
+    def take(self, occasion: Occasion, **kwargs: Any) -> Any:
+        """Step, or do not. A collective if there is anything to decide.
+
+        Args:
+            occasion: when and how.
+            **kwargs: handed to the inner optimizer.
+
+        Returns:
+            What the inner optimizer returned; None if the step was not taken.
+
+        Raises:
+            RuntimeError: on every rank, if gradients are not finite and that shall raise, or at the smallest loss
+                scale.
+        """
+        sharded = self._sharded
+        inverse = self._inverse_scale(occasion)
+        checks = self._checks_finite(occasion)
+        findings = self._look(occasion, inverse, checks)
+        self.watch.is_on |= checks
+        scale = self._scale(occasion)
+        if checks and findings.nonfinite:
+            parameter, rank = self._find_culprit()
+            if parameter is not None or not findings.is_suspicion:
+                self._do_not_step(occasion, findings, scale, parameter, rank)
+                return None
+        sharded.factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
+        result = sharded.run(occasion.exact, **kwargs)
+        if self.loss_scale is not None:
+            self.loss_scale.after_step(has_overflowed=False)
+        norm, coefficient = self.clipped if findings.norm is None else (findings.norm, findings.smallest)
+        self._record(
+            StepRecord(
+                stepped=True,
+                regime=occasion.regime,
+                deferred_because=occasion.deferred_because,
+                norm=norm,
+                coefficient=coefficient,
+                scale=scale,
+            )
+        )
+        return result
+
+    # Looking
+
+    def _scale(self, occasion: Occasion) -> Number:
+        if occasion.amp is not None:
+            return occasion.amp.scale
+        return None if self.loss_scale is None else self.loss_scale.value
+
+    def _inverse_scale(self, occasion: Occasion) -> Tensor | float | None:
+        """One over the loss scale, rounded to fp32 as `GradScaler` does."""
+        if occasion.amp is not None:
+            return None if occasion.amp.scale is None else occasion.amp.scale.double().reciprocal().float()
+        return self.inverse_scale
+
+    @property
+    def inverse_scale(self) -> float | None:
+        """One over the built-in loss scale, rounded to fp32; None without one."""
+        if self.loss_scale is None:
+            return None
+        return torch.tensor(1.0 / self.loss_scale.value, dtype=torch.float32).item()
+
+    def _checks_finite(self, occasion: Occasion) -> bool:
+        if occasion.amp is not None:
+            return True
+        nonfinite = self.options.nonfinite
+        return nonfinite != "step" and (nonfinite is not None or occasion.waits or self.why_wait() is not None)
+
+    def _look(self, occasion: Occasion, inverse: Tensor | float | None, checks: bool) -> _Findings:
+        limits = self._limits()
+        if not checks and not limits:
+            return _Findings()
+        sharded = self._sharded
+        owned = [index for index in sharded.binding.owned() if sharded.table.params[index].grad is not None]
+        for index in owned:
+            grad = sharded.table.params[index].grad
+            if isinstance(grad, AbsentGradient):
+                grad.refuse()
+        norms: dict[int, Tensor] = {}
+        flag: Tensor | float = 0.0
+        if limits:
+            norms = self._norms(owned, occasion.exact, inverse)
+        elif occasion.amp is None:
+            flag = _suspect_nonfinite(sharded.stepped.gradient(index, occasion.exact, None) for index in owned)
+        if occasion.amp is not None:
+            flag = occasion.amp.found_nonfinite.clamp(max=1.0)
+        if not limits:
+            return _Findings(bool(self._sum_over_ranks(flag)), is_suspicion=occasion.amp is None)
+        every, flags = gather_norms(sharded, norms, flag, occasion.may_have_joined)
+        norm = total_norm(list(every.values()), self.options.norm_type)
+        coefficients = self._coefficients(limits, every)
+        if not checks:
+            smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
+            return _Findings(False, False, norm, smallest, coefficients)
+        numbers = [norm, flags.to(norm.device), *coefficients.values()]
+        norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
+        clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
+        nonfinite = found > 0 or (occasion.amp is None and not math.isfinite(norm_read))
+        return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping)
+
+    def _norms(self, owned: Sequence[int], exact: ExactGradient, inverse: Tensor | float | None) -> dict[int, Tensor]:
+        """The norm of each owned gradient as the step sees it, but for clipping; at most one copy at a time."""
+        sharded, norm_type = self._sharded, self.options.norm_type
+        if inverse is None and not sharded.stepped.masters:
+            grads = {index: grad for index in owned if (grad := sharded.table.params[index].grad) is not None}
+            return norms_of(grads, norm_type)
+        factors = GradientFactors(inverse)
+        return {index: norm_of(sharded.stepped.gradient(index, exact, factors), norm_type) for index in owned}
+
+    def _sum_over_ranks(self, flag: Tensor | float) -> float:
+        mine = flag if isinstance(flag, Tensor) else torch.tensor(flag, device=self._sharded.table.accelerator())
+        every = self._sharded.comm.all_gather_tensor(mine.reshape(1).double())
+        return float(torch.cat(every).sum().item())
+
+    # Clipping
+
+    def _limits(self) -> dict[int, tuple[int, ...]]:
+        """What is clipped together: by its first group the groups of each set; empty if nothing is clipped."""
+        groups = self._sharded.param_groups
+        honours = self._honours_groups
+        together = tuple(position for position, group in enumerate(groups) if not honours or _OWN_KEY not in group)
+        limits = {} if self.options.max_grad_norm is None or not together else {together[0]: together}
+        for position, group in enumerate(groups):
+            if honours and group.get(_OWN_KEY) is not None:
+                check_max_grad_norm(group[_OWN_KEY])
+                limits[position] = (position,)
+        return limits
+
+    def _coefficients(self, limits: Mapping[int, tuple[int, ...]], norms: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        group_of = self._sharded.table.groups
+        found: dict[int, Tensor] = {}
+        for first, members in limits.items():
+            own = self._sharded.param_groups[first].get(_OWN_KEY) if self._honours_groups else None
+            order = norms if own is None else sorted(norms)  # a group of its own: as if its list was handed to torch
+            own_norms = [norms[index] for index in order if group_of[index] in members]
+            if not own_norms:
+                continue
+            total = total_norm(own_norms, self.options.norm_type)
+            limit = self.options.max_grad_norm if own is None else own
+            assert limit is not None, "only groups with a limit are in a set"
+            found.update(dict.fromkeys(members, coefficient_of(total, limit)))
+        return found
+
+    # Not stepping
+
+    def _do_not_step(
+        self, occasion: Occasion, findings: _Findings, scale: Number, parameter: int | None, rank: GroupRank | None
+    ) -> None:
+        name = None if parameter is None else self._sharded.table.name(parameter)
+        what = "the norm of all gradients has overflowed" if name is None else f"the gradient of {name} is not finite"
+        of_rank = "" if rank is None else f", nor was that of {self._sharded.comm.name(rank)} before averaging"
+        at_minimum = self.loss_scale is not None and self.loss_scale.is_at_minimum
+        minimum = self.loss_scale.value if self.loss_scale is not None else None
+        if self.loss_scale is not None:
+            self.loss_scale.after_step(has_overflowed=True)
+        self._record(
+            StepRecord(
+                stepped=False,
+                regime=occasion.regime,
+                reason=what + of_rank,
+                deferred_because=occasion.deferred_because,
+                nonfinite_parameter=name,
+                nonfinite_rank=rank,
+                norm=findings.norm,
+                scale=scale,
+            )
+        )
+        if at_minimum:
+            raise RuntimeError(
+                f"Expected finite gradients at the smallest loss scale, {minimum}, got others: {what}{of_rank}. No "
+                "rank has stepped. The model diverges, or a smaller minimum is needed: "
+                "loss_scale=DynamicLossScale(minimum=...)."
+            )
+        if self.options.nonfinite == "raise" and occasion.amp is None:
+            raise RuntimeError(
+                f"Expected finite gradients (nonfinite='raise'), got others: {what}{of_rank}. No rank has stepped."
+            )
+
+    def _find_culprit(self) -> tuple[int | None, GroupRank | None]:
+        """The first parameter with an averaged gradient that is not finite, and the rank it came from. Collective."""
+        sharded, params = self._sharded, self._sharded.table.params
+        first = next((i for i, norm in self.norms_before_clip.items() if not torch.isfinite(norm)), len(params))
+        for index in sharded.binding.owned() if first == len(params) else ():
+            grad = params[index].grad
+            if grad is not None and not isinstance(grad, AbsentGradient) and not torch.isfinite(grad).all():
+                first = index
+                break
+        found = min(index for (index,) in sharded.comm.all_gather_ints([first]))
+        if found == len(params):
+            return None, None
+        flags = self.watch.flags(params[found])
+        passes = min(count for (count,) in sharded.comm.all_gather_ints([len(flags)]))
+        rank = culprit(sharded.comm.all_gather_ints(flags[:passes])) if passes else None
+        return found, None if rank is None else GroupRank(rank)
+
+    def _record(self, record: StepRecord) -> None:
+        self._sharded.last_step = record
+        self.forget()
+
+
+def _suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
+    """1 if the sum of any is not finite, else 0: one fast reading pass, without waiting for the device.
+
+    A sum is not finite if any element is not; it may overflow by itself, so that is to be looked into. Of gradients
+    that are converted for it, one is held at a time.
+    """
+    sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    if not sums:
+        return 0.0
+    return 1.0 - torch.stack([torch.isfinite(total).to(sums[0].device) for total in sums]).all().double()
+
+
+def check_options(options: StepOptions, inner: Optimizer) -> None:
+    """See that options are not ambiguous.
+
+    Raises:
+        ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
+    """
+    if options.max_grad_norm is not None and _OWN_KEY in inner.defaults:
+        raise ValueError(
+            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which has one of "
+            "that name, too, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
+            "opt.clip_grad_norm_() in the loop."
+        )
+
+
+def keep_limits(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
+    """Loaded groups go on being clipped as the exposed ones were, where the state dict does not say."""
+    for group, before in zip(loaded, exposed, strict=True):
+        if _OWN_KEY in before:
+            group.setdefault(_OWN_KEY, before[_OWN_KEY])

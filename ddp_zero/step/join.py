@@ -1,0 +1,139 @@
+"""Uneven inputs: what a rank that has run out of them does while the others still train.
+
+Under `torch.distributed.algorithms.Join` a rank that has joined still owns parameters. DDP lets it take part in the
+reductions with zeros but throws the result away, so it has no gradients for what it owns. Here a rank that still trains
+sends it the averaged gradients, and its group options with them (the joined rank's schedulers have stopped). Then it
+steps and syncs as everybody does. Without Join nothing of this runs.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
+
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.local.local_step import ParamGroup, copy_options, options_of
+from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.plan.partition import GroupRank
+from ddp_zero.step.binding import Binding
+from ddp_zero.step.sharded_step import ShardedStep
+
+
+class JoinsSteps(Protocol):
+    """What the join hook needs of an optimizer."""
+
+    _join_config: _JoinConfig
+
+    def _step_joined(self) -> None: ...
+
+
+class ZeroJoinHook(JoinHook):
+    """Shadows the communication of one ``opt.step()`` of the ranks that still train."""
+
+    def __init__(self, optimizer: JoinsSteps) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Step what this rank owns with gradients from a rank that still trains, and sync."""
+        self._optimizer._step_joined()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Every rank has joined: steps outside the context cost nothing extra again."""
+        self._optimizer._join_config = _JoinConfig(
+            enable=False, throw_on_early_termination=False, is_first_joinable=False
+        )
+
+
+def share_options(sharded: ShardedStep, has_joined: bool) -> None:
+    """Before a step that has its gradients already: joined ranks take over group options. A collective of the group."""
+    comm = sharded.comm
+    for source, joined in _assign_sources(comm, sharded.binding, has_joined):
+        if source == comm.group_rank:
+            _send(comm, [options_of(group) for group in sharded.param_groups], joined)
+        elif joined == comm.group_rank:
+            _take_options(sharded.param_groups, _receive(comm, source, sharded.table))
+
+
+def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
+    """On a rank that still trains, before its step: send joined ranks what they need. A collective of the group.
+
+    Args:
+        sharded: the step; the options of its groups are sent.
+        gradients_are_there: whether joined ranks have reduced gradients, and need to know only which of them exist.
+    """
+    comm, table, binding = sharded.comm, sharded.table, sharded.binding
+    for source, joined in _assign_sources(comm, binding, has_joined=False):
+        if source == comm.group_rank:
+            grads = {index: table.params[index].grad for index, owner in enumerate(binding.owners) if owner == joined}
+            exist = {index: None if grad is None else True for index, grad in grads.items()}
+            options = [options_of(group) for group in sharded.param_groups]
+            _send(comm, [options, exist if gradients_are_there else grads], joined)
+
+
+class BorrowedGradients:
+    """On a joined rank, for one step: gradients and group options from a rank that still trains.
+
+    Inside the context the parameters that this rank owns have the gradients that were sent; after it, those they had.
+    The group options stay: at the end of Join every rank has the same ones.
+
+    Args:
+        sharded: the step.
+        reduced: a parameter's gradient, by index, where the reduction has left it on this rank.
+    """
+
+    def __init__(self, sharded: ShardedStep, reduced: Callable[[int], torch.Tensor]) -> None:
+        self._sharded = sharded
+        self._reduced = reduced
+        self._before: dict[int, torch.Tensor | None] = {}
+
+    def __enter__(self) -> None:
+        sharded, comm, table = self._sharded, self._sharded.comm, self._sharded.table
+        for source, joined in _assign_sources(comm, sharded.binding, has_joined=True):
+            if joined == comm.group_rank:
+                options, grads = _receive(comm, source, table)
+                _take_options(sharded.param_groups, options)
+                self._before = {index: table.params[index].grad for index in grads}
+                for index, grad in grads.items():
+                    table.params[index].grad = self._reduced(index) if grad is True else grad
+
+    def __exit__(self, *exc_info: object) -> None:
+        for index, grad in self._before.items():
+            self._sharded.table.params[index].grad = grad
+
+
+def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:
+    """Send a list, or why it cannot be sent, so that the receiver does not wait for it in vain."""
+    try:
+        comm.send_tree(tree, to)
+    except TypeError as error:
+        comm.send_tree(f"{comm.name(comm.group_rank)}: {error}", to)
+        raise TypeError(
+            f"Expected group options and gradients that can be sent to a rank under Join. {error}"
+        ) from error
+
+
+def _receive(comm: Communicator, source: GroupRank, table: ParameterTable) -> Any:
+    received = comm.receive_tree(source, table.accelerator())
+    if isinstance(received, str):
+        raise RuntimeError(f"Expected group options and gradients from a rank that still trains, got {received}")
+    return received
+
+
+def _take_options(param_groups: list[ParamGroup], options: list[ParamGroup]) -> None:
+    for group, received in zip(param_groups, options, strict=True):
+        copy_options(received, group)
+
+
+def _assign_sources(comm: Communicator, binding: Binding, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
+    """Who serves whom: (rank that still trains, rank that has joined), the same list on every rank."""
+    statements = comm.all_gather_ints([int(has_joined), binding.digest])
+    training = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if not joined]
+    for rank, (_, digest) in enumerate(statements):
+        if digest != statements[training[0]][1]:
+            raise RuntimeError(
+                f"Expected the same parameters to be trainable on every rank under Join, got a difference between "
+                f"{comm.name(training[0])} and {comm.name(GroupRank(rank))}. Freeze or unfreeze outside Join."
+            )
+    joined_ranks = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if joined]
+    return [(training[position % len(training)], rank) for position, rank in enumerate(joined_ranks)]

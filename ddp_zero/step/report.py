@@ -1,0 +1,75 @@
+"""What a sharded optimizer says about itself, as text; local, so that any rank may ask at any time."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ddp_zero.plan.shard_plan import ShardPlan
+
+
+def state_bytes(state: Mapping[Any, Any]) -> int:
+    """Bytes of all tensors in an optimizer's state, however nested."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors_in(state))
+
+
+def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> str:
+    """A table of what each rank owns.
+
+    Args:
+        plan: who owns what.
+        group_rank: the rank that asks, marked with a star.
+        own_state_bytes: bytes of optimizer state that it holds now; the others' are estimated from it.
+    """
+    counts = [plan.owners.count(rank) for rank in range(plan.world_size)]
+    elements, sizes, trained = ([0] * plan.world_size for _ in range(3))
+    for spec, owner in zip(plan.specs, plan.owners, strict=True):
+        elements[owner] += spec.numel
+        sizes[owner] += spec.nbytes
+        trained[owner] += spec.nbytes if spec.active else 0
+
+    lines = [f"{'rank':>6} {'parameters':>11} {'elements':>15} {'bytes':>15} {'state bytes now':>17}"]
+    for rank in range(plan.world_size):
+        state = f"{own_state_bytes:,}" if rank == group_rank else _estimate(trained, group_rank, rank, own_state_bytes)
+        mark = "*" if rank == group_rank else " "
+        lines.append(f"{mark}{rank:>5} {counts[rank]:>11,} {elements[rank]:>15,} {sizes[rank]:>15,} {state:>17}")
+    mean = sum(trained) / plan.world_size
+    lines.append(
+        f"imbalance: {max(trained) / mean if mean else 1.0:.3f} (largest share of trainable bytes / mean share)"
+    )
+    dormant = sum(not spec.active for spec in plan.specs)
+    sent = trained[group_rank] * (plan.world_size - 1)
+    lines.append(f"sync: {len(plan.buckets)} buckets, {sent:,} bytes sent by this rank per step")
+    if dormant:
+        lines.append(f"frozen: {dormant} parameters, not sent until they are trainable")
+    if plan.world_size > 1:
+        lines.append("* this rank; ~ estimated from this rank's state bytes per parameter byte")
+    return "\n".join(lines)
+
+
+def draw_buckets(plan: ShardPlan) -> str:
+    """Buckets x ranks: how many elements each rank owns of each bucket, and how many parameters those are."""
+    lines = ["bucket " + "".join(f"{f'rank {rank}':>20}" for rank in range(plan.world_size))]
+    for bucket in plan.buckets:
+        cells = [
+            f"{segment.numel:,} in {len(segment.params)}" if segment.params else "-" for segment in bucket.segments
+        ]
+        lines.append(f"{bucket.index:>6} " + "".join(f"{cell:>20}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _estimate(trained: list[int], group_rank: int, rank: int, own_state_bytes: int) -> str:
+    if not trained[group_rank]:
+        return "unknown" if trained[rank] else "0"
+    return f"~{round(own_state_bytes * trained[rank] / trained[group_rank]):,}"
+
+
+def _tensors_in(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
