@@ -12,7 +12,7 @@ from ddp_zero.plan.shard_plan import ShardPlan
 from ddp_zero.sync.forward_sync import ForwardSync
 from ddp_zero.sync.parameter_sync import ParameterSync
 from ddp_zero.sync.storage import PackedStorage, ViewStorage
-from tests.unit.test_flat import label, make_params, make_plan, set_gradients
+from tests.unit.sync.test_storage import label, make_params, make_plan, set_gradients
 
 Values = Callable[[int], Tensor]
 

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from ddp_zero.checkpoint import tensor_file
 from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export, main
 from ddp_zero.local.tree import as_bytes
-from tests.unit.saved import TENSORS, Tied, adamw, save, sgd, train, trained
+from tests.unit.checkpoint.saved import TENSORS, Tied, adamw, save, sgd, train, trained
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},

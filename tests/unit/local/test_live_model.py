@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from ddp_zero.local.live_model import LiveModel, clean, value_of
 from ddp_zero.plan.shapes import Value
-from tests.unit.saved import TENSORS, Tied
+from tests.unit.checkpoint.saved import TENSORS, Tied
 
 
 def compiled(module: nn.Module) -> Any:

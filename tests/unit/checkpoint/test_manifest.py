@@ -25,7 +25,7 @@ from ddp_zero.checkpoint.manifest import (
 )
 from ddp_zero.local.tree import TensorSpec, Tree, flatten, specs_in
 from ddp_zero.plan.shapes import is_dense
-from tests.unit.test_payload import assert_same, trees
+from tests.unit.local.test_tree import assert_same, trees
 
 FITTING = "0123456789abcdef" * 4
 FLOAT = torch.float32.itemsize

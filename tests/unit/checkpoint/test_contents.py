@@ -16,7 +16,7 @@ from ddp_zero.checkpoint.contents import SavedCheckpoint, Shared
 from ddp_zero.checkpoint.folder import MARKER
 from ddp_zero.checkpoint.manifest import StoredTensor
 from ddp_zero.checkpoint.tensor_file import read
-from tests.unit.saved import (
+from tests.unit.checkpoint.saved import (
     TENSORS,
     forge,
     forge_texts,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 from scale_check import check, compare
 from scale_modes import MODES, Shards, Sizes, built_in, ddp_layout, ideal, measured_shape, plan_job
