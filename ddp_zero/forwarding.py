@@ -83,7 +83,8 @@ class ForwardsMethods(TakesSteps):
 
 
 def _check_between_steps(hook: OverlapHook | None, name: str) -> None:
-    if hook is not None and hook.machine.phase not in _SAFE:
+    is_over = hook is not None and hook.machine.phase is Phase.STEPPED and not hook.machine.user_calls_step
+    if hook is not None and hook.machine.phase not in _SAFE and not is_over:
         raise RuntimeError(
             f"Expected opt.{name}() between two steps, got it in phase {hook.machine.phase.name} "
             f"({hook.machine.where}): a plain loop would call it before the update that backward has made already. "

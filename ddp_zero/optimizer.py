@@ -215,8 +215,8 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         hook = self._hook
         check_has_no_hook(self._takes_hook, hook is not None, hook is not None and hook.may_be_replaced)
         check_model(ddp, self._sharded)
-        if self._hook is not None:
-            self._hook.detach()
+        if hook is not None:
+            hook.detach()
         side = SideStream()
         sums_in_fp32 = self._decision.options.accumulate_in_fp32
         gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side, self._passes, sums_in_fp32)
@@ -235,6 +235,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             watch=self._decision.watch,
             passes=self._passes,
         )
+        self._hook.machine.user_calls_step = hook is not None and hook.machine.user_calls_step
         self._know_model(ddp)
         return self._hook.on_bucket
 

@@ -1,6 +1,6 @@
 """The gradient half of `ZeroRedundancyOptimizer`: what users do to gradients, wherever they rest."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.optim import Optimizer
 
+from ddp_zero.backward.averaged import NO_BUCKET, NO_PASS, check_averaged
 from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.hook import OverlapHook
-from ddp_zero.backward.late_changes import digest_of
 from ddp_zero.backward.machine import Phase
 from ddp_zero.backward.reducer import models_over
-from ddp_zero.local.absent import is_present
 from ddp_zero.stage2.bucket import ReduceOptions
 from ddp_zero.stage2.visible import gather_gradient
 from ddp_zero.step.clipping import clip_gradients
@@ -147,10 +146,17 @@ class ReachesGradients(Optimizer):
             return None if param.grad is None else param.grad.detach().clone()
         return gather_gradient(self._sharded, index)
 
-    def _watch_forward(self) -> None:
-        """Find the DDP models over these parameters, unless they are known, and watch their forward passes."""
-        if self._sharded.comm.world_size > 1 and self._passes.should_search():
-            self._passes.watch(models_over(self._sharded.table.params))
+    def _watch_forward(self) -> bool:
+        """Find the DDP models over these parameters, unless they are known, and watch their forward passes.
+
+        Returns:
+            Whether models were found that were not known.
+        """
+        if self._sharded.comm.world_size == 1 or not self._passes.should_search():
+            return False
+        models = models_over(self._sharded.table.params)
+        self._passes.watch(models)
+        return bool(models)
 
     def _why_wait(self) -> str | None:
         """Why backward passes only reduce and ``opt.step()`` takes the step, or None."""
@@ -181,25 +187,26 @@ class ReachesGradients(Optimizer):
     def _check_averaged(self) -> None:
         """See that what is in ``param.grad`` is the same on every rank; all passes may have run under ``no_sync()``.
 
-        Where no reduction is known since the last step, ranks compare: users may average gradients themselves, or step
-        from a penalty that does not depend on data. A collective only then.
+        Where no reduction is known, ranks compare. A collective only then.
 
         Raises:
             RuntimeError: on every rank, naming a parameter.
         """
-        hook, table, comm, index = self._hook, self._sharded.table, self._sharded.comm, None
-        is_local = self._passes.last_is_local if self._reduction is None else hook is not None and hook.has_only_local()
-        if is_local and not self._join_config.enable:
-            grads = {index: param.grad for index, param in enumerate(table.params) if is_present(param.grad)}
-            every = comm.all_gather_ints([digest_of(grad for grad in grads.values() if grad is not None)])
-            index = next(iter(grads), 0) if every != every[:1] * len(every) else None
-        if index is not None:
-            raise RuntimeError(
-                f"Expected averaged gradients, got this rank's own for {table.label(index)} "
-                f"({comm.name(comm.group_rank)}): no backward pass since was reduced. Run the last backward pass "
-                "before opt.step() outside ddp.no_sync() and through the DDP model, or drop left-over gradients with "
-                "opt.zero_grad()."
-            )
+        hook, sharded, passes = self._hook, self._sharded, self._passes
+        if self._join_config.enable:
+            return
+        is_local = passes.last_is_local if self._reduction is None else hook is not None and hook.has_only_local()
+        everything = range(len(sharded.table))
+        if is_local:
+            check_averaged(sharded, everything, NO_PASS)
+        elif hook is not None:
+            self._check_unreduced(sharded.binding.not_reduced)
+        elif passes.reduces_fewer_than(sum(param.requires_grad for param in sharded.table.params)):
+            self._check_unreduced(everything)
+
+    def _check_unreduced(self, indices: Sequence[int]) -> None:
+        if indices:
+            check_averaged(self._sharded, indices, NO_BUCKET)
 
     @property
     def _takes_hook(self) -> bool:

@@ -172,7 +172,8 @@ class TakesSteps(ReachesGradients, Joinable):
         by_user: bool = True,
     ) -> Any:
         sharded, joins = self._sharded, self._join_config.enable
-        self._watch_forward()
+        if self._watch_forward():
+            self._passes.last_is_local = True  # for all that is known: their last passes were not seen
         sharded.begin(closure)
         if self._hook is not None:
             self._hook.check_complete()
@@ -268,13 +269,15 @@ class TakesSteps(ReachesGradients, Joinable):
         self._take_due_step()
 
     def _take_due_step(self) -> None:
-        """Take the first step if it is still due, in a loop that has not called ``step()`` after backward. Collective.
+        """Take the first step if it is still due, in a loop that never calls ``step()``. A collective.
 
         Raises:
             RuntimeError: if gradients or parameters were changed since.
         """
         hook = self._hook
-        if hook is not None and hook.step_is_due and self._why_wait() is None:
+        if hook is None or hook.machine.user_calls_step:
+            return
+        if hook.step_is_due and self._why_wait() is None:
             hook.late.check_unstepped()
             with hook.late.as_noted():
                 self._take_step(None, None, {}, by_user=False)

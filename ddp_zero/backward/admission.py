@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.reducer import finds_unused, gradients_are_views, reduced_parameters
+from ddp_zero.backward.reducer import finds_unused, gradients_are_views, has_static_graph, reduced_parameters
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.step.sharded_step import ShardedStep
 
@@ -136,3 +136,27 @@ def sparse_gradient(table: ParameterTable, params: list[Tensor]) -> NotImplement
         f"Expected dense gradients, got a sparse one for {', '.join(names) or 'a parameter of another optimizer'}. "
         "Build the layer with sparse=False."
     )
+
+
+class UnusedParameters:
+    """Why only the reducer may know which parameters have gradients; in a static graph that is learnt once."""
+
+    def __init__(self) -> None:
+        self._are_there: bool | None = None
+
+    def why(self, ddp: DistributedDataParallel) -> str | None:
+        """The reason in words, or None if all parameters have gradients after every backward pass."""
+        if has_static_graph(ddp) and self._are_there is not False:
+            return "the static graph has parameters that no rank uses"
+        if finds_unused(ddp):
+            return "find_unused_parameters=True: only the reducer knows which gradients exist"
+        return None
+
+    def learn(self, ddp: DistributedDataParallel, sharded: ShardedStep, has_run: bool) -> None:
+        """Gradients are published: look which are missing, on a rank that has run the model. A collective once."""
+        if has_static_graph(ddp) and self._are_there is None:
+            self._are_there = sharded.has_unused(has_run)
+
+    def forget(self) -> None:
+        """Parameters were added, of which nothing is known."""
+        self._are_there = None

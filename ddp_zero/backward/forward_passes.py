@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.backward.reducer import will_reduce
+from ddp_zero.backward.reducer import count_reduced, will_reduce
 
 BeforeForward = Callable[[DistributedDataParallel], None]
 
@@ -34,6 +34,7 @@ class ForwardPasses:
         self._before = before
         self._models: list[weakref.ref[DistributedDataParallel]] = []
         self._handles: list[RemovableHandle] = []
+        self._reduces = 0  # how many parameters
         self.last_is_local = False
         self._is_expected = False
         self._misses = 0
@@ -51,6 +52,7 @@ class ForwardPasses:
         for model in models:
             self._models.append(weakref.ref(model))
             self._handles.append(model.register_forward_pre_hook(_PreHook(self), prepend=True))
+        self._reduces = sum(count_reduced(model) for model in models)
 
     def stop(self) -> None:
         """Watch no model."""
@@ -58,6 +60,10 @@ class ForwardPasses:
             handle.remove()
         self._models.clear()
         self._handles.clear()
+
+    def reduces_fewer_than(self, count: int) -> bool:
+        """Whether the models that are known reduce fewer parameters than these."""
+        return bool(self._models) and self._reduces < count
 
     def forget(self) -> None:
         """The gradients were used or dropped."""

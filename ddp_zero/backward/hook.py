@@ -32,7 +32,8 @@ from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.admission import check_bucket_of, check_none_unused, sparse_gradient
+from ddp_zero.backward.admission import UnusedParameters, check_bucket_of, check_none_unused, sparse_gradient
+from ddp_zero.backward.averaged import NO_BUCKET, check_averaged
 from ddp_zero.backward.backward_step import BackwardStep
 from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.gradients import Gradients
@@ -114,7 +115,7 @@ class OverlapHook:
         self._matching = 0
         self._has_accumulated = False
         self.may_be_replaced = False
-        self._static_graph_has_unused: bool | None = None
+        self._unused = UnusedParameters()
         self._choice = Choice(Regime.DEFERRED, "no backward pass yet")
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -204,6 +205,7 @@ class OverlapHook:
         """
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred(has_joined=True)
+        self._sharded.binding.settle()  # as ranks that still train do: storage decides the order of what is sent
         if self.is_waiting:
             with BorrowedGradients(self._sharded, self._step.reduced_gradient):
                 take()
@@ -294,7 +296,7 @@ class OverlapHook:
         """What this iteration's regime depends on; the same on every rank."""
         if not self._compositions:
             check_bucket_of(self._ddp, params)
-        outside = self._sharded.binding.not_reduced
+        outside = self._sharded.binding.not_reduced[:1]
         return Facts(
             knows_buckets=bool(self._compositions),
             fits_plan=matches,
@@ -302,17 +304,10 @@ class OverlapHook:
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
             is_first=not (self._has_stepped or self._step.join_is_on()),  # joined ranks could not know that it waits
-            may_have_unused=self._why_unused(),
+            may_have_unused=self._unused.why(self._ddp),
             steps_whole=self._sharded.local_step.steps_whole,
-            not_reduced=None if outside is None else self._sharded.table.label(outside),
+            not_reduced=self._sharded.table.label(outside[0]) if outside else None,
         )
-
-    def _why_unused(self) -> str | None:
-        if has_static_graph(self._ddp) and self._static_graph_has_unused is not False:
-            return "the static graph has parameters that no rank uses"
-        if finds_unused(self._ddp):
-            return "find_unused_parameters=True: only the reducer knows which gradients exist"
-        return None
 
     def _carry_out(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
@@ -348,14 +343,16 @@ class OverlapHook:
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
         """Step from published gradients, or on a rank that has joined from those that a peer sends."""
+        unreduced = self._sharded.binding.not_reduced
+        if unreduced and self._choice.regime is Regime.DEFERRED and not self._step.join_is_on():
+            check_averaged(self._sharded, unreduced, NO_BUCKET)
         self._gradients.lend_all(has_joined)
         for action in self.machine.backward_finished():
             if isinstance(action, AdoptLayout):
                 self._adopt_layout()  # before gradients are lent: they go to the new owners
             elif isinstance(action, StepAll):
                 self._step.step_all(has_joined)
-        if has_static_graph(self._ddp) and self._static_graph_has_unused is None:
-            self._static_graph_has_unused = self._sharded.has_unused(has_run=not has_joined)
+        self._unused.learn(self._ddp, self._sharded, has_run=not has_joined)
 
     # The layout
 
@@ -372,6 +369,8 @@ class OverlapHook:
             owners = owners_by_bucket(sizes, owners, sharded.comm.world_size, layout, self._split, self._matching)
         logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
         sharded.adopt(layout, owners, moves_later=is_final)
+        if self._table is not sharded.table:
+            self._unused.forget()
         self._table = sharded.table
         self._compositions = self._step.compositions()
         if is_final:

@@ -11,6 +11,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -128,7 +129,7 @@ class LateChanges:
             RuntimeError: naming the gradient or the parameter.
         """
         with self._dropped_gradients():
-            late = self._changed_tensor() or self._changed_value() or self._option_changed_in_place()
+            late = self._changed_tensor() or self._changed_value()
         if late is not None:
             raise RuntimeError(
                 f"Expected opt.step() in a loop that changes {late} after backward(), got the next forward pass "
@@ -139,19 +140,18 @@ class LateChanges:
     @contextmanager
     def as_noted(self) -> Iterator[None]:
         """For a step that is due: options and gradients of that moment; then the user's again."""
-        groups = self._sharded.param_groups
-        since = [
-            {key: group.get(key, _MISSING) for key in noted.changed(group)}
-            for noted, group in zip(self._options, groups, strict=False)
-        ]
-        for noted, group in zip(self._options, groups, strict=False):
-            _set_options(group, {key: noted.values.get(key, _MISSING) for key in noted.changed(group)})
+        pairs = list(zip(self._options, self._sharded.param_groups, strict=False))
+        since = [{key: _Option.of(group, key) for key in noted.changed(group)} for noted, group in pairs]
+        for (noted, group), changes in zip(pairs, since, strict=True):
+            for key in changes:
+                _Option(noted.values.get(key, _MISSING), noted.before.get(key)).restore(group, key)
         try:
             with self._dropped_gradients():
                 yield
         finally:
-            for group, changes in zip(groups, since, strict=False):
-                _set_options(group, changes)
+            for (_, group), changes in zip(pairs, since, strict=True):
+                for key, option in changes.items():
+                    option.restore(group, key)
 
     @contextmanager
     def _dropped_gradients(self) -> Iterator[None]:
@@ -193,13 +193,6 @@ class LateChanges:
             for key in noted.changed(group):
                 before, now = noted.before.get(key, "nothing"), group.get(key, "nothing")
                 return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
-        return None
-
-    def _option_changed_in_place(self) -> str | None:
-        for noted, group in zip(self._options, self._sharded.param_groups, strict=False):
-            for key in noted.changed(group):
-                if isinstance(group.get(key), Tensor) and group[key] is noted.values.get(key):
-                    return f"the tensor {key!r} of a parameter group"
         return None
 
     def _changed_value(self) -> str | None:
@@ -272,12 +265,33 @@ def _note_arrived(reference: "weakref.ref[LateChanges]") -> None:
         alive.note_arrived()
 
 
-def _set_options(group: ParamGroup, options: ParamGroup) -> None:
-    for key, value in options.items():
-        if value is _MISSING:
+@dataclass(frozen=True)
+class _Option:
+    """An option at a moment: the very object, and a copy of what it held if it can be changed in place."""
+
+    value: Any
+    held: Any
+
+    @classmethod
+    def of(cls, group: ParamGroup, key: str) -> "_Option":
+        """As it is now."""
+        value = group.get(key, _MISSING)
+        return cls(value, _copied(value))
+
+    @torch.no_grad()
+    def restore(self, group: ParamGroup, key: str) -> None:
+        """As it was, in its place in the group."""
+        if self.value is _MISSING:
             group.pop(key, None)
-        else:
-            group[key] = value
+            return
+        group[key] = self.value
+        if isinstance(self.value, Tensor):
+            self.value.copy_(self.held)
+        elif isinstance(self.value, list):
+            self.value[:] = self.held
+        elif isinstance(self.value, dict | set):
+            self.value.clear()
+            self.value.update(self.held)
 
 
 def _copied(value: Any) -> Any:

@@ -89,6 +89,11 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]
     ]
 
 
+def count_reduced(ddp: DistributedDataParallel) -> int:
+    """How many parameters DDP puts into buckets: those that were trainable when the model was wrapped."""
+    return int(ddp._get_ddp_logging_data()["num_parameter_tensors"])
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a parameter's gradient lies in a 1-D tensor; fixed when the layout is made, as DDP fixes its own.

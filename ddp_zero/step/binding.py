@@ -40,7 +40,7 @@ class Binding:
         layout: parameter indices of each DDP bucket that the plan follows, or None.
         owners: the owner of every parameter, by index.
         plan: the current plan.
-        not_reduced: the first active parameter in none of the DDP buckets that the plan follows, or None.
+        not_reduced: the active parameters in none of the DDP buckets that the plan follows.
         digest: a number that differs where owners, buckets or what travels in them differ.
         sync: sends and receives its buckets.
     """
@@ -171,8 +171,8 @@ class Binding:
         self.digest = self.plan.digest()
         self.sync = self._new_sync()
         reduced = {param for bucket in self.layout or () for param in bucket}
-        unreduced = (index for index, spec in enumerate(specs) if spec.active and index not in reduced)
-        self.not_reduced = next(unreduced, None)
+        followed = self.layout is not None
+        self.not_reduced = [i for i, spec in enumerate(specs) if followed and spec.active and i not in reduced]
         self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
         self._bound_places = self._places()
         logger.debug(

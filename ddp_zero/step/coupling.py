@@ -7,6 +7,9 @@ on itself is one value for all parameters, so a float there that differs after a
 Looked at in the first steps, and in fewer and fewer after: values after each bucket, on this rank at once and between
 ranks by one small collective at the end of the step. Parameters are not looked at; see `shardable` for coupling that
 leaves no trace in options, such as a global norm.
+
+A rank that has stepped nothing of a group may keep old values there, where the optimizer changes options only if a
+group has gradients. It takes over those of the ranks that have, from then on after every step.
 """
 
 import hashlib
@@ -106,7 +109,7 @@ class Contradiction:
 class CouplingWatch:
     """Compares what an optimizer keeps for all parameters, in the steps in which it is looked at.
 
-    `begin`, `note` after every bucket, `check`. Whether a step is looked at depends on nothing but its number.
+    `begin`, `note` after every bucket, `end`, `check`. Whether a step is looked at depends on nothing but its number.
 
     Args:
         comm: the ranks.
@@ -117,11 +120,14 @@ class CouplingWatch:
         self._comm = comm
         self._inner = inner
         self._is_on = False
+        self._has_ended = False
+        self._follows = False  # the same on every rank
         self._seen: list[Witness] = []
 
     def begin(self, step: int) -> None:
         """A step begins; its number, from 1 up, is the same on every rank."""
-        self._is_on = is_looked_at(step)
+        self._is_on = self._follows or is_looked_at(step)
+        self._has_ended = False
         self._seen = []
 
     def note(self, bucket: int, groups: Sequence[ParamGroup]) -> None:
@@ -130,32 +136,53 @@ class CouplingWatch:
             me = self._comm.name(self._comm.group_rank)
             self._seen.append(Witness(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups))))
 
-    def drop(self) -> None:
-        """This rank's step has failed: it has nothing to say."""
-        self._seen = []
+    def end(self, has_failed: bool) -> None:
+        """Everything is stepped, and options are as the step left them; a rank whose step failed has nothing to say."""
+        self._has_ended = True
+        if has_failed:
+            self._seen = []
 
-    def check(self) -> None:
-        """The step is over: compare. A collective in steps that are looked at.
+    def check(self) -> bool:
+        """The step is over: compare. A collective in steps that are looked at, unless they were not taken.
+
+        Returns:
+            Whether options of this rank were changed to those of the ranks that have stepped their groups.
 
         Raises:
             RuntimeError: on every rank, if a value differs between buckets or between ranks.
         """
-        if not self._is_on:
-            return
+        if not (self._is_on and self._has_ended):
+            return False
         self._is_on = False
         seen, self._seen = self._seen, []
         mine = _merged(seen)
         at_home = next((found for one in seen[1:] if (found := seen[0].contradiction(one)) is not None), None)
-        places: list[Place] = [None, *range(len(self._inner.param_groups))]
-        statement = [int(at_home is not None)]
-        for place in places:
-            statement += [int(place in mine), _digest(mine.get(place, {}))]
+        groups = self._inner.param_groups
+        statement = [int(at_home is not None), int(None in mine), _digest(mine.get(None, {}))]
+        for place, group in enumerate(groups):
+            statement += [int(place in mine), _digest(mine.get(place, {})), _digest(counters_in(group))]
         everyone = self._comm.all_gather_ints(statement)
-        if not any(differs for differs, *_ in everyone) and all(
-            _agree([rank[1 + 2 * place : 3 + 2 * place] for rank in everyone]) for place in range(len(places))
-        ):
-            return
-        self._raise_first(mine, at_home)
+        by_place = [[rank[3 * place : 3 * place + 3] for rank in everyone] for place in range(1, len(groups) + 1)]
+        agree = [
+            _agree([rank[1:3] for rank in everyone]),
+            *(_agree([rank[:2] for rank in ranks]) for ranks in by_place),
+        ]
+        if not all(agree) or any(rank[0] for rank in everyone):
+            self._raise_first(mine, at_home)
+        stale = [place for place, ranks in enumerate(by_place) if not _all_know(ranks)]
+        self._follows |= bool(stale)
+        return bool(stale) and self._take_over({place: by_place[place] for place in stale})
+
+    def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> bool:
+        """Take options of groups of which this rank has stepped nothing from the first rank that has. A collective."""
+        groups, me = self._inner.param_groups, self._comm.group_rank
+        told = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
+        changed = [place for place, ranks in stale.items() if not ranks[me][0]]
+        for place in changed:
+            source = next(rank for rank, (speaks, *_) in enumerate(stale[place]) if speaks)
+            for name, value in json.loads(told[source])[str(place)].items():
+                _set_counter(groups[place], name, value)
+        return bool(changed)
 
     def _raise_first(self, mine: dict[Place, Values], at_home: Contradiction | None) -> None:
         told = [str(at_home or ""), [[place, values] for place, values in mine.items()]]
@@ -192,6 +219,38 @@ def _agree(statements: Sequence[Sequence[int]]) -> bool:
     return len({digest for speaks, digest in statements if speaks}) <= 1
 
 
+def _all_know(statements: Sequence[Sequence[int]]) -> bool:
+    """Whether ranks that have stepped nothing of a group hold the same numbers there as those that have."""
+    known = {digest for speaks, _, digest in statements if speaks}
+    return not known or {digest for _, _, digest in statements} == known
+
+
+def counters_in(group: ParamGroup) -> Values:
+    """All numbers in a group's options: flags, integers, floats and real tensors of one element."""
+    return {name: _written(value) for name, value in options_of(group).items() if _is_counter(value)}
+
+
+def _is_counter(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not (value.is_complex() or value.is_meta or value.requires_grad)
+    return isinstance(value, bool | int | float)
+
+
+@torch.no_grad()
+def _set_counter(group: ParamGroup, name: str, written: str) -> None:
+    now = group.get(name)
+    if isinstance(now, Tensor):
+        now.fill_(float(written))
+    elif isinstance(now, float) or not _is_whole(written):
+        group[name] = float(written)
+    else:
+        group[name] = type(now)(int(written)) if isinstance(now, bool | int) else int(written)
+
+
+def _is_whole(written: str) -> bool:
+    return written.lstrip("-").isdigit()
+
+
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.is_floating_point() and not (value.is_meta or value.requires_grad)
@@ -201,7 +260,7 @@ def _is_number(value: Any) -> bool:
 @torch.no_grad()
 def _written(value: Any) -> str:
     """All its digits; zero has one sign."""
-    return repr(float(value) + 0.0)
+    return str(int(value)) if isinstance(value, int) else repr(float(value) + 0.0)
 
 
 def _digest(values: Values) -> int:

@@ -128,10 +128,9 @@ class ShardedStep:
         except BaseException:
             sync.abandon()
             raise
-        if has_failed:
-            self.coupling.drop()
-        else:
+        if not has_failed:
             self.local_step.finish(**kwargs)
+        self.coupling.end(has_failed)
         self.order.after_step(self.inner.state, self.stepped.index_of)
         self.stepped.note_versions()
 
@@ -141,7 +140,8 @@ class ShardedStep:
         A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
         """
         try:
-            self.coupling.check()
+            if self.coupling.check():
+                self.local_step.mirror_to_exposed()
         finally:
             self.binding.sync.raise_errors()
 

@@ -52,7 +52,7 @@ def draw_program(rng: random.Random, case: Case) -> tuple[Op, ...]:
         _dangerous(drawing)
         _train(drawing)
         _train(drawing)
-    elif not case.ddp.compiled and _can_join(case) and drawing.chance(0.12):
+    elif not (case.ddp.compiled or drawing.frozen) and _can_join(case) and drawing.chance(0.12):
         drawing.add("join", *(rng.randint(0, 4) for _ in range(case.ranks)))
     drawing.add("finish")
     return tuple(drawing.ops)
@@ -89,17 +89,19 @@ def _train(drawing: _Drawing, **given: Any) -> None:
         elif drawing.chance(0.05) and facts["zero"] == "none":
             facts["steps"] = False
     if not case.loop.calls_step and case.mode.overlap and drawing.settled == 0:
-        _first_of_a_loop_without_step(drawing, facts)
+        _first_of_a_loop_without_step(drawing, facts, given.get("expects"))
+    if drawing.has_prehook and case.steps_inside:
+        facts["expects"] = "middle"  # an lr of 0 hides it for one step
     drawing.ops.append(Train(**{**facts, **given}))
     drawing.settled += len(facts["passes"]) - facts["passes"].count("no_sync")
     drawing.has_trained = True
 
 
-def _first_of_a_loop_without_step(drawing: _Drawing, second: dict[str, Any]) -> None:
+def _first_of_a_loop_without_step(drawing: _Drawing, second: dict[str, Any], expects: str | None) -> None:
     """The first step is taken before the second forward pass: until then nothing is compared, or written."""
     schedules = {"schedules": second["schedules"]} if "schedules" in second else {}
     uses = {"uses": second["uses"]} if "uses" in second else {}
-    drawing.ops.append(Train(compares=False, **schedules, **uses))
+    drawing.ops.append(Train(compares=False, expects=expects, **schedules, **uses))
     second.update(before=(), zero="none")
     drawing.settled += 1
 
@@ -198,9 +200,11 @@ def _between(drawing: _Drawing) -> None:
     if kind == "exception":
         _exception(drawing)
         return
-    last = drawing.ops[-1] if drawing.ops else None
-    if kind == "checkpoint_save" and isinstance(last, Train) and not (last.steps and case.loop.calls_step):
+    last = next((op for op in reversed(drawing.ops) if isinstance(op, Train)), None)
+    if kind == "checkpoint_save" and last is not None and not (last.steps and case.loop.calls_step):
         return  # gradients may wait for opt.step(), which the message asks for
+    if kind == "deepcopy" and drawing.frozen:
+        return  # DDP would not reduce what is unfrozen later
     if kind == "deepcopy":
         drawing.add("deepcopy")
         drawing.settled = 0
@@ -252,7 +256,8 @@ def _dangerous(drawing: _Drawing) -> None:
     is_spread = case.mode.stage == 2 and case.mode.split and is_large  # else one rank may have all gradients
     if is_spread and case.loop.calls_step and case.loop.clip is None and not case.loop.scaler:
         kinds += ["torch clip"]
-    if case.mode.stage == 2 and case.steps_inside and not (case.ddp.find_unused_parameters or case.ddp.static_graph):
+    steps_by_bucket = case.steps_inside and drawing.settled >= _SETTLED
+    if case.mode.stage == 2 and steps_by_bucket and not (case.ddp.find_unused_parameters or case.ddp.static_graph):
         kinds += ["kept"]  # elsewhere averages add up, whose last bits differ
     if not kinds:
         return

@@ -96,6 +96,8 @@ class Runner:
             time.sleep(10_000)
         started = time.monotonic()
         _, own_error = _attempt(own)
+        if error is not None and own_error is None and self.case.mode.sync == "forward":
+            _, own_error = _attempt(ours.optimizer.finish_sync)  # which raises what other ranks' steps have raised
         seconds = time.monotonic() - started
         report = self._judge_run(pair, op, number, error, own_error, seconds)
         if report.status == REFUSED and report.what.endswith("unchanged"):

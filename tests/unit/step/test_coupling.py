@@ -117,6 +117,7 @@ def test_ranks_that_agree_go_on_after_one_small_exchange() -> None:
         for step in range(1, 12):
             watch.begin(step)
             watch.note(0, inner.param_groups)
+            watch.end(has_failed=False)
             watch.check()
 
     assert on_ranks(3, body) == [""] * 3
@@ -129,6 +130,7 @@ def test_every_rank_hears_of_a_difference_between_two() -> None:
         inner.param_groups[1]["d"] = 0.5 + 0.25 * (member.group_rank == 2)
         watch.begin(1)
         watch.note(0, inner.param_groups)
+        watch.end(has_failed=False)
         watch.check()
 
     errors = on_ranks(3, body)
@@ -149,6 +151,7 @@ def test_every_rank_hears_of_a_difference_between_the_buckets_of_one() -> None:
             watch.note(bucket, inner.param_groups)
         if member.group_rank == 1:
             inner.scale = 0.0  # type: ignore[attr-defined]
+        watch.end(has_failed=False)
         watch.check()
 
     errors = on_ranks(2, body)
@@ -163,25 +166,54 @@ def test_a_process_alone_compares_its_buckets() -> None:
     watch.note(0, inner.param_groups)
     inner.param_groups[0]["lr"] = 0.2
     watch.note(1, inner.param_groups)
+    watch.end(has_failed=False)
     with pytest.raises(RuntimeError, match=r"'lr', an option of group 0.* bucket 0 of this process .* bucket 1"):
         watch.check()
 
 
-def test_who_stepped_nothing_in_a_group_has_no_say_about_it() -> None:
+def test_who_stepped_nothing_of_a_group_takes_over_its_options() -> None:
+    found: dict[tuple[int, int], Any] = {}
+
     def body(member: Member) -> None:
+        rank = member.group_rank
         watch = CouplingWatch(member, inner := optimizer_with())
-        inner.param_groups[0]["d"] = inner.scale = 1.0 + member.group_rank  # type: ignore[attr-defined]
-        if member.group_rank == 1:
-            inner.param_groups[0]["params"][0].grad = None
-            inner.scale = 1.0  # type: ignore[attr-defined]
-        if member.group_rank == 2:
-            inner.param_groups[0]["params"].clear()
+        first = inner.param_groups[0]
+        first.update(d=1.0, k=0, on=False, mean=torch.tensor(0.5))
+        if rank == 1:
+            first["params"][0].grad = None
+        if rank == 2:
+            first["params"].clear()
             inner.param_groups[1]["params"].clear()
-        watch.begin(1)
-        watch.note(0, inner.param_groups)
-        watch.check()
+        for step in range(1, 11):
+            watch.begin(step)
+            if rank == 0 and step > 1:
+                first.update(d=first["d"] / 3, k=step, on=True)
+                first["mean"].add_(1)
+            watch.note(0, inner.param_groups)
+            watch.end(has_failed=False)
+            assert watch.check() is (rank > 0 and step > 1)
+            found[rank, step] = (first["d"], first["k"], first["on"], first["mean"].item())
 
     assert on_ranks(3, body) == [""] * 3
+    for step in range(1, 11):
+        assert found[0, step] == found[1, step] == found[2, step]
+        assert [type(one) for one in found[2, step]] == [float, int, bool, float]
+    assert found[2, 10][1:] == (10, True, 9.5)
+
+
+def test_a_step_that_was_not_taken_is_not_compared() -> None:
+    """Or a rank would exchange at the next end of backward, where one under Join does something else."""
+
+    def body(member: Member) -> None:
+        watch = CouplingWatch(member, inner := optimizer_with())
+        watch.begin(1)
+        assert not watch.check()
+        watch.begin(2)
+        watch.note(0, inner.param_groups)
+        assert not watch.check()
+        assert member.exchanges == 0
+
+    assert on_ranks(2, body) == ["", ""]
 
 
 def test_an_option_that_only_some_ranks_have_is_no_difference() -> None:
@@ -190,6 +222,7 @@ def test_an_option_that_only_some_ranks_have_is_no_difference() -> None:
         inner.param_groups[0].update({"a": 1.0} if member.group_rank else {"b": 2.0, "nan": float("nan")})
         watch.begin(1)
         watch.note(0, inner.param_groups)
+        watch.end(has_failed=False)
         watch.check()
 
     assert on_ranks(2, body) == ["", ""]
@@ -202,6 +235,7 @@ def test_a_wrapped_optimizer_is_looked_at() -> None:
         wrapped.state["mean"] = torch.tensor(float(member.group_rank))  # type: ignore[index]
         watch.begin(1)
         watch.note(0, inner.param_groups)
+        watch.end(has_failed=False)
         watch.check()
 
     errors = on_ranks(2, body)

@@ -1,0 +1,46 @@
+"""Sees that gradients are averages where no reduction is known to have made them so.
+
+DDP leaves a rank's own gradients in ``param.grad`` after backward passes under ``no_sync()``, and those of parameters
+that it does not reduce: they were frozen when the model was wrapped, or are not part of it. Users may average such
+gradients themselves, or compute them from something that does not depend on data. So ranks compare.
+"""
+
+from collections.abc import Sequence
+
+from ddp_zero.backward.late_changes import digest_of
+from ddp_zero.local.absent import is_present
+from ddp_zero.step.sharded_step import ShardedStep
+
+_NONE = -1
+
+NO_PASS = (
+    "no backward pass since was reduced. Run the last backward pass before opt.step() outside ddp.no_sync() and "
+    "through the DDP model, or drop left-over gradients with opt.zero_grad()."
+)
+NO_BUCKET = (
+    "DDP does not reduce it, since it was frozen when the model was wrapped or is not part of the model. Wrap the "
+    "model again while it is trainable, average its gradient before the step, or freeze it."
+)
+
+
+def check_averaged(sharded: ShardedStep, indices: Sequence[int], why: str) -> None:
+    """See that the gradients of some parameters are the same on every rank. A collective.
+
+    Args:
+        sharded: the step.
+        indices: the parameters, the same on every rank; where one has no gradient on any rank, that is the same, too.
+        why: why they may not be averaged, and the remedy, for the message.
+
+    Raises:
+        RuntimeError: on every rank, naming the first parameter whose gradients differ.
+    """
+    table, comm = sharded.table, sharded.comm
+    grads = [table.params[index].grad for index in indices]
+    mine = [_NONE if grad is None or not is_present(grad) else digest_of([grad]) for grad in grads]
+    every = comm.all_gather_ints(mine)
+    wrong = next((index for index, *marks in zip(indices, *every, strict=True) if len(set(marks)) > 1), None)
+    if wrong is not None:
+        raise RuntimeError(
+            f"Expected averaged gradients, got this rank's own for {table.label(wrong)} "
+            f"({comm.name(comm.group_rank)}): {why}"
+        )
