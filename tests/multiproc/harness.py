@@ -16,10 +16,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -62,11 +64,15 @@ def run_ranks(
         group_timeout: the process group's own time-out, in seconds.
     """
     outcomes = run_ranks_to_end(body, world_size, *args, timeout=timeout, group_timeout=group_timeout)
+    _check(outcomes, world_size, body.__name__)
+    return [outcome.result for outcome in outcomes]
+
+
+def _check(outcomes: list[Outcome], world_size: int, name: str) -> None:
     failures = [outcome for outcome in outcomes if outcome.killed or outcome.error is not None]
     if failures:
         told = "\n".join(f"--- rank {f.rank}: {f.error or 'killed'}" for f in failures)
-        raise AssertionError(f"{len(failures)} of {world_size} ranks failed in {body.__name__}:\n{told}")
-    return [outcome.result for outcome in outcomes]
+        raise AssertionError(f"{len(failures)} of {world_size} ranks failed in {name}:\n{told}")
 
 
 def run_ranks_to_end(
@@ -113,14 +119,26 @@ def _collect(pipes: list[Connection], timeout: float, name: str) -> list[Outcome
 def _run_rank(
     pipe: Connection, body: Body, rank: int, world_size: int, folder: str, group_timeout: float, args: tuple[Any, ...]
 ) -> None:
-    warnings.simplefilter("error")
+    _settle_in()
+    pipe.send(_run_body(body, rank, world_size, Path(folder) / "rendezvous", group_timeout, args))
+
+
+def _settle_in() -> None:
+    """Once per process."""
     gc.freeze()  # what the server has imported need not be looked at again by the garbage collector
     torch.set_num_threads(1)
+
+
+def _run_body(
+    body: Body, rank: int, world_size: int, rendezvous: Path, group_timeout: float, args: tuple[Any, ...]
+) -> Outcome:
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
     torch.manual_seed(1234 + rank)
     try:
         dist.init_process_group(
             "gloo",
-            init_method=(Path(folder) / "rendezvous").as_uri(),
+            init_method=rendezvous.as_uri(),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=group_timeout),
@@ -131,7 +149,123 @@ def _run_rank(
         dist.destroy_process_group()
     except BaseException:
         outcome = Outcome(rank, error=traceback.format_exc())
-    pipe.send(outcome)
+    return outcome
+
+
+class Pool:
+    """Ranks that stay for several bodies, each of which has a process group of its own.
+
+    A rank that fails, dies or does not end takes the pool with it.
+
+    Args:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory()
+        self._bodies = 0
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, world_size, self._folder.name), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, body: Body, *args: Any, timeout: float, group_timeout: float) -> None:
+        """As `run_ranks`; the pool is closed if a rank fails."""
+        self._bodies += 1
+        try:
+            for pipe in self._pipes:
+                pipe.send((body, self._bodies, group_timeout, args))
+            _check(_collect(self._pipes, timeout, body.__name__), self.world_size, body.__name__)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes.clear()
+        self._folder.cleanup()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can run bodies."""
+        return bool(self._processes)
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
+    _settle_in()
+    while True:
+        try:
+            body, number, group_timeout, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_run_body(body, rank, world_size, Path(folder) / f"rendezvous-{number}", group_timeout, args))
+        gc.collect()
+
+
+class Cases:
+    """Registers the cases of a test file, each a body that all ranks run, and runs those of one size in one pool.
+
+        case = Cases(group_timeout=30)
+
+        @case(2, 3)
+        def _does_this(setup: Setup) -> None: ...
+
+        @case.each
+        def test_situations(run: Callable[[], None]) -> None:
+            run()
+
+    Args:
+        around: called on every rank with the setup and the body, instead of the body.
+        timeout: see `run_ranks`.
+        group_timeout: see `run_ranks`.
+    """
+
+    _pool: Pool | None = None  # one at a time, whatever file it is for
+
+    def __init__(self, around: Body | None = None, *, timeout: float = 120.0, group_timeout: float = 60.0) -> None:
+        self._around = around
+        self._timeouts = {"timeout": timeout, "group_timeout": group_timeout}
+        self._bodies: list[tuple[Body, tuple[int, ...]]] = []
+
+    def __call__(self, *world_sizes: int) -> Callable[[Body], Body]:
+        """Register a body for jobs of these sizes."""
+
+        def register(body: Body) -> Body:
+            assert all(body.__name__ != known.__name__ for known, _ in self._bodies), f"two cases {body.__name__}"
+            self._bodies.append((body, world_sizes))
+            return body
+
+        return register
+
+    def each(self, test: Callable[..., None]) -> Callable[..., None]:
+        """Parametrize a test with ``run``, which runs one case; those of one size follow each other."""
+        pairs = sorted(((size, body) for body, sizes in self._bodies for size in sizes), key=lambda pair: pair[0])
+        runs = [
+            pytest.param(partial(self._run, body, size), id=f"{body.__name__.strip('_')}-{size}")
+            for size, body in pairs
+        ]
+        decorated: Callable[..., None] = pytest.mark.parametrize("run", runs)(test)
+        return decorated
+
+    def _run(self, body: Body, world_size: int) -> None:
+        pool = Cases._pool
+        if pool is None or not pool.is_open or pool.world_size != world_size:
+            if pool is not None:
+                pool.close()
+            pool = Cases._pool = Pool(world_size)
+        if self._around is None:
+            pool.run(body, **self._timeouts)
+        else:
+            pool.run(self._around, body, **self._timeouts)
 
 
 def kill_this_process() -> None:

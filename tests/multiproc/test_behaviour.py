@@ -27,11 +27,14 @@ from tests.multiproc.cases import (
     optimizer_case,
     split_groups,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup, run_ranks
+
+case = Cases()
 
 ADAMW = optimizer_case("AdamW foreach")
 
 
+@case(1, 3)
 def _local_optimizer_mirrors_the_exposed_groups(setup: Setup) -> None:
     model = build_model()
     params = list(model.parameters())
@@ -58,6 +61,7 @@ def _local_optimizer_mirrors_the_exposed_groups(setup: Setup) -> None:
     assert all(p.grad is None for p in params)
 
 
+@case(1, 3)
 def _keys_that_the_step_adds_show_up_outside(setup: Setup) -> None:
     case = optimizer_case("toy 8-bit Adam")
     opt = ZeroRedundancyOptimizer([nn.Parameter(torch.ones(4))], case.build)  # some ranks own nothing
@@ -74,6 +78,7 @@ def _keys_that_the_step_adds_show_up_outside(setup: Setup) -> None:
     assert vars(opt.optim)["calls"] == 5
 
 
+@case(1, 3)
 def _hooks_fire_as_torchs(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 400
     twins = build_twins(ADAMW)
@@ -102,6 +107,7 @@ def _hooks_fire_as_torchs(setup: Setup) -> None:
     assert len(events["zero"]) == 8
 
 
+@case(1, 3)
 def _copies(setup: Setup) -> None:
     for as_views in (False, True):
         twins = build_twins(ADAMW, groups=2, parameters_as_bucket_view=as_views)
@@ -126,6 +132,7 @@ def _copies(setup: Setup) -> None:
             pickle.dumps(opt)
 
 
+@case(1, 3)
 def _text_labels_and_log(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 400
     twins = build_twins(ADAMW)
@@ -161,6 +168,7 @@ def _text_labels_and_log(setup: Setup) -> None:
     assert all(record.name == "ddp_zero" and record.levelno == logging.DEBUG for record in records)
 
 
+@case(1, 3)
 def _a_script_that_changes_only_its_import_keeps_working(setup: Setup) -> None:
     results = []
     for zero in (TorchZero, ZeroRedundancyOptimizer):
@@ -197,20 +205,9 @@ def _script_for_torch_zero(setup: Setup, zero: Any, as_views: bool) -> nn.Module
     return model
 
 
-CASES: list[Callable[[Setup], None]] = [
-    _local_optimizer_mirrors_the_exposed_groups,
-    _keys_that_the_step_adds_show_up_outside,
-    _hooks_fire_as_torchs,
-    _copies,
-    _text_labels_and_log,
-    _a_script_that_changes_only_its_import_keeps_working,
-]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
-def test_behaviour(case: Callable[[Setup], None], world_size: int) -> None:
-    run_ranks(case, world_size)
+@case.each
+def test_behaviour(run: Callable[[], None]) -> None:
+    run()
 
 
 def _trains_in_a_subgroup(setup: Setup, members: list[int]) -> None:

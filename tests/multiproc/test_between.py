@@ -22,7 +22,9 @@ from tests.multiproc.cases import (
     loss_of,
     sum_in_rank_order,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup
+
+case = Cases(timeout=240)
 
 MODES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
@@ -100,6 +102,7 @@ CHANGES: dict[Late, str] = {
 }
 
 
+@case(2, 3)
 def _what_every_iteration_changes_acts_as_in_a_plain_loop(setup: Setup) -> None:
     for name, mode in MODES.items():
         for change in CHANGES:
@@ -115,6 +118,7 @@ def _what_every_iteration_changes_acts_as_in_a_plain_loop(setup: Setup) -> None:
             assert "deferred to opt.step(): the loop changes" in twins.opt.explain(), f"{name}, {change.__name__}"
 
 
+@case(2)
 def _what_a_later_iteration_changes_raises(setup: Setup) -> None:
     for name, mode in MODES.items():
         for change, message in CHANGES.items():
@@ -130,6 +134,7 @@ def _what_a_later_iteration_changes_raises(setup: Setup) -> None:
             assert "(rank " in str(caught.value), f"{name}: the rank"
 
 
+@case(2)
 def _a_step_pre_hook_that_sets_options(setup: Setup) -> None:
     for mode in MODES.values():
         for first in (0, 3):
@@ -153,6 +158,7 @@ def _a_step_pre_hook_that_sets_options(setup: Setup) -> None:
             twins.assert_moved()
 
 
+@case(2)
 def _loading_optimizer_state_between_is_refused_or_acts(setup: Setup) -> None:
     for name, mode in MODES.items():
         twins = twins_of(setup.world_size, **mode)
@@ -177,6 +183,7 @@ def _loading_optimizer_state_between_is_refused_or_acts(setup: Setup) -> None:
         twins.opt.load_state_dict(saved)
 
 
+@case(2)
 def _a_learning_rate_that_groups_share_stays_shared(setup: Setup) -> None:
     """Found by the fuzzer: loading a state dict gave each group a tensor of its own."""
     for overlap in (False, True):
@@ -208,6 +215,7 @@ def _a_learning_rate_that_groups_share_stays_shared(setup: Setup) -> None:
             assert_equal_models(plain_model, ddp, f"overlap {overlap}, step {step}")
 
 
+@case(2)
 def _schedulers_after_the_step_go_on_working(setup: Setup) -> None:
     for name, mode in MODES.items():
         twins = twins_of(setup.world_size, **mode)
@@ -226,6 +234,7 @@ def _schedulers_after_the_step_go_on_working(setup: Setup) -> None:
 # Loops that leave opt.step() out
 
 
+@case(2, 3)
 def _loops_without_step(setup: Setup) -> None:
     """With a scheduler after backward, and gradients dropped by the optimizer or by the model."""
     for name, mode in MODES.items():
@@ -244,6 +253,7 @@ def _loops_without_step(setup: Setup) -> None:
             assert_overlapped(twins.opt)
 
 
+@case(2)
 def _what_comes_too_late_for_a_step_that_is_due(setup: Setup) -> None:
     for change in (_decay_by_hand, _decay_through_data, _replace_data):
         twins = twins_of(setup.world_size, stage=1)
@@ -266,6 +276,7 @@ def _what_comes_too_late_for_a_step_that_is_due(setup: Setup) -> None:
 # Gradients that nothing has averaged
 
 
+@case(2, 3)
 def _only_local_passes(setup: Setup) -> None:
     modes = {**MODES, "standalone": {"stage": 1, "overlap": False}, "stage 2 in step": {"stage": 2, "overlap": False}}
     for name, mode in modes.items():
@@ -293,6 +304,7 @@ def _only_local_passes(setup: Setup) -> None:
             twins.train(setup, 3, seed=7)
 
 
+@case(2)
 def _left_over_passes_that_a_later_one_averages(setup: Setup) -> None:
     modes = {**MODES, "standalone": {"stage": 1, "overlap": False}, "stage 2 in step": {"stage": 2, "overlap": False}}
     for name, mode in modes.items():
@@ -307,6 +319,7 @@ def _left_over_passes_that_a_later_one_averages(setup: Setup) -> None:
             assert_equal_models(twins.plain_model, twins.model, f"{name}, step {step}")
 
 
+@case(2)
 def _averaged_by_hand(setup: Setup) -> None:
     for build in ("one line", "drop-in"):
         twins = twins_of(setup.world_size, stage=1, overlap=False)
@@ -327,6 +340,7 @@ def _averaged_by_hand(setup: Setup) -> None:
             twins.opt.step()
 
 
+@case(2)
 def _a_pass_on_top_of_averages(setup: Setup) -> None:
     """DDP's own average, and then a pass that only this rank knows of."""
     for stage in (1, 2):
@@ -357,6 +371,7 @@ class _Unused(nn.Module):
         return output
 
 
+@case(2)
 def _an_unused_parameter_is_named(setup: Setup) -> None:
     for stage in (1, 2):
         ddp = DistributedDataParallel(_Unused(), gradient_as_bucket_view=stage == 2)
@@ -368,6 +383,7 @@ def _an_unused_parameter_is_named(setup: Setup) -> None:
             opt.step()
 
 
+@case(2)
 def _a_pass_in_no_sync_after_a_forward_pass_that_was_left_open(setup: Setup) -> None:
     """DDP averages it all the same: the numbers are DDP's. Stage 2 adds averages, whose last bits differ."""
     for name, mode in MODES.items():
@@ -399,6 +415,7 @@ class _TwoDtypes(nn.Module):
         return output
 
 
+@case(2, 3)
 def _a_static_graph_with_two_dtypes(setup: Setup) -> None:
     for mode in MODES.values():
         torch.manual_seed(0)
@@ -418,6 +435,7 @@ def _a_static_graph_with_two_dtypes(setup: Setup) -> None:
 # A hook that is missing
 
 
+@case(2)
 def _a_missing_hook_fails_at_the_first_forward_pass(setup: Setup) -> None:
     inputs, _ = next(batches(setup.rank, 1))
     for stage, overlaps in ((1, True), (2, True), (2, False)):
@@ -437,6 +455,7 @@ def _a_missing_hook_fails_at_the_first_forward_pass(setup: Setup) -> None:
         assert opt.last_step.stepped
 
 
+@case(2)
 def _nothing_keeps_models_or_optimizers_alive(setup: Setup) -> None:
     ddp = DistributedDataParallel(build_model())
     opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW)
@@ -450,34 +469,6 @@ def _nothing_keeps_models_or_optimizers_alive(setup: Setup) -> None:
     assert copied(torch.zeros(1, 8)).shape == (1, 3)
 
 
-CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
-    (_what_every_iteration_changes_acts_as_in_a_plain_loop, (2, 3)),
-    (_what_a_later_iteration_changes_raises, (2,)),
-    (_a_step_pre_hook_that_sets_options, (2,)),
-    (_loading_optimizer_state_between_is_refused_or_acts, (2,)),
-    (_a_learning_rate_that_groups_share_stays_shared, (2,)),
-    (_schedulers_after_the_step_go_on_working, (2,)),
-    (_loops_without_step, (2, 3)),
-    (_what_comes_too_late_for_a_step_that_is_due, (2,)),
-    (_only_local_passes, (2, 3)),
-    (_left_over_passes_that_a_later_one_averages, (2,)),
-    (_averaged_by_hand, (2,)),
-    (_a_pass_on_top_of_averages, (2,)),
-    (_an_unused_parameter_is_named, (2,)),
-    (_a_pass_in_no_sync_after_a_forward_pass_that_was_left_open, (2,)),
-    (_a_static_graph_with_two_dtypes, (2, 3)),
-    (_a_missing_hook_fails_at_the_first_forward_pass, (2,)),
-    (_nothing_keeps_models_or_optimizers_alive, (2,)),
-]
-
-
-@pytest.mark.parametrize(
-    ("body", "world_size"),
-    [
-        pytest.param(body, world_size, id=f"{body.__name__.strip('_')}-{world_size}")
-        for body, sizes in CASES
-        for world_size in sizes
-    ],
-)
-def test_between(body: Callable[[Setup], None], world_size: int) -> None:
-    run_ranks(body, world_size, timeout=240)
+@case.each
+def test_between(run: Callable[[], None]) -> None:
+    run()

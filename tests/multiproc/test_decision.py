@@ -35,8 +35,10 @@ from tests.multiproc.cases import (
     loss_of,
     optimizer_case,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.recipes import low_precision_model
+
+case = Cases(group_timeout=30)
 
 ADAMW = optimizer_case("AdamW foreach")
 MODES: list[dict[str, Any]] = [
@@ -70,6 +72,7 @@ def everything_of(ddp: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Any]:
 # Gradients that are not finite
 
 
+@case(1, 2, 3)
 def _a_skipped_step_leaves_no_trace_and_is_told_everywhere(setup: Setup) -> None:
     culprit = setup.world_size - 1
     for mode in MODES:
@@ -122,6 +125,7 @@ def _poison(value: float) -> Callable[[Tensor], Tensor]:
     return hook
 
 
+@case(2)
 def _raising_raises_on_every_rank_and_steps_nowhere(setup: Setup) -> None:
     for mode in MODES:
         ddp, opt = one_line(build_model(), nonfinite="raise", **mode)
@@ -142,6 +146,7 @@ def _raising_raises_on_every_rank_and_steps_nowhere(setup: Setup) -> None:
         assert opt.last_step.stepped
 
 
+@case(2)
 def _stepping_all_the_same_is_what_ddp_does(setup: Setup) -> None:
     for stage in (1, 2):
         for options in ({}, {"nonfinite": "step", "max_grad_norm": 0.5}):
@@ -161,6 +166,7 @@ def _stepping_all_the_same_is_what_ddp_does(setup: Setup) -> None:
             assert all(param.isnan().all() for param in twins.model.parameters())
 
 
+@case(2)
 def _what_is_done_by_default(setup: Setup) -> None:
     """Skipped where the step waits for all gradients, stepped as DDP does where it does not."""
     for mode in MODES:
@@ -175,6 +181,7 @@ def _what_is_done_by_default(setup: Setup) -> None:
             assert opt.last_step.stepped is not waits, f"{mode}, {options}"
 
 
+@case(2)
 def _a_norm_that_overflows_is_told(setup: Setup) -> None:
     ddp, opt = one_line(build_model(), max_grad_norm=1.0)
     before = [param.detach().clone() for param in ddp.parameters()]
@@ -186,6 +193,7 @@ def _a_norm_that_overflows_is_told(setup: Setup) -> None:
     assert_identical(before, [param.detach() for param in ddp.parameters()], "parameters")
 
 
+@case(2)
 def _large_gradients_are_finite(setup: Setup) -> None:
     """Their sum is not; nothing is skipped for that."""
     for mode in MODES:
@@ -198,6 +206,7 @@ def _large_gradients_are_finite(setup: Setup) -> None:
             assert opt.last_step.stepped, f"{mode}"
 
 
+@case(2, 3)
 def _the_rank_of_a_pass_that_was_not_finite(setup: Setup) -> None:
     """Two backward passes add up, not finite on another rank each."""
     for stage in (1, 2):
@@ -220,6 +229,7 @@ def _the_rank_of_a_pass_that_was_not_finite(setup: Setup) -> None:
         assert opt.last_step.nonfinite_rank == (1 if stage == 1 else 0), "stage 2 adds up averages, each on its own"
 
 
+@case(2)
 def _who_averages_elsewhere_is_told_only_the_parameter(setup: Setup) -> None:
     twins = build_twins(ADAMW, nonfinite="skip")
     backward(setup, twins.model, 0, lambda loss: loss * math.nan)
@@ -233,6 +243,7 @@ def _who_averages_elsewhere_is_told_only_the_parameter(setup: Setup) -> None:
 # The record
 
 
+@case(2)
 def _the_record_says_how_the_step_was_taken(setup: Setup) -> None:
     ddp, opt = one_line(build_model(), stage=2)
     assert opt.last_step is None
@@ -269,6 +280,7 @@ def _the_record_says_how_the_step_was_taken(setup: Setup) -> None:
     assert "regime: deferred to opt.step(): max_grad_norm" in opt.explain()
 
 
+@case(2)
 def _gradients_stay_as_backward_left_them(setup: Setup) -> None:
     """Clipping and unscaling inside the step work on copies: every rank sees the same in param.grad."""
     ddp, opt = one_line(build_model(), max_grad_norm=0.01, loss_scale=64.0)
@@ -284,6 +296,7 @@ def _gradients_stay_as_backward_left_them(setup: Setup) -> None:
         plain.zero_grad()
 
 
+@case(2, 3)
 def _clipped_inside_and_by_a_call_alike_with_gradients_sent_in_bf16(setup: Setup) -> None:
     for overlap in (False, True):
         options: dict[str, Any] = {"stage": 2, "overlap": overlap, "grad_comm_dtype": BF16}
@@ -307,6 +320,7 @@ def _clipped_inside_and_by_a_call_alike_with_gradients_sent_in_bf16(setup: Setup
 # Loss scales
 
 
+@case(2)
 def _the_smallest_scale_is_told(setup: Setup) -> None:
     for mode in MODES:
         ddp, opt = one_line(build_model(), loss_scale=DynamicLossScale(initial=4.0, minimum=2.0), **mode)
@@ -328,6 +342,7 @@ def _the_smallest_scale_is_told(setup: Setup) -> None:
         assert opt.last_step.stepped
 
 
+@case(1, 2, 3)
 def _a_grad_scaler_decides_alike_where_ranks_own_much_nothing_or_all(setup: Setup) -> None:
     """One parameter: a single rank has its gradient, and all scales fall and rise together."""
     for mode in MODES:
@@ -348,6 +363,7 @@ def _a_grad_scaler_decides_alike_where_ranks_own_much_nothing_or_all(setup: Setu
         opt.clip_grad_norm_(1.0)  # no gradients
 
 
+@case(2)
 def _a_disabled_grad_scaler_leaves_the_overlap_alone(setup: Setup) -> None:
     ddp, opt = one_line(build_model(), interleaved=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -360,6 +376,7 @@ def _a_disabled_grad_scaler_leaves_the_overlap_alone(setup: Setup) -> None:
     assert_overlapped(opt)
 
 
+@case(2)
 def _a_dynamic_scale_is_in_the_state_dict(setup: Setup) -> None:
     policy = DynamicLossScale(initial=16.0, growth_interval=2)
     ddp, opt = one_line(build_model(), loss_scale=policy)
@@ -383,6 +400,7 @@ def _a_dynamic_scale_is_in_the_state_dict(setup: Setup) -> None:
         resumed.load_state_dict({**saved[0], "loss_scale": {"value": "x"}})
 
 
+@case(1)
 def _limits_and_scales_survive_a_state_dict(setup: Setup) -> None:
     params = list(build_model().parameters())
     groups: list[dict[str, Any]] = [{"params": params[:2], "max_grad_norm": 1e-3}, {"params": params[2:]}]
@@ -401,6 +419,7 @@ def _limits_and_scales_survive_a_state_dict(setup: Setup) -> None:
         opt.step()
 
 
+@case(2)
 def _an_own_scale_that_is_no_power_of_two(setup: Setup) -> None:
     """Clipped inside: unscaled first, as the sequence with torch's own parts does; by a call but for last bits."""
     for mode in MODES:
@@ -427,6 +446,7 @@ def _an_own_scale_that_is_no_power_of_two(setup: Setup) -> None:
             opt.zero_grad()
 
 
+@case(1, 2)
 def _scales_need_an_option(setup: Setup) -> None:
     _, opt = one_line(build_model())
     assert opt.loss_scale is None
@@ -442,6 +462,7 @@ def _scales_need_an_option(setup: Setup) -> None:
 # The first step
 
 
+@case(1, 2)
 def _clipping_from_the_first_step_on_changes_nothing_else(setup: Setup) -> None:
     """State that was loaded, counters in groups and on the optimizer: one step each."""
     for stage in (1, 2):
@@ -493,6 +514,7 @@ class _Wraps(torch.optim.Optimizer):
                     param.add_(self.sums[param], alpha=-0.01)
 
 
+@case(1, 2)
 def _an_optimizer_that_wraps_another_is_clipped_in_the_loop(setup: Setup) -> None:
     for stage in (1, 2):
         with at_stage(stage):
@@ -517,6 +539,7 @@ class _HasAnObject(torch.optim.SGD):
         self.helper = object()
 
 
+@case(2)
 def _an_optimizer_that_keeps_any_object_is_clipped_in_the_loop(setup: Setup) -> None:
     for clips in (True, False):
         twins = build_overlapped_twins(OptimizerCase("with an object", _HasAnObject))
@@ -532,6 +555,7 @@ def _an_optimizer_that_keeps_any_object_is_clipped_in_the_loop(setup: Setup) -> 
             assert_equal_models(twins.plain_model, twins.model, f"clips {clips}, step {step}")
 
 
+@case(2)
 def _weights_loaded_before_the_first_step(setup: Setup) -> None:
     """Masters follow the model until the first step, also when it waits, is saved or copied."""
     for stage in (1, 2):
@@ -556,6 +580,7 @@ def _weights_loaded_before_the_first_step(setup: Setup) -> None:
             torch.testing.assert_close(one, other, rtol=0.02, atol=1e-3)  # clipped in bf16 there, in fp32 here
 
 
+@case(1, 2)
 def _masters_survive_a_copy(setup: Setup) -> None:
     ddp, opt = one_line(low_precision_model(BF16), master_weights=True, overlap=False)
     for step in range(3):
@@ -572,6 +597,7 @@ def _masters_survive_a_copy(setup: Setup) -> None:
     assert any(not torch.equal(m, m.to(BF16).float()) for m in opt.master_weights.values()) or setup.world_size > 1
 
 
+@case(2)
 def _a_tensor_learning_rate_changed_in_place_stays(setup: Setup) -> None:
     case = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": torch.tensor(1e-3)})
     twins = build_overlapped_twins(case)
@@ -586,6 +612,7 @@ def _a_tensor_learning_rate_changed_in_place_stays(setup: Setup) -> None:
         assert_equal_models(twins.plain_model, twins.model, f"step {step}")
 
 
+@case(2)
 def _gradients_dropped_too_late_are_told_in_stage_2(setup: Setup) -> None:
     for drop in (lambda p: setattr(p, "grad", None), lambda p: p.grad.zero_()):
         with at_stage(2):
@@ -598,6 +625,7 @@ def _gradients_dropped_too_late_are_told_in_stage_2(setup: Setup) -> None:
             twins.opt.step()
 
 
+@case(2)
 def _dropped_gradients_make_a_step_that_does_nothing(setup: Setup) -> None:
     for stage in (1, 2):
         ddp, opt = one_line(build_model(), stage=stage, max_grad_norm=1.0)
@@ -612,6 +640,7 @@ def _dropped_gradients_make_a_step_that_does_nothing(setup: Setup) -> None:
             opt.zero_grad()
 
 
+@case(2)
 def _a_norm_that_overflows_under_a_scaler(setup: Setup) -> None:
     """As torch's clipping does: a step with gradients of zero, and every scaler goes on alike."""
     for mode in MODES:
@@ -634,6 +663,7 @@ def _a_norm_that_overflows_under_a_scaler(setup: Setup) -> None:
             assert_equal_models(plain_model, ddp, f"{mode}, step {step}")
 
 
+@case(2)
 def _the_parameter_is_known_after_clipping_by_a_call(setup: Setup) -> None:
     for mode in MODES:
         ddp, opt = one_line(build_model(), nonfinite="skip", **mode)
@@ -650,6 +680,7 @@ def _the_parameter_is_known_after_clipping_by_a_call(setup: Setup) -> None:
         assert (record.nonfinite_parameter, record.nonfinite_rank) == (name, 1), f"{mode}"
 
 
+@case(2)
 def _options_set_before_the_first_step_stay(setup: Setup) -> None:
     """A learning rate that is set between backward and a step that waits."""
     for stage in (1, 2):
@@ -669,6 +700,7 @@ def _options_set_before_the_first_step_stay(setup: Setup) -> None:
             assert twins.opt.param_groups[0]["lr"] == 1e-3 * (step + 1)
 
 
+@case(2)
 def _gradients_replaced_or_dropped_before_the_first_step(setup: Setup) -> None:
     """As loops that freeze a layer by dropping its gradients do."""
     for replace in (lambda grad: grad * 0.1, lambda grad: None):
@@ -691,6 +723,7 @@ def _gradients_replaced_or_dropped_before_the_first_step(setup: Setup) -> None:
             late.opt.step()
 
 
+@case(2)
 def _a_first_step_from_accumulated_gradients_alone(setup: Setup) -> None:
     """With a scaler, or clipped, and a backward pass that would step only after that."""
     for scales in (True, False):
@@ -712,6 +745,7 @@ def _a_first_step_from_accumulated_gradients_alone(setup: Setup) -> None:
             assert_equal_models(twins.plain_model, twins.model, f"scales {scales}, step {step}")
 
 
+@case(2, 3)
 def _a_first_step_that_was_clipped_and_dropped_is_not_taken(setup: Setup) -> None:
     ddp, opt = one_line(build_model())
     before = [param.detach().clone() for param in ddp.parameters()]
@@ -724,6 +758,7 @@ def _a_first_step_that_was_clipped_and_dropped_is_not_taken(setup: Setup) -> Non
     assert not opt.optim.state
 
 
+@case(2)
 def _only_one_rank_changing_its_gradients_counts_for_all(setup: Setup) -> None:
     ddp, opt = one_line(build_model())
     backward(setup, ddp, 0)
@@ -739,6 +774,7 @@ def _only_one_rank_changing_its_gradients_counts_for_all(setup: Setup) -> None:
     assert opt.last_step.regime is StepRegime.DEFERRED
 
 
+@case(2)
 def _whoever_never_calls_step_is_warned_where_it_is_needed(setup: Setup) -> None:
     ddp, opt = one_line(build_model(), max_grad_norm=1.0)
     backward(setup, ddp, 0)
@@ -754,6 +790,7 @@ def _whoever_never_calls_step_is_warned_where_it_is_needed(setup: Setup) -> None
 # What was dropped
 
 
+@case(2)
 def _dropped_gradients_leave_nothing_in_the_next_record(setup: Setup) -> None:
     for mode in MODES:
         ddp, opt = one_line(build_model(), nonfinite="skip", **mode)
@@ -772,6 +809,7 @@ def _dropped_gradients_leave_nothing_in_the_next_record(setup: Setup) -> None:
         opt.zero_grad()
 
 
+@case(2)
 def _a_scaler_without_gradients(setup: Setup) -> None:
     for mode in MODES:
         ddp, opt = one_line(build_model(), **mode)
@@ -798,6 +836,7 @@ class _HasOwnLimit(torch.optim.SGD):
         )
 
 
+@case(2)
 def _an_option_of_the_inner_optimizer_is_not_ours(setup: Setup) -> None:
     twins = build_twins(OptimizerCase("own limit", _HasOwnLimit))
     twins.train(setup, 3)
@@ -810,6 +849,7 @@ def _an_option_of_the_inner_optimizer_is_not_ours(setup: Setup) -> None:
 # Accumulation
 
 
+@case(2)
 def _accumulated_alone_then_stepped(setup: Setup) -> None:
     """All backward passes under accumulate(), then opt.step(): the step is taken there."""
     for stage in (1, 2):
@@ -832,6 +872,7 @@ def _accumulated_alone_then_stepped(setup: Setup) -> None:
 # Master weights
 
 
+@case(2)
 def _weights_at_one_get_unstuck(setup: Setup) -> None:
     """bf16 has a resolution of 1/128 below 1: steps of 0.001 are lost without masters."""
     for mode in MODES:
@@ -850,6 +891,7 @@ def _weights_at_one_get_unstuck(setup: Setup) -> None:
         assert ends[1] == pytest.approx(0.98, abs=1 / 256)
 
 
+@case(2, 3)
 def _masters_and_what_the_user_writes(setup: Setup) -> None:
     for mode in MODES:
         ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
@@ -887,6 +929,7 @@ def _masters_and_what_the_user_writes(setup: Setup) -> None:
         assert any(not torch.equal(state[name], value) for name, value in ddp.state_dict().items())
 
 
+@case(2)
 def _a_rank_that_writes_and_puts_back_stops_nobody(setup: Setup) -> None:
     for mode in MODES:
         ddp, opt = one_line(low_precision_model(BF16), master_weights=True, **mode)
@@ -902,6 +945,7 @@ def _a_rank_that_writes_and_puts_back_stops_nobody(setup: Setup) -> None:
             opt.zero_grad()
 
 
+@case(1, 2)
 def _masters_travel_with_the_state(setup: Setup) -> None:
     """Through a consolidated state dict into another stage and mode; the run goes on as if unbroken."""
     for one, other in zip(MODES, MODES[1:] + MODES[:1], strict=True):
@@ -935,6 +979,7 @@ def _masters_travel_with_the_state(setup: Setup) -> None:
         assert setup.world_size > 1 or len(owned) == len(low) > 0
 
 
+@case(2)
 def _masters_of_an_optimizer_without_state(setup: Setup) -> None:
     ddp = DistributedDataParallel(low_precision_model(BF16))
     opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, master_weights=True)
@@ -950,6 +995,7 @@ def _masters_of_an_optimizer_without_state(setup: Setup) -> None:
         assert all(list(value) == ["master_weight"] for value in state.values())
 
 
+@case(1, 2)
 def _groups_added_and_copies_have_masters(setup: Setup) -> None:
     first, second = nn.Linear(8, 8, dtype=BF16), nn.Linear(8, 3, dtype=BF16)
     for layer in (first, second):
@@ -978,6 +1024,7 @@ def _groups_added_and_copies_have_masters(setup: Setup) -> None:
 # Uneven inputs, unused parameters
 
 
+@case(2, 3)
 def _uneven_inputs(setup: Setup) -> None:
     """A rank that has joined decides as the others do."""
     for stage in (1, 2):
@@ -1005,6 +1052,7 @@ def _uneven_inputs(setup: Setup) -> None:
             assert twins.opt.last_step.stepped
 
 
+@case(2)
 def _a_scaler_under_join_is_told(setup: Setup) -> None:
     for stage in (1, 2):
         with at_stage(stage):
@@ -1017,6 +1065,7 @@ def _a_scaler_under_join_is_told(setup: Setup) -> None:
             twins.opt.zero_grad()
 
 
+@case(2)
 def _clipping_by_a_call_under_join_is_told(setup: Setup) -> None:
     with at_stage(2):
         twins = build_overlapped_twins(ADAMW, overlap=False)
@@ -1027,6 +1076,7 @@ def _clipping_by_a_call_under_join_is_told(setup: Setup) -> None:
         twins.opt.step()
 
 
+@case(2)
 def _a_group_added_between_backward_and_step(setup: Setup) -> None:
     """Is no change of the step: neither the first nor a later one waits for it, or raises."""
     for as_views in (False, True):
@@ -1055,6 +1105,7 @@ class _Choice(nn.Module):
         return output
 
 
+@case(2)
 def _unused_parameters(setup: Setup) -> None:
     for stage in (1, 2):
         torch.manual_seed(0)
@@ -1077,62 +1128,6 @@ def _unused_parameters(setup: Setup) -> None:
             assert_equal_models(plain_model, ddp, f"stage {stage}, step {step}")
 
 
-CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
-    (_a_skipped_step_leaves_no_trace_and_is_told_everywhere, (1, 2, 3)),
-    (_raising_raises_on_every_rank_and_steps_nowhere, (2,)),
-    (_stepping_all_the_same_is_what_ddp_does, (2,)),
-    (_what_is_done_by_default, (2,)),
-    (_a_norm_that_overflows_is_told, (2,)),
-    (_large_gradients_are_finite, (2,)),
-    (_the_rank_of_a_pass_that_was_not_finite, (2, 3)),
-    (_who_averages_elsewhere_is_told_only_the_parameter, (2,)),
-    (_the_record_says_how_the_step_was_taken, (2,)),
-    (_gradients_stay_as_backward_left_them, (2,)),
-    (_clipped_inside_and_by_a_call_alike_with_gradients_sent_in_bf16, (2, 3)),
-    (_the_smallest_scale_is_told, (2,)),
-    (_a_grad_scaler_decides_alike_where_ranks_own_much_nothing_or_all, (1, 2, 3)),
-    (_a_disabled_grad_scaler_leaves_the_overlap_alone, (2,)),
-    (_scales_need_an_option, (1, 2)),
-    (_a_dynamic_scale_is_in_the_state_dict, (2,)),
-    (_an_own_scale_that_is_no_power_of_two, (2,)),
-    (_an_optimizer_that_wraps_another_is_clipped_in_the_loop, (1, 2)),
-    (_weights_loaded_before_the_first_step, (2,)),
-    (_masters_survive_a_copy, (1, 2)),
-    (_a_tensor_learning_rate_changed_in_place_stays, (2,)),
-    (_gradients_dropped_too_late_are_told_in_stage_2, (2,)),
-    (_dropped_gradients_make_a_step_that_does_nothing, (2,)),
-    (_a_norm_that_overflows_under_a_scaler, (2,)),
-    (_the_parameter_is_known_after_clipping_by_a_call, (2,)),
-    (_limits_and_scales_survive_a_state_dict, (1,)),
-    (_an_optimizer_that_keeps_any_object_is_clipped_in_the_loop, (2,)),
-    (_options_set_before_the_first_step_stay, (2,)),
-    (_gradients_replaced_or_dropped_before_the_first_step, (2,)),
-    (_a_first_step_from_accumulated_gradients_alone, (2,)),
-    (_dropped_gradients_leave_nothing_in_the_next_record, (2,)),
-    (_a_scaler_without_gradients, (2,)),
-    (_an_option_of_the_inner_optimizer_is_not_ours, (2,)),
-    (_a_rank_that_writes_and_puts_back_stops_nobody, (2,)),
-    (_a_scaler_under_join_is_told, (2,)),
-    (_clipping_by_a_call_under_join_is_told, (2,)),
-    (_a_group_added_between_backward_and_step, (2,)),
-    (_clipping_from_the_first_step_on_changes_nothing_else, (1, 2)),
-    (_a_first_step_that_was_clipped_and_dropped_is_not_taken, (2, 3)),
-    (_only_one_rank_changing_its_gradients_counts_for_all, (2,)),
-    (_whoever_never_calls_step_is_warned_where_it_is_needed, (2,)),
-    (_accumulated_alone_then_stepped, (2,)),
-    (_weights_at_one_get_unstuck, (2,)),
-    (_masters_and_what_the_user_writes, (2, 3)),
-    (_masters_travel_with_the_state, (1, 2)),
-    (_masters_of_an_optimizer_without_state, (2,)),
-    (_groups_added_and_copies_have_masters, (1, 2)),
-    (_uneven_inputs, (2, 3)),
-    (_unused_parameters, (2,)),
-]
-
-
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [pytest.param(case, n, id=f"{case.__name__.strip('_')}-{n}") for case, sizes in CASES for n in sizes],
-)
-def test_decision(case: Callable[[Setup], None], world_size: int) -> None:
-    run_ranks(case, world_size, group_timeout=30)
+@case.each
+def test_decision(run: Callable[[], None]) -> None:
+    run()

@@ -12,7 +12,9 @@ from torch import nn
 
 from ddp_zero import ZeroRedundancyOptimizer
 from tests.multiproc.cases import build_twins, optimizer_case
-from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
+from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
+
+case = Cases(group_timeout=20)
 
 
 def _params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, fill: float = 1.0) -> list[nn.Parameter]:
@@ -28,6 +30,7 @@ def _refused(kind: type[Exception], message: str, build: Callable[[], Any]) -> N
         build()
 
 
+@case(2, 3)
 def _ranks_with_different_parameters(setup: Setup) -> None:
     last = setup.rank == setup.world_size - 1
     ours = _params((2, 2), (3,), (4,))
@@ -66,6 +69,7 @@ def _ranks_with_different_parameters(setup: Setup) -> None:
     _build(_params((3,), fill=float(setup.rank)))  # different values are fine: DDP may broadcast them later
 
 
+@case(2, 3)
 def _failures_on_one_rank_reach_all(setup: Setup) -> None:
     last = setup.rank == setup.world_size - 1
     told = rf"failure on rank {setup.world_size - 1}: "
@@ -90,6 +94,7 @@ def _failures_on_one_rank_reach_all(setup: Setup) -> None:
     assert len(opt.param_groups) == len(opt.optim.param_groups) == 2
 
 
+@case(2, 3)
 def _plain_misuse(setup: Setup) -> None:
     weight = nn.Parameter(torch.ones(3))
     shared = torch.ones(8)
@@ -127,6 +132,7 @@ def _quietly(build: Callable[[], Any]) -> Any:
         return build()
 
 
+@case(2, 3)
 def _closures(setup: Setup) -> None:
     twins = build_twins(optimizer_case("AdamW foreach"))
     calls = 0
@@ -167,18 +173,9 @@ class TwiceClosing(torch.optim.SGD):
         return [closure(), closure()] if closure is not None else None
 
 
-CASES: list[Callable[[Setup], None]] = [
-    _ranks_with_different_parameters,
-    _failures_on_one_rank_reach_all,
-    _plain_misuse,
-    _closures,
-]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
-def test_misuse(case: Callable[[Setup], None], world_size: int) -> None:
-    run_ranks(case, world_size, group_timeout=20)
+@case.each
+def test_misuse(run: Callable[[], None]) -> None:
+    run()
 
 
 def _not_initialised(setup: Setup) -> None:

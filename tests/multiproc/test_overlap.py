@@ -36,7 +36,9 @@ from tests.multiproc.cases import (
     loss_of,
     optimizer_case,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup, run_ranks
+
+case = Cases(group_timeout=30)
 
 ADAMW = optimizer_case("AdamW foreach")
 SGD = optimizer_case("SGD")
@@ -56,6 +58,7 @@ def _own_hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     return result
 
 
+@case(2, 3)
 def _any_wrapped_hook(setup: Setup) -> None:
     hooks = [None, allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook, _own_hook]
     for wrapped in hooks:
@@ -69,6 +72,7 @@ def _any_wrapped_hook(setup: Setup) -> None:
                 assert_overlapped(twins.opt)
 
 
+@case(2)
 def _power_sgd(setup: Setup) -> None:
     def state() -> powerSGD_hook.PowerSGDState:
         return powerSGD_hook.PowerSGDState(
@@ -83,6 +87,7 @@ def _power_sgd(setup: Setup) -> None:
     assert_overlapped(twins.opt)
 
 
+@case(1, 3)
 def _buckets_of_any_size(setup: Setup) -> None:
     for bucket_cap_mb in (1e-6, 0.0005, 0.002, 25):
         for split in BOTH:
@@ -99,6 +104,7 @@ def _buckets_of_any_size(setup: Setup) -> None:
 # Loops
 
 
+@case(2, 3)
 def _no_sync_accumulates(setup: Setup) -> None:
     for interleaved in BOTH:
         twins = build_overlapped_twins(MOMENTUM, interleaved=interleaved, gradient_as_bucket_view=interleaved)
@@ -120,6 +126,7 @@ def _no_sync_accumulates(setup: Setup) -> None:
         assert_overlapped(twins.opt)
 
 
+@case(2)
 def _step_may_be_left_out_and_gradients_kept(setup: Setup) -> None:
     for set_to_none in BOTH:
         for bucket_view in BOTH:
@@ -138,6 +145,7 @@ def _step_may_be_left_out_and_gradients_kept(setup: Setup) -> None:
             twins.assert_moved()
 
 
+@case(2)
 def _closures(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     for inputs, targets in batches(setup.rank, 4):
@@ -155,6 +163,7 @@ def _closures(setup: Setup) -> None:
         assert_equal_models(twins.plain_model, twins.model, "after a closure")
 
 
+@case(1, 3)
 def _schedulers(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW, 2, interleaved=True)
     schedulers = [
@@ -172,6 +181,7 @@ def _schedulers(setup: Setup) -> None:
     twins.assert_moved()
 
 
+@case(2, 3)
 def _one_line(setup: Setup) -> None:
     model = build_model()
     plain_model, ddp = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(model)
@@ -211,6 +221,7 @@ class Blocks(nn.Module):
         return output
 
 
+@case(2, 3)
 def _activation_checkpointing_and_tied_weights(setup: Setup) -> None:
     for reentrant in BOTH:
         for interleaved in BOTH:
@@ -223,6 +234,7 @@ def _activation_checkpointing_and_tied_weights(setup: Setup) -> None:
             assert_overlapped(twins.opt)
 
 
+@case(2)
 def _compiled(setup: Setup) -> None:
     torch.manual_seed(0)
     twins = build_overlapped_twins(ADAMW, model=build_model(), bucket_cap_mb=1)
@@ -237,6 +249,7 @@ def _compiled(setup: Setup) -> None:
     assert_overlapped(twins.opt)
 
 
+@case(3)
 def _two_models_in_one_process(setup: Setup) -> None:
     twins = [build_overlapped_twins(case, interleaved=case is ADAMW) for case in (ADAMW, MOMENTUM)]
     for seed in range(3):
@@ -246,6 +259,7 @@ def _two_models_in_one_process(setup: Setup) -> None:
         pair.assert_moved()
 
 
+@case(2)
 def _several_optimizers_on_one_model(setup: Setup) -> None:
     model = build_model()
     plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015)
@@ -270,6 +284,7 @@ def _several_optimizers_on_one_model(setup: Setup) -> None:
 # Changes while training
 
 
+@case(2, 3)
 def _groups_added_and_parameters_frozen(setup: Setup) -> None:
     model = build_model()
     plain_ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.0015, find_unused_parameters=True)
@@ -295,6 +310,7 @@ def _groups_added_and_parameters_frozen(setup: Setup) -> None:
     twins.assert_moved()
 
 
+@case(2, 3)
 def _a_group_added_while_overlapped(setup: Setup) -> None:
     for interleaved in BOTH:
         model = build_model()
@@ -330,6 +346,7 @@ def _a_group_added_while_overlapped(setup: Setup) -> None:
         twins.assert_moved()
 
 
+@case(2)
 def _moved_parameters(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW, interleaved=True)
     twins.train(setup, 3)
@@ -340,6 +357,7 @@ def _moved_parameters(setup: Setup) -> None:
     twins.assert_moved()
 
 
+@case(1, 3)
 def _state_at_any_time(setup: Setup) -> None:
     for name in ("AdamW foreach", "Adagrad", "toy 8-bit Adam"):
         twins = build_overlapped_twins(optimizer_case(name), 2, interleaved=True)
@@ -362,6 +380,7 @@ def _state_at_any_time(setup: Setup) -> None:
 # Join
 
 
+@case(3)
 def _uneven_inputs(setup: Setup) -> None:
     every_options: list[dict[str, Any]] = [
         {},
@@ -399,6 +418,7 @@ def _one_epoch(setup: Setup, twins: Twins, steps: int, seed: int, calls_step: bo
 # Misuse
 
 
+@case(2)
 def _a_hook_that_never_fires_is_told(setup: Setup) -> None:
     model = build_model()
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
@@ -434,6 +454,7 @@ def _a_hook_that_never_fires_is_told(setup: Setup) -> None:
         opt.step(grad_scaler=1)
 
 
+@case(2)
 def _a_hook_on_the_wrong_model_is_told(setup: Setup) -> None:
     ddp, other = DistributedDataParallel(build_model()), DistributedDataParallel(build_model())
     opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
@@ -442,6 +463,7 @@ def _a_hook_on_the_wrong_model_is_told(setup: Setup) -> None:
         loss_of(other, *next(batches(setup.rank, 1))).backward()
 
 
+@case(2)
 def _another_backward_before_the_step_is_told(setup: Setup) -> None:
     twins = build_overlapped_twins(MOMENTUM)
     twins.train(setup, 3)
@@ -458,6 +480,7 @@ def _another_backward_before_the_step_is_told(setup: Setup) -> None:
         fresh.opt.step()
 
 
+@case(2)
 def _gradients_changed_too_late_are_told(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
@@ -479,6 +502,7 @@ def _gradients_changed_too_late_are_told(setup: Setup) -> None:
         scaler.step(scaled.opt)
 
 
+@case(2)
 def _sparse_gradients_are_told(setup: Setup) -> None:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)))
     shard_optimizer(ddp, torch.optim.SGD, lr=0.1)
@@ -524,6 +548,7 @@ def _blow(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
         loss_of(model, inputs, targets).backward()
 
 
+@case(2, 3)
 def _exceptions_leave_an_optimizer_that_can_go_on(setup: Setup) -> None:
     for where, bucket_view in product(("forward", "backward"), BOTH):
         torch.manual_seed(0)
@@ -554,39 +579,9 @@ def _exceptions_leave_an_optimizer_that_can_go_on(setup: Setup) -> None:
         assert_overlapped(twins.opt)
 
 
-CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
-    (_any_wrapped_hook, (2, 3)),
-    (_power_sgd, (2,)),
-    (_buckets_of_any_size, (1, 3)),
-    (_no_sync_accumulates, (2, 3)),
-    (_step_may_be_left_out_and_gradients_kept, (2,)),
-    (_closures, (2,)),
-    (_schedulers, (1, 3)),
-    (_one_line, (2, 3)),
-    (_activation_checkpointing_and_tied_weights, (2, 3)),
-    (_compiled, (2,)),
-    (_two_models_in_one_process, (3,)),
-    (_several_optimizers_on_one_model, (2,)),
-    (_groups_added_and_parameters_frozen, (2, 3)),
-    (_a_group_added_while_overlapped, (2, 3)),
-    (_moved_parameters, (2,)),
-    (_state_at_any_time, (1, 3)),
-    (_uneven_inputs, (3,)),
-    (_a_hook_that_never_fires_is_told, (2,)),
-    (_a_hook_on_the_wrong_model_is_told, (2,)),
-    (_another_backward_before_the_step_is_told, (2,)),
-    (_gradients_changed_too_late_are_told, (2,)),
-    (_sparse_gradients_are_told, (2,)),
-    (_exceptions_leave_an_optimizer_that_can_go_on, (2, 3)),
-]
-
-
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [pytest.param(case, n, id=f"{case.__name__.strip('_')}-{n}") for case, sizes in CASES for n in sizes],
-)
-def test_overlap(case: Callable[[Setup], None], world_size: int) -> None:
-    run_ranks(case, world_size, group_timeout=30)
+@case.each
+def test_overlap(run: Callable[[], None]) -> None:
+    run()
 
 
 def _in_a_subgroup(setup: Setup, members: list[int], stage: int) -> None:

@@ -20,7 +20,9 @@ from tests.multiproc.cases import (
     build_twins,
     optimizer_case,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup
+
+case = Cases()
 
 ADAMW = optimizer_case("AdamW foreach")
 BOTH_STORAGES = (False, True)
@@ -50,6 +52,7 @@ class ByHand:
             assert_identical(one, other, f"parameter {index}")
 
 
+@case(1, 3)
 def _mixed_dtypes_shapes_and_missing_gradients(setup: Setup) -> None:
     tensors = [
         torch.randn(7, 5),
@@ -74,6 +77,7 @@ def _mixed_dtypes_shapes_and_missing_gradients(setup: Setup) -> None:
         assert all(not torch.equal(p, s) for p, s in zip(hand.params, same, strict=True) if p.numel())
 
 
+@case(1, 3)
 def _fewer_parameters_than_ranks(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
@@ -84,6 +88,7 @@ def _fewer_parameters_than_ranks(setup: Setup) -> None:
         assert len(hand.opt.optim.param_groups) == 1
 
 
+@case(1, 3)
 def _one_parameter_with_most_elements(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
@@ -111,6 +116,7 @@ class TiedModel(nn.Module):
         return logits
 
 
+@case(1, 3)
 def _tied_weights(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
@@ -126,6 +132,7 @@ def _tied_weights(setup: Setup) -> None:
         twins.assert_moved()
 
 
+@case(1, 3)
 def _frozen_then_unfrozen_and_back(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 64
     for as_views in BOTH_STORAGES:
@@ -157,6 +164,7 @@ def _frozen_then_unfrozen_and_back(setup: Setup) -> None:
         assert total.item() == (8 + 6 + 4) * 4 * (setup.world_size - 1), "frozen parameters travelled"
 
 
+@case(1, 3)
 def _frozen_with_a_gradient_still_on_it_is_stepped_as_torch_does(setup: Setup) -> None:
     torch.manual_seed(0)
     hand = ByHand([torch.randn(6), torch.randn(5)], as_views=True, lr=0.1)
@@ -169,6 +177,7 @@ def _frozen_with_a_gradient_still_on_it_is_stepped_as_torch_does(setup: Setup) -
         assert_identical(one, other, "parameter")
 
 
+@case(1, 3)
 def _moved_parameters_are_noticed(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         twins = build_twins(optimizer_case("SGD momentum"), parameters_as_bucket_view=as_views)
@@ -183,6 +192,7 @@ def _moved_parameters_are_noticed(setup: Setup) -> None:
         twins.assert_moved()
 
 
+@case(1, 3)
 def _changed_dtype_is_noticed(setup: Setup) -> None:
     for as_views in BOTH_STORAGES:
         torch.manual_seed(0)
@@ -199,6 +209,7 @@ def _changed_dtype_is_noticed(setup: Setup) -> None:
         assert hand.params[0].dtype is torch.float64
 
 
+@case(1, 3)
 def _add_param_group_at_any_time(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 400
     for as_views in BOTH_STORAGES:
@@ -225,6 +236,7 @@ def _add_param_group_at_any_time(setup: Setup) -> None:
         twins.assert_moved()
 
 
+@case(1, 3)
 def _schedulers_and_changed_options(setup: Setup) -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.02], total_steps=12)
@@ -271,6 +283,7 @@ def _assert_same_options(twins: Twins) -> None:
         assert expected == actual
 
 
+@case(1, 3)
 def _sparse_gradients_are_refused_on_every_rank(setup: Setup) -> None:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
     names = dict(model.named_parameters())
@@ -280,22 +293,6 @@ def _sparse_gradients_are_refused_on_every_rank(setup: Setup) -> None:
         opt.step()
 
 
-CASES: list[Callable[[Setup], None]] = [
-    _mixed_dtypes_shapes_and_missing_gradients,
-    _fewer_parameters_than_ranks,
-    _one_parameter_with_most_elements,
-    _tied_weights,
-    _frozen_then_unfrozen_and_back,
-    _frozen_with_a_gradient_still_on_it_is_stepped_as_torch_does,
-    _moved_parameters_are_noticed,
-    _changed_dtype_is_noticed,
-    _add_param_group_at_any_time,
-    _schedulers_and_changed_options,
-    _sparse_gradients_are_refused_on_every_rank,
-]
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
-def test_parameters(case: Callable[[Setup], None], world_size: int) -> None:
-    run_ranks(case, world_size)
+@case.each
+def test_parameters(run: Callable[[], None]) -> None:
+    run()

@@ -21,7 +21,9 @@ from tests.multiproc.cases import (
     build_twins,
     optimizer_case,
 )
-from tests.multiproc.harness import Setup, run_ranks, run_ranks_to_end
+from tests.multiproc.harness import Cases, Setup, run_ranks_to_end
+
+case = Cases(group_timeout=20)
 
 SIZES = (60, 40, 30, 20, 10, 5)
 
@@ -54,6 +56,7 @@ class Pair:
             assert_identical(one, other, f"parameter {index}")
 
 
+@case(2)
 def _options_changed_since_the_last_step_survive(setup: Setup) -> None:
     pair = Pair(lr=0.1)
     pair.step(0)
@@ -70,6 +73,7 @@ def _options_changed_since_the_last_step_survive(setup: Setup) -> None:
     assert clone.param_groups[0]["lr"] == 0.5
 
 
+@case(2)
 def _looking_up_the_state_of_others_does_no_harm(setup: Setup) -> None:
     pair = Pair(lr=0.1)
     pair.step(0)
@@ -83,6 +87,7 @@ def _looking_up_the_state_of_others_does_no_harm(setup: Setup) -> None:
         assert_identical(pair.plain.state_dict(), pair.opt.state_dict(), "a step later")
 
 
+@case(2)
 def _a_gradient_dropped_on_one_rank_changes_no_messages(setup: Setup) -> None:
     for dropping in range(setup.world_size):
         binding.BUCKET_CAP_BYTES = 100
@@ -117,6 +122,7 @@ class Counting(torch.optim.SGD):
                     param.data -= group["lr"] * param.grad / self.state["k"] / group["t"]  # type: ignore[index]
 
 
+@case(2)
 def _counters_count_once_per_step(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
     pair = Pair(Counting)
@@ -140,6 +146,7 @@ class Lookahead(torch.optim.Optimizer):
         return self.base.step()
 
 
+@case(2)
 def _wrappers_of_other_optimizers(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
     pair = Pair(Lookahead, lr=0.1)
@@ -166,6 +173,7 @@ class Hoarder(torch.optim.SGD):
             param.sub_(0.1)
 
 
+@case(2)
 def _an_optimizer_with_a_list_of_its_own_is_told(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
     pair = Pair(Hoarder)
@@ -174,6 +182,7 @@ def _an_optimizer_with_a_list_of_its_own_is_told(setup: Setup) -> None:
         pair.opt.step()
 
 
+@case(2)
 def _groups_edited_in_place_are_told(setup: Setup) -> None:
     def append(opt: Any) -> None:
         opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
@@ -200,6 +209,7 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
     pair.step(1)
 
 
+@case(2)
 def _a_bad_receiver_on_one_rank_is_told_on_all(setup: Setup) -> None:
     pair = Pair(lr=0.1)
     last = setup.rank == setup.world_size - 1
@@ -208,6 +218,7 @@ def _a_bad_receiver_on_one_rank_is_told_on_all(setup: Setup) -> None:
     pair.step(0)
 
 
+@case(2)
 def _options_that_cannot_travel_are_told_under_join(setup: Setup) -> None:
     twins = build_twins(optimizer_case("SGD momentum"))
     twins.opt.param_groups[0]["function"] = len
@@ -222,6 +233,7 @@ def _options_that_cannot_travel_are_told_under_join(setup: Setup) -> None:
         train()
 
 
+@case(2)
 def _a_graph_that_needs_unstepped_parameters_goes_backward(setup: Setup) -> None:
     for as_views in (False, True):
         pair = Pair(lr=0.1, as_views=as_views)
@@ -237,6 +249,7 @@ def _a_graph_that_needs_unstepped_parameters_goes_backward(setup: Setup) -> None
             loss.backward()
 
 
+@case(2)
 def _frozen_parameters_let_go_of_flat_storage(setup: Setup) -> None:
     pair = Pair(lr=0.1)
     pair.step(0)
@@ -264,6 +277,7 @@ class MixedDtypes(nn.Module):
         return output
 
 
+@case(2)
 def _a_layout_that_changes_in_the_middle_of_an_iteration(setup: Setup) -> None:
     for as_views in (False, True):
         for interleaved in (False, True):
@@ -279,6 +293,7 @@ def _a_layout_that_changes_in_the_middle_of_an_iteration(setup: Setup) -> None:
             twins.assert_moved()
 
 
+@case(2)
 def _nothing_but_the_user_keeps_an_optimizer_alive(setup: Setup) -> None:
     build_twins(optimizer_case("SGD"))  # what torch imports for the first DDP model leaves a frame behind
     gc.disable()
@@ -294,26 +309,9 @@ def _nothing_but_the_user_keeps_an_optimizer_alive(setup: Setup) -> None:
     assert communicator() is None
 
 
-CASES: list[Callable[[Setup], None]] = [
-    _options_changed_since_the_last_step_survive,
-    _looking_up_the_state_of_others_does_no_harm,
-    _a_gradient_dropped_on_one_rank_changes_no_messages,
-    _counters_count_once_per_step,
-    _wrappers_of_other_optimizers,
-    _an_optimizer_with_a_list_of_its_own_is_told,
-    _groups_edited_in_place_are_told,
-    _a_bad_receiver_on_one_rank_is_told_on_all,
-    _options_that_cannot_travel_are_told_under_join,
-    _a_graph_that_needs_unstepped_parameters_goes_backward,
-    _frozen_parameters_let_go_of_flat_storage,
-    _a_layout_that_changes_in_the_middle_of_an_iteration,
-    _nothing_but_the_user_keeps_an_optimizer_alive,
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
-def test_regressions(case: Callable[[Setup], None]) -> None:
-    run_ranks(case, 2, group_timeout=20)
+@case.each
+def test_regressions(run: Callable[[], None]) -> None:
+    run()
 
 
 def _goes_on_after_an_error_of_its_own(setup: Setup, how: str) -> list[str]:

@@ -41,7 +41,7 @@ from tests.multiproc.cases import (
     optimizer_case,
     sum_in_rank_order,
 )
-from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
+from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 
 ADAMW = optimizer_case("AdamW foreach")
 MOMENTUM = optimizer_case("SGD momentum")
@@ -73,6 +73,9 @@ SHARED = [
 def _at_stage_2(setup: Setup, case: Callable[[Setup], None]) -> None:
     with at_stage(2):
         case(setup)
+
+
+case = Cases(_at_stage_2, group_timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +259,7 @@ def _reference_step(twins: Twins, data: list[tuple[Tensor, Tensor]]) -> None:
     twins.plain.zero_grad()
 
 
+@case(2, 3)
 def _accumulate(setup: Setup) -> None:
     for overlap, interleaved, names_it in product(BOTH, BOTH, BOTH):
         twins = build_overlapped_twins(MOMENTUM, interleaved=interleaved, overlap=overlap)
@@ -277,6 +281,7 @@ def _accumulate(setup: Setup) -> None:
         twins.assert_moved()
 
 
+@case(2)
 def _accumulate_from_the_start(setup: Setup) -> None:
     """While DDP's layouts are not final, too, each pass is averaged on its own."""
     for overlap in BOTH:
@@ -293,6 +298,7 @@ def _accumulate_from_the_start(setup: Setup) -> None:
         twins.assert_moved()
 
 
+@case(2)
 def _both_policies_equal_one_large_batch(setup: Setup) -> None:
     """To 1e-5: sums over samples associate otherwise."""
     for policy in ("no_sync", "accumulate"):
@@ -312,6 +318,7 @@ def _both_policies_equal_one_large_batch(setup: Setup) -> None:
         twins.assert_moved()
 
 
+@case(2)
 def _accumulate_in_low_precision(setup: Setup) -> None:
     """Many small bf16 gradients after a large one: a bf16 sum would lose them, the fp32 sum does not."""
     layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
@@ -330,6 +337,7 @@ def _accumulate_in_low_precision(setup: Setup) -> None:
 # What users see
 
 
+@case(2, 3)
 def _gradients_wait_for_the_step(setup: Setup) -> None:
     every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
     for options in every_options:
@@ -357,6 +365,7 @@ def _gradients_wait_for_the_step(setup: Setup) -> None:
             twins.opt.full_grad(torch.ones(1))
 
 
+@case(2, 3)
 def _a_partial_norm_is_refused(setup: Setup) -> None:
     for overlap in BOTH:
         twins = build_overlapped_twins(ADAMW, overlap=overlap)
@@ -386,6 +395,7 @@ def _a_partial_norm_is_refused(setup: Setup) -> None:
         assert "AbsentGradient" in repr([p.grad for p in params])
 
 
+@case(1, 2, 3)
 def _clipping(setup: Setup) -> None:
     for norm_type, largest in ((2.0, 0.05), (float("inf"), 0.01), (1.0, 1e6), (3, 0.1)):
         twins = build_overlapped_twins(ADAMW, overlap=False)
@@ -401,6 +411,7 @@ def _clipping(setup: Setup) -> None:
         twins.assert_moved()
 
 
+@case(2)
 def _clipping_a_part(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW, overlap=False)
     twins.train(setup, 3)
@@ -433,6 +444,7 @@ def _clipping_a_part(setup: Setup) -> None:
         overlapped.opt.clip_grad_norm_(1.0)
 
 
+@case(2, 3)
 def _accumulated_across_a_change_of_what_is_trained(setup: Setup) -> None:
     """What was accumulated before a parameter is frozen still counts in the step after it."""
     for overlap in BOTH:
@@ -458,6 +470,7 @@ def _accumulated_across_a_change_of_what_is_trained(setup: Setup) -> None:
         assert_equal_models(twins.plain_model, twins.model, "after the change")
 
 
+@case(2)
 def _a_missing_zero_grad_is_told(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
@@ -471,6 +484,7 @@ def _a_missing_zero_grad_is_told(setup: Setup) -> None:
         loss_of(waiting.model, inputs, targets).backward()
 
 
+@case(1, 3)
 def _without_zero_grad_gradients_add_up(setup: Setup) -> None:
     """In the regime in which gradients are seen they behave as gradients do, also when they are set to zero."""
     for set_to_none in BOTH:
@@ -518,6 +532,7 @@ class Cast(nn.Module):
         return inputs.to(self.dtype)
 
 
+@case(2, 3)
 def _mixed_dtypes(setup: Setup) -> None:
     for overlap, cap in product(BOTH, (0.0005, 25)):
         twins = build_overlapped_twins(MOMENTUM, model=_mixed_model(), overlap=overlap, bucket_cap_mb=cap)
@@ -545,6 +560,7 @@ def _rounding_hook(dtype: torch.dtype, predivide: float) -> Any:
     return hook
 
 
+@case(2, 3)
 def _options_of_the_reduction(setup: Setup) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for dtype, predivide, overlap in product(dtypes, (None, 1.5), BOTH):
@@ -588,6 +604,7 @@ class Maybe(nn.Module):
         return output
 
 
+@case(2, 3)
 def _any_parameters_unused(setup: Setup) -> None:
     """Other ones on every rank in every step, some by nobody; with gradients left over from ``no_sync``."""
     for overlap, cap, seed in product(BOTH, (0.0003, 0.0012), range(3)):
@@ -635,6 +652,7 @@ class Undefined(nn.Module):
         return output
 
 
+@case(2)
 def _undefined_gradients(setup: Setup) -> None:
     for overlap in BOTH:
         torch.manual_seed(0)
@@ -642,6 +660,7 @@ def _undefined_gradients(setup: Setup) -> None:
         twins.train(setup, 6)
 
 
+@case(2, 3)
 def _accumulated_but_unused_in_the_last_pass(setup: Setup) -> None:
     """Found by a review: what only an earlier pass has used is stepped all the same, in any bucket."""
     for overlap, cap in product(BOTH, (0.0003, 25)):
@@ -688,6 +707,7 @@ def _whole_state(opt: ZeroRedundancyOptimizer, setup: Setup) -> dict[str, Any]:
     return state
 
 
+@case(2, 3)
 def _first_used_when_the_plan_changes(setup: Setup) -> None:
     """Found by a review: by one rank that is not its owner, in the iteration after another parameter was frozen."""
     for overlap, branch in product(BOTH, range(5)):
@@ -720,6 +740,7 @@ class Skipped(nn.Module):
         return hidden
 
 
+@case(2, 3)
 def _a_rank_that_uses_little_when_the_plan_changes(setup: Setup) -> None:
     """Found by a review: its buckets are averaged while the reducer still sets others to zero."""
     for overlap, _ in product(BOTH, range(3)):
@@ -737,6 +758,7 @@ def _a_rank_that_uses_little_when_the_plan_changes(setup: Setup) -> None:
             assert_equal_models(twins.plain_model, twins.model, f"step {step}, overlap {overlap}")
 
 
+@case(2, 3)
 def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
     """Found by a review: between the backward pass and the step they leave averaged gradients as they were."""
 
@@ -768,6 +790,7 @@ def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
 # Changes while training
 
 
+@case(2)
 def _strides_changed(setup: Setup) -> None:
     """Found by a review: ``model.to(memory_format=...)`` in mid-training.
 
@@ -793,6 +816,7 @@ def _strides_changed(setup: Setup) -> None:
             assert_equal_models(twins.plain_model, twins.model, f"step {step}, overlap {overlap}")
 
 
+@case(2, 3)
 def _gradients_replaced_by_the_user(setup: Setup) -> None:
     """Found by a review: another tensor in ``param.grad`` of the owner is accumulated on as the one before."""
     twins = build_overlapped_twins(MOMENTUM, overlap=False)
@@ -827,6 +851,7 @@ def _gradients_replaced_by_the_user(setup: Setup) -> None:
     assert torch.equal(opt.full_grad(layer.weight), torch.ones(4, 4, dtype=torch.bfloat16))  # type: ignore[arg-type]
 
 
+@case(3)
 def _uneven_inputs_stepped_outside(setup: Setup) -> None:
     every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}]
     for case, options in product((MOMENTUM, ADAMW), every_options):
@@ -861,6 +886,7 @@ def test_gradients_kept_under_join_are_told() -> None:
     )
 
 
+@case(2)
 def _local_gradients_on_top_of_averages_are_told(setup: Setup) -> None:
     """Found by a review: a pass past DDP adds what differs between ranks, and only the owner's would count."""
     twins = build_overlapped_twins(MOMENTUM, overlap=False)
@@ -873,6 +899,7 @@ def _local_gradients_on_top_of_averages_are_told(setup: Setup) -> None:
         loss_of(twins.model, *data[2]).backward()
 
 
+@case(1)
 def _an_interrupted_pass_is_told_at_the_step(setup: Setup) -> None:
     """Found by a review: the pass has taken averaged gradients out and was never reduced."""
     twins = build_overlapped_twins(MOMENTUM, overlap=False)
@@ -893,6 +920,7 @@ def _blow(grad: Tensor) -> Tensor:
     raise ValueError("the fuse has blown")
 
 
+@case(2)
 def _another_hook_starts_without_gradients(setup: Setup) -> None:
     """Found by a review: stand-ins for gradients must not be there when nobody takes them out."""
     for overlap in BOTH:
@@ -909,6 +937,7 @@ def _another_hook_starts_without_gradients(setup: Setup) -> None:
         twins.train(setup, 4, seed=1)
 
 
+@case(2)
 def _the_module_outlives_its_wrapper(setup: Setup) -> None:
     twins = build_overlapped_twins(MOMENTUM)
     twins.train(setup, 3)
@@ -920,6 +949,7 @@ def _the_module_outlives_its_wrapper(setup: Setup) -> None:
     assert all(param.grad is not None and param.grad.isfinite().all() for param in module.parameters())
 
 
+@case(2, 3)
 def _frozen_and_thawed(setup: Setup) -> None:
     for overlap in BOTH:
         twins = build_overlapped_twins(ADAMW, overlap=overlap, find_unused_parameters=True)
@@ -932,6 +962,7 @@ def _frozen_and_thawed(setup: Setup) -> None:
         twins.assert_moved()
 
 
+@case(2)
 def _frozen_before_the_first_step(setup: Setup) -> None:
     """Its tensor hook must be there when it is trained for the first time."""
     model = build_model()
@@ -953,6 +984,7 @@ def _frozen_before_the_first_step(setup: Setup) -> None:
     twins.assert_moved()
 
 
+@case(2, 3)
 def _a_group_added(setup: Setup) -> None:
     """A parameter that DDP does not reduce: it is stepped with the gradient that the user gives it."""
     for overlap in BOTH:
@@ -975,6 +1007,7 @@ def _a_group_added(setup: Setup) -> None:
         assert not torch.equal(outside[1], torch.ones(5))
 
 
+@case(1, 2, 3)
 def _one_line(setup: Setup) -> None:
     model = build_model()
     plain_ddp = DistributedDataParallel(copy.deepcopy(model))
@@ -996,6 +1029,7 @@ def _one_line(setup: Setup) -> None:
 # Misuse
 
 
+@case(2)
 def _misuse_is_told(setup: Setup) -> None:
     views: dict[str, Any] = {"gradient_as_bucket_view": True}
     ddp = DistributedDataParallel(build_model(), **views)
@@ -1030,12 +1064,14 @@ def _misuse_is_told(setup: Setup) -> None:
         sparse(torch.arange(8)).sum().backward()
 
 
+@case(2)
 def _stages_that_differ_are_told(setup: Setup) -> None:
     ddp = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
     with pytest.raises(ValueError, match="stage"):
         ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, stage=1 + setup.rank, lr=0.1)
 
 
+@case(2)
 def _a_backward_in_another_context_than_forward_is_averaged_as_by_ddp(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
@@ -1048,6 +1084,7 @@ def _a_backward_in_another_context_than_forward_is_averaged_as_by_ddp(setup: Set
     assert_equal_models(twins.plain_model, twins.model, "backward in no_sync()")
 
 
+@case(2)
 def _a_grad_scaler_that_comes_late_is_told(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
@@ -1061,6 +1098,7 @@ def _a_grad_scaler_that_comes_late_is_told(setup: Setup) -> None:
 # The reducer
 
 
+@case(2, 3)
 def _a_reducer_that_does_not_follow(setup: Setup) -> None:
     """Views that point nowhere: gradients land in DDP's own memory, are found there, and it is freed after backward."""
 
@@ -1083,6 +1121,7 @@ def _a_reducer_that_does_not_follow(setup: Setup) -> None:
         assert "beside DDP's buckets, which are freed after backward" in twins.opt.explain()
 
 
+@case(2, 3, 4)
 def _a_smaller_room(setup: Setup) -> None:
     """One rank owns almost everything, so what its peers send does not fit at once."""
     for numels in ([4001, 3, 2, 1], [5000], [1, 1, 1]):
@@ -1108,6 +1147,7 @@ class Weights(nn.Module):
         return (torch.cat([*self.weights]) * data).tanh().sum()
 
 
+@case(2)
 def _nothing_is_kept_alive(setup: Setup) -> None:
     """No reference cycles: optimizer, buffers and hooks go with the last reference, without the garbage collector."""
     twins = build_overlapped_twins(ADAMW)
@@ -1147,50 +1187,6 @@ def test_a_dead_rank_is_named_by_the_others() -> None:
     assert any("Expected rank 1 (global rank 1) to take part in the reduction of bucket 0" in m for m in messages)
 
 
-CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
-    (_accumulate, (2, 3)),
-    (_accumulate_from_the_start, (2,)),
-    (_both_policies_equal_one_large_batch, (2,)),
-    (_accumulate_in_low_precision, (2,)),
-    (_gradients_wait_for_the_step, (2, 3)),
-    (_a_partial_norm_is_refused, (2, 3)),
-    (_clipping, (1, 2, 3)),
-    (_clipping_a_part, (2,)),
-    (_accumulated_across_a_change_of_what_is_trained, (2, 3)),
-    (_a_missing_zero_grad_is_told, (2,)),
-    (_without_zero_grad_gradients_add_up, (1, 3)),
-    (_mixed_dtypes, (2, 3)),
-    (_options_of_the_reduction, (2, 3)),
-    (_any_parameters_unused, (2, 3)),
-    (_accumulated_but_unused_in_the_last_pass, (2, 3)),
-    (_first_used_when_the_plan_changes, (2, 3)),
-    (_a_rank_that_uses_little_when_the_plan_changes, (2, 3)),
-    (_passes_that_ddp_does_not_reduce, (2, 3)),
-    (_undefined_gradients, (2,)),
-    (_strides_changed, (2,)),
-    (_gradients_replaced_by_the_user, (2, 3)),
-    (_uneven_inputs_stepped_outside, (3,)),
-    (_the_module_outlives_its_wrapper, (2,)),
-    (_local_gradients_on_top_of_averages_are_told, (2,)),
-    (_another_hook_starts_without_gradients, (2,)),
-    (_an_interrupted_pass_is_told_at_the_step, (1,)),
-    (_frozen_and_thawed, (2, 3)),
-    (_frozen_before_the_first_step, (2,)),
-    (_a_group_added, (2, 3)),
-    (_one_line, (1, 2, 3)),
-    (_misuse_is_told, (2,)),
-    (_stages_that_differ_are_told, (2,)),
-    (_a_backward_in_another_context_than_forward_is_averaged_as_by_ddp, (2,)),
-    (_a_grad_scaler_that_comes_late_is_told, (2,)),
-    (_a_reducer_that_does_not_follow, (2, 3)),
-    (_a_smaller_room, (2, 3, 4)),
-    (_nothing_is_kept_alive, (2,)),
-]
-
-
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [pytest.param(case, n, id=f"{case.__name__.strip('_')}-{n}") for case, sizes in CASES for n in sizes],
-)
-def test_stage_2(case: Callable[[Setup], None], world_size: int) -> None:
-    run_ranks(_at_stage_2, world_size, case, group_timeout=30)
+@case.each
+def test_stage_2(run: Callable[[], None]) -> None:
+    run()

@@ -28,12 +28,15 @@ from tests.multiproc.cases import (
     optimizer_case,
     split_groups,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup, run_ranks
+
+case = Cases()
 
 ADAMW = optimizer_case("AdamW foreach")
 SGD = optimizer_case("SGD momentum")
 
 
+@case(1, 2, 4)
 def _consolidated_equals_the_plain_state_dict(setup: Setup) -> None:
     for position, case in enumerate(OPTIMIZERS):
         twins = build_twins(case, groups=1 + position % 2, parameters_as_bucket_view=bool(position % 2))
@@ -49,6 +52,7 @@ def _consolidated_equals_the_plain_state_dict(setup: Setup) -> None:
             assert_identical(expected, twins.opt.state_dict(), case.name)
 
 
+@case(1, 3)
 def _states_are_in_the_order_in_which_the_plain_optimizer_made_them(setup: Setup) -> None:
     twins = build_twins(ADAMW)
     for model in (twins.plain_model, twins.model):
@@ -85,6 +89,7 @@ def train_without_ddp(twins: Twins, steps: int) -> None:
     assert_equal_models(twins.plain_model, twins.model, "without ddp")
 
 
+@case(1, 2, 3)
 def _resumes_in_every_other_optimizer(setup: Setup) -> None:
     for name in ("AdamW foreach", "SGD momentum", "Adagrad", "Adafactor"):
         case = optimizer_case(name)
@@ -120,6 +125,7 @@ def _resumes_in_every_other_optimizer(setup: Setup) -> None:
             assert_equal_models(twins.plain_model, resumed["plain"], f"{name} unbroken")
 
 
+@case(2, 3)
 def _loads_what_torch_zero_saved(setup: Setup) -> None:
     theirs_model = DistributedDataParallel(build_model())
     theirs = TorchZero(split_groups(theirs_model, 2), torch.optim.AdamW, lr=0.01)
@@ -181,6 +187,7 @@ def _save_unsharded(setup: Setup, path: str) -> None:
     torch.save({"model": model.state_dict(), "opt": plain.state_dict()}, path)
 
 
+@case(1, 2)
 def _the_callers_state_dict_is_not_touched_then_or_later(setup: Setup) -> None:
     twins = build_twins(ADAMW, groups=2)
     twins.train(setup, 2)
@@ -196,6 +203,7 @@ def _the_callers_state_dict_is_not_touched_then_or_later(setup: Setup) -> None:
     assert_identical(before, whole, "the caller's state dict")
 
 
+@case(1, 2, 3)
 def _state_dict_never_communicates_and_is_never_stale(setup: Setup) -> None:
     twins = build_twins(ADAMW)
     opt = twins.opt
@@ -239,6 +247,7 @@ class StatefulOddity(torch.optim.SGD):
         return result
 
 
+@case(2, 3)
 def _consolidation_sends_no_pickle(setup: Setup) -> None:
     refuse = mock.Mock(side_effect=AssertionError("pickled"))
     twins = build_twins(optimizer_case("toy 8-bit Adam"))
@@ -257,6 +266,7 @@ def _consolidation_sends_no_pickle(setup: Setup) -> None:
     odd.train(setup, 1, seed=1)  # nobody hangs, and training goes on
 
 
+@case(2, 3)
 def _other_ranks_need_one_parameters_state_of_extra_memory(setup: Setup) -> None:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(10_000)) for _ in range(12)]
@@ -274,6 +284,7 @@ def _other_ranks_need_one_parameters_state_of_extra_memory(setup: Setup) -> None
         assert memory.largest < 1.2 * one_state
 
 
+@case(2)
 def _misfits_are_named(setup: Setup) -> None:
     twins = build_twins(ADAMW, groups=2)
     twins.train(setup, 2)
@@ -294,6 +305,7 @@ def _misfits_are_named(setup: Setup) -> None:
     twins.train(setup, 2, seed=1)
 
 
+@case(1, 2, 3, 4)
 def _state_bytes_are_a_share_of_the_unsharded(setup: Setup) -> None:
     for case in (ADAMW, SGD):
         torch.manual_seed(0)
@@ -309,26 +321,9 @@ def _state_bytes_are_a_share_of_the_unsharded(setup: Setup) -> None:
         assert abs(own - whole / setup.world_size) <= largest, (own, whole / setup.world_size, largest)
 
 
-CASES: list[tuple[Callable[[Setup], None], tuple[int, ...]]] = [
-    (_consolidated_equals_the_plain_state_dict, (1, 2, 4)),
-    (_states_are_in_the_order_in_which_the_plain_optimizer_made_them, (1, 3)),
-    (_resumes_in_every_other_optimizer, (1, 2, 3)),
-    (_loads_what_torch_zero_saved, (2, 3)),
-    (_the_callers_state_dict_is_not_touched_then_or_later, (1, 2)),
-    (_state_dict_never_communicates_and_is_never_stale, (1, 2, 3)),
-    (_consolidation_sends_no_pickle, (2, 3)),
-    (_other_ranks_need_one_parameters_state_of_extra_memory, (2, 3)),
-    (_misfits_are_named, (2,)),
-    (_state_bytes_are_a_share_of_the_unsharded, (1, 2, 3, 4)),
-]
-
-
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [pytest.param(case, n, id=f"{case.__name__.strip('_')}-{n}") for case, sizes in CASES for n in sizes],
-)
-def test_state(case: Callable[[Setup], None], world_size: int) -> None:
-    run_ranks(case, world_size)
+@case.each
+def test_state(run: Callable[[], None]) -> None:
+    run()
 
 
 def test_a_checkpoint_continues_bit_for_bit_at_any_world_size(tmp_path: Any) -> None:
