@@ -11,18 +11,16 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ddp_zero.backward.hook import OverlapHook
 from ddp_zero.backward.machine import Phase
 from ddp_zero.comm.agreement import Agreement
+from ddp_zero.local.digest import digest
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.take_step import TakesSteps
 
-_CHUNK = 1 << 20
-"""Elements of a parameter that are looked at together."""
 _SAFE = (Phase.REST, Phase.WAITING)
 
 
@@ -148,19 +146,5 @@ def _marks(sharded: ShardedStep) -> dict[int, int]:
 
     Versions are not enough: writing through ``.data`` leaves them.
     """
-    marks = {index: _mark(sharded.stepped[index].detach()) for index in sharded.binding.owned()}
+    marks = {index: digest(sharded.stepped[index].detach()) for index in sharded.binding.owned()}
     return {index: int(mark) for index, mark in marks.items()}
-
-
-def _mark(tensor: Tensor) -> Tensor:
-    """A sum of the elements' bits, each times a number that depends on its place."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()]
-    for start, chunk in enumerate(real.reshape(-1).split(_CHUNK)):
-        place = torch.arange(len(chunk), device=tensor.device) + (start * _CHUNK + 1)
-        place.mul_(-7046029254386353131)
-        place.bitwise_xor_(place >> 29).mul_(-4658895280553007687)
-        place.bitwise_xor_(place >> 32).bitwise_or_(1)
-        total += (chunk.view(bits) * place).sum()
-    return total

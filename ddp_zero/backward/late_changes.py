@@ -9,7 +9,7 @@ all of them, so that ranks that run the same loop raise alike.
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -318,13 +318,6 @@ def _mark(grad: Tensor) -> tuple[int, int]:
 def _sum_of_bits(memory: Tensor) -> Tensor:
     """A number that differs where bits do, but for permutations: 8 bytes at a time as integers, wrapping around."""
     raw = memory.view(torch.uint8)
-    whole = raw.numel() // 8 * 8 if memory.data_ptr() % 8 == 0 else 0
+    whole = raw.numel() // 8 * 8 if raw.storage_offset() % 8 == 0 else 0
     total = raw[:whole].view(torch.int64).sum()
     return total if whole == raw.numel() else total + raw[whole:].sum()
-
-
-def digest_of(tensors: Iterable[Tensor]) -> int:
-    """A number that differs where the bits of dense tensors do, but for permutations; 63 bits."""
-    with torch.no_grad():
-        sums = [_sum_of_bits(tensor.detach().contiguous().reshape(-1)) for tensor in tensors]
-        return int(sum(total.item() * (place + 1) for place, total in enumerate(sums))) & (1 << 62) - 1

@@ -48,9 +48,9 @@ class ToyAdam8bit(Optimizer):
     """Adam whose moments are bytes with one scale per block; counts steps in the group and on itself, as some do."""
 
     block = 16
+    calls = 0  # a copy of a torch optimizer loses what is set on it
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        self.calls = 0
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
