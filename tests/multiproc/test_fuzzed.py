@@ -1,0 +1,301 @@
+"""What `tests.fuzz` has found in its campaigns, each as the smallest loop that shows it."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step
+from tests.fuzz.toys import ToyCoupled, ToyScheduleFree
+from tests.multiproc.cases import assert_equal_models, assert_identical, sum_in_rank_order
+from tests.multiproc.harness import Cases, Setup
+
+case = Cases(group_timeout=20)
+
+Groups = Callable[[nn.Module], Any]
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
+
+
+def inputs_of(setup: Setup, step: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * setup.rank + step)
+    return torch.randn(*(shape or (4, 6)), generator=generator)
+
+
+def all_params(model: nn.Module) -> Any:
+    return list(model.parameters())
+
+
+class Both:
+    """The same model under DDP with the plain optimizer and with the sharded one."""
+
+    def __init__(
+        self,
+        build: Callable[..., Optimizer] = AdamW,
+        groups: Groups = all_params,
+        model: nn.Module | None = None,
+        ddp_options: dict[str, Any] | None = None,
+        zero_options: dict[str, Any] | None = None,
+        **defaults: Any,
+    ) -> None:
+        self.zero_options = {"overlap_with_ddp": True, "parameters_as_bucket_view": True, **(zero_options or {})}
+        self.ddp_options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4, **(ddp_options or {})}
+        model = mlp() if model is None else model
+        self.plain_module, self.module = copy.deepcopy(model), model
+        self.wrap()
+        self.plain = build(groups(self.plain_module), **defaults)
+        self.opt = ZeroRedundancyOptimizer(groups(self.module), build, **self.zero_options, **defaults)
+        self.register()
+
+    def wrap(self) -> None:
+        self.plain_ddp = DistributedDataParallel(self.plain_module, **self.ddp_options)
+        if self.zero_options.get("stage") == 2 and dist.get_world_size() > 2:
+            self.plain_ddp.register_comm_hook(None, sum_in_rank_order)
+        self.ddp = DistributedDataParallel(self.module, **self.ddp_options)
+
+    def register(self) -> None:
+        if self.opt._takes_hook:
+            self.ddp.register_comm_hook(None, hook_with_zero_step(None, self.ddp, self.opt))
+
+    def copy(self) -> None:
+        self.plain_module, self.plain = copy.deepcopy((self.plain_module, self.plain))
+        self.module, self.opt = copy.deepcopy((self.module, self.opt))
+        for param in (*self.plain_module.parameters(), *self.module.parameters()):
+            param.grad = None
+        self.wrap()
+        self.register()
+
+    @property
+    def sides(self) -> list[tuple[DistributedDataParallel, Any]]:
+        return [(self.plain_ddp, self.plain), (self.ddp, self.opt)]
+
+    def refuses(self, setup: Setup, match: str) -> None:
+        """A step of ours raises, and nothing has moved."""
+        before = [param.detach().clone() for param in self.module.parameters()]
+        loss = self.ddp(inputs_of(setup, 9)).square().mean()
+
+        def backward_and_step() -> None:
+            loss.backward()
+            self.opt.step()
+
+        with pytest.raises(RuntimeError, match=match):
+            backward_and_step()
+        assert_identical(before, [param.detach() for param in self.module.parameters()], "nothing has moved")
+
+    def train(self, setup: Setup, steps: int, calls_step: bool = True, shape: tuple[int, ...] = ()) -> None:
+        for step in range(steps):
+            for ddp, optimizer in self.sides:
+                optimizer.zero_grad()
+                ddp(inputs_of(setup, step, *shape)).square().mean().backward()
+                if calls_step or optimizer is self.plain:
+                    optimizer.step()
+            if calls_step or step:
+                assert_equal_models(self.plain_ddp, self.ddp, f"after step {step}")
+
+    def assert_moved(self, before: list[Tensor]) -> None:
+        assert not any(torch.equal(one, other) for one, other in zip(self.module.parameters(), before, strict=True))
+
+
+@case(2, 3)
+def _a_static_graph_and_an_unused_parameter_added_later(setup: Setup) -> None:
+    """The overlapped step took the zeros of its bucket for a gradient."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.never = mlp(), nn.Parameter(torch.ones(3))
+
+        def forward(self, inputs: Tensor) -> Any:
+            return self.used(inputs)
+
+    def used(model: nn.Module) -> Any:
+        return [param for name, param in model.named_parameters() if name != "never"]
+
+    both = Both(groups=used, model=Model(), ddp_options={"static_graph": True}, lr=0.1, weight_decay=0.5)
+    both.train(setup, 4)
+    for module, optimizer in ((both.plain_module, both.plain), (both.module, both.opt)):
+        optimizer.add_param_group({"params": [module.never]})
+    both.train(setup, 3)
+    assert torch.equal(both.module.get_parameter("never"), torch.ones(3))
+
+
+@case(2, 3)
+def _what_ddp_does_not_reduce_is_not_taken_for_an_average(setup: Setup) -> None:
+    """A parameter that was frozen when the model was wrapped: its owner's own gradient moved it on all ranks."""
+    modes: tuple[dict[str, Any], ...] = ({}, {"overlap_with_ddp": False})
+    for zero_options in (*modes, *({"stage": 2, **mode} for mode in modes)):
+        both = Both(zero_options=zero_options, lr=0.1)
+        both.train(setup, 2)
+        both.module.get_parameter("1.weight").requires_grad_(False)
+        both.plain_module.get_parameter("1.weight").requires_grad_(False)
+        both.wrap()
+        both.opt = ZeroRedundancyOptimizer(all_params(both.module), AdamW, **both.zero_options, lr=0.1)
+        both.plain = AdamW(both.plain_module.parameters(), lr=0.1)
+        both.register()
+        both.train(setup, 3)
+        both.module.get_parameter("1.weight").requires_grad_(True)
+        both.opt.zero_grad()
+        both.refuses(setup, r"Expected averaged gradients, got this rank's own for .*: DDP does not reduce it")
+        del both
+
+
+@case(2, 3)
+def _what_all_ranks_average_by_hand_is_taken(setup: Setup) -> None:
+    both = Both(lr=0.1)
+    extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for (_, optimizer), param in zip(both.sides, extra, strict=True):
+        optimizer.add_param_group({"params": [param]})
+    for step in range(5):
+        for (ddp, optimizer), param in zip(both.sides, extra, strict=True):
+            optimizer.zero_grad()
+            param.grad = torch.full((3,), 0.5 * step)
+            ddp(inputs_of(setup, step)).square().mean().backward()
+            optimizer.step()
+        assert_equal_models(both.plain_ddp, both.ddp, f"step {step}")
+        assert_identical(extra[0], extra[1], "the extra parameter")
+    assert not torch.equal(extra[1], torch.ones(3))
+    extra[1].grad = torch.full((3,), float(setup.rank))
+    both.refuses(setup, "DDP does not reduce it")
+
+
+@case(2, 3)
+def _ranks_without_parameters_of_a_group_follow_its_options(setup: Setup) -> None:
+    """Where one rank owns all of a group, options that its step computes were old on the others, and in their saves."""
+    for zero_options in ({"overlap_with_ddp": False}, {}, {"stage": 2}, {"sync": "forward"}):
+        both = Both(ToyCoupled, model=nn.Linear(6, 3, bias=False), zero_options=zero_options, lr=0.1)
+        for _ in range(5):  # 20 steps: also those in which nobody looks
+            both.train(setup, 4)
+            assert both.opt.param_groups[0]["d"] == both.plain.param_groups[0]["d"] != 1e-3
+        both.opt.consolidate_state_dict(to=setup.world_size - 1)
+        if setup.rank == setup.world_size - 1:
+            assert_identical(both.plain.state_dict(), both.opt.state_dict(), "state dict")
+
+
+@case(2)
+def _a_scheduled_tensor_learning_rate_in_a_loop_without_step(setup: Setup) -> None:
+    both = Both(lr=torch.tensor(0.1))
+    both.plain.param_groups[0]["lr"] = torch.tensor(0.1)  # of its own
+    before = [param.detach().clone() for param in both.module.parameters()]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in both.sides]
+    for step in range(4):
+        both.train(setup, 1, calls_step=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, which misses opt.step()
+            for scheduler in schedulers:
+                scheduler.step()
+        if step:
+            assert_equal_models(both.plain_ddp, both.ddp, f"step {step}")
+        assert_identical(both.plain.param_groups[0]["lr"], both.opt.param_groups[0]["lr"], "lr")
+    both.assert_moved(before)
+
+
+@case(2, 3)
+def _passes_that_no_hook_has_seen_may_be_local(setup: Setup) -> None:
+    """The optimizer learns of its DDP model at the first step, if that was wrapped later, as after a copy."""
+    both = Both(zero_options={"overlap_with_ddp": False}, lr=0.1)
+    both.train(setup, 2)
+    both.copy()
+    before = [param.detach().clone() for param in both.module.parameters()]
+    with both.ddp.no_sync():
+        both.ddp(inputs_of(setup, 9)).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"Expected averaged gradients, got this rank's own .*no_sync"):
+        both.opt.step()
+    assert_identical(before, [param.detach() for param in both.module.parameters()], "nothing has moved")
+    both.train(setup, 3)
+    both.assert_moved(before)
+
+
+def _join(both: Both, setup: Setup, counts: list[int], shape: tuple[int, ...] = ()) -> None:
+    """Different numbers of iterations; the plain model of a rank with most of them is right."""
+    for ddp, optimizer in both.sides:
+        with Join([ddp] if optimizer is both.plain else [ddp, optimizer]):
+            for step in range(counts[setup.rank]):
+                optimizer.zero_grad()
+                ddp(inputs_of(setup, step, *shape)).square().mean().backward()
+                if optimizer is both.plain and (limit := both.zero_options.get("max_grad_norm")):
+                    nn.utils.clip_grad_norm_(both.plain_module.parameters(), limit)
+                optimizer.step()
+    if counts[setup.rank] == max(counts):
+        assert_equal_models(both.plain_ddp, both.ddp, "at the end of Join")
+
+
+@case(2, 3)
+def _join_before_the_buckets_are_known_with_odd_strides(setup: Setup) -> None:
+    """Ranks that had joined sent their parameters in another order of elements than those that still trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(*size, 3, padding=1) for size in ((3, 1), (1, 4), (4, 3))))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    both = Both(model=model, zero_options={"max_grad_norm": 0.1}, lr=0.1)
+    before = [param.detach().clone() for param in both.module.parameters()]
+    _join(both, setup, [0, 3, 1][: setup.world_size], (2, 3, 5, 5))
+    both.assert_moved(before)
+
+
+@case(2, 3)
+def _join_after_a_step_that_was_not_taken(setup: Setup) -> None:
+    """The skipped step left a comparison of options open, which met the messages of ranks that had joined."""
+    for zero_options in ({"stage": 2, "overlap_with_ddp": False}, {}):
+        both = Both(zero_options={"max_grad_norm": 0.1, **zero_options}, lr=0.1)
+        before = [param.detach().clone() for param in both.module.parameters()]
+        both.opt.zero_grad()
+        (both.ddp(inputs_of(setup, 0)).square().mean() * (float("nan") if setup.rank == 0 else 1.0)).backward()
+        both.opt.step()
+        assert both.opt.last_step is not None
+        assert not both.opt.last_step.stepped
+        if setup.world_size == 2:  # where stage 2 sums as DDP does
+            _join(both, setup, [0, 4])
+        else:
+            _join(both, setup, [0, 4, 2])
+        both.assert_moved(before)
+        del both
+
+
+@case(2)
+def _methods_of_the_inner_class_in_a_loop_without_step(setup: Setup) -> None:
+    both = Both(ToyScheduleFree, lr=0.1)
+    both.train(setup, 4, calls_step=False)
+    for _, optimizer in both.sides:
+        optimizer.eval()
+    assert_equal_models(both.plain_ddp, both.ddp, "averages")
+    for _, optimizer in both.sides:
+        optimizer.train()
+    both.train(setup, 3, calls_step=False)
+
+
+@case(2)
+def _a_skipped_step_after_wrapping_again(setup: Setup) -> None:
+    """A new hook knows that the loop calls ``step()``: what is left out is dropped, not taken later."""
+    both = Both(SGD, lr=0.1)
+    both.train(setup, 4)
+    both.opt.reset()
+    both.wrap()
+    both.register()
+    for ddp, optimizer in both.sides:
+        optimizer.zero_grad()
+        ddp(inputs_of(setup, 7)).square().mean().backward()
+    both.train(setup, 4)
+
+
+@case(2)
+def _gradients_at_odd_places_are_compared(setup: Setup) -> None:
+    both = Both(zero_options={"overlap_with_ddp": False}, ddp_options={"bucket_cap_mb": 25}, lr=0.1)
+    both.train(setup, 2)
+    both.copy()  # the first step compares gradients, which are views of one bucket
+    assert {param.grad for param in both.module.parameters()} == {None}
+    both.train(setup, 2)
+
+
+@case.each
+def test_fuzzed(run: Callable[[], None]) -> None:
+    run()
