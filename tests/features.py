@@ -1,12 +1,22 @@
-"""What works today, each with the tests that show it: the source of the README's table.
+"""What works today, each with the tests that show it: the source of docs/status.md.
 
-``python -m tests.features`` writes the table into the README; a test fails when they differ.
+``python -m tests.features`` writes that page; a test fails when they differ.
 """
 
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
-_BEGIN, _END = "<!-- features: begin -->", "<!-- features: end -->"
+STATUS = Path(__file__).parent.parent / "docs" / "status.md"
+_HEADER = """\
+# Status
+
+What works today, and the test that shows it. For what does not work, see [limits](limits.md).
+
+`python -m tests.features` writes this page from `tests/features.py`, where the column *works* is typed by hand.
+`pytest tests/multiproc/test_readme.py` fails when the two differ, or when a test named here does not exist.
+
+| what | works | shown by |
+| --- | --- | --- |
+"""
 
 _HERE = "tests/multiproc/"
 PARITY = _HERE + "test_parity.py::test_every_optimizer_equals_ddp_with_the_plain_one"
@@ -46,8 +56,8 @@ FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 FEATURES: list[tuple[str, str, str]] = [
-    ("Every `torch.optim` class for dense gradients but LBFGS: bit-equal to DDP + the plain one", "yes", PARITY),
-    ("Optimizers from elsewhere (per-parameter norms, 8-bit state, counters in groups)", "yes", PARITY),
+    ("Every `torch.optim` class for dense gradients except LBFGS: bit-equal to DDP + the plain one", "yes", PARITY),
+    ("Optimizers of other libraries (per-parameter norms, 8-bit state, counters in groups)", "yes", PARITY),
     ("Parameter groups, schedulers, options changed or added at any time", "yes", PARAMETERS),
     ("Mixed dtypes, complex, zero-element, channels-last, tied, missing gradients", "yes", PARAMETERS),
     ("Freezing and unfreezing between steps; frozen parameters are not sent", "yes", PARAMETERS),
@@ -84,25 +94,33 @@ FEATURES: list[tuple[str, str, str]] = [
         "yes",
         STAGE_2,
     ),
-    ("... a norm of a part of the gradients is refused, with the remedy", "yes", STAGE_2),
+    ("... a partial norm of the gradients is refused, with the remedy", "yes", STAGE_2),
     ('`sync="forward"`: a sync may outlast its step; every mode bit-equal', "yes", IN_FORWARD),
-    ("... whoever uses a parameter waits: layers, `state_dict`, averages, writes, copies, collectives", "yes", USES),
+    ("... any access to a parameter waits: layers, `state_dict`, averages, writes, copies, collectives", "yes", USES),
     (
         "Clipping, `GradScaler` with overflows, own loss scale, fp32 masters, accumulation: bit-equal in every mode",
         "yes",
         RECIPES,
     ),
-    ("... an inf or nan on one rank: nothing changes anywhere; `opt.last_step` names where it was", "yes", DECIDE),
-    ("... clipped or unscaled in the loop with overlap: the first step waits, and later ones do", "yes", DECIDE),
+    (
+        "... an inf or NaN on one rank: nothing is stepped anywhere; `opt.last_step` names where it was",
+        "yes",
+        DECIDE,
+    ),
+    ("... clipped or unscaled in the loop with overlap: the first step and all later ones wait", "yes", DECIDE),
     ("... the same decision under `Join`, with unused parameters, and where a rank owns nothing", "yes", DECIDE),
     ("Sharded checkpoints: stages 1 and 2 and plain at 1 to 4 ranks resume each other bit for bit", "yes", RESUMES),
     (
-        "... SIGKILL at 50 random moments: a whole checkpoint is always there, and continues",
+        "... SIGKILL at 50 random moments: a complete checkpoint always exists, and continues",
         "yes",
         KILLED,
     ),
-    ("... a GPT killed in training and resumed at another number of ranks prints the same losses", "yes", KILLED_GPT),
-    ("... hostile files, also with checksums that fit, are refused before anything is changed", "yes", HOSTILE),
+    (
+        "... a GPT killed in training and resumed at a different number of ranks prints the same losses",
+        "yes",
+        KILLED_GPT,
+    ),
+    ("... hostile files, also with matching checksums, are refused before anything is changed", "yes", HOSTILE),
     ("... in the background; memory of the shard and one tensor; what does not fit is listed", "yes", CHECKPOINT),
     (
         "... read by `torch.distributed.checkpoint`; torch's `get_optimizer_state_dict`",
@@ -118,7 +136,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Optimizers that couple parameters raise on every rank; `check_shardable`", "yes", COUPLED),
     ("`train()`, `eval()` and other methods of the inner class act on all ranks", "yes", FORWARDED),
     ("An error of one rank's local step is raised on all ranks, with its text", "yes", FAILURES),
-    ("A job that `torchrun` restarts ends as the unbroken one", "yes", RESTART),
+    ("A job that `torchrun` restarts ends as an unbroken one", "yes", RESTART),
     ("Random programs, compared with DDP + the plain optimizer after every step", "yes", FUZZ),
     ("LBFGS, sparse gradients", "no: clear error", MISUSE),
     ("Complex parameters with overlap or stage 2", "no: clear error", STAGE_2),
@@ -127,17 +145,10 @@ FEATURES: list[tuple[str, str, str]] = [
 
 
 def render() -> str:
-    """The table as Markdown."""
-    rows = ["| what | works | shown by |", "| --- | --- | --- |"]
-    rows += [f"| {what} | {works} | {f'`{test}`' if test else ''} |" for what, works, test in FEATURES]
-    return "\n".join([_BEGIN, *rows, _END])
-
-
-def table_in_readme() -> str:
-    """The table as the README has it."""
-    text = README.read_text()
-    return text[text.index(_BEGIN) : text.index(_END) + len(_END)]
+    """The page as Markdown."""
+    rows = [f"| {what} | {works} | {f'`{test}`' if test else ''} |\n" for what, works, test in FEATURES]
+    return _HEADER + "".join(rows)
 
 
 if __name__ == "__main__":
-    README.write_text(README.read_text().replace(table_in_readme(), render()))
+    STATUS.write_text(render())

@@ -34,7 +34,7 @@ def act(side: Side, action: Action, memory: Memory, sees_output: bool = True) ->
     elif name == "construct":
         param = side.params[arguments[0] % len(side.params)]
         if isinstance(side.optimizer, ZeroRedundancyOptimizer):
-            side.optimizer.finish_sync()  # these do not wait: see the limits in the README
+            side.optimizer.finish_sync()  # these do not wait: see docs/limits.md
         like = torch.empty(1, dtype=param.dtype)
         made = torch.Tensor(param) if param.dtype == torch.float32 else like.new_tensor(param)
         side.seen.append(("constructed", made.detach().clone() if sees_output else None))

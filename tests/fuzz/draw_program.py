@@ -138,7 +138,7 @@ def _passes(drawing: _Drawing) -> tuple[str, ...]:
 
 
 def _rounds_otherwise(case: Case) -> bool:
-    """DDP without a hook rounds otherwise where gradients are kept in its buckets: see the limits in the README."""
+    """DDP without a hook rounds otherwise where gradients are kept in its buckets: see docs/limits.md."""
     is_power = case.ranks & (case.ranks - 1) == 0
     ours_has_hook = case.mode.stage == 1 and case.ddp.hook is None
     return not is_power and ours_has_hook and case.ddp.gradient_as_bucket_view

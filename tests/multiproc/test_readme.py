@@ -1,6 +1,7 @@
-"""The README says what is true: its example and diffs run and agree, its table is the generated one."""
+"""The front door says what is true: example and diffs run and agree, minimal.py learns, links lead somewhere."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import torch
 
-from tests.features import FEATURES, README, render, table_in_readme
+from tests.features import FEATURES, STATUS, render
 from tests.multiproc.cases import assert_identical
 
+ROOT = Path(__file__).parents[2]
+README, MIGRATING = ROOT / "README.md", ROOT / "docs" / "migrating.md"
 _LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -21,7 +24,7 @@ def _example() -> str:
 
 
 def _undo(source: str, diff: str) -> str:
-    """The example as it was before one of the README's diffs."""
+    """The example as it was before one of the diffs in docs/migrating.md."""
     lines = source.splitlines()
     removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]
     for line in diff.splitlines():
@@ -33,7 +36,7 @@ def _undo(source: str, diff: str) -> str:
 
 def _final_parameters(source: str, folder: Path, name: str) -> dict[str, torch.Tensor]:
     script, result = folder / f"{name}.py", folder / f"{name}.pt"
-    # torch aborts some exits where Gloo's threads outlive the group, see ddp_zero/collectives.py: leave nothing behind
+    # torch aborts some exits where Gloo's threads outlive the group, see examples/train_gpt.py: leave nothing behind
     save = f"if dist.get_rank() == 1: torch.save(model.state_dict(), {str(result)!r})"
     leave = "import gc\ndel model, opt\ngc.collect()\ndist.destroy_process_group()"
     script.write_text(f"import torch.distributed.nn\n{source}\n{save}\n{leave}\n")
@@ -49,7 +52,7 @@ def test_the_example_and_what_it_replaces_give_the_same_parameters(tmp_path: Pat
     torch.manual_seed(0)
     untrained = torch.nn.Linear(20, 3).weight
     assert not torch.equal(ours["module.weight"], untrained)
-    diffs = re.findall(r"```diff\n(.*?)```", README.read_text(), re.DOTALL)
+    diffs = re.findall(r"```diff\n(.*?)```", MIGRATING.read_text(), re.DOTALL)
     assert len(diffs) == 2
     for position, diff in enumerate(diffs):
         before = _undo(example, diff)
@@ -58,8 +61,33 @@ def test_the_example_and_what_it_replaces_give_the_same_parameters(tmp_path: Pat
         assert_identical(_final_parameters(before, tmp_path, f"before{position}"), ours, "parameters")
 
 
-def test_the_table_of_what_works_is_the_generated_one_and_names_tests_that_exist() -> None:
-    assert table_in_readme() == render()
+def _run_minimal(folder: Path) -> dict[int, float]:
+    """Losses by step, as rank 0 prints them."""
+    command = [*_LAUNCH, str(ROOT / "examples" / "minimal.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = re.findall(r"^step (\d+) loss (\S+) stepped", ended.stdout, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def test_the_minimal_example_learns_and_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    first, second = _run_minimal(tmp_path), _run_minimal(tmp_path)
+    assert list(first) == [1, 21, 41, 61, 81]
+    assert list(second) == [101, 121, 141, 161, 181]
+    assert first[81] < first[1] / 10
+    assert second[101] < first[1] / 10
+
+
+def test_links_in_the_documentation_lead_to_files() -> None:
+    pages = [README, *sorted((ROOT / "docs").glob("*.md"))]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)[^)]*\)", page.read_text())]
+    assert len({link for page, link in links if page == README and link.startswith("docs/")}) == len(pages) - 1
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_page_of_what_works_is_the_generated_one_and_names_tests_that_exist() -> None:
+    assert STATUS.read_text() == render()
     for _, works, test in FEATURES:
         assert test or works == "no"
         if test:
