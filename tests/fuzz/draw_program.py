@@ -74,7 +74,7 @@ def _train(drawing: _Drawing, **given: Any) -> None:
     is_simple = facts["passes"] == ("last",)
     if is_simple and _may_have_closure(case) and drawing.chance(0.05):
         facts["closure"] = True
-    elif not drawing.has_prehook and _may_overflow(case) and drawing.chance(0.12):
+    elif not drawing.has_prehook and _may_overflow(drawing) and drawing.chance(0.12):
         facts["nonfinite"] = (rng.randrange(case.ranks), rng.choice(["inf", "nan"]))
     if drawing.chance(0.12):
         facts["before"] = (_harmless(drawing),)
@@ -112,11 +112,11 @@ def _may_have_closure(case: Case) -> bool:
     return is_bare and case.loop.calls_step and not case.optim.name.startswith("toy")
 
 
-def _may_overflow(case: Case) -> bool:
+def _may_overflow(drawing: _Drawing) -> bool:
     """Whether a gradient that is not finite makes a step that is not taken, on both sides."""
-    mode = case.mode
+    case, mode = drawing.case, drawing.case.mode
     if case.loop.scaler:
-        return True
+        return drawing.has_trained or "fused" not in case.optim.name  # which makes its state in a step it does not take
     if mode.nonfinite in ("skip", "raise"):
         return case.loop.clip is None
     return mode.nonfinite is None and (mode.clips or mode.loss_scale is not None)
