@@ -28,9 +28,10 @@ from ddp_zero.backward.reducer import has_hook
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.local.absent import tell_nonfinite
 from ddp_zero.local.awaited import untouched
+from ddp_zero.local.masters import GradientSource, PublishedGradients
 from ddp_zero.reach_gradients import CHANGED, ReachesGradients
 from ddp_zero.step.decision import AmpState, Occasion
-from ddp_zero.step.join import BorrowedGradients, serve_joined
+from ddp_zero.step.join import borrow_gradients, serve_joined
 from ddp_zero.step.record import StepRecord, StepRegime
 
 
@@ -155,8 +156,10 @@ class TakesSteps(ReachesGradients, Joinable):
         """After writing to the model's parameters: take them for the truth. Never communicates.
 
         Raises:
-            RuntimeError: without ``master_weights=True``.
+            RuntimeError: without ``master_weights=True``; between a backward pass that has stepped and ``opt.step()``.
         """
+        if self._hook is not None:
+            self._hook.check_before_step("opt.refresh_master_weights()")
         if not self._sharded.stepped.has_masters:
             raise RuntimeError("Expected master weights, got none. Build the optimizer with master_weights=True.")
         self._sharded.stepped.refresh()
@@ -193,12 +196,14 @@ class TakesSteps(ReachesGradients, Joinable):
             if amp is not None and self.last_step is not None and not self.last_step.stepped:
                 tell_nonfinite(param.grad for param in sharded.table.params)
 
-    def _occasion(self, amp: AmpState | None) -> Occasion:
+    def _occasion(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> Occasion:
         hook, joins = self._hook, self._join_config.enable
         if hook is None:
-            return Occasion(StepRegime.STANDALONE, amp=amp, may_have_joined=joins)
+            source = borrowed or PublishedGradients(self._sharded.table.params)
+            return Occasion(StepRegime.STANDALONE, source, amp=amp, may_have_joined=joins)
         waits = self._why_wait() is not None or not hook.step_is_due
-        return Occasion(StepRegime.DEFERRED, hook.exact, hook.deferred_because, waits, amp, joins)
+        source = borrowed or hook.gradients
+        return Occasion(StepRegime.DEFERRED, source, hook.deferred_because, waits, amp, joins)
 
     def _step_joined(self) -> None:
         """The same as `step`, on a rank that has run out of inputs: without a closure, with gradients from a peer."""
@@ -208,12 +213,11 @@ class TakesSteps(ReachesGradients, Joinable):
             return
         sharded.refresh(may_talk=not self._join_config.enable)
         nothing = dict[int, Tensor]().__getitem__
-        with BorrowedGradients(sharded, nothing):
-            self._take_borrowed()
+        self._take_borrowed(borrow_gradients(sharded, nothing))
 
-    def _take_borrowed(self) -> None:
+    def _take_borrowed(self, source: GradientSource) -> None:
         self._sharded.begin()
-        self._decision.take(self._occasion(None))
+        self._decision.take(self._occasion(None, source))
 
     # Callers that come between backward and step
 

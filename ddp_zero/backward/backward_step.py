@@ -13,7 +13,8 @@ from ddp_zero.backward.gradients import Arrival, Gradients
 from ddp_zero.backward.reducer import in_backward
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.tracing import label
-from ddp_zero.step.join import BorrowedGradients, serve_joined, share_options
+from ddp_zero.local.masters import GradientSource
+from ddp_zero.step.join import borrow_gradients, serve_joined, share_options
 from ddp_zero.step.sharded_step import ShardedStep
 
 
@@ -51,16 +52,7 @@ class BackwardStep:
         with self._side.running(arrival.params[0].device):
             with label("wait_reduce", bucket=index):
                 arrival.wait()
-            segment = sharded.binding.plan.buckets[index].segments[sharded.comm.group_rank]
-            params = {param: sharded.table.params[param] for param in segment.params}
-            published = [param.grad for param in params.values()]
-            for place, param in params.items():
-                param.grad = arrival.gradient(place)
-            try:
-                sharded.step_bucket(index, arrival.exact)
-            finally:
-                for param, grad in zip(params.values(), published, strict=True):
-                    param.grad = grad  # the reducer insists on its own tensor
+            sharded.step_bucket(index, arrival)
         arrival.release()
 
     def finish(self) -> None:
@@ -73,15 +65,13 @@ class BackwardStep:
     def step_all(self, has_joined: bool) -> None:
         """Step from published gradients, or on a rank that has joined from those that a peer sends."""
         sharded = self._sharded
+        source: GradientSource = self._gradients
         if has_joined:
-            with BorrowedGradients(sharded, self.reduced_gradient):
-                sharded.begin()
-                sharded.run(self._gradients.exact)
-            return
-        if self.join_is_on():
+            source = borrow_gradients(sharded, self.reduced_gradient)
+        elif self.join_is_on():
             serve_joined(sharded, self._gradients.reach_joined)
         sharded.begin()
-        sharded.run(self._gradients.exact)
+        sharded.run(source)
 
     def reduced_gradient(self, index: int) -> Tensor:
         """What the reduction left on this rank for a parameter that it owns."""

@@ -95,8 +95,11 @@ class Gradients(Protocol):
     def has_local(self) -> bool:
         """Whether a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
 
+    def gradient(self, index: int) -> Tensor | None:
+        """After backward, of an owned parameter: what is in ``param.grad``."""
+
     def exact(self, index: int) -> Tensor | None:
-        """What is in ``param.grad`` of an owned parameter, in the dtype of its sum, where that is another one."""
+        """The same in the dtype of its sum, where it differs from the parameter's."""
 
     def reset(self) -> None:
         """Drop the iteration without waiting for anybody."""
@@ -207,8 +210,13 @@ class WholeGradients:
         """Nothing is known: the reducer adds to what is in ``param.grad``."""
         return False
 
-    def exact(self, index: int) -> None:
+    def gradient(self, index: int) -> Tensor | None:
+        """What DDP has published."""
+        return self._sharded.table.params[index].grad
+
+    def exact(self, index: int) -> Tensor | None:
         """DDP sums in the parameter's dtype."""
+        return None
 
     def reset(self) -> None:
         """Nothing is held."""

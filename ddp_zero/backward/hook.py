@@ -50,8 +50,9 @@ from ddp_zero.backward.reducer import (
 from ddp_zero.backward.regime import Choice, Facts, Regime, choose
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.tracing import label, logger
+from ddp_zero.local.masters import GradientSource
 from ddp_zero.plan.shard_plan import owners_by_bucket
-from ddp_zero.step.join import BorrowedGradients
+from ddp_zero.step.join import borrow_gradients
 from ddp_zero.step.record import StepRecord, StepRegime
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.watch import LocalWatch
@@ -77,7 +78,7 @@ class OverlapHook:
         accumulates: whether backward passes only reduce for now, whatever ``why_wait`` says.
         step_is_due: whether the first step of all waits for the first of ``opt.step()`` and the next forward pass.
         late: what a backward pass has left, to be compared with what ``opt.step()`` finds.
-        exact: what ``param.grad`` shows of an owned parameter, in the dtype of its sum, where that is another one.
+        gradients: where averaged gradients are.
     """
 
     def __init__(
@@ -99,8 +100,7 @@ class OverlapHook:
         self.accumulates = False
         self._sharded = sharded
         self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
-        self._gradients = gradients
-        self.exact = gradients.exact
+        self.gradients = gradients
         self._table = sharded.table
         self._split = split
         self._overlaps = overlaps
@@ -135,10 +135,10 @@ class OverlapHook:
         self._matching += matches
         self._watch.note(params, bucket.buffer())
         with label("reduce", bucket=index):
-            future, arrival = self._gradients.start(state, bucket, index, matches)
+            future, arrival = self.gradients.start(state, bucket, index, matches)
         self._step.arrived.append(arrival)
         self._carry_out(actions)
-        self._gradients.settle()
+        self.gradients.settle()
         if is_last:
             self._passes.reduced()
         if is_last and in_backward():
@@ -185,7 +185,7 @@ class OverlapHook:
 
     def has_only_local(self) -> bool:
         """Stage 2: whether no gradient was reduced since the last step, and some backward pass has left its own."""
-        return not self.is_waiting and self._gradients.has_local()
+        return not self.is_waiting and self.gradients.has_local()
 
     @property
     def deferred_because(self) -> str | None:
@@ -197,22 +197,21 @@ class OverlapHook:
         """Whether averaged gradients wait for ``opt.step()``."""
         return self.machine.phase is Phase.WAITING
 
-    def step_joined(self, take: Callable[[], object]) -> None:
+    def step_joined(self, take: Callable[[GradientSource], object]) -> None:
         """On a rank that has joined, after DDP's own shadow: finish the iteration with a peer's gradients.
 
         Args:
-            take: takes a step that has waited for all gradients.
+            take: takes a step that has waited for all gradients, from these.
         """
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred(has_joined=True)
         self._sharded.binding.settle()  # as ranks that still train do: storage decides the order of what is sent
         if self.is_waiting:
-            with BorrowedGradients(self._sharded, self._step.reduced_gradient):
-                take()
+            take(borrow_gradients(self._sharded, self._step.reduced_gradient))
         elif self.machine.phase is Phase.STEPPED:
             self._record()
         self.machine.step_shadowed()
-        self._gradients.close()
+        self.gradients.close()
         self._step.arrived.clear()
         self._sharded.raise_errors()
 
@@ -221,7 +220,7 @@ class OverlapHook:
         self.machine.reset()
         self.may_be_replaced = True
         self._step.arrived.clear()
-        self._gradients.reset()
+        self.gradients.reset()
         self._watch.clear()
         self.step_is_due = False
         self._sharded.binding.sync.abandon()
@@ -232,7 +231,7 @@ class OverlapHook:
         Raises:
             RuntimeError: if one has.
         """
-        if self._gradients.held():
+        if self.gradients.held():
             raise RuntimeError(
                 f"Expected all averaged gradients in param.grad at opt.step(), got some that an interrupted backward "
                 f"pass has taken out ({self.machine.where}). Call opt.zero_grad(), or opt.reset() and start anew."
@@ -240,21 +239,21 @@ class OverlapHook:
 
     def drop_carried(self) -> None:
         """The user has dropped the gradients."""
-        self._gradients.drop_carried()
+        self.gradients.drop_carried()
         self._watch.clear()
         self.step_is_due = False
         self.machine.gradients_dropped()
 
     def detach(self) -> None:
         """Another hook takes over."""
-        self._gradients.detach()
+        self.gradients.detach()
 
     def describe(self) -> list[str]:
         """The regime of the last iteration, and why; what the gradients need."""
         until = "opt.step()" if self._choice.regime is Regime.REDUCE_ONLY else "the end of backward"
         regime = f"deferred to {until}: {self.deferred_because}" if self.deferred_because else "overlapped"
         line = f"regime: {regime} ({self.machine.status.name}, {self.machine.phase.name})"
-        return [line, *self._gradients.describe()]
+        return [line, *self.gradients.describe()]
 
     # An iteration
 
@@ -276,11 +275,11 @@ class OverlapHook:
         self.step_is_due = False
         self.late.check_earlier()
         self.late.forget()
-        self._gradients.open(self._layout_is_final())
+        self.gradients.open(self._layout_is_final())
         self.may_be_replaced = False
         self._matching = 0
-        self._sharded.refresh(not self._step.join_is_on(), held=self._gradients.held())
-        if self._step.join_is_on() and self._gradients.held():
+        self._sharded.refresh(not self._step.join_is_on(), held=self.gradients.held())
+        if self._step.join_is_on() and self.gradients.held():
             raise RuntimeError(
                 "Expected zero_grad() before every backward pass under Join with stage=2, got averaged gradients of an "
                 f"earlier one ({self.machine.where}): a rank that has joined cannot add to its own."
@@ -288,7 +287,7 @@ class OverlapHook:
 
     def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
         known = self._compositions
-        if self._table is not self._sharded.table or not self._gradients.fits_plan():
+        if self._table is not self._sharded.table or not self.gradients.fits_plan():
             return False
         return index < len(known) and known[index] == tuple(map(id, params)) and is_last == (index == len(known) - 1)
 
@@ -322,7 +321,7 @@ class OverlapHook:
         """After the reducer has published the gradients."""
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred()
-        self._gradients.publish(was_consumed=self._step.has_begun and self.deferred_because is None)
+        self.gradients.publish(was_consumed=self._step.has_begun and self.deferred_because is None)
         self._step.arrived.clear()  # they hold reduced buckets
         self._sharded.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         self._sharded.binding.settle()
@@ -346,7 +345,7 @@ class OverlapHook:
         unreduced = self._sharded.binding.not_reduced
         if unreduced and self._choice.regime is Regime.DEFERRED and not self._step.join_is_on():
             check_averaged(self._sharded, unreduced, NO_BUCKET)
-        self._gradients.lend_all(has_joined)
+        self.gradients.lend_all(has_joined)
         for action in self.machine.backward_finished():
             if isinstance(action, AdoptLayout):
                 self._adopt_layout()  # before gradients are lent: they go to the new owners
@@ -375,7 +374,7 @@ class OverlapHook:
         self._compositions = self._step.compositions()
         if is_final:
             machine.layout_adopted()
-            self._gradients.adopted()
+            self.gradients.adopted()
 
     def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
         if self._compositions or not has_static_graph(self._ddp):

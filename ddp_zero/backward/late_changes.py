@@ -318,6 +318,8 @@ def _mark(grad: Tensor) -> tuple[int, int]:
 def _sum_of_bits(memory: Tensor) -> Tensor:
     """A number that differs where bits do, but for permutations: 8 bytes at a time as integers, wrapping around."""
     raw = memory.view(torch.uint8)
-    whole = raw.numel() // 8 * 8 if raw.storage_offset() % 8 == 0 else 0
+    if raw.storage_offset() % 8:
+        return raw.sum()  # no number of 8 bytes begins there
+    whole = raw.numel() // 8 * 8
     total = raw[:whole].view(torch.int64).sum()
     return total if whole == raw.numel() else total + raw[whole:].sum()

@@ -13,7 +13,7 @@ Alternatives considered: one optimizer per bucket (breaks ``optim.state`` and cl
 only groups that have parameters (a plain optimizer also visits groups whose parameters have no gradient).
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -179,6 +179,8 @@ class LocalStep:
                 copy_options(options, group)
         vars(inner).update(self._plain_counters)
         if self._stepped:
+            _drop_new_counters(vars(inner), self._plain_counters)
+            _drop_new_counters(inner.state, self._shared_counters)
             inner.state.update(self._shared_counters)
             for tensor, before in self._counters:
                 tensor.copy_(before)
@@ -215,6 +217,13 @@ def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:
     return {
         k: v for k, v in holder.items() if not isinstance(k, Tensor) and (type(v) in plain or isinstance(v, Tensor))
     }
+
+
+def _drop_new_counters(holder: MutableMapping[Any, Any], known: Mapping[Any, Any]) -> None:
+    """Forget those that the step of another bucket has made."""
+    for name in _counters_in(holder):
+        if name not in known:
+            del holder[name]
 
 
 def _once(loss: Any) -> Closure:

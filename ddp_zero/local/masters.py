@@ -8,11 +8,11 @@ Gradients are lent for the moment of a bucket's step: a master gets its paramete
 them (clipping, loss scaling) it does so on copies, so ``param.grad`` stays as backward left it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,15 +23,36 @@ from ddp_zero.local.parameters import ParameterTable
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
-ExactGradient = Callable[[int], Tensor | None]
-"""A parameter's gradient, by index, in the dtype in which it was summed; None where that is the parameter's."""
-
 MASTER_KEY = "master_weight"
 """Where the fp32 master of a parameter is in its state."""
 
 
-def no_exact_gradient(index: int) -> None:
-    """Gradients were summed in the dtype of their parameters."""
+class GradientSource(Protocol):
+    """Where a step finds gradients, by parameter index."""
+
+    def gradient(self, index: int) -> Tensor | None:
+        """In the parameter's shape and dtype; None if there is none."""
+
+    def exact(self, index: int) -> Tensor | None:
+        """In the dtype of the sum, where it differs from the parameter's."""
+
+
+class PublishedGradients:
+    """Gradients in ``param.grad``, summed in the dtype of their parameters.
+
+    Args:
+        params: all parameters, by index.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+
+    def gradient(self, index: int) -> Tensor | None:
+        """What is in ``param.grad``."""
+        return self._params[index].grad
+
+    def exact(self, index: int) -> None:
+        """It is what ``gradient`` gives."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,29 @@ class GradientFactors:
 
     def __bool__(self) -> bool:
         return self.inverse_scale is not None or bool(self.coefficients)
+
+
+class ScaledGradients:
+    """Gradients as the step takes them, in the dtype of what is stepped, times its factors.
+
+    Args:
+        stepped: what is stepped.
+        source: the gradients.
+        factors: what they are multiplied by.
+    """
+
+    def __init__(self, stepped: "SteppedTensors", source: GradientSource, factors: GradientFactors) -> None:
+        self._stepped = stepped
+        self._source = source
+        self._factors = factors
+
+    def gradient(self, index: int) -> Tensor | None:
+        """A new tensor, unless there is nothing to multiply by."""
+        grad = self._stepped.gradient(index, self._source)
+        return None if grad is None else self._factors.apply(index, grad)
+
+    def exact(self, index: int) -> None:
+        """It is what ``gradient`` gives."""
 
 
 class SteppedTensors:
@@ -153,44 +197,36 @@ class SteppedTensors:
     # A step
 
     @contextmanager
-    def lent(self, indices: Sequence[int], exact: ExactGradient, factors: GradientFactors | None) -> Iterator[None]:
+    def lent(self, indices: Sequence[int], source: GradientSource) -> Iterator[None]:
         """For a step of these parameters: their gradients where the inner optimizer looks for them.
 
-        Afterwards parameters are their rounded masters, and ``param.grad`` is what it was.
+        Afterwards parameters are their rounded masters, and every ``grad`` is what it was.
         """
-        if not self._masters and not factors:
-            yield  # nothing stands between param.grad and the inner optimizer
-            return
-        params = self._table.params
-        with_grad = [index for index in indices if params[index].grad is not None]
-        stepped = [index for index in with_grad if index in self._masters]
-        replaced = [index for index in with_grad if factors and index not in self._masters]
-        before = [params[index].grad for index in replaced]
+        before: list[tuple[Tensor, Tensor | None]] = []
         try:
             with torch.no_grad():
-                for index in stepped:
-                    self._masters[index].grad = self.gradient(index, exact, factors)
-                for index in replaced:
-                    params[index].grad = self.gradient(index, exact, factors)
+                for index in indices:
+                    stepped, grad = self[index], self.gradient(index, source)
+                    if grad is not stepped.grad:
+                        before.append((stepped, stepped.grad))
+                        stepped.grad = grad
+            moved = [index for index in indices if index in self._masters and self._masters[index].grad is not None]
             yield
-            if stepped:
+            if moved:
                 with torch.no_grad():
-                    rounded = [params[index] for index in stepped]
-                    torch._foreach_copy_(rounded, [self._masters[index] for index in stepped])
+                    params = [self._table.params[index] for index in moved]
+                    torch._foreach_copy_(params, [self._masters[index] for index in moved])
         finally:
-            for index in stepped:
-                self._masters[index].grad = None
-            for index, grad in zip(replaced, before, strict=True):
-                params[index].grad = grad
+            for stepped, grad in before:
+                stepped.grad = grad
 
-    def gradient(self, index: int, exact: ExactGradient, factors: GradientFactors | None) -> Tensor:
-        """What a parameter is stepped from, in the dtype of what is stepped; it must have a gradient."""
-        grad = self._table.params[index].grad
-        assert grad is not None, "asked for those that have one"
-        if index in self._masters:
-            precise = exact(index)
-            grad = (grad if precise is None else precise).to(torch.float32)
-        return factors.apply(index, grad) if factors else grad
+    def gradient(self, index: int, source: GradientSource) -> Tensor | None:
+        """What a parameter is stepped from, in the dtype of what is stepped; None if it has no gradient."""
+        if index not in self._masters:
+            return source.gradient(index)
+        exact = source.exact(index)
+        grad = source.gradient(index) if exact is None else exact
+        return None if grad is None else grad.to(torch.float32)
 
     # The model's parameters and the masters
 

@@ -112,7 +112,7 @@ class SummedGradients(WholeGradients):
         self._visible.forget_taken()
         self._reduces = False
 
-    def exact(self, index: int) -> Tensor | None:  # type: ignore[override]
+    def exact(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
         grad = self._sharded.table.params[index].grad
         return None if grad is None else self._visible.exact(grad)

@@ -195,6 +195,10 @@ class PartitionedGradients:
         """Every pass is seen once buckets are reduced to their owners; before that, forward passes are."""
         return self._saw_local_pass if self._memory.layouts else self._passes.last_is_local
 
+    def gradient(self, index: int) -> Tensor | None:
+        """What is shown in ``param.grad``."""
+        return self._sharded.table.params[index].grad
+
     def exact(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
         grad = self._sharded.table.params[index].grad

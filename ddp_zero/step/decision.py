@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.local.local_step import ParamGroup
-from ddp_zero.local.masters import ExactGradient, GradientFactors, no_exact_gradient
+from ddp_zero.local.masters import GradientFactors, GradientSource, ScaledGradients
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
 from ddp_zero.plan.partition import GroupRank
@@ -57,12 +57,12 @@ class Occasion:
         deferred_because: for the record.
         waits: whether the step waits for all gradients, so that looking at them delays nothing.
         amp: what a `GradScaler` has said, if one is used.
-        exact: gradients in the dtype of their sum.
+        source: the gradients.
         may_have_joined: whether ranks may have run out of inputs.
     """
 
     regime: StepRegime
-    exact: ExactGradient = no_exact_gradient
+    source: GradientSource
     deferred_because: str | None = None
     waits: bool = False
     amp: AmpState | None = None
@@ -141,12 +141,13 @@ class Decision:
         self.watch.is_on |= checks
         scale = self._scale(occasion)
         if checks and findings.nonfinite:
-            parameter, rank = self._find_culprit()
+            parameter, rank = self._find_culprit(occasion.source)
             if parameter is not None or not findings.is_suspicion:
                 self._do_not_step(occasion, findings, scale, parameter, rank)
                 return None
-        sharded.factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
-        result = sharded.run(occasion.exact, **kwargs)
+        factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
+        source = ScaledGradients(sharded.stepped, occasion.source, factors) if factors else occasion.source
+        result = sharded.run(source, **kwargs)
         if self.loss_scale is not None:
             self.loss_scale.after_step(has_overflowed=False)
         norm, coefficient = self.clipped if findings.norm is None else (findings.norm, findings.smallest)
@@ -192,18 +193,14 @@ class Decision:
         limits = self._limits()
         if not checks and not limits:
             return _Findings()
-        sharded = self._sharded
-        owned = [index for index in sharded.binding.owned() if sharded.table.params[index].grad is not None]
-        for index in owned:
-            grad = sharded.table.params[index].grad
-            if isinstance(grad, AbsentGradient):
-                grad.refuse()
+        sharded, source = self._sharded, occasion.source
+        owned = [index for index in sharded.binding.owned() if _is_there(source.gradient(index))]
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
-            norms = self._norms(owned, occasion.exact, inverse)
+            norms = self._norms(owned, source, inverse)
         elif occasion.amp is None:
-            flag = _suspect_nonfinite(sharded.stepped.gradient(index, occasion.exact, None) for index in owned)
+            flag = _suspect_nonfinite(_known(sharded.stepped.gradient(index, source)) for index in owned)
         if occasion.amp is not None:
             flag = occasion.amp.found_nonfinite.clamp(max=1.0)
         if not limits:
@@ -220,14 +217,13 @@ class Decision:
         nonfinite = found > 0 or (occasion.amp is None and not math.isfinite(norm_read))
         return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping)
 
-    def _norms(self, owned: Sequence[int], exact: ExactGradient, inverse: Tensor | float | None) -> dict[int, Tensor]:
+    def _norms(self, owned: Sequence[int], source: GradientSource, inverse: Tensor | float | None) -> dict[int, Tensor]:
         """The norm of each owned gradient as the step sees it, but for clipping; at most one copy at a time."""
         sharded, norm_type = self._sharded, self.options.norm_type
         if inverse is None and not sharded.stepped.masters:
-            grads = {index: grad for index in owned if (grad := sharded.table.params[index].grad) is not None}
-            return norms_of(grads, norm_type)
-        factors = GradientFactors(inverse)
-        return {index: norm_of(sharded.stepped.gradient(index, exact, factors), norm_type) for index in owned}
+            return norms_of({index: _known(source.gradient(index)) for index in owned}, norm_type)
+        unscaled = ScaledGradients(sharded.stepped, source, GradientFactors(inverse))
+        return {index: norm_of(_known(unscaled.gradient(index)), norm_type) for index in owned}
 
     def _sum_over_ranks(self, flag: Tensor | float) -> float:
         mine = flag if isinstance(flag, Tensor) else torch.tensor(flag, device=self._sharded.table.accelerator())
@@ -298,12 +294,12 @@ class Decision:
                 f"Expected finite gradients (nonfinite='raise'), got others: {what}{of_rank}. No rank has stepped."
             )
 
-    def _find_culprit(self) -> tuple[int | None, GroupRank | None]:
+    def _find_culprit(self, source: GradientSource) -> tuple[int | None, GroupRank | None]:
         """The first parameter with an averaged gradient that is not finite, and the rank it came from. Collective."""
         sharded, params = self._sharded, self._sharded.table.params
         first = next((i for i, norm in self.norms_before_clip.items() if not torch.isfinite(norm)), len(params))
         for index in sharded.binding.owned() if first == len(params) else ():
-            grad = params[index].grad
+            grad = source.gradient(index)
             if grad is not None and not isinstance(grad, AbsentGradient) and not torch.isfinite(grad).all():
                 first = index
                 break
@@ -318,6 +314,22 @@ class Decision:
     def _record(self, record: StepRecord) -> None:
         self._sharded.last_step = record
         self.forget()
+
+
+def _is_there(grad: Tensor | None) -> bool:
+    """Whether there is a gradient; one that was used up is refused.
+
+    Raises:
+        RuntimeError: for one that was.
+    """
+    if isinstance(grad, AbsentGradient):
+        grad.refuse()
+    return grad is not None
+
+
+def _known(grad: Tensor | None) -> Tensor:
+    assert grad is not None, "asked for those that have one"
+    return grad
 
 
 def _suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:

@@ -6,7 +6,7 @@ sends it the averaged gradients, and its group options with them (the joined ran
 steps and syncs as everybody does. Without Join nothing of this runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -72,34 +72,38 @@ def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
 
 
 class BorrowedGradients:
-    """On a joined rank, for one step: gradients and group options from a rank that still trains.
-
-    Inside the context the parameters that this rank owns have the gradients that were sent; after it, those they had.
-    The group options stay: at the end of Join every rank has the same ones.
+    """On a joined rank, for one step: gradients from a rank that still trains.
 
     Args:
-        sharded: the step.
-        reduced: a parameter's gradient, by index, where the reduction has left it on this rank.
+        grads: of what this rank owns, by index.
     """
 
-    def __init__(self, sharded: ShardedStep, reduced: Callable[[int], torch.Tensor]) -> None:
-        self._sharded = sharded
-        self._reduced = reduced
-        self._before: dict[int, torch.Tensor | None] = {}
+    def __init__(self, grads: Mapping[int, torch.Tensor | None]) -> None:
+        self._grads = grads
 
-    def __enter__(self) -> None:
-        sharded, comm, table = self._sharded, self._sharded.comm, self._sharded.table
-        for source, joined in _assign_sources(comm, sharded.binding, has_joined=True):
-            if joined == comm.group_rank:
-                options, grads = _receive(comm, source, table)
-                _take_options(sharded.param_groups, options)
-                self._before = {index: table.params[index].grad for index in grads}
-                for index, grad in grads.items():
-                    table.params[index].grad = self._reduced(index) if grad is True else grad
+    def gradient(self, index: int) -> torch.Tensor | None:
+        """What was sent, or what the reduction has left on this rank."""
+        return self._grads.get(index)
 
-    def __exit__(self, *exc_info: object) -> None:
-        for index, grad in self._before.items():
-            self._sharded.table.params[index].grad = grad
+    def exact(self, index: int) -> None:
+        """It is what ``gradient`` gives."""
+
+
+def borrow_gradients(sharded: ShardedStep, reduced: Callable[[int], torch.Tensor]) -> BorrowedGradients:
+    """On a joined rank, before a step: take gradients and group options from a rank that trains. A collective.
+
+    Args:
+        sharded: the step; at the end of Join the groups of every rank have the same options.
+        reduced: a parameter's gradient, by index, where the reduction has left it on this rank.
+    """
+    comm = sharded.comm
+    grads: dict[int, torch.Tensor | None] = {}
+    for source, joined in _assign_sources(comm, sharded.binding, has_joined=True):
+        if joined == comm.group_rank:
+            options, sent = _receive(comm, source, sharded.table)
+            _take_options(sharded.param_groups, options)
+            grads = {index: reduced(index) if grad is True else grad for index, grad in sent.items()}
+    return BorrowedGradients(grads)
 
 
 def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:

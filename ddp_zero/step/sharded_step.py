@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.tracing import label
 from ddp_zero.local.local_step import LocalStep, ParamGroup
-from ddp_zero.local.masters import ExactGradient, GradientFactors, SteppedTensors, no_exact_gradient
+from ddp_zero.local.masters import GradientSource, SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.step.binding import Binding
@@ -33,7 +33,6 @@ class ShardedStep:
         stepped: what the inner optimizer holds for each parameter.
 
     Attributes:
-        factors: what gradients are multiplied by in the step that is under way, or None.
         last_step: what became of the last one.
         leaves_syncs: whether a sync that can may outlast its step: a model makes sure that its forward passes wait.
         coupling: notices an optimizer that computes something from all parameters.
@@ -56,7 +55,6 @@ class ShardedStep:
         self.binding = binding
         self.inner = inner
         self.stepped = stepped
-        self.factors: GradientFactors | None = None
         self.last_step: StepRecord | None = None
         self.leaves_syncs = False
         self._exposed_groups = _groups_of(exposed)
@@ -69,11 +67,11 @@ class ShardedStep:
 
     # A step
 
-    def run(self, exact: ExactGradient = no_exact_gradient, **kwargs: Any) -> Any:
+    def run(self, source: GradientSource, **kwargs: Any) -> Any:
         """Step and sync every bucket, after `begin`. Returns what the inner optimizer did for the last one."""
         result = None
         for bucket in self.binding.plan.buckets:
-            result = self.step_bucket(bucket.index, exact, **kwargs)
+            result = self.step_bucket(bucket.index, source, **kwargs)
         self.finish(**kwargs)
         self.raise_errors()
         return result
@@ -86,7 +84,6 @@ class ShardedStep:
                 rank owns is not its rounded master any more.
         """
         self.snapshot = None
-        self.factors = None
         self.binding.sync.complete()
         self.table.check_groups(self.param_groups)
         self.stepped.follow_model()
@@ -94,7 +91,7 @@ class ShardedStep:
         self.coupling.begin(self.comm.round + 1)
         return self.local_step.begin(closure)
 
-    def step_bucket(self, index: int, exact: ExactGradient = no_exact_gradient, **kwargs: Any) -> Any:
+    def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
         """Step what this rank owns of a bucket and start its sync.
 
         Where the local step raises, this rank steps nothing more in this step and sends what it has, if ranks can tell
@@ -103,7 +100,7 @@ class ShardedStep:
         self.order.is_at_birth = False
 
         def step() -> Any:
-            with label("local_step", bucket=index), self.stepped.lent(self._stepped_with(index), exact, self.factors):
+            with label("local_step", bucket=index), self.stepped.lent(self._stepped_with(index), source):
                 return self.local_step.step(index, **kwargs)
 
         try:

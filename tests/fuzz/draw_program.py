@@ -116,7 +116,8 @@ def _may_overflow(drawing: _Drawing) -> bool:
     """Whether a gradient that is not finite makes a step that is not taken, on both sides."""
     case, mode = drawing.case, drawing.case.mode
     if case.loop.scaler:
-        return drawing.has_trained or "fused" not in case.optim.name  # which makes its state in a step it does not take
+        makes_state = "fused" in case.optim.name  # also in a step that it does not take
+        return not makes_state or (drawing.has_trained and not case.optim.held_out)
     if mode.nonfinite in ("skip", "raise"):
         return case.loop.clip is None
     return mode.nonfinite is None and (mode.clips or mode.loss_scale is not None)

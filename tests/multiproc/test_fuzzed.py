@@ -296,6 +296,36 @@ def _gradients_at_odd_places_are_compared(setup: Setup) -> None:
     both.train(setup, 2)
 
 
+@case(2)
+def _masters_refreshed_between_backward_and_step(setup: Setup) -> None:
+    """Too late: the step was taken from the masters of before."""
+    both = Both(model=mlp().bfloat16(), zero_options={"master_weights": True}, lr=0.1)
+    for step in range(3):
+        both.opt.zero_grad()
+        both.ddp(inputs_of(setup, step).bfloat16()).square().mean().backward()
+        both.opt.step()
+    both.ddp(inputs_of(setup, 4).bfloat16()).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"Expected opt\.refresh_master_weights\(\) before backward\(\) or after"):
+        both.opt.refresh_master_weights()
+    both.opt.step()
+    both.opt.refresh_master_weights()
+
+
+@case(2)
+def _empty_parameters_at_odd_places(setup: Setup) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.empty, self.last = nn.Linear(6, 5), nn.Parameter(torch.empty(0, 3)), nn.Linear(5, 3)
+
+        def forward(self, inputs: Tensor) -> Any:
+            return self.last(self.first(inputs)) + self.empty.sum()
+
+    for as_views in (True, False):
+        both = Both(SGD, model=Model(), zero_options={"parameters_as_bucket_view": as_views}, lr=0.1)
+        both.train(setup, 4)
+
+
 @case.each
 def test_fuzzed(run: Callable[[], None]) -> None:
     run()

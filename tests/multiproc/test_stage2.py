@@ -153,14 +153,14 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
 def _memory_of_ddps_buckets(opt: ZeroRedundancyOptimizer) -> set[int]:
     """Where the reducer's own buffers and views are."""
     tensors = []
-    for views in opt._hook._gradients._memory._views.values():  # type: ignore[union-attr]
+    for views in opt._hook.gradients._memory._views.values():  # type: ignore[union-attr]
         tensors += [views.buffer, *views._views.values()]
     assert len(tensors) == 2 * Tower.depth
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _pools(opt: ZeroRedundancyOptimizer) -> list[Any]:
-    workshop = opt._hook._gradients._workshop  # type: ignore[union-attr]
+    workshop = opt._hook.gradients._workshop  # type: ignore[union-attr]
     return [workshop.scratches, workshop.rooms]
 
 
@@ -1114,7 +1114,7 @@ def _a_reducer_that_does_not_follow(setup: Setup) -> None:
             twins.train(setup, 4, seed=1)
             twins.assert_moved()
         told.assert_called_once()
-        memory = twins.opt._hook._gradients._memory  # type: ignore[union-attr]
+        memory = twins.opt._hook.gradients._memory  # type: ignore[union-attr]
         assert not memory.follows
         assert memory._freed
         assert all(storage.nbytes() == 0 for storage, _ in memory._freed)
@@ -1153,7 +1153,7 @@ def _nothing_is_kept_alive(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 4)
     gone: list[weakref.ref[Any]] = [weakref.ref(twins.opt), weakref.ref(twins.opt._hook), weakref.ref(twins.model)]
-    gone.append(weakref.ref(twins.opt._hook._gradients._workshop))  # type: ignore[union-attr]
+    gone.append(weakref.ref(twins.opt._hook.gradients._workshop))  # type: ignore[union-attr]
     gc.collect()
     gc.disable()
     params = list(twins.model.module.parameters())

@@ -446,3 +446,29 @@ def test_a_group_without_names_gets_none_from_a_group_that_has_them() -> None:
     target: ParamGroup = {"params": [1]}
     copy_options({"params": [2], "param_names": ["x"], "lr": 0.5}, target)
     assert target == {"params": [1], "lr": 0.5}
+
+
+class CountsLazily(torch.optim.SGD):
+    """Makes its counters in the first step, as a number, a tensor and under no parameter in its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.mean = getattr(self, "mean", torch.zeros(1)) + 0.5
+        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[index,call-overload]
+        return super().step(closure)
+
+
+def test_counters_that_the_first_step_makes_count_once_however_many_buckets() -> None:
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    inner = CountsLazily(params, lr=0.1)
+    exposed = [dict(group) for group in inner.param_groups]
+    local = LocalStep(inner, lambda: exposed)
+    local.bind({index: {param} for index, param in enumerate(params)})
+    for step in range(1, 4):
+        local.begin(None)
+        for bucket in range(3):
+            params[bucket].grad = torch.ones(2)
+            local.step(bucket)
+        local.finish()
+        assert (inner.calls, inner.mean.item(), inner.state["k"]) == (step, step / 2, step)  # type: ignore[index]
+    assert all(torch.equal(param, params[0]) and not torch.equal(param, torch.ones(2)) for param in params)

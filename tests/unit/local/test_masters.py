@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from ddp_zero.local.absent import absent_gradient
 from ddp_zero.local.local_step import ParamGroup
-from ddp_zero.local.masters import GradientFactors, SteppedTensors, check_masters, localise_group
+from ddp_zero.local.masters import (
+    GradientFactors,
+    GradientSource,
+    PublishedGradients,
+    ScaledGradients,
+    SteppedTensors,
+    check_masters,
+    localise_group,
+)
 from ddp_zero.local.parameters import ParameterTable
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -32,8 +40,21 @@ def masters_of(table: ParameterTable) -> SteppedTensors:
     return stepped
 
 
-def as_summed(index: int) -> None:
-    """No gradient was summed in another dtype than the parameter's."""
+class Published(PublishedGradients):
+    """With sums of another dtype beside them."""
+
+    def __init__(self, params: Sequence[Tensor], exact: Callable[[int], Tensor | None]) -> None:
+        super().__init__(params)
+        self.exact = exact  # type: ignore[method-assign,assignment]
+
+
+def published(
+    stepped: SteppedTensors,
+    factors: GradientFactors | None = None,
+    exact: Callable[[int], Tensor | None] = lambda index: None,
+) -> GradientSource:
+    source = Published(stepped._table.params, exact)
+    return ScaledGradients(stepped, source, factors) if factors else source
 
 
 def master_of(stepped: SteppedTensors, index: int) -> Tensor:
@@ -230,7 +251,7 @@ def test_while_lent_masters_have_their_parameters_gradients_in_fp32_and_others_t
     table = make_table()
     stepped = masters_of(table)
     grads = [param.grad for param in table.params]
-    with stepped.lent(range(4), as_summed, None):
+    with stepped.lent(range(4), published(stepped)):
         for index, grad in enumerate(grads):
             assert grad is not None
             assert torch.equal(lent_to(stepped, index), grad.to(stepped[index].dtype))
@@ -245,7 +266,7 @@ def test_while_lent_gradients_are_scaled_and_afterwards_they_are_what_they_were(
     grads = [param.grad for param in table.params]
     values = [grad.clone() for grad in grads if grad is not None]
     factors = GradientFactors(0.1, {1: 0.3}, table.groups)
-    with stepped.lent(range(4), as_summed, factors):
+    with stepped.lent(range(4), published(stepped, factors)):
         for index, value in enumerate(values):
             in_dtype = value.to(stepped[index].dtype)  # a master's is scaled in fp32
             assert torch.equal(lent_to(stepped, index), in_dtype * 0.1 * (0.3 if index >= 2 else 1.0))
@@ -266,7 +287,7 @@ def test_a_master_gets_the_gradient_in_the_dtype_of_its_sum_before_it_is_scaled(
         return None if index == 2 else summed[index]
 
     grads = [param.grad for param in table.params]
-    with stepped.lent(range(4), exact, GradientFactors(0.1)):
+    with stepped.lent(range(4), published(stepped, GradientFactors(0.1), exact)):
         assert torch.equal(lent_to(stepped, 0), summed[0] * 0.1)
         for index in (1, 2, 3):
             grad = grads[index]
@@ -284,7 +305,7 @@ def test_gradients_are_given_back_when_the_step_raises_and_no_master_is_rounded(
     grads, before = [param.grad for param in table.params], [param.detach().clone() for param in table.params]
 
     def step() -> None:
-        with stepped.lent(range(4), as_summed, factors), torch.no_grad():
+        with stepped.lent(range(4), published(stepped, factors)), torch.no_grad():
             stepped[0].add_(1.0)
             raise FloatingPointError("overflow")
 
@@ -300,7 +321,7 @@ def test_gradients_are_given_back_when_the_step_drops_them() -> None:
     stepped = masters_of(table)
     grads = [param.grad for param in table.params]
     optimizer = torch.optim.SGD([stepped[index] for index in range(4)], lr=0.1)
-    with stepped.lent(range(4), as_summed, GradientFactors(0.5)):
+    with stepped.lent(range(4), published(stepped, GradientFactors(0.5))):
         optimizer.zero_grad()
     assert all(param.grad is grad for param, grad in zip(table.params, grads, strict=True))
 
@@ -312,7 +333,7 @@ def test_a_parameter_without_a_gradient_lends_none_and_is_left_alone() -> None:
     before = table.params[0].detach().clone()
     with torch.no_grad():
         stepped[0].add_(1.0)
-    with stepped.lent(range(4), as_summed, GradientFactors(0.5)):
+    with stepped.lent(range(4), published(stepped, GradientFactors(0.5))):
         assert (stepped[0].grad, stepped[1].grad) == (None, None)
         assert stepped[2].grad is not None
     assert torch.equal(table.params[0], before)
@@ -323,7 +344,7 @@ def test_only_the_parameters_of_the_step_are_lent_to_and_rounded() -> None:
     table = make_table((BF16, BF16, FP32, FP32))
     stepped = masters_of(table)
     before = [param.detach().clone() for param in table.params]
-    with stepped.lent([1, 3], as_summed, GradientFactors(0.5)):
+    with stepped.lent([1, 3], published(stepped, GradientFactors(0.5))):
         grads = [table.params[index].grad for index in (2, 3)]
         assert stepped[0].grad is None
         with torch.no_grad():
@@ -339,11 +360,12 @@ def test_the_gradient_to_look_at_is_the_one_that_would_be_lent() -> None:
     table = make_table()
     stepped = masters_of(table)
     factors = GradientFactors(0.1, {0: 0.5}, table.groups)
-    looked = [stepped.gradient(index, as_summed, factors) for index in range(4)]
-    with stepped.lent(range(4), as_summed, factors):
+    looked = [stepped.gradient(index, published(stepped, factors)) for index in range(4)]
+    with stepped.lent(range(4), published(stepped, factors)):
         for index, grad in enumerate(looked):
+            assert grad is not None
             assert torch.equal(lent_to(stepped, index), grad)
-    assert stepped.gradient(1, as_summed, None) is table.params[1].grad
+    assert stepped.gradient(1, published(stepped)) is table.params[1].grad
 
 
 # Why there are masters
@@ -361,7 +383,7 @@ def test_weights_that_bf16_would_leave_at_1_move_with_masters_as_in_fp32() -> No
             weight.grad = torch.ones(4, dtype=weight.dtype)
         for control in controls:
             control.step()
-        with stepped.lent([0], as_summed, None):
+        with stepped.lent([0], published(stepped)):
             optimizer.step()
         assert torch.equal(master, fp32)
         assert torch.equal(param, fp32.to(BF16))
@@ -380,7 +402,7 @@ def test_momentum_of_a_master_is_fp32_and_the_steps_are_those_of_fp32_weights() 
             param.grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(7 * seed + index)).to(param.dtype)
             control[index].grad = param.grad.float()
         plain.step()
-        with stepped.lent([0, 1], as_summed, None):
+        with stepped.lent([0, 1], published(stepped)):
             optimizer.step()
         for index, param in enumerate(table.params):
             assert torch.equal(stepped[index], control[index])
@@ -412,7 +434,7 @@ def test_a_step_is_no_change_once_it_is_noted() -> None:
     stepped = masters_of(table)
     stepped.note_versions()
     optimizer = torch.optim.SGD([stepped[index] for index in range(4)], lr=0.1)
-    with stepped.lent(range(4), as_summed, None):
+    with stepped.lent(range(4), published(stepped)):
         optimizer.step()
     stepped.note_versions()
     assert not stepped.have_changed()
@@ -565,7 +587,7 @@ def test_a_gradient_of_no_dimension_keeps_its_dtype(dtype: torch.dtype) -> None:
     stepped = SteppedTensors(ParameterTable([{"params": [param]}]), has_masters=False)
     stepped.own([0])
     factors = GradientFactors(torch.tensor(0.5), {0: torch.tensor(0.25, dtype=torch.float64)}, [0])
-    with stepped.lent([0], as_summed, factors):
+    with stepped.lent([0], published(stepped, factors)):
         assert param.grad == torch.tensor(0.25, dtype=dtype)
     assert param.grad == 2.0
 
@@ -576,6 +598,6 @@ def test_gradients_are_restored_where_one_cannot_be_lent() -> None:
     params[1].grad = absent_gradient(params[1], True, "gone")
     stepped = SteppedTensors(ParameterTable([{"params": params}]), has_masters=False)
     stepped.own([0, 1])
-    with pytest.raises(RuntimeError, match="gone"), stepped.lent([0, 1], as_summed, GradientFactors(0.5)):
+    with pytest.raises(RuntimeError, match="gone"), stepped.lent([0, 1], published(stepped, GradientFactors(0.5))):
         pass
     assert params[0].grad.tolist() == [8.0, 8.0]
