@@ -1,7 +1,7 @@
 """Time and memory of saving and loading a checkpoint, against torch.save and torch.distributed.checkpoint.
 
-    python benchmarks/checkpoint.py
-    python benchmarks/checkpoint.py --ranks 4 --layers 6 --folder /mnt/shared
+    python -m benchmarks.checkpoint
+    python -m benchmarks.checkpoint --ranks 4 --layers 6 --folder /mnt/shared
 
 All ways save a model of the same shape, trained with AdamW, and load it into a new one, on Gloo ranks of one thread
 each on this machine. They take turns: each round is a training step, then one save and one load of every way, in a
@@ -55,6 +55,7 @@ from train_gpt import GPT, VOCABULARY
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 
+PROGRAM = "python -m benchmarks.checkpoint"
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 CONTEXT = 16
@@ -376,7 +377,9 @@ def processor() -> str:
 
 def main() -> None:
     """Measure all ways, print the tables, store them with the raw numbers."""
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(
+        prog=PROGRAM, description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="saves and loads of each way, after one to warm up")
     parser.add_argument("--layers", type=int, default=12, help="transformer blocks, of 12 x width x width parameters")
@@ -415,7 +418,7 @@ def facts(options: Namespace, sizes: dict[str, Any], load: float) -> list[str]:
     mib = {name: f"{nbytes / MIB:.1f} MiB" for name, nbytes in sizes.items()}
     return [
         f"date: {date.today()}",
-        f"command: python benchmarks/checkpoint.py {' '.join(sys.argv[1:])}".rstrip(),
+        f"command: {PROGRAM} {' '.join(sys.argv[1:])}".rstrip(),
         f"versions: torch {torch.__version__}, Python {platform.python_version()}",
         f"machine: {processor()}, {os.cpu_count()} cores; load average {load:.1f} before the run",
         f"model: {sizes['parameters'] // 4:,} fp32 parameters in {sizes['tensors']} tensors, AdamW with state, "

@@ -1,4 +1,4 @@
-"""benchmarks/compare.py from its command line to its files."""
+"""benchmarks.race from its command line to its files."""
 
 import json
 import os
@@ -14,13 +14,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def _compare(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), "--model", "tiny", "--rounds", "2"]
+    command = [sys.executable, "-m", "benchmarks.race", "--model", "tiny", "--rounds", "2"]
     ended = subprocess.run(
         [*command, "--results", str(folder), *options],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert ended.returncode == 0, ended.stderr

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from scale_schedule import (
+
+from benchmarks.scale.schedule import (
     Job,
     Phases,
     Step,
@@ -17,9 +18,9 @@ from scale_schedule import (
     standalone_step,
     torch_zero_step,
 )
-from scale_wire import Cut
+from benchmarks.scale.wire import Cut
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from train_gpt import GPT
 
