@@ -21,10 +21,11 @@ and gradients are not at their highest together, which the formula takes for gra
 
 ``--link`` gives every rank a network namespace behind a link of that rate, see `link`; it needs root, and Linux.
 Where that is not to be had the run is skipped. ``--modes`` takes parts of names; the reference always runs. Modes that
-clip or skip run only where a filter finds no other; files of a filtered run have the filters in their names. DeepSpeed
-and FairScale compete if they are installed.
+clip or skip run only where a filter finds no other; files of a filtered run have the filters in their names, long ones
+as a hash. DeepSpeed and FairScale compete if they are installed.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -45,6 +46,7 @@ from benchmarks.race.plots import draw
 from benchmarks.race.report import MIB, PROGRAM, Found, table, tell_facts
 
 RESULTS = Path(__file__).parent.parent / "results"
+LONGEST_STEM = 43  # with .json, names of 48 characters
 LARGE = ("87m",)
 MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
 
@@ -176,9 +178,12 @@ def write(options: Namespace, found: Found) -> None:
 
 
 def stem_of(options: Namespace) -> str:
-    """The files' name; runs of some of the modes have one of their own."""
-    parts = [f"compare-{options.model}-{options.ranks}ranks", *([options.link] if options.link else [])]
-    return "-".join([*parts, *(re.sub("[^a-z0-9]+", "-", text.lower()).strip("-") for text in options.modes)])
+    """The files' name; runs of some of the modes have one of their own, with a hash where filters are too long."""
+    whole = "-".join([f"compare-{options.model}-{options.ranks}ranks", *([options.link] if options.link else [])])
+    filters = "-".join(re.sub("[^a-z0-9]+", "-", text.lower()).strip("-") for text in options.modes)
+    if len(whole) + 1 + len(filters) > LONGEST_STEM:
+        filters = f"modes-{hashlib.sha256(filters.encode()).hexdigest()[:8]}"
+    return f"{whole}-{filters}" if options.modes else whole
 
 
 def say(text: str) -> None:

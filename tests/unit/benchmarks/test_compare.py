@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,23 @@ def test_what_is_written_can_be_read_again(tmp_path: Path, capsys: pytest.Captur
     stem = tmp_path / "new" / "compare-tiny-2ranks-1gbit-stage-2-last"
     assert json.loads(stem.with_suffix(".json").read_text()) == found
     assert stem.with_suffix(".md").read_text().strip() == capsys.readouterr().out.strip()
+
+
+def test_names_of_files_tell_filters_and_stay_short() -> None:
+    def stem(*modes: str) -> str:
+        return compare.stem_of(Namespace(model="26m", ranks=4, link="1gbit", modes=list(modes)))
+
+    assert stem() == "compare-26m-4ranks-1gbit"
+    assert stem("8 MiB") == "compare-26m-4ranks-1gbit-8-mib"
+    assert len(stem("n" * 18)) == 43
+    long = [
+        stem("n" * 19),
+        stem("n" * 20),
+        stem("bucket views", "FSDP2", "stage 2"),
+        stem("bucket views", "FSDP2", "stage 1"),
+    ]
+    assert len({*long}) == 4
+    assert all(re.fullmatch("compare-26m-4ranks-1gbit-modes-[0-9a-f]{8}", one) for one in long)
 
 
 # Ranks
