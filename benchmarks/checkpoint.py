@@ -1,7 +1,7 @@
 """Time and memory of saving and loading a checkpoint, against torch.save and torch.distributed.checkpoint.
 
-    python benchmarks/checkpoint.py
-    python benchmarks/checkpoint.py --ranks 4 --layers 6 --folder /mnt/shared
+    python -m benchmarks.checkpoint
+    python -m benchmarks.checkpoint --ranks 4 --layers 6 --folder /mnt/shared
 
 All ways save a model of the same shape, trained with AdamW, and load it into a new one, on Gloo ranks of one thread
 each on this machine. They take turns: each round is a training step, then one save and one load of every way, in a
@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -49,12 +50,10 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from train_gpt import GPT, VOCABULARY
-
+from benchmarks.race.models import Task, gpt
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 
+PROGRAM = "python -m benchmarks.checkpoint"
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 CONTEXT = 16
@@ -72,12 +71,13 @@ class Training:
     """A model and its optimizer.
 
     Args:
+        task: its data.
         model: the same on every rank.
         is_sharded: stage 2 of this library, or an optimizer that is not sharded.
     """
 
-    def __init__(self, model: GPT, is_sharded: bool) -> None:
-        self.model, self.is_sharded = model, is_sharded
+    def __init__(self, task: Task, model: nn.Module, is_sharded: bool) -> None:
+        self.task, self.model, self.is_sharded = task, model, is_sharded
         self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
         self.optimizer: Optimizer
         if is_sharded:
@@ -90,12 +90,11 @@ class Training:
         model = copy.deepcopy(self.model)
         for param in model.parameters():
             param.detach().zero_()
-        return Training(model, self.is_sharded)
+        return Training(self.task, model, self.is_sharded)
 
     def step(self) -> None:
         """One training step; what was consolidated is stale then."""
-        tokens = torch.randint(VOCABULARY, (1, CONTEXT + 1))
-        self.ddp(tokens[:, :-1], tokens[:, 1:]).backward()
+        self.ddp(*self.task.draw(1, torch.default_generator)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -273,8 +272,9 @@ def take_turns(rank: int, options: Namespace, folder: Path, looks_at_memory: boo
     rendezvous = (folder / f"rendezvous-{looks_at_memory}").as_uri()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
     torch.manual_seed(0)
-    model = GPT(context=CONTEXT, layers=options.layers, width=options.width, heads=options.width // HEAD_WIDTH)
-    trainings = {True: Training(model, True), False: Training(copy.deepcopy(model), False)}
+    task = gpt(context=CONTEXT, layers=options.layers, width=options.width, heads=options.width // HEAD_WIDTH)
+    model = task.build()
+    trainings = {True: Training(task, model, True), False: Training(task, copy.deepcopy(model), False)}
     for _ in range(FIRST_STEPS):
         step_all(trainings)
     order = random.Random(0)
@@ -376,7 +376,9 @@ def processor() -> str:
 
 def main() -> None:
     """Measure all ways, print the tables, store them with the raw numbers."""
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(
+        prog=PROGRAM, description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="saves and loads of each way, after one to warm up")
     parser.add_argument("--layers", type=int, default=12, help="transformer blocks, of 12 x width x width parameters")
@@ -415,7 +417,7 @@ def facts(options: Namespace, sizes: dict[str, Any], load: float) -> list[str]:
     mib = {name: f"{nbytes / MIB:.1f} MiB" for name, nbytes in sizes.items()}
     return [
         f"date: {date.today()}",
-        f"command: python benchmarks/checkpoint.py {' '.join(sys.argv[1:])}".rstrip(),
+        f"command: {PROGRAM} {' '.join(sys.argv[1:])}".rstrip(),
         f"versions: torch {torch.__version__}, Python {platform.python_version()}",
         f"machine: {processor()}, {os.cpu_count()} cores; load average {load:.1f} before the run",
         f"model: {sizes['parameters'] // 4:,} fp32 parameters in {sizes['tensors']} tensors, AdamW with state, "

@@ -1,7 +1,7 @@
 """Peak memory of every mode, each in processes of its own, on a model of 256 MiB of parameters.
 
-    python benchmarks/memory.py
-    python benchmarks/memory.py --ranks 4 --layers 16
+    python -m benchmarks.memory
+    python -m benchmarks.memory --ranks 4 --layers 16
 
 Every mode trains the same model on the same data from the same seed on Gloo ranks of this machine. A rank notes its
 resident memory when the library is imported and the group is formed, before there is a model: the baseline. The peak is
@@ -34,6 +34,7 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 
+PROGRAM = "python -m benchmarks.memory"
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 2048  # a layer of it is 16 MiB in fp32
 MIB = 2**20
@@ -160,7 +161,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def main() -> None:
     """Measure every mode, print the table, store it with the raw bytes."""
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(
+        prog=PROGRAM, description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16, help="of 16 MiB each")
     parser.add_argument("--steps", type=int, default=4, help="after the first two")
@@ -180,7 +183,7 @@ def main() -> None:
     agree = "all modes and ranks end with the same parameters" if len(set.union(*sums.values())) == 1 else f"{sums}"
     facts = [
         f"date: {date.today()}",
-        f"command: python benchmarks/memory.py {' '.join(sys.argv[1:])}".rstrip(),
+        f"command: {PROGRAM} {' '.join(sys.argv[1:])}".rstrip(),
         f"versions: torch {torch.__version__}, Python {platform.python_version()}; {os.cpu_count()} cores",
         f"model: {parameters / MIB:.0f} MiB of parameters in layers of 16 MiB, DDP's default buckets, {options.ranks} "
         "Gloo ranks; MiB of resident memory above a rank's own before there is a model, of the rank that needs most",

@@ -1,6 +1,6 @@
 """What stage 2 pays beside computing: CPU time of its messages by size of chunk, and passes over all parameters.
 
-    python benchmarks/overhead.py
+    python -m benchmarks.overhead
 
 Two Gloo ranks of one thread each on this machine, over loopback. Messages: four buckets of 26 MB are reduced to their
 owners, summed, and the owned halves sent back, in chunks of several sizes, beside all-reduces of the same buckets that
@@ -21,12 +21,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from models import MODELS
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from benchmarks.race.models import MODELS
 from ddp_zero import shard_optimizer
 from ddp_zero.comm import communicator
 from ddp_zero.comm.communicator import Communicator
@@ -129,7 +129,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         spawn(measure, args=(folder,), nprocs=RANKS)
         found: Found = json.loads((Path(folder) / "found.json").read_text())
-    facts = f"- date: {date.today()}\n- command: python benchmarks/overhead.py\n- torch {torch.__version__}\n"
+    facts = f"- date: {date.today()}\n- command: python -m benchmarks.overhead\n- torch {torch.__version__}\n"
     text = f"{facts}\n{table(found)}\n"
     sys.stdout.write(text)
     (RESULTS / "overhead-2ranks.md").write_text(text)

@@ -1,4 +1,4 @@
-"""How long it takes to decide who owns what: ``python benchmarks/partition.py``."""
+"""How long it takes to decide who owns what: ``python -m benchmarks.partition``."""
 
 import random
 import statistics

@@ -1,7 +1,8 @@
-"""The parts of benchmarks/compare.py that need no ranks: modes, formula, table, what a link runs and removes."""
+"""The parts of benchmarks.race that need no ranks: modes, formula, table, what a link runs and removes."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,15 +14,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
-import compare
-import contestants
-import launch
-import link
-import report
-from contestants import CLIPPED, MODES, REFERENCE, TORCHS, Sizes
-from models import MODELS
+from benchmarks.race import compare, contestants, launch, link, plots, report
+from benchmarks.race.contestants import CLIPPED, MODES, REFERENCE, TORCHS, Sizes
+from benchmarks.race.models import MODELS
 
 # Modes
 
@@ -143,8 +138,6 @@ def test_ratios_to_a_mode_that_did_not_run_are_left_out() -> None:
 
 def test_a_picture_is_drawn_with_and_without_memory(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    import plots
-
     found = _found()
     for mode in found["modes"].values():
         mode["peak_bytes"] = mode["formula_bytes"] = [2**20]
@@ -166,6 +159,23 @@ def test_what_is_written_can_be_read_again(tmp_path: Path, capsys: pytest.Captur
     assert stem.with_suffix(".md").read_text().strip() == capsys.readouterr().out.strip()
 
 
+def test_names_of_files_tell_filters_and_stay_short() -> None:
+    def stem(*modes: str) -> str:
+        return compare.stem_of(Namespace(model="26m", ranks=4, link="1gbit", modes=list(modes)))
+
+    assert stem() == "compare-26m-4ranks-1gbit"
+    assert stem("8 MiB") == "compare-26m-4ranks-1gbit-8-mib"
+    assert len(stem("n" * 18)) == 43
+    long = [
+        stem("n" * 19),
+        stem("n" * 20),
+        stem("bucket views", "FSDP2", "stage 2"),
+        stem("bucket views", "FSDP2", "stage 1"),
+    ]
+    assert len({*long}) == 4
+    assert all(re.fullmatch("compare-26m-4ranks-1gbit-modes-[0-9a-f]{8}", one) for one in long)
+
+
 # Ranks
 
 _RANK = """
@@ -181,15 +191,23 @@ json.dump([rank, job["ranks"], os.environ["GREETING"]], open(f"{folder}/found-{r
 
 
 def test_ranks_get_the_job_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "SCRIPT", tmp_path / "rank.py")
-    launch.SCRIPT.write_text(_RANK)
+    (tmp_path / "rank.py").write_text(_RANK)
+    monkeypatch.setattr(launch, "RANK", [str(tmp_path / "rank.py")])
     found = launch.run_ranks({"fails": None}, [[], ["env", "GREETING=hello"]], {"GREETING": "good day"})
     assert found == [[0, 2, "good day"], [1, 2, "hello"]]
 
 
+def test_ranks_find_the_package_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rank.py").write_text(f"import benchmarks.race{_RANK}")
+    monkeypatch.setattr(launch, "RANK", [str(tmp_path / "rank.py")])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert launch.run_ranks({"fails": None}, [[]], {"GREETING": "hello"}) == [[0, 1, "hello"]]
+
+
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "SCRIPT", tmp_path / "rank.py")
-    launch.SCRIPT.write_text(_RANK)
+    (tmp_path / "rank.py").write_text(_RANK)
+    monkeypatch.setattr(launch, "RANK", [str(tmp_path / "rank.py")])
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"Expected rank 1 to end well, got exit code 3\."):
         launch.run_ranks({"fails": 1}, [[], []], {"GREETING": ""})

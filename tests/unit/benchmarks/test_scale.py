@@ -1,5 +1,4 @@
 import json
-import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -8,12 +7,10 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
-from scale_check import check, compare
-from scale_modes import MODES, Shards, Sizes, built_in, ddp_layout, ideal, measured_shape, plan_job
-from scale_schedule import Job, Lanes, Phases, forecast
-from scale_wire import GOODPUT, Cut, Direct, Link, Transport, all_reduce, broadcasts, reduction, ring, sync
+from benchmarks.scale.check import check, compare
+from benchmarks.scale.modes import MODES, Shards, Sizes, built_in, ddp_layout, ideal, measured_shape, plan_job
+from benchmarks.scale.schedule import Job, Lanes, Phases, forecast
+from benchmarks.scale.wire import GOODPUT, Cut, Direct, Link, Transport, all_reduce, broadcasts, reduction, ring, sync
 
 MEGABYTE = 10**6
 UNIT = Link(gbit=8e-3 / GOODPUT, latency=0.0, message=0.0)  # a megabyte per second
@@ -72,7 +69,7 @@ def test_every_step_is_like_the_one_before_after_a_few(mode: str, monkeypatch: p
     jobs = [THREE, plan_job(built_in("26m"), 16, Phases(0.17, 0.33, 0.04))[0]]
     links = [UNIT, Link(10.0, 1e-4, 1e-4)]
     few = [seconds(mode, job, link) for job in jobs for link in links]
-    monkeypatch.setattr("scale_schedule.STEPS", 12)
+    monkeypatch.setattr("benchmarks.scale.schedule.STEPS", 12)
     assert [seconds(mode, job, link) for job in jobs for link in links] == pytest.approx(few)
 
 

@@ -1,9 +1,9 @@
 """Step time, bytes on the wire and peak memory of DDP, torch's and other sharded optimizers, and ours, in one run.
 
-    python benchmarks/compare.py
-    python benchmarks/compare.py --model 87m --link 1gbit --rounds 5
-    python benchmarks/compare.py --model many --modes DDP --modes "stage 2" --no-memory
-    python benchmarks/compare.py --modes clipped --modes nonfinite
+    python -m benchmarks.race
+    python -m benchmarks.race --model 87m --link 1gbit --rounds 5
+    python -m benchmarks.race --model many --modes DDP --modes "stage 2" --no-memory
+    python -m benchmarks.race --modes clipped --modes nonfinite
 
 All modes train the same model on the same data from the same seed, on Gloo ranks of one thread each on this machine.
 They take turns: each round times some steps of every mode in a row, in a random order that is the same on all ranks,
@@ -19,12 +19,13 @@ backward without DDP and optimizer, into gradients that stay, less parameters an
 libraries of matrix products and the threads of a first backward need, some 40 MiB here. In stage 2 and FSDP activations
 and gradients are not at their highest together, which the formula takes for granted.
 
-``--link`` gives every rank a network namespace behind a link of that rate, see ``link.py``; it needs root, and Linux.
+``--link`` gives every rank a network namespace behind a link of that rate, see `link`; it needs root, and Linux.
 Where that is not to be had the run is skipped. ``--modes`` takes parts of names; the reference always runs. Modes that
-clip or skip run only where a filter finds no other; files of a filtered run have the filters in their names. DeepSpeed
-and FairScale compete if they are installed.
+clip or skip run only where a filter finds no other; files of a filtered run have the filters in their names, long ones
+as a hash. DeepSpeed and FairScale compete if they are installed.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -37,13 +38,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from contestants import ALONE_NAME, MODES, Sizes, select
-from launch import run_ranks
-from link import ENVIRONMENT, RATES, Link, Unavailable, run
-from models import MODELS
-from report import MIB, Found, table, tell_facts
+from benchmarks.race.contestants import ALONE_NAME, MODES, Sizes, select
+from benchmarks.race.launch import run_ranks
+from benchmarks.race.link import ENVIRONMENT, RATES, Link, Unavailable, run
+from benchmarks.race.models import MODELS
+from benchmarks.race.plots import draw
+from benchmarks.race.report import MIB, PROGRAM, Found, table, tell_facts
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent.parent / "results"
+LONGEST_STEM = 43  # with .json, names of 48 characters
 LARGE = ("87m",)
 MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
 
@@ -53,7 +56,9 @@ Launcher = Callable[..., list[Any]]
 
 def parse_options() -> Namespace:
     """Read the command line, or leave with a message."""
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(
+        prog=PROGRAM, description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="26m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15, help="turns of each mode")
@@ -169,20 +174,21 @@ def write(options: Namespace, found: Found) -> None:
     if find_spec("matplotlib") is None:
         say("plots were left out: no matplotlib. Run: pip install -e '.[plot]'")
         return
-    from plots import draw
-
     draw(stem.with_suffix(".png"), found)
 
 
 def stem_of(options: Namespace) -> str:
-    """The files' name; runs of some of the modes have one of their own."""
-    parts = [f"compare-{options.model}-{options.ranks}ranks", *([options.link] if options.link else [])]
-    return "-".join([*parts, *(re.sub("[^a-z0-9]+", "-", text.lower()).strip("-") for text in options.modes)])
+    """The files' name; runs of some of the modes have one of their own, with a hash where filters are too long."""
+    whole = "-".join([f"compare-{options.model}-{options.ranks}ranks", *([options.link] if options.link else [])])
+    filters = "-".join(re.sub("[^a-z0-9]+", "-", text.lower()).strip("-") for text in options.modes)
+    if len(whole) + 1 + len(filters) > LONGEST_STEM:
+        filters = f"modes-{hashlib.sha256(filters.encode()).hexdigest()[:8]}"
+    return f"{whole}-{filters}" if options.modes else whole
 
 
 def say(text: str) -> None:
     """Progress."""
-    print(f"compare.py: {text}", file=sys.stderr, flush=True)
+    print(f"race: {text}", file=sys.stderr, flush=True)
 
 
 def end(number: int, _: object) -> NoReturn:
@@ -204,7 +210,3 @@ def main() -> None:
         print(f"skipped: {error}")
         return
     write(options, {"facts": tell_facts(options, found, load, rate), **found})
-
-
-if __name__ == "__main__":
-    main()

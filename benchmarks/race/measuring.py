@@ -1,4 +1,4 @@
-"""What one rank of `compare.py` measures: time, bytes sent, memory."""
+"""What one rank of `compare` measures: time, bytes sent, memory."""
 
 import random
 import statistics
@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contestants import ALONE, ALONE_NAME, MODES, OPTIONS, REFERENCE, Mode
-from link import INTERFACE
-from models import MODELS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
+
+from benchmarks.race.contestants import ALONE, ALONE_NAME, MODES, OPTIONS, REFERENCE, Mode
+from benchmarks.race.link import INTERFACE
+from benchmarks.race.models import MODELS
 
 Job = dict[str, Any]
 """What the command line asked for: model, batch_size, ranks, rounds, steps, modes, gbit; in a memory phase mode."""

@@ -1,4 +1,7 @@
-"""One rank of `compare.py`, which starts it: ``python rank.py FOLDER RANK``; the folder has the job in ``job.json``."""
+"""One rank of a race, which `launch` starts: ``python -m benchmarks.race.rank FOLDER RANK``.
+
+The folder has the job in ``job.json``.
+"""
 
 import ctypes
 import json
@@ -10,7 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import measure_memory, race
+
+from benchmarks.race.measuring import measure_memory, race
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 PHASES = {"race": race, "memory": measure_memory}

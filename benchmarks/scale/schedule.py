@@ -1,16 +1,29 @@
 """A training step as a schedule: each rank computes, sends and receives, one thing of each kind at a time.
 
 The computing lane is the thread that runs forward, backward and DDP's hook: where the hook waits, backward waits. Links
-are full duplex. Collectives take a link in the order in which they are started, which is the plan's; `scale_wire.py`
-says for how long. What the CPU spends on copying, and on summing what has come, is not in the model.
+are full duplex. Collectives take a link in the order in which they are started, which is the plan's; `wire` says
+for how long. What the CPU spends on copying, and on summing what has come, is not in the model.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from scale_wire import Cut, Direct, Link, Together, Transfer, Transport, all_reduce, broadcasts, reduction, ring, sync
 from torch import Tensor
+
+from benchmarks.scale.wire import (
+    Cut,
+    Direct,
+    Link,
+    Together,
+    Transfer,
+    Transport,
+    all_reduce,
+    broadcasts,
+    reduction,
+    ring,
+    sync,
+)
 
 STEPS = 4  # simulated, until one is like the one before
 

@@ -1,4 +1,4 @@
-"""What `compare.py` found, as text: facts, ratios, and the table."""
+"""What `compare` found, as text: facts, ratios, and the table."""
 
 import os
 import platform
@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contestants import MODES, REFERENCE, TORCHS
-from models import MODELS
 
+from benchmarks.race.contestants import MODES, REFERENCE, TORCHS
+from benchmarks.race.models import MODELS
+
+PROGRAM = "python -m benchmarks.race"
 MIB = 2**20
 NOTHING = "-"  # was not measured
 
@@ -93,7 +95,7 @@ def tell_facts(options: Namespace, found: Found, load: float, rate: float | None
     buckets = ", ".join(f"{size / MIB:.1f}" for size in model["bucket_bytes"])
     facts = [
         f"date: {date.today()}",
-        f"command: python benchmarks/compare.py {shlex.join(sys.argv[1:])}".rstrip(),
+        f"command: {PROGRAM} {shlex.join(sys.argv[1:])}".rstrip(),
         f"versions: torch {torch.__version__}, Python {platform.python_version()}{others(found)}",
         f"machine: {processor()}, {os.cpu_count()} cores; load average {load:.1f} before the run",
         f"model: {options.model}, {model['parameters']:,} parameters in {model['tensors']} tensors, {options.ranks} "

@@ -1,4 +1,4 @@
-"""The ways to train that `compare.py` compares: one entry of `MODES` each.
+"""The ways to train that `compare` compares: one entry of `MODES` each.
 
 All take the fused AdamW, but for the one that is named foreach. "Bucket views" in the name of a DDP mode are its
 gradients'; in the name of a mode of torch's ZeroRedundancyOptimizer they are its parameters', and both of these modes
@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
-from models import Batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from benchmarks.race.models import Batch
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 
 LR = 1e-4

@@ -1,13 +1,13 @@
 """Models as sizes, plans of them at any number of ranks, and the modes: how each steps, and what each keeps."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from scale_schedule import (
+
+from benchmarks.race import models
+from benchmarks.scale.schedule import (
     Job,
     Phases,
     Step,
@@ -17,20 +17,12 @@ from scale_schedule import (
     standalone_step,
     torch_zero_step,
 )
-from scale_wire import Cut
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from train_gpt import GPT
-
+from benchmarks.scale.wire import Cut
 from ddp_zero.plan.partition import partition_greedy
 from ddp_zero.plan.shard_plan import ParameterSpec, ShardPlan, owners_by_bucket, plan_for_ddp, plan_standalone
 from ddp_zero.step.binding import BUCKET_CAP_BYTES
 
-MODELS = {
-    "26m": {"context": 64, "layers": 8, "width": 512, "heads": 8},
-    "87m": {"context": 64, "layers": 12, "width": 768, "heads": 12},
-}
+MODELS = ("26m", "87m")  # of `models.MODELS`
 MANY = "many"
 MANY_SMALL = [4 * 32, 4 * 32 * 32] * 1000  # linear layers of width 32, each with its bias
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's default, as is 25 MiB for the others
@@ -64,12 +56,12 @@ def tensor_sizes(name: str) -> list[int]:
     if name == MANY:
         return MANY_SMALL
     with torch.device("meta"):
-        model = GPT(**MODELS[name])
+        model = models.MODELS[name].build()
     return [param.nbytes for param in model.parameters()][::-1]
 
 
 def built_in(name: str) -> Shape:
-    """A model of examples/train_gpt.py, or one of many small tensors, with DDP's default buckets."""
+    """A model of `benchmarks.race`, or one of many small tensors, with DDP's default buckets."""
     sizes = tensor_sizes(name)
     return Shape(name, tuple(sizes), ddp_layout(sizes))
 

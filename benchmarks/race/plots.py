@@ -1,12 +1,12 @@
-"""What `compare.py` found, as a picture."""
+"""What `compare` found, as a picture."""
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from contestants import REFERENCE
-from report import MIB, Found, lower_bound, quartiles_of_ratio
+from benchmarks.race.contestants import REFERENCE
+from benchmarks.race.report import MIB, Found, lower_bound, quartiles_of_ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

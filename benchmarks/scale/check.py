@@ -1,4 +1,4 @@
-"""How far predictions are from what `compare.py` has measured over shaped links."""
+"""How far predictions are from what `benchmarks.race` has measured over shaped links."""
 
 import json
 import statistics
@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scale_modes import MODES, Sizes, measured_shape, plan_job
-from scale_schedule import Phases, forecast
-from scale_wire import Link, Transport
+from benchmarks.scale.modes import MODES, Sizes, measured_shape, plan_job
+from benchmarks.scale.schedule import Phases, forecast
+from benchmarks.scale.wire import Link, Transport
 
 
 @dataclass(frozen=True)

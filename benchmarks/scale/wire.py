@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 GOODPUT = 1448 / 1514  # payload of an Ethernet frame of TCP with time stamps, over its bytes
-CHUNK_BYTES = 4 << 20  # of a direct exchange, see ddp_zero/collectives.py
+CHUNK_BYTES = 4 << 20  # of a direct exchange, see ddp_zero/comm/communicator.py
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """What a step would take, and a rank would keep, at 2 to 4,096 ranks: a model, and how far it is from measurements.
 
-    python benchmarks/scale.py
-    python benchmarks/scale.py --model 87m --gbit 10 100
-    python benchmarks/scale.py --measured benchmarks/results/compare-26m-2ranks.json
-    python benchmarks/scale.py --check
+    python -m benchmarks.scale
+    python -m benchmarks.scale --model 87m --gbit 10 100
+    python -m benchmarks.scale --measured benchmarks/results/compare-26m-2ranks.json
+    python -m benchmarks.scale --check
 
-Each mode is simulated bucket by bucket with the plans that the library would make, see `scale_schedule.py` and
-`scale_wire.py`. What forward, backward and the step compute is given or taken from a measurement and stays as it is at
-any number of ranks: each rank has its own batch. ``--check`` predicts every result of ``compare.py`` over a shaped link
-from that result's own phases and the link's rate, and prints both. Nothing is fitted to a mode; latency and cost of a
+Each mode is simulated bucket by bucket with the plans that the library would make, see `schedule` and `wire`.
+What forward, backward and the step compute is given or taken from a measurement and stays as it is at any number of
+ranks: each rank has its own batch. ``--check`` predicts every result of ``benchmarks.race`` over a shaped link from
+that result's own phases and the link's rate, and prints both. Nothing is fitted to a mode; latency and cost of a
 message were measured once.
 """
 
@@ -23,14 +23,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import partition
 import torch
-from scale_check import check
-from scale_modes import DDP, MANY, MODELS, MODES, Shape, Sizes, built_in, ideal, measured_shape, plan_job
-from scale_schedule import Forecast, Phases, forecast
-from scale_wire import Link, Transport
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks import partition
+from benchmarks.scale.check import check
+from benchmarks.scale.modes import DDP, MANY, MODELS, MODES, Shape, Sizes, built_in, ideal, measured_shape, plan_job
+from benchmarks.scale.plot import draw
+from benchmarks.scale.schedule import Forecast, Phases, forecast
+from benchmarks.scale.wire import Link, Transport
+
+PROGRAM = "python -m benchmarks.scale"
+RESULTS = Path(__file__).parent.parent / "results"
 RANKS = tuple(2**power for power in range(1, 13))
 MIB = 2**20
 IDEAL = "(ideal: state cut evenly by elements, 3 buckets)"
@@ -171,10 +174,12 @@ def report(outlook: Outlook, shape: Shape, ranks: Sequence[int], activation_mib:
 
 def parse_options() -> Namespace:
     """Read the command line."""
-    parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = ArgumentParser(
+        prog=PROGRAM, description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
     add("--model", choices=[*MODELS, MANY], default="26m")
-    add("--measured", type=Path, help="a result of compare.py: its model and its phases")
+    add("--measured", type=Path, help="a result of benchmarks.race: its model and its phases")
     add("--gbit", type=float, nargs="+", default=[1.0, 10.0, 100.0], help="of each rank's link, in each direction")
     add("--latency-us", type=float, default=LATENCY_US, help="of each round")
     add("--message-us", type=float, default=MESSAGE_US, help="of each message besides its bytes")
@@ -183,7 +188,7 @@ def parse_options() -> Namespace:
     add("--backward-ms", type=float)
     add("--adamw-ms", type=float, help="of the unsharded step")
     add("--activation-mib", type=float, default=0.0, help="per rank, in every mode alike")
-    add("--check", action="store_true", help="compare predictions with results of compare.py over shaped links")
+    add("--check", action="store_true", help="compare predictions with results of benchmarks.race over shaped links")
     options = parser.parse_args()
     options.ranks = sorted(set(options.ranks))
     if options.ranks[0] < 2:
@@ -216,7 +221,7 @@ def main() -> None:
     options = parse_options()
     link = Link(options.gbit[0], options.latency_us / 1e6, options.message_us / 1e6)
     if options.check:
-        text = f"- date: {date.today()}\n- command: python benchmarks/scale.py --check\n\n{check(RESULTS, link)}\n"
+        text = f"- date: {date.today()}\n- command: {PROGRAM} --check\n\n{check(RESULTS, link)}\n"
         print(text)
         (RESULTS / "scale-check.md").write_text(text)
         return
@@ -224,8 +229,8 @@ def main() -> None:
     outlook = look_out(shape, phases, options)
     facts = [
         f"date: {date.today()}; torch {torch.__version__}, Python {platform.python_version()}",
-        f"command: python benchmarks/scale.py {' '.join(sys.argv[1:])}".rstrip(),
-        "predicted by a model, not measured; benchmarks/scale.py --check compares it with what was measured",
+        f"command: {PROGRAM} {' '.join(sys.argv[1:])}".rstrip(),
+        f"predicted by a model, not measured; {PROGRAM} --check compares it with what was measured",
         f"model: {shape.name}, {len(shape.layout)} DDP buckets, the largest {shape.largest_bucket / MIB:.1f} MiB; "
         f"{'tensors of equal size are assumed; ' if shape.is_guessed else ''}AdamW in fp32",
         f"computing per step and rank: forward {1000 * phases.forward:.0f} ms, backward {1000 * phases.backward:.0f}, "
@@ -246,8 +251,6 @@ def main() -> None:
 
 def store(stem: str, text: str, facts: Sequence[str], outlook: Outlook) -> None:
     """Markdown, JSON, PNG."""
-    from scale_plot import draw
-
     steps = {
         f"{gbit:g}": {
             transport.value: {
@@ -262,7 +265,3 @@ def store(stem: str, text: str, facts: Sequence[str], outlook: Outlook) -> None:
     found = {"facts": facts, "steps": steps, "memory": outlook.memory, "owned": outlook.owned}
     (RESULTS / f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(RESULTS / f"{stem}.png", outlook.steps, outlook.memory)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What `compare.py` trains: models that return their loss, and the data for them."""
+"""What `compare` trains: models that return their loss, and the data for them."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from train_gpt import GPT, VOCABULARY
 

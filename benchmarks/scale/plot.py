@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scale_schedule import Forecast
-from scale_wire import Transport
+from benchmarks.scale.schedule import Forecast
+from benchmarks.scale.wire import Transport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

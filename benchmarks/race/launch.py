@@ -1,4 +1,4 @@
-"""Starts the ranks of `compare.py`, and leaves none behind."""
+"""Starts the ranks of `compare`, and leaves none behind."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).parent / "rank.py"
+ROOT = Path(__file__).parents[2]
+RANK: Sequence[str] = ("-m", "benchmarks.race.rank")
 POLL_SECONDS = 0.05
 
 
@@ -27,11 +28,13 @@ def run_ranks(job: Mapping[str, Any], prefixes: Sequence[Sequence[str]], environ
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.json").write_text(json.dumps({**job, "ranks": len(prefixes)}))
+        # ranks find the package from any folder, and what this process was told to find
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        variables = {**os.environ, "PYTHONPATH": path, **environment}
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, prefix in enumerate(prefixes):
-                command = [*prefix, sys.executable, str(SCRIPT), folder, str(rank)]
-                variables = {**os.environ, **environment}
+                command = [*prefix, sys.executable, *RANK, folder, str(rank)]
                 # in sessions of their own: Ctrl-C is for this process, which then ends them
                 processes.append(subprocess.Popen(command, env=variables, stdout=2, start_new_session=True))
             wait(processes)
