@@ -72,7 +72,7 @@ class ForwardsMethods(TakesSteps):
         except Exception as error:
             outcome.set_exception(error)
         sharded.local_step.mirror_to_exposed()
-        sharded.order.note_new(self.optim.state, sharded.stepped.index_of)
+        sharded.order.after_step(self.optim.state, sharded.stepped.index_of)  # behind those of earlier steps
         written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
         _share_written(sharded, written, has_state=any(self.optim.state.values()))
         with Agreement(self._comm, doing):

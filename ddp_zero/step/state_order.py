@@ -35,7 +35,7 @@ class StateOrder:
         self.is_as_built = True
 
     def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
-        """Note the states that a step created."""
+        """Note the states that a step, or a method of the inner class, has created."""
         self._step += 1
         self.note_new(state, index_of)
 

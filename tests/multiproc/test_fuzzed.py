@@ -273,6 +273,22 @@ def _methods_of_the_inner_class_in_a_loop_without_step(setup: Setup) -> None:
     both.train(setup, 3, calls_step=False)
 
 
+@case(2, 3)
+def _states_that_a_method_creates_come_after_those_of_the_step(setup: Setup) -> None:
+    model = mlp()
+    model.get_parameter("1.weight").requires_grad_(False)
+    both = Both(ToyScheduleFree, model=model, lr=0.1)
+    both.train(setup, 2)
+    for _, optimizer in both.sides:
+        optimizer.eval()  # looks up the state of the frozen parameter, too
+        optimizer.train()
+    both.train(setup, 2)
+    both.opt.consolidate_state_dict()
+    if setup.rank == 0:
+        expected, found = both.plain.state_dict()["state"], both.opt.state_dict()["state"]
+        assert list(found) == list(expected) == [0, 1, 3, 4, 5, 2]
+
+
 @case(2)
 def _a_skipped_step_after_wrapping_again(setup: Setup) -> None:
     """A new hook knows that the loop calls ``step()``: what is left out is dropped, not taken later."""
