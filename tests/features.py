@@ -1,8 +1,11 @@
 """What works today, each with the tests that show it: the source of docs/status.md.
 
-``python -m tests.features`` writes that page; a test fails when they differ.
+``pytest --write-status`` writes that page from the outcomes of the tests that it has run; any run fails that finds a
+claim of the page without a test that passes. See `tests/conftest.py`.
 """
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 STATUS = Path(__file__).parent.parent / "docs" / "status.md"
@@ -11,8 +14,8 @@ _HEADER = """\
 
 What works today, and the test that shows it. For what does not work, see [limits](limits.md).
 
-`python -m tests.features` writes this page from `tests/features.py`, where the column *works* is typed by hand.
-`pytest tests/multiproc/test_readme.py` fails when the two differ, or when a test named here does not exist.
+`pytest --write-status` writes this page: *works* is the outcome of the test in the row, on the machine of that run. A run of
+the tests fails if they do not show what the page says.
 
 | what | works | shown by |
 | --- | --- | --- |
@@ -55,100 +58,127 @@ RESTART = _HERE + "test_restart.py::test_a_killed_worker_comes_back_and_ends_bit
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
+YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
+
 FEATURES: list[tuple[str, str, str]] = [
-    ("Every `torch.optim` class for dense gradients except LBFGS: bit-equal to DDP + the plain one", "yes", PARITY),
-    ("Optimizers of other libraries (per-parameter norms, 8-bit state, counters in groups)", "yes", PARITY),
-    ("Parameter groups, schedulers, options changed or added at any time", "yes", PARAMETERS),
-    ("Mixed dtypes, complex, zero-element, channels-last, tied, missing gradients", "yes", PARAMETERS),
-    ("Freezing and unfreezing between steps; frozen parameters are not sent", "yes", PARAMETERS),
-    ("`add_param_group` at any time, without moving state", "yes", PARAMETERS),
-    ("Sub-groups such as ranks [2, 3] of 4", "yes", GROUPS),
-    ("A sync sends (N - 1)/N of the parameter bytes per rank", "yes", WIRE),
-    ("State bytes per rank within one parameter of 1/N", "yes", STATE),
-    ("Consolidated state dict identical to the plain optimizer's, also in order; no pickle", "yes", STATE),
-    ("Checkpoints to and from the plain optimizer, torch's, and any number of ranks", "yes", RESUME),
-    ("`Join([ddp, opt])` and `Join([opt])` with uneven inputs", "yes", JOIN),
-    ("Ranks that differ in parameters, or fail, are named on every rank; nothing hangs", "yes", MISUSE),
-    ("A dead or stuck rank raises on the others within the group's time-out", "yes", DEAD),
-    ("Step inside backward, split or whole buckets, interleaved or not: bit-equal from the first step", "yes", OVERLAP),
+    ("Every `torch.optim` class for dense gradients except LBFGS: bit-equal to DDP + the plain one", YES, PARITY),
+    ("Optimizers of other libraries (per-parameter norms, 8-bit state, counters in groups)", YES, PARITY),
+    ("Parameter groups, schedulers, options changed or added at any time", YES, PARAMETERS),
+    ("Mixed dtypes, complex, zero-element, channels-last, tied, missing gradients", YES, PARAMETERS),
+    ("Freezing and unfreezing between steps; frozen parameters are not sent", YES, PARAMETERS),
+    ("`add_param_group` at any time, without moving state", YES, PARAMETERS),
+    ("Sub-groups such as ranks [2, 3] of 4", YES, GROUPS),
+    ("A sync sends (N - 1)/N of the parameter bytes per rank", YES, WIRE),
+    ("State bytes per rank within one parameter of 1/N", YES, STATE),
+    ("Consolidated state dict identical to the plain optimizer's, also in order; no pickle", YES, STATE),
+    ("Checkpoints to and from the plain optimizer, torch's, and any number of ranks", YES, RESUME),
+    ("`Join([ddp, opt])` and `Join([opt])` with uneven inputs", YES, JOIN),
+    ("Ranks that differ in parameters, or fail, are named on every rank; nothing hangs", YES, MISUSE),
+    ("A dead or stuck rank raises on the others within the group's time-out", YES, DEAD),
+    ("Step inside backward, split or whole buckets, interleaved or not: bit-equal from the first step", YES, OVERLAP),
     (
         "... with any wrapped hook, `no_sync`, closures, checkpointing, `torch.compile`, Join, added groups",
-        "yes",
+        YES,
         SITUATIONS,
     ),
-    ("... with the same order of messages under 200 random delay schedules", "yes", DELAYS),
-    ("Stage 2: bit-equal to DDP at 2 ranks; at 3 and 4 to DDP with a sum in rank order", "yes", OVERLAP),
+    ("... with the same order of messages under 200 random delay schedules", YES, DELAYS),
+    ("Stage 2: bit-equal to DDP at 2 ranks; at 3 and 4 to DDP with a sum in rank order", YES, OVERLAP),
     (
         "... in the situations of stage 1: Join, `no_sync`, static graph, checkpointing, `torch.compile`",
-        "yes",
+        YES,
         SITUATIONS_2,
     ),
     (
         "... gradients need three buffers of the largest bucket, and the rank's shard where the step waits",
-        "yes",
+        YES,
         MEMORY_2,
     ),
-    ("... a step sends 2 (N - 1)/N of the parameter bytes per rank", "yes", WIRE_2),
+    ("... a step sends 2 (N - 1)/N of the parameter bytes per rank", YES, WIRE_2),
     (
         "... `accumulate()`, `full_grad`, `clip_grad_norm_`, bf16 gradients on the wire, unused parameters",
-        "yes",
+        YES,
         STAGE_2,
     ),
-    ("... a partial norm of the gradients is refused, with the remedy", "yes", STAGE_2),
-    ('`sync="forward"`: a sync may outlast its step; every mode bit-equal', "yes", IN_FORWARD),
-    ("... any access to a parameter waits: layers, `state_dict`, averages, writes, copies, collectives", "yes", USES),
+    ("... a partial norm of the gradients is refused, with the remedy", YES, STAGE_2),
+    ('`sync="forward"`: a sync may outlast its step; every mode bit-equal', YES, IN_FORWARD),
+    ("... any access to a parameter waits: layers, `state_dict`, averages, writes, copies, collectives", YES, USES),
     (
         "Clipping, `GradScaler` with overflows, own loss scale, fp32 masters, accumulation: bit-equal in every mode",
-        "yes",
+        YES,
         RECIPES,
     ),
     (
         "... an inf or NaN on one rank: nothing is stepped anywhere; `opt.last_step` names where it was",
-        "yes",
+        YES,
         DECIDE,
     ),
-    ("... clipped or unscaled in the loop with overlap: the first step and all later ones wait", "yes", DECIDE),
-    ("... the same decision under `Join`, with unused parameters, and where a rank owns nothing", "yes", DECIDE),
-    ("Sharded checkpoints: stages 1 and 2 and plain at 1 to 4 ranks resume each other bit for bit", "yes", RESUMES),
+    ("... clipped or unscaled in the loop with overlap: the first step and all later ones wait", YES, DECIDE),
+    ("... the same decision under `Join`, with unused parameters, and where a rank owns nothing", YES, DECIDE),
+    ("Sharded checkpoints: stages 1 and 2 and plain at 1 to 4 ranks resume each other bit for bit", YES, RESUMES),
     (
         "... SIGKILL at 50 random moments: a complete checkpoint always exists, and continues",
-        "yes",
+        YES,
         KILLED,
     ),
     (
         "... a GPT killed in training and resumed at a different number of ranks prints the same losses",
-        "yes",
+        YES,
         KILLED_GPT,
     ),
-    ("... hostile files, also with matching checksums, are refused before anything is changed", "yes", HOSTILE),
-    ("... in the background; memory of the shard and one tensor; what does not fit is listed", "yes", CHECKPOINT),
+    ("... hostile files, also with matching checksums, are refused before anything is changed", YES, HOSTILE),
+    ("... in the background; memory of the shard and one tensor; what does not fit is listed", YES, CHECKPOINT),
     (
         "... read by `torch.distributed.checkpoint`; torch's `get_optimizer_state_dict`",
-        "yes",
+        YES,
         CHECKPOINT,
     ),
     (
         "Options, parameters, state changed between `backward()` and `opt.step()`: as a plain loop, or an error",
-        "yes",
+        YES,
         BETWEEN,
     ),
-    ("Gradients that nothing has averaged (all passes under `no_sync()`) are refused", "yes", BETWEEN),
-    ("Optimizers that couple parameters raise on every rank; `check_shardable`", "yes", COUPLED),
-    ("`train()`, `eval()` and other methods of the inner class act on all ranks", "yes", FORWARDED),
-    ("An error of one rank's local step is raised on all ranks, with its text", "yes", FAILURES),
-    ("A job that `torchrun` restarts ends as an unbroken one", "yes", RESTART),
-    ("Random programs, compared with DDP + the plain optimizer after every step", "yes", FUZZ),
-    ("LBFGS, sparse gradients", "no: clear error", MISUSE),
-    ("Complex parameters with overlap or stage 2", "no: clear error", STAGE_2),
-    ("NCCL, CUDA", "never run yet", CUDA),
+    ("Gradients that nothing has averaged (all passes under `no_sync()`) are refused", YES, BETWEEN),
+    ("Optimizers that couple parameters raise on every rank; `check_shardable`", YES, COUPLED),
+    ("`train()`, `eval()` and other methods of the inner class act on all ranks", YES, FORWARDED),
+    ("An error of one rank's local step is raised on all ranks, with its text", YES, FAILURES),
+    ("A job that `torchrun` restarts ends as an unbroken one", YES, RESTART),
+    ("Random programs, compared with DDP + the plain optimizer after every step", YES, FUZZ),
+    ("LBFGS, sparse gradients", REFUSED, MISUSE),
+    ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),
+    ("NCCL, CUDA", YES, CUDA),
 ]
 
 
-def render() -> str:
-    """The page as Markdown."""
-    rows = [f"| {what} | {works} | {f'`{test}`' if test else ''} |\n" for what, works, test in FEATURES]
-    return _HEADER + "".join(rows)
+def claims_of(page: str) -> dict[str, str]:
+    """What the page says of each feature."""
+    rows = re.findall(r"^\| (.+) \| ([^|]+) \| `[^`]+` \|$", page, re.MULTILINE)
+    return {what: works.strip() for what, works in rows}
 
 
-if __name__ == "__main__":
-    STATUS.write_text(render())
+def verdict(works: str, test: str, outcomes: Mapping[str, str]) -> str | None:
+    """What the outcomes say of a feature.
+
+    Args:
+        works: the word for it if all cases of its test pass.
+        test: the test.
+        outcomes: passed, failed or skipped, by the id of a case.
+
+    Returns:
+        ``works``, or that it was not run, or None if none of its cases is known.
+    """
+    found = {outcome for case, outcome in outcomes.items() if case == test or case.startswith(f"{test}[")}
+    return None if not found else works if found == {"passed"} else NOT_RUN
+
+
+def unshown(page: str, outcomes: Mapping[str, str]) -> list[str]:
+    """Features that the page claims, of which the outcomes say otherwise."""
+    claims = claims_of(page)
+    verdicts = {what: verdict(works, test, outcomes) for what, works, test in FEATURES}
+    return [what for what, found in verdicts.items() if found == NOT_RUN and claims.get(what) != NOT_RUN]
+
+
+def render(outcomes: Mapping[str, str], page: str) -> str:
+    """The page as Markdown; features of which the outcomes say nothing keep what the present page says."""
+    claims = claims_of(page)
+    found = {what: verdict(works, test, outcomes) or claims.get(what, NOT_RUN) for what, works, test in FEATURES}
+    return _HEADER + "".join(f"| {what} | {found[what]} | `{test}` |\n" for what, _, test in FEATURES)

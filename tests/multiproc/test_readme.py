@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.features import FEATURES, STATUS, render
+from tests.features import FEATURES, STATUS, claims_of, render, unshown
 from tests.multiproc.cases import assert_identical
 
 ROOT = Path(__file__).parents[2]
@@ -87,9 +87,20 @@ def test_links_in_the_documentation_lead_to_files() -> None:
 
 
 def test_the_page_of_what_works_is_the_generated_one_and_names_tests_that_exist() -> None:
-    assert STATUS.read_text() == render()
-    for _, works, test in FEATURES:
-        assert test or works == "no"
-        if test:
-            path, name = test.split("::")
-            assert hasattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+    page = STATUS.read_text()
+    assert page == render({}, page)
+    assert set(claims_of(page)) == {what for what, _, _ in FEATURES}
+    for _, _, test in FEATURES:
+        path, name = test.split("::")
+        assert hasattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+
+
+def test_a_claim_needs_a_test_that_passes() -> None:
+    what, works, test = FEATURES[0]
+    shown = [other for other, _, its_test in FEATURES if its_test == test]
+    page = render({test: "passed"}, STATUS.read_text())
+    assert claims_of(page)[what] == works
+    assert unshown(page, {f"{test}[a]": "passed", f"{test}[b]": "passed", "another": "failed"}) == []
+    for outcome in ("failed", "skipped"):
+        assert unshown(page, {f"{test}[a]": "passed", f"{test}[b]": outcome}) == shown
+        assert claims_of(render({f"{test}[a]": outcome}, page))[what] == "not run"
