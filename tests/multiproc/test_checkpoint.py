@@ -717,7 +717,7 @@ def _a_rank_that_does_not_come_is_missed_in_time(setup: Setup, root: Path) -> No
     if setup.rank == 0:
         with pytest.raises(RuntimeError, match="Expected all ranks to take part in a save or load"):
             checkpoint.save(root, ddp, opt)
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 30  # ten times the group's time-out
     dist.barrier()
 
 

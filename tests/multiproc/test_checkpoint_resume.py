@@ -283,7 +283,7 @@ def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_no
         outcomes = run_ranks_to_end(
             _trains_until_it_is_killed, 2, str(root), mode, victims, delay, background, digests, group_timeout=10
         )
-        assert time.monotonic() - begin < 40, "the surviving rank did not notice within the group's time-out"
+        assert time.monotonic() - begin < 100, "the surviving rank did not notice within the group's time-out"
         for outcome in outcomes:
             told = outcome.error or ""
             assert outcome.killed or outcome.result is not None or outcome.rank not in victims, told

@@ -224,7 +224,7 @@ def test_the_others_raise_within_the_time_out_and_name_the_rank(how: str) -> Non
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
         seconds, message = outcomes[rank].result
-        assert seconds < 15
+        assert seconds < 50  # ten times the time-out
         assert re.search(r"Expected rank \d \(global rank \d\) to take part in the sync of bucket 0", message), message
         messages.append(message)
     assert any("Expected rank 1 (global rank 1)" in message for message in messages), messages
