@@ -14,8 +14,8 @@ _HEADER = """\
 
 What works today, and the test that shows it. For what does not work, see [limits](limits.md).
 
-`pytest --write-status` writes this page: *works* is the outcome of the test in the row, on the machine of that run. A run
-of the tests fails if they do not show what the page says.
+`pytest --write-status` writes this page: *works* is the outcome of the test in the row, on the machine of that run. Any
+run of the tests fails if they do not show what the page says.
 
 | what | works | shown by |
 | --- | --- | --- |
