@@ -1,11 +1,11 @@
-"""Sharded checkpoints: every rank writes what it owns; any number of ranks, stage or optimizer of torch loads it.
+"""Sharded checkpoints: every rank writes what it owns; any number of ranks, any stage or torch optimizer can load it.
 
     checkpoint.save("runs/1", ddp, opt, extra={"scheduler": scheduler.state_dict()}, step=1000, keep=3)
     loaded = checkpoint.load("runs/1", ddp, opt)
     python -m ddp_zero.checkpoint export runs/1 plain/
 
-A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readable by its tools, with checksums and an
-index in JSON beside it. Loading reads only these two and raw bytes: nothing is unpickled.
+A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readable by its tools, plus checksums and an
+index in JSON. Loading reads only these two and raw bytes: nothing is unpickled.
 """
 
 import hashlib
@@ -42,15 +42,15 @@ _NO_RENAME: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load has done besides loading.
+    """The result of a load.
 
     Attributes:
         folder: the checkpoint that was loaded.
         step: the number under which it was saved.
-        extra: what was given as ``extra``, tensors on the CPU.
-        rank_extra: what this rank gave as ``rank_extra``; None if the number of ranks is another now.
-        skipped: what did not fit and was left as it was, or converted, a line each; empty with ``strict=True``.
-        notes: what differs and is as it should be, such as parameters that were frozen in between.
+        extra: the value that was saved as ``extra``, tensors on the CPU.
+        rank_extra: the value that this rank saved as ``rank_extra``; None if the number of ranks has changed.
+        skipped: what did not fit and was left unchanged or converted, a line each; empty with ``strict=True``.
+        notes: expected differences, such as parameters that were frozen in between.
     """
 
     folder: Path
@@ -74,34 +74,35 @@ def save(
 ) -> Saving:
     """Save model and optimizer as ``path/step-<number>``, every rank its share. A collective.
 
-    The checkpoint appears when all of it is on disk: a rank that is killed leaves those before as they were. It is one
-    of the last step that was taken; gradients are not part of it, so go on from where that step's data ended. Besides
-    its shard a rank holds a copy of one tensor where it must, as from a GPU, or of the shard with ``background=True``.
+    The checkpoint appears once it is completely on disk: a killed rank leaves earlier checkpoints intact. It holds the
+    state after the last step taken, without gradients, so resume with the data that follows that step. In addition to
+    its shard, a rank copies at most one tensor at a time (if needed, as from a GPU), or with ``background=True`` the
+    whole shard.
 
     Args:
         path: a folder for the checkpoints of one run, on a file system that all ranks share; one job at a time.
-        model: the DDP model, a module that holds it, or a plain one in a single process.
-        optimizer: a sharded optimizer of this library or of torch, a plain one, or what holds one as ``.optimizer``, as
-            Accelerate's does.
-        extra: anything else of which rank 0's is saved: None, numbers, strings, tensors, and lists, tuples and dicts
-            of them, such as a scheduler's state dict.
-        rank_extra: the same, of which every rank's own is saved, such as the state of its random numbers.
+        model: the DDP model, a module that contains it, or a plain model in a single process.
+        optimizer: a sharded optimizer of this library or of torch, a plain one, or a wrapper that holds one as
+            ``.optimizer``, such as Accelerate's.
+        extra: any other state, saved from rank 0: None, numbers, strings, tensors, and lists, tuples and dicts of
+            them, such as a scheduler's state dict.
+        rank_extra: the same kinds of values, saved from every rank, such as the state of its random number generators.
         step: the number of the checkpoint, the same on every rank, not below the last one's; by default one more.
-        keep: how many checkpoints to leave in the folder, the new one included; None: all.
+        keep: how many checkpoints to keep in the folder, the new one included; None: all.
         background: copy this rank's share to the CPU and write it in a thread. The next save or load waits for it and
-            raises what it has failed with; so does the result's ``wait()``, to be called before
+            raises its error, if any; so does the result's ``wait()``, which must be called before
             `torch.distributed.destroy_process_group`.
 
     Returns:
         The save; its ``wait()`` returns the checkpoint's folder.
 
     Raises:
-        RuntimeError: with overlap or stage 2, between backward and step; if a save in the background has failed; or if
-            this one fails elsewhere.
-        TypeError: for something that cannot be saved without pickle, saying where it is.
-        ValueError: for a parameter of the optimizer that the model has not, an empty path, arguments that differ
+        RuntimeError: with overlap or stage 2, between backward and step; if a save in the background failed; or if
+            this save fails on a different rank.
+        TypeError: for something that cannot be saved without pickle, naming its place.
+        ValueError: for a parameter of the optimizer that the model does not have, an empty path, arguments that differ
             between ranks, or a plain model in a job of several ranks.
-        OSError: if the disk does not take it.
+        OSError: if writing to disk fails.
     """
     group = _group(model, optimizer)
     check_not_alone(group)
@@ -119,7 +120,7 @@ def save(
 
 
 def _start(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:
-    """Rank 0 makes a folder; returns there, as JSON, the number of the checkpoint and the folder's name."""
+    """Create the folder on rank 0. Returns there the checkpoint's number and the folder's name as JSON, else ""."""
     agreement.declare("step", step)
     for name, number, least in (("step", step, 0), ("keep", keep, 1)):
         if number is not None and (type(number) is not int or number < least):
@@ -139,27 +140,27 @@ def load(
     strict: bool = True,
     rename: Mapping[str, str] = _NO_RENAME,
 ) -> Loaded:
-    """Load a checkpoint into a model and an optimizer, whatever wrote it and on however many ranks. A collective.
+    """Load a checkpoint into a model and an optimizer, saved by any optimizer on any number of ranks. A collective.
 
-    Nothing is changed before all of it was checked: that it is complete and undamaged, and that it fits. Then
-    parameters are written in place, state is replaced, the optimizer's gradients are dropped. A rank reads the model
-    and the states of what it owns, a tensor at a time.
+    Nothing changes until the whole checkpoint was checked: that it is complete, undamaged and fits. Then parameters are
+    written in place, state is replaced, and the optimizer's gradients are dropped. A rank reads the model and the
+    states of the parameters it owns, a tensor at a time.
 
     Args:
         path: a checkpoint, or a folder of them, of which the complete one of the highest step is loaded.
         model: as for `save`.
-        optimizer: as for `save`, over the model's parameters. None: the model only.
-        strict: raise if anything does not fit. Otherwise convert dtypes, leave other values that do not fit as they are
-            with their state, start without state where a value fits and its state does not, and say so.
-        rename: saved names, or prefixes of them up to a dot, and what they are called now.
+        optimizer: as for `save`, over the model's parameters. None: load the model only.
+        strict: if True, raise if anything does not fit. If False, convert dtypes, leave other values that do not fit
+            unchanged with their state, start without state where a value fits and its state does not, and report that.
+        rename: maps saved names, or prefixes of them up to a dot, to the current ones.
 
     Returns:
-        What else was saved, and what was skipped.
+        The other saved values, and what was skipped.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
-        ValueError: if it is damaged, was made by something else, or does not fit, with all that does not.
-        RuntimeError: if that happened on another rank, or a save in the background has failed.
+        ValueError: if it is damaged, was not written by this library, or does not fit, with a list of all misfits.
+        RuntimeError: if that happened on a different rank, or a save in the background failed.
     """
     writer = writer_of(_group(model, optimizer))
     peers = writer.peers
@@ -183,7 +184,7 @@ def wait() -> None:
     """Wait for all saves in the background of this process. Never communicates.
 
     Raises:
-        RuntimeError: if one has failed and this rank was not told before.
+        RuntimeError: if one failed and its error was not raised on this rank before.
     """
     finish_all()
 
@@ -194,8 +195,8 @@ def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None
     sharded: ProcessGroup | None = getattr(unwrapped(optimizer), "join_process_group", None)
     if group is not None and sharded is not None and not Communicator(group).has_same_ranks(sharded):
         raise ValueError(
-            "Expected an optimizer that is sharded over the ranks of the DDP model, got one over others. Build it "
-            "with process_group=ddp.process_group."
+            "Expected an optimizer that is sharded over the ranks of the DDP model, got one over different ranks. "
+            "Build it with process_group=ddp.process_group."
         )
     return sharded if group is None else group
 

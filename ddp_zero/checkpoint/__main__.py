@@ -1,4 +1,4 @@
-"""``python -m ddp_zero.checkpoint export``: a checkpoint as plain files of torch."""
+"""``python -m ddp_zero.checkpoint export``: write a checkpoint as plain files."""
 
 import sys
 

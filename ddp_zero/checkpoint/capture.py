@@ -1,4 +1,4 @@
-"""What one rank puts into a checkpoint: its share of the model, the states that it owns, and once what all share."""
+"""One rank's part of a checkpoint: its share of the model, the states it owns and, on rank 0, what all ranks share."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ def capture(
     extra: Tree,
     rank_extra: Tree,
 ) -> Part:
-    """A rank's part, of live tensors.
+    """A rank's part, made of live tensors.
 
-    Every parameter is written by the rank that writes its state; those in no optimizer are spread; buffers, which may
-    differ between ranks, are those of rank 0, as DDP broadcasts them.
+    Every parameter is written by the rank that writes its state; parameters in no optimizer are spread over the ranks;
+    buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them.
 
     Raises:
-        ValueError: if the optimizer has a parameter that the model has not.
+        ValueError: if the optimizer has a parameter that the model does not have.
         RuntimeError: if a step is under way.
     """
     names: list[str] = []
@@ -42,7 +42,7 @@ def capture(
 
 
 def _share_of_rest(live: LiveModel, names: list[str], rank: GroupRank, world_size: int) -> list[str]:
-    """What this rank writes of the values that no optimizer owns."""
+    """The names that this rank writes of the values in no optimizer."""
     taken = set(names)
     rest = {name: value for name, value in live.entries.items() if name not in taken}
     spread = {name: value for name, value in rest.items() if isinstance(value, nn.Parameter)}
@@ -82,5 +82,5 @@ def _shared(live: LiveModel, optimizer: OptimizerState | None, names: list[str],
 
 
 def copied(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies on the CPU, which training does not change."""
+    """Copies on the CPU, unaffected by further training."""
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]

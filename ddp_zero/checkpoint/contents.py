@@ -1,4 +1,4 @@
-"""A checkpoint on disk as one thing: its marker and all parts, read and checked, tensors still in their files."""
+"""A checkpoint on disk as one object: its marker and all parts, read and checked, tensors still in their files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ State = dict[Any, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank puts into a checkpoint.
+    """One rank's part of a checkpoint.
 
     Attributes:
         model: values of parameters and buffers, by name.
-        state: of the parameters that it owns, by name.
+        state: states of the parameters that the rank owns, by name.
         births: when each of those states was created, and the parameter's name.
         rank_extra: the user's own state of this rank.
-        shared: what is the same on every rank, from rank 0 only.
+        shared: the values that are equal on every rank; on rank 0 only, else None.
     """
 
     model: dict[str, Any]
@@ -37,15 +37,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Shared:
-    """What a checkpoint has once.
+    """The values that a checkpoint holds once, not per rank.
 
     Attributes:
         optimizer: the class that was sharded, or None if no optimizer was saved.
         param_groups: its groups; ``params`` are names.
         other_state: state that belongs to no parameter.
-        loss_scale: a dynamic one's state, or None.
+        loss_scale: the state of a dynamic loss scale, or None.
         trainable: names of the parameters that were trainable.
-        aliases: other names of tensors of the model, with the name under which they are saved.
+        aliases: additional names of the model's tensors, with the name under which each is saved.
         extra: the user's own state.
     """
 
@@ -65,10 +65,10 @@ class SavedCheckpoint:
     Attributes:
         folder: where it is.
         step: the number under which it was saved.
-        digest: differs where anything in it differs.
+        digest: differs if anything in the checkpoint differs.
         model: values by name, aliases included.
         state: optimizer state by parameter name, in the order in which the unsharded optimizer would have it.
-        shared: what it has once.
+        shared: the values that it holds once.
         rank_extras: the user's own state of each rank that saved.
     """
 
@@ -82,22 +82,22 @@ class SavedCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> "SavedCheckpoint":
-        """Read everything but the tensors of the newest checkpoint at a path.
+        """Read everything except the tensors of the newest checkpoint at a path.
 
         Raises:
-            FileNotFoundError: if there is none.
-            ValueError: if it is damaged, or not what this library writes, naming the file.
+            FileNotFoundError: if there is no complete checkpoint.
+            ValueError: if it is damaged, or was not written by this library, naming the file.
         """
         folder = newest(path)
         return cls.read(folder, read_marker(folder))
 
     @classmethod
     def read(cls, folder: Path, marker: Marker) -> "SavedCheckpoint":
-        """The same, of what a folder's marker says or is going to say."""
+        """As `open`, for a folder and its marker, which may not have been written yet."""
         parts = [_read_part(folder, rank, digest) for rank, digest in enumerate(marker.parts)]
         if not parts or parts[0].shared is None or any(part.shared is not None for part in parts[1:]):
             raise ValueError(
-                f"Expected groups and options in the part of rank 0 and in no other, got others: {folder}."
+                f"Expected groups and options in the part of rank 0 only, got them missing or repeated: {folder}."
             )
         shared = parts[0].shared
         model = _joined((part.model for part in parts), folder)
@@ -108,15 +108,15 @@ class SavedCheckpoint:
         state = _joined((part.state for part in parts), folder)
         births = sorted(birth for part in parts for birth in part.births)
         if sorted(name for _, _, name in births) != sorted(state):
-            raise ValueError(f"Expected the place of every optimizer state in their order, got others: {folder}.")
+            raise ValueError(f"Expected the order of all optimizer states, got one of a different set: {folder}.")
         if not set(state) <= {name for group in shared.param_groups for name in group["params"]}:
-            raise ValueError(f"Expected states of parameters that are in a group, got others: {folder}.")
+            raise ValueError(f"Expected states of parameters in a group, got a state of one in no group: {folder}.")
         ordered = {name: state[name] for _, _, name in births}
         extras = [part.rank_extra for part in parts]
         return cls(folder, marker.step, "".join(marker.parts), model, ordered, shared, extras)
 
     def as_tree(self) -> Tree:
-        """What readers of other libraries get: the layout of `torch.distributed.checkpoint.state_dict`."""
+        """The tree for other readers, in the layout of `torch.distributed.checkpoint.state_dict`."""
         shared = self.shared
         optim = {"state": dict(self.state), "param_groups": shared.param_groups, **shared.other_state}
         return {

@@ -1,6 +1,6 @@
-"""The index that `torch.distributed.checkpoint` wants beside the files of tensors, so that its tools read them.
+"""The index that the tools of `torch.distributed.checkpoint` require next to the files of tensors.
 
-It is written for those tools and never read here: they unpickle it.
+It is written for those tools and never read here, because reading it means unpickling it.
 """
 
 import os
@@ -24,18 +24,18 @@ from ddp_zero.checkpoint.manifest import StoredTensor
 from ddp_zero.local.tree import Tree
 
 OBJECTS_FILE = "__0_1.distcp"
-"""Where the values are that are no tensors, each as `torch.save` writes it."""
+"""The file of the values that are not tensors, each as `torch.save` writes it."""
 
 _Path = tuple[str | int, ...]
 
 
 def write_dcp_metadata(folder: Path, tree: Tree) -> None:
-    """Write the index, and a file with the values that are no tensors, and wait until they are on disk.
+    """Write the index, and a file with the values that are not tensors, and wait until they are on disk.
 
     Args:
-        folder: where the files of tensors are.
-        tree: what a reader gets: dicts of stored tensors and plain values. A value's key in the index is its path
-            joined by dots.
+        folder: the folder of the files of tensors.
+        tree: the tree that a reader gets: dicts of stored tensors and plain values. A value's key in the index is its
+            path joined by dots.
 
     Raises:
         ValueError: if two values have the same key.
@@ -63,7 +63,7 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
 
 
 def _leaves(tree: Tree, path: _Path) -> Iterator[tuple[_Path, Any]]:
-    """Stored tensors, and the largest trees without any that are no dicts, with their paths."""
+    """Stored tensors, and the largest subtrees without any that are not dicts, with their paths."""
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
             yield from _leaves(value, (*path, str(key)))

@@ -1,8 +1,8 @@
-"""Leaving: a checkpoint as plain files, written by one process that never holds more than a piece of a tensor.
+"""Export of a checkpoint to plain files, by one process that never holds more than a piece of a tensor.
 
 Weights become a safetensors file, the optimizer the state dict of the plain `torch.optim` class. The safetensors format
 (https://github.com/huggingface/safetensors, its README) is a length, a JSON header and the bytes; it is written here,
-since the library of that name wants all tensors in memory at once.
+since the library of that name needs all tensors in memory at once.
 """
 
 import json
@@ -49,18 +49,18 @@ def export(path: Path, out: Path) -> list[Path]:
     """Write ``model.safetensors`` and, if an optimizer was saved, ``optimizer.pt`` into a folder.
 
     The latter is for ``torch.load(file, weights_only=True, mmap=True)`` and the plain optimizer's ``load_state_dict``,
-    over the same parameters in the same order. Files of these names are replaced, each in one moment.
+    over the same parameters in the same order. Existing files of these names are replaced, each atomically.
 
     Args:
         path: a checkpoint, or a folder of them.
-        out: a folder, made if it is not there.
+        out: a folder, created if missing.
 
     Returns:
         The files.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
-        ValueError: if it is damaged, or holds what safetensors cannot.
+        ValueError: if it is damaged, or holds a name or a dtype that safetensors does not support.
     """
     saved = SavedCheckpoint.open(path)
     shared = saved.shared
@@ -92,9 +92,9 @@ def _write_model(saved: SavedCheckpoint, file: BinaryIO) -> None:
     end = 0
     for name, stored in tensors.items():
         if name in header:
-            raise ValueError(f"Expected a name of which safetensors makes no use of its own, got {name!r}.")
+            raise ValueError(f"Expected a name that safetensors does not reserve, got {name!r}.")
         if stored.spec.dtype not in _SAFETENSORS:
-            raise ValueError(f"Expected a dtype that safetensors has for {name!r}, got {stored.spec.dtype}.")
+            raise ValueError(f"Expected a dtype that safetensors supports for {name!r}, got {stored.spec.dtype}.")
         begin, end = end, end + stored.nbytes
         dtype, shape = _SAFETENSORS[stored.spec.dtype], list(stored.spec.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
@@ -123,7 +123,7 @@ def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
 
 
 def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
-    """A tensor whose memory is the file, so that it is read when it is written, and can be forgotten at any time."""
+    """A tensor whose memory is the file: the system reads it on use and can evict it at any time."""
     if not stored.nbytes:
         return torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
     start = stored.place.offset - stored.place.offset % mmap.ALLOCATIONGRANULARITY

@@ -1,7 +1,7 @@
-"""What of a checkpoint fits a model and an optimizer, as names, shapes and dtypes only.
+"""Matches a checkpoint with a model and an optimizer by names, shapes and dtypes only, without tensors.
 
-Nothing here knows tensors. Every misfit becomes a line that a person can act on; a strict load raises with all lines, a
-lenient one skips what they speak of.
+Every misfit becomes a line that a person can act on; a strict load raises with all lines, a lenient one skips the
+misfits.
 """
 
 from collections import Counter
@@ -13,14 +13,14 @@ from ddp_zero.plan.shapes import Value
 
 @dataclass
 class Fit:
-    """What can be loaded.
+    """The parts of a checkpoint that can be loaded.
 
     Attributes:
         values: names of the model whose saved value fits.
-        groups: for each group of the optimizer the saved one whose options it takes, or None.
-        states: names of the optimizer's parameters that take the state saved for them.
+        groups: for each group of the optimizer, the saved group whose options it takes, or None.
+        states: names of the optimizer's parameters that take their saved state.
         misfits: what does not fit, a line each.
-        notes: what differs and is as it should be, a line each.
+        notes: expected differences, a line each.
     """
 
     values: list[str] = field(default_factory=list)
@@ -35,11 +35,11 @@ def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         names: as saved.
-        rename: old names or prefixes up to a dot, and what they are now, nothing if a prefix is gone. Of several that
-            fit, the longest counts.
+        rename: maps old names or prefixes up to a dot to new ones, or to "" to drop a prefix. If several match, the
+            longest is used.
 
     Raises:
-        ValueError: for an old name that no saved one has, or two that become the same.
+        ValueError: for an old name that matches no saved name, or two names that become the same.
     """
     names = list(names)
     found: dict[str, str] = {}
@@ -62,7 +62,7 @@ def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
 
 
 def fit_values(saved: Mapping[str, Value], live: Mapping[str, Value], fit: Fit) -> None:
-    """See which values of a model fit: same name and shape; another dtype is a misfit that a lenient load converts."""
+    """Match a model's values by name and shape; a different dtype is a misfit, which a lenient load converts."""
     for name, value in live.items():
         if name not in saved:
             fit.misfits.append(f"{name!r} of the model is not in the checkpoint")
@@ -82,17 +82,17 @@ def fit_groups(
     is_trainable: Collection[str],
     fit: Fit,
 ) -> None:
-    """See which groups and states of an optimizer fit, after `fit_values`.
+    """Match groups and states of an optimizer, after `fit_values`.
 
-    A parameter may have come or gone because it was frozen or is; what else differs is a misfit. Parameters whose
-    values do not fit are not told again.
+    A parameter may be on one side only because it was frozen then or is now; any other difference is a misfit.
+    Parameters whose values do not fit are not reported again.
 
     Args:
         saved: names of the parameters in each saved group.
-        live: in each group of the optimizer.
+        live: names of the parameters in each group of the optimizer.
         was_trainable: names that were trainable when it was saved.
-        is_trainable: names that are.
-        fit: where to write.
+        is_trainable: names that are trainable now.
+        fit: receives the result.
     """
     values = set(fit.values)
     group_of = {name: position for position, names in enumerate(saved) for name in names}
@@ -120,7 +120,7 @@ def fit_groups(
 
 
 def listed(lines: Sequence[str], most: int = 20) -> str:
-    """Lines under each other for a message, the first ones of many."""
+    """Lines as a list for a message: at most the first ``most``, then the number of the others."""
     told = [f"\n  - {line}" for line in lines[:most]]
     return "".join(told) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
 

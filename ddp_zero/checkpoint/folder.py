@@ -1,8 +1,8 @@
-"""A folder of checkpoints on disk: each appears whole or not at all, and old ones go.
+"""A folder of checkpoints on disk: each appears whole or not at all, and old ones are removed.
 
-A checkpoint is written beside the others under a hidden name, synced to disk, and renamed as the last thing. The
-*marker*, a file inside it that is written last, says that it is complete and what its parts hash to; a folder without a
-marker is none, even where renaming a folder is not atomic, as on some network file systems.
+A checkpoint is written next to the others under a hidden name, synced to disk, and then renamed. The *marker*, the last
+file written inside it, states that it is complete and holds the hashes of its parts; a folder without a marker is not a
+checkpoint, even where renaming a folder is not atomic, as on some network file systems.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _LARGEST_TEXT = 1 << 28
 
 @dataclass(frozen=True)
 class Marker:
-    """What the marker of a complete checkpoint says.
+    """The contents of the marker of a complete checkpoint.
 
     Attributes:
         step: the number under which it was saved.
@@ -39,10 +39,10 @@ class Marker:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
-    """A path that a user gave.
+    """A user's path as a `Path`.
 
     Raises:
-        ValueError: for an empty one, which would be the current folder.
+        ValueError: for an empty path, which would mean the current folder.
     """
     if os.fspath(path) == "":
         raise ValueError("Expected the path of a folder, got ''. Pass '.' if the current folder is meant.")
@@ -53,12 +53,12 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 def next_step(root: Path) -> int:
-    """One more than the highest number of a complete checkpoint in the folder; 1 if there is none."""
+    """One more than the highest number of a complete checkpoint in the folder; 1 if it contains none."""
     return max((_order(path)[0] for path in complete_in(root)), default=0) + 1
 
 
 def check_comes_last(root: Path, step: int | None) -> None:
-    """See that a folder is one of checkpoints, and that a new one of this step would be its newest.
+    """Check that a path is not itself a checkpoint, and that a new one of this step would be the newest in it.
 
     Raises:
         ValueError: if not.
@@ -74,7 +74,7 @@ def check_comes_last(root: Path, step: int | None) -> None:
 
 
 def start(root: Path, step: int) -> str:
-    """Make a hidden folder for a new checkpoint, and remove those that were never finished. Returns its name.
+    """Create a hidden folder for a new checkpoint, and remove unfinished ones. Returns its name.
 
     Only one job at a time may save into a folder.
     """
@@ -91,15 +91,15 @@ def start(root: Path, step: int) -> str:
 
 
 def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
-    """Mark a checkpoint that lies on disk as complete, show it under its name, and remove old ones.
+    """Mark a checkpoint on disk as complete, rename it to its visible name, and remove old ones.
 
     Args:
         unfinished: the hidden folder.
-        marker: what to mark it with.
-        keep: how many complete checkpoints to leave, this one included; None: all.
+        marker: the contents of its marker.
+        keep: how many complete checkpoints to keep, this one included; None: all.
 
     Returns:
-        The folder that it is now.
+        The renamed folder.
     """
     root = unfinished.parent
     line = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marker)})
@@ -107,7 +107,7 @@ def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
     sync_folder(unfinished)
     matches = [match for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
     again = 1 + max((int(match[2] or 0) for match in matches if int(match[1]) == marker.step), default=-1)
-    name = f"step-{marker.step:08d}" + (f"-{again}" if again else "")  # of the same step the new one comes last
+    name = f"step-{marker.step:08d}" + (f"-{again}" if again else "")  # a later save of the same step sorts last
     unfinished.rename(root / name)
     sync_folder(root)
     others = [path for path in complete_in(root) if path.name != name]
@@ -134,14 +134,14 @@ def sync_folder(path: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Hide it first, so that what a kill leaves behind is no checkpoint, and is swept by the next save."""
+    """Hide a checkpoint, then remove it: after a kill in between, the next save removes the rest."""
     hidden = checkpoint.with_name(f".step-{_order(checkpoint)[0]:08d}-{secrets.token_hex(8)}")
     checkpoint.rename(hidden)
     _discard(hidden)
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder, or the link or file that stands for one; never what a link leads to."""
+    """Remove a folder, or a link or file in its place; never the target of a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -163,7 +163,7 @@ def newest(path: Path) -> Path:
     """The checkpoint that a path names: itself, or the complete one of the highest step in it.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no complete checkpoint.
     """
     if (path / MARKER).is_file():
         return path
@@ -177,7 +177,7 @@ def newest(path: Path) -> Path:
 
 
 def read_marker(checkpoint: Path) -> Marker:
-    """What the marker says.
+    """The marker of a checkpoint, checked.
 
     Raises:
         ValueError: if it is damaged or not of this format.
@@ -192,15 +192,15 @@ def read_marker(checkpoint: Path) -> Marker:
         raise ValueError(f"Expected format {_FORMAT!r} of version {_VERSION}, got {told} in {checkpoint / MARKER}.")
     step, parts = content.get("step"), content.get("parts")
     if type(step) is not int or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"Expected a step and checksums of parts, got others in {checkpoint / MARKER}.")
+        raise ValueError(f"Expected a step and checksums of parts, got {content!r:.200} in {checkpoint / MARKER}.")
     return Marker(step, tuple(parts))
 
 
 def parse_json(text: str, path: Path) -> Any:
-    """JSON as Python's objects.
+    """JSON as Python objects.
 
     Raises:
-        ValueError: naming the file, if it is none.
+        ValueError: naming the file, if the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -212,7 +212,7 @@ def read_text(path: Path) -> str:
     """A text file of a checkpoint.
 
     Raises:
-        ValueError: if it is no regular file, is huge, or is not UTF-8.
+        ValueError: if it is not a regular file, is larger than 256 MiB, or is not UTF-8.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -222,14 +222,14 @@ def read_text(path: Path) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"Expected text, got bytes that are none in {path}: {error}") from error
+        raise ValueError(f"Expected UTF-8 text, got other bytes in {path}: {error}") from error
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading, but no link, pipe or device: those would lead out of the folder or never end.
+    """Open a regular file for reading; links, pipes and devices could lead out of the folder or never end.
 
     Raises:
-        ValueError: if it is another kind of file, or cannot be opened.
+        ValueError: if it is not a regular file, or cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -237,12 +237,12 @@ def open_regular(path: Path) -> BufferedReader:
         raise ValueError(f"Expected a regular file that can be read, got {error.strerror}: {path}.") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"Expected a regular file, got another kind of thing: {path}.")
+        raise ValueError(f"Expected a regular file, got a different kind of file: {path}.")
     return os.fdopen(descriptor, "rb")
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """The step in a name, and which save of that step it was."""
+    """The step in a name, and the number of that save among those of the step."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"Expected a folder named step-<number>, got {path}.")

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a model and an optimizer: first see that all of it fits and is whole, then change them."""
+"""Loading a checkpoint into a model and an optimizer: first check that it fits and is undamaged, then change them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,19 +21,19 @@ from ddp_zero.plan.shapes import Value
 
 @dataclass
 class Restore:
-    """What of a checkpoint goes where.
+    """The assignment of a checkpoint's contents to a model and an optimizer.
 
     Attributes:
         saved: the checkpoint.
         live: the model.
         optimizer: the optimizer, or None.
-        fit: what fits.
-        values: where the value of each tensor of the model comes from.
-        extra_states: state of modules that is no tensor.
-        names: of the optimizer's parameters, by index.
-        states: what each of them takes, by index, in the order in which the unsharded optimizer would have them.
-        other_state: what the optimizer's state will have that belongs to no parameter.
-        groups: the optimizer's groups as they will be.
+        fit: the parts that fit.
+        values: the stored tensor for each tensor of the model, by name.
+        extra_states: module state that is not a tensor, by name.
+        names: names of the optimizer's parameters, by index.
+        states: the state of each of them, by index, in the order in which the unsharded optimizer would have them.
+        other_state: the optimizer's state after the load that belongs to no parameter.
+        groups: the optimizer's groups after the load.
     """
 
     saved: SavedCheckpoint
@@ -61,14 +61,14 @@ class Restore:
         """Match names, shapes and dtypes; changes nothing.
 
         Raises:
-            ValueError: if something does not fit, with a list of it, unless lenient; or if what fits by name could not
-                be loaded.
+            ValueError: if something does not fit and the load is strict, with a list of all misfits; or if something
+                that fits by name cannot be loaded.
         """
         plan = cls(saved, live, optimizer)
         groups = [group["params"] for group in saved.shared.param_groups]
         names = renamed(dict.fromkeys([*saved.model, *(name for group in groups for name in group)]), rename)
         entries = {names[name]: entry for name, entry in saved.model.items()}
-        first = {name: live.aliases.get(new, new) for name, new in names.items()}  # what the optimizer goes by
+        first = {name: live.aliases.get(new, new) for name, new in names.items()}  # the names that the optimizer uses
         states = {first[name]: state for name, state in saved.state.items()}
         fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, live.values(), plan.fit)
         plan._place_values(entries)
@@ -127,7 +127,7 @@ class Restore:
             self.groups.append({**group, **options})
 
     def _place_state(self, index: int, name: str, optimizer: OptimizerState, state: Mapping[Any, Any]) -> None:
-        """The state of one parameter; its fp32 master is the more exact value wherever dtypes have changed."""
+        """Assign the state of one parameter; its fp32 master is the more exact value if dtypes have changed."""
         param = optimizer.table.params[index]
         state, value = dict(state), self.values.get(name)
         master = state.pop(MASTER_KEY, None)
@@ -146,8 +146,8 @@ class Restore:
             self.states[index] = state
 
     def _state_dict(self, fill_with: Any) -> dict[str, Any]:
-        """What the optimizer loads on this rank."""
-        assert self.optimizer is not None, "asked for where there is one"
+        """The state dict that the optimizer loads on this rank."""
+        assert self.optimizer is not None, "called only with an optimizer"
         kept = set(self.optimizer.kept())
         states = {index: fill(state, fill_with) for index, state in self.states.items() if index in kept}
         counted = iter(range(len(self.optimizer.table)))
@@ -160,10 +160,10 @@ class Restore:
         scale = {} if saved_scale is None else {"loss_scale": saved_scale}
         return {"state": {**fill(self.other_state, fill_with), **states}, "param_groups": groups, **scale}
 
-    # Whether it is whole
+    # Whether it is undamaged
 
     def verify(self, peers: Peers) -> None:
-        """See that everything that will be read is there and undamaged; ranks share the reading.
+        """Check that everything that will be read is present and undamaged; each rank reads a share.
 
         Raises:
             ValueError: naming the file.
@@ -177,7 +177,7 @@ class Restore:
         self._verify_masters()
 
     def _verify_masters(self) -> None:
-        """A parameter must be its rounded master, or the first step would undo what was loaded."""
+        """Check that parameters equal their rounded masters; otherwise the first step would undo the load."""
         if self.optimizer is None:
             return
         for index in self.optimizer.kept():
@@ -187,12 +187,12 @@ class Restore:
                 continue
             rounded, as_saved = (self._read(stored).to(param.dtype) for stored in (master, value))  # as read later
             if not rounds_to(rounded, as_saved):
-                raise ValueError(f"Expected {name!r} to be its saved master weight rounded, got another value.")
+                raise ValueError(f"Expected {name!r} to be its saved master weight rounded, got a different value.")
 
     # Changing the model and the optimizer
 
     def carry_out(self) -> None:
-        """Read everything into its place, a tensor at a time; what runs the user's code first, since that may raise."""
+        """Read everything into place, a tensor at a time; steps that run user code come first, since they may raise."""
         self.live.load_extra(fill(self.extra_states, self._read))
         if self.optimizer is not None:
             self._keep_states(self.optimizer)
@@ -202,12 +202,12 @@ class Restore:
             read_into(self.saved.folder, stored, target)
         if self.optimizer is not None:
             self._read_masters(self.optimizer)
-            self.optimizer.inner.state.clear()  # before the new one is there, so that there are never two
+            self.optimizer.inner.state.clear()  # before the new one is read, so that two are never in memory
             self.optimizer.load(self._state_dict(self._read), list(self.states))
             self.optimizer.optimizer.zero_grad()
 
     def _read_masters(self, optimizer: OptimizerState) -> None:
-        """Straight into the live ones, which then stand for those that were saved."""
+        """Read saved masters directly into the live ones, which then replace them in the state."""
         for index, state in self.states.items():
             master = optimizer.master(index)
             if master is not None and MASTER_KEY in state:
@@ -215,7 +215,7 @@ class Restore:
                 state[MASTER_KEY] = master.detach()
 
     def _keep_states(self, optimizer: OptimizerState) -> None:
-        """State belongs to a value: it stays where that stays, and goes where another was read."""
+        """Keep the state of parameters whose value is not loaded: a state belongs to its value."""
         present = optimizer.state()
         for index in optimizer.kept():
             if self.names[index] not in self.values and index in present:
@@ -226,12 +226,12 @@ class Restore:
         return read(self.saved.folder, stored, device)
 
     def read_extra(self, tree: Any) -> Any:
-        """The user's own state, on the CPU."""
+        """Read the user's own state, to the CPU."""
         return fill(tree, lambda stored: read(self.saved.folder, stored, torch.device("cpu")))
 
 
 def _check_options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    """See that a saved option is of the kind that the optimizer has."""
+    """Check that saved options have the kinds of the optimizer's own."""
     for key, value in saved.items():
         kinds = {_kind(value), _kind(live.get(key))}
         if len(kinds - {"None"}) > 1:

@@ -1,6 +1,6 @@
-"""What a rank has put into a checkpoint: a tree of plain values, and where the bytes of its tensors are.
+"""One rank's part of a checkpoint: a tree of plain values, and where the bytes of its tensors are.
 
-A *part* is one rank's: JSON beside its file of tensors. What is read here may come from anybody, so everything is
+A *part* is JSON next to the rank's file of tensors. The input may come from an untrusted source, so everything is
 checked before it is used: names of files, sizes, dtypes, and the shape of the tree. Nothing is unpickled.
 """
 
@@ -30,10 +30,10 @@ class Place:
 
     Attributes:
         file: the name of the file.
-        begin: offset in bytes of what `torch.save` wrote of it.
-        length: of that, in bytes.
-        offset: in bytes, of its elements, which lie there in logical order.
-        sha256: of its elements.
+        begin: offset in bytes of its `torch.save` archive.
+        length: length of that archive, in bytes.
+        offset: offset in bytes of its elements, which lie there in logical order.
+        sha256: SHA-256 of its elements.
     """
 
     file: str
@@ -45,14 +45,14 @@ class Place:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a checkpoint: shape, strides, dtype and kind of device that it had, and where it lies."""
+    """A tensor in a checkpoint: its shape, strides, dtype and device type, and its place."""
 
     spec: TensorSpec
     place: Place
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of its elements, in bytes."""
         return math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
     def describe(self) -> str:
@@ -74,8 +74,8 @@ def encode_part(text: str, places: Sequence[Place]) -> str:
     """A part as JSON.
 
     Args:
-        text: what `ddp_zero.payload.flatten` made of the tree.
-        places: of its tensors.
+        text: the tree as text, from `ddp_zero.local.tree.flatten`.
+        places: the places of its tensors, in order.
     """
     rows = [[place.file, place.begin, place.length, place.offset, place.sha256] for place in places]
     return f'{{"tensors": {json.dumps(rows)}, "tree": {text}}}'
@@ -85,12 +85,12 @@ def decode_part(text: str, digest: str, told: object) -> Tree:
     """The tree of a part, with a `StoredTensor` in the place of each tensor.
 
     Args:
-        text: from `encode_part`, or from anybody.
+        text: from `encode_part`, or from an untrusted source.
         digest: the SHA-256 that it must have.
-        told: what the part is called in messages.
+        told: the name of the part in messages.
 
     Raises:
-        ValueError: if it is damaged, or not such a part.
+        ValueError: if it is damaged, or not a part of a checkpoint.
     """
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ValueError(f"Expected {told} to fit its checksum, got a damaged one.")
@@ -122,7 +122,7 @@ def _checked(spec: TensorSpec) -> TensorSpec:
         type(number) is int and 0 <= number < _LARGEST for number in numbers
     ):
         raise ValueError(f"Expected sizes and strides of a tensor, got {spec.shape!r:.200} and {spec.stride!r:.200}.")
-    elements = math.prod(max(size, 1) for size in spec.shape)  # torch multiplies them though one is 0
+    elements = math.prod(max(size, 1) for size in spec.shape)  # torch multiplies them even if one is 0
     if spec.dtype not in _DTYPES or elements * spec.dtype.itemsize >= _LARGEST:
         raise ValueError(f"Expected a tensor that can exist, got {list(spec.shape)} of {spec.dtype}.")
     if spec.stride is not None and len(spec.stride) != len(spec.shape):
@@ -140,7 +140,7 @@ _DTYPES = {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
     torch.bool,
 }
-"""Dtypes of whole bytes whose elements are nothing but their bytes."""
+"""Dtypes whose elements are whole bytes and fully described by them."""
 
 
 # Trees
@@ -158,7 +158,7 @@ def stored_in(tree: Tree) -> list[StoredTensor]:
 
 
 def fill(tree: Tree, read: Callable[[StoredTensor], Any]) -> Tree:
-    """The tree with what ``read`` returns in the place of each stored tensor, one after the other."""
+    """The tree with each stored tensor replaced by the result of ``read``, called one after the other."""
     if isinstance(tree, StoredTensor):
         return read(tree)
     if isinstance(tree, Mapping):
@@ -169,15 +169,15 @@ def fill(tree: Tree, read: Callable[[StoredTensor], Any]) -> Tree:
 
 
 def as_meta(stored: StoredTensor) -> Tensor:
-    """A tensor without memory, of its shape and dtype, to check with."""
+    """A tensor without memory, of the same shape and dtype, for checks."""
     return torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="meta")
 
 
 def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
-    """As `ddp_zero.payload.flatten`, with what the tree is in the message.
+    """As `ddp_zero.local.tree.flatten`, with ``where`` as the name of the tree in messages.
 
     Raises:
-        TypeError: for a value that has no place in a checkpoint.
+        TypeError: for a value that cannot be in a checkpoint.
     """
     try:
         text, tensors = flatten(tree)

@@ -1,6 +1,6 @@
-"""Optimizers as a checkpoint sees them: this library's, torch's ZeroRedundancyOptimizer, and any that is not sharded.
+"""The view that a checkpoint has of optimizers: this library's, torch's ZeroRedundancyOptimizer, and unsharded ones.
 
-All three give what this rank has to save and take what it has to load; parameters are indices in the order of groups.
+All three return what this rank saves and load what it keeps; parameters are indices in the order of groups.
 """
 
 import sys
@@ -21,11 +21,11 @@ StateDict = dict[str, Any]
 
 
 class OptimizerState(Protocol):
-    """An optimizer, seen by a checkpoint.
+    """A checkpoint's view of an optimizer.
 
     Attributes:
-        optimizer: itself.
-        inner: the one that holds this rank's state.
+        optimizer: the optimizer itself.
+        inner: the optimizer that holds this rank's state.
         table: its parameters.
     """
 
@@ -34,35 +34,35 @@ class OptimizerState(Protocol):
     table: ParameterTable
 
     def check(self) -> None:
-        """See that a step is not under way.
+        """Check that a step is not under way.
 
         Raises:
             RuntimeError: if it is.
         """
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """Parameters whose state this rank saves; each has one such rank."""
+        """Parameters whose state this rank saves; exactly one rank saves each."""
 
     def kept(self) -> list[int]:
         """Parameters whose state this rank loads."""
 
     def state(self) -> dict[int, dict[Any, Any]]:
-        """Of the parameters of this rank, in the unsharded order, masters included."""
+        """The states of this rank's parameters, in the unsharded order, masters included."""
 
     def births(self) -> Mapping[int, Birth]:
-        """When each of them was created, comparable over ranks."""
+        """When each of these states was created, comparable between ranks."""
 
     def scale(self) -> dict[str, float] | None:
-        """Where a dynamic loss scale is."""
+        """The state of a dynamic loss scale, or None."""
 
     def master(self, index: int) -> Tensor | None:
-        """The live fp32 master of a parameter, if it has one here."""
+        """The live fp32 master of a parameter, if this rank has one; else None."""
 
     def wants_master(self, index: int) -> bool:
-        """Whether a parameter has a master on its owner."""
+        """Whether the owner of a parameter has a master of it."""
 
     def check_fits(self, state_dict: StateDict) -> None:
-        """See that a state dict with tensors without memory could be loaded.
+        """Check that a state dict, whose tensors have no memory, could be loaded.
 
         Raises:
             ValueError: naming the parameter or the group.
@@ -72,24 +72,24 @@ class OptimizerState(Protocol):
         """Load a state dict with the states of `kept`, whose tensors become the optimizer's own.
 
         Args:
-            state_dict: parameters are their indices.
-            order: those that have a state on any rank, as the unsharded optimizer would have them.
+            state_dict: refers to parameters by index.
+            order: the parameters with a state on any rank, as the unsharded optimizer would order them.
         """
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
-    """The view of an optimizer that fits its class."""
+    """The view of an optimizer for its class."""
     optimizer = unwrapped(optimizer)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return ShardedState(optimizer)
-    torchs = sys.modules.get("torch.distributed.optim")  # importing it warns; who has one of its optimizers has done so
+    torchs = sys.modules.get("torch.distributed.optim")  # importing it warns; its optimizers exist only if imported
     if torchs is not None and isinstance(optimizer, torchs.ZeroRedundancyOptimizer):
         return TorchZeroState(optimizer)
     return WholeState(optimizer)
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer in wrappers that hold it as ``.optimizer``, as Accelerate's, and keep no state of their own."""
+    """The optimizer inside wrappers, such as Accelerate's, that hold it as ``.optimizer`` and have no own state."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         own = getattr(optimizer, "__dict__", {})
         is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer) and not isinstance(inner, ZeroRedundancyOptimizer)
@@ -100,7 +100,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 class WholeState:
-    """An optimizer with all state on every rank: ranks share the saving, and each loads everything."""
+    """An optimizer with all state on every rank: each rank saves a share and loads everything."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -108,7 +108,7 @@ class WholeState:
         self.table = ParameterTable(optimizer.param_groups)
 
     def check(self) -> None:
-        """Nothing happens outside ``step()``; but a state dict of its own making cannot be taken apart."""
+        """Refuse a class with a ``state_dict()`` of its own, which cannot be split by parameter."""
         wraps = isinstance(getattr(self.inner, "optimizer", None), Optimizer)
         if wraps or type(self.inner).state_dict is not Optimizer.state_dict:
             remedy = "Give its .optimizer, and the rest of its state" if wraps else "Save its state_dict()"
@@ -118,44 +118,44 @@ class WholeState:
             )
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """An even share."""
+        """An even share of the parameters."""
         owners = partition_greedy([param.nbytes for param in self.table.params], world_size)
         return [index for index, owner in enumerate(owners) if owner == rank]
 
     def kept(self) -> list[int]:
-        """All."""
+        """All parameters."""
         return list(range(len(self.table)))
 
     def state(self) -> dict[int, dict[Any, Any]]:
-        """As the optimizer has it."""
+        """The optimizer's state, by parameter index."""
         return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
 
     def births(self) -> Mapping[int, Birth]:
-        """By place in the optimizer's state."""
+        """The position of each state in the optimizer's."""
         return {index: (0, place) for place, index in enumerate(self.state())}
 
     def scale(self) -> dict[str, float] | None:
-        """None: a GradScaler is the user's to save."""
+        """None: the user saves a GradScaler."""
         return None
 
     def master(self, index: int) -> Tensor | None:
-        """None."""
+        """None: it has no masters."""
         return None
 
     def wants_master(self, index: int) -> bool:
-        """Never."""
+        """False: it has no masters."""
         return False
 
     def check_fits(self, state_dict: StateDict) -> None:
-        """Shapes of states against those of parameters, and a rehearsal, for torch's own optimizers."""
+        """Check shapes of states against parameters and, for torch's own optimizers, rehearse the load."""
         for index, state in state_dict["state"].items():
-            if not isinstance(index, str):  # that belongs to no parameter
+            if not isinstance(index, str):  # a str key belongs to no parameter
                 check_state(state, self.table, index, type(self.inner))
         if self.inner is self.optimizer:
             rehearse_load(self.inner, state_dict)
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
-        """By the optimizer itself."""
+        """Call the optimizer's own ``load_state_dict``."""
         self.optimizer.load_state_dict(state_dict)
 
 
@@ -167,15 +167,15 @@ class TorchZeroState(WholeState):
         self.inner = optimizer.optim
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """What the local optimizer steps."""
+        """The parameters that the local optimizer steps."""
         return self.kept()
 
     def kept(self) -> list[int]:
-        """What the local optimizer steps."""
+        """The parameters that the local optimizer steps."""
         return sorted(self.table.index_of[param] for group in self.inner.param_groups for param in group["params"])
 
     def births(self) -> Mapping[int, Birth]:
-        """By parameter."""
+        """The parameter's index."""
         return {index: (0, index) for index in self.state()}
 
 
@@ -189,45 +189,45 @@ class ShardedState:
         self._zero = optimizer
 
     def check(self) -> None:
-        """See that no backward pass is under way and none waits for ``opt.step()``."""
+        """Check that no backward pass is under way and none waits for ``opt.step()``."""
         self._zero._check_between_steps()
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """What the plan says."""
+        """The parameters that this rank owns by the plan."""
         return self.kept()
 
     def kept(self) -> list[int]:
-        """What the plan says."""
+        """The parameters that this rank owns by the plan."""
         return self._zero._sharded.binding.owned()
 
     def state(self) -> dict[int, dict[Any, Any]]:
-        """With masters."""
+        """The states of owned parameters, masters included."""
         return self._zero._owned_state()
 
     def births(self) -> Mapping[int, Birth]:
-        """By step and parameter."""
+        """The creation key of each state, by step first, then by parameter; see `StateOrder`."""
         sharded = self._zero._sharded
         return {index: sharded.order.of(sharded.stepped[index], index) for index in self.state()}
 
     def scale(self) -> dict[str, float] | None:
-        """That of ``loss_scale=DynamicLossScale()``."""
+        """The state of ``loss_scale=DynamicLossScale()``, or None."""
         scale = self._zero._decision.loss_scale
         return scale.state_dict() if scale is not None and scale.is_dynamic else None
 
     def master(self, index: int) -> Tensor | None:
-        """On the owner."""
+        """The master of a parameter on its owner; else None."""
         return self._zero._sharded.stepped.master(index)
 
     def wants_master(self, index: int) -> bool:
-        """With ``master_weights=True``."""
+        """True for low-precision parameters with ``master_weights=True``."""
         return self._zero._sharded.stepped.wants_master(index)
 
     def check_fits(self, state_dict: StateDict) -> None:
-        """As ``load_state_dict``."""
+        """Run the checks of ``load_state_dict``."""
         self._zero._check_fits(state_dict)
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
-        """Drop an iteration that is under way, and load."""
+        """Drop the current iteration, if any, and load."""
         self._zero.reset()
         self._zero._load_owned(state_dict, order)
 
@@ -238,7 +238,7 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def class_name(inner: Optimizer) -> str:
-    """The class that steps, so that sharding leaves no trace."""
+    """The name of the class that steps, the same with and without sharding."""
     return f"{type(inner).__module__}.{type(inner).__qualname__}"
 
 

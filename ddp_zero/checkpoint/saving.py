@@ -1,6 +1,6 @@
-"""Writing a checkpoint with all ranks: each its own file, then one of them makes it visible; now or in a thread.
+"""Writing a checkpoint, now or in a thread: each rank writes its own files, then rank 0 makes the checkpoint visible.
 
-Ranks speak on a Gloo group of their own, so that a save in the background never meets the collectives of training.
+Ranks use a Gloo group of their own, so that a save in the background never mixes with the collectives of training.
 """
 
 import atexit
@@ -28,14 +28,14 @@ from ddp_zero.comm.tracing import logger
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What a rank has to write.
+    """The data that a rank has to write.
 
     Attributes:
-        folder: the hidden folder that rank 0 has made.
+        folder: the hidden folder that rank 0 created.
         step: the number under which to save.
-        keep: how many complete checkpoints to leave.
-        text: this rank's tree.
-        tensors: of the tree.
+        keep: how many complete checkpoints to keep; None: all.
+        text: this rank's tree as text.
+        tensors: the tensors of the tree.
     """
 
     folder: Path
@@ -49,14 +49,14 @@ def write(job: SaveJob, peers: Peers) -> Path:
     """Write this rank's part and wait for all others. A collective. Returns the folder of the complete checkpoint.
 
     Raises:
-        OSError: if the disk does not take it; RuntimeError on other ranks. The checkpoints before are untouched.
+        OSError: if writing to disk fails; RuntimeError on other ranks. Earlier checkpoints are untouched.
     """
     rank, published = peers.group_rank, ""
     try:
         with Agreement(peers, "writing a checkpoint"):
             if not job.folder.is_dir():
                 raise FileNotFoundError(
-                    f"Expected the folder that rank 0 has made, got none on {peers.name(rank)}: {job.folder}. All "
+                    f"Expected the folder that rank 0 created, got none on {peers.name(rank)}: {job.folder}. All "
                     "ranks must save to one file system."
                 )
             places = write_tensors(job.folder / tensor_file_name(rank), job.tensors)
@@ -72,7 +72,7 @@ def write(job: SaveJob, peers: Peers) -> Path:
 
 
 def _complete(job: SaveJob, world_size: int) -> Path:
-    """Read all parts as a load would, write the index for other tools, and make the checkpoint visible."""
+    """Read all parts as a load does, write the index for other tools, and make the checkpoint visible."""
     texts = (read_text(job.folder / part_name(rank)) for rank in range(world_size))
     marker = Marker(job.step, tuple(hashlib.sha256(text.encode()).hexdigest() for text in texts))
     write_dcp_metadata(job.folder, SavedCheckpoint.read(job.folder, marker).as_tree())
@@ -83,7 +83,7 @@ class Saving:
     """A save that may still be under way.
 
     Args:
-        future: of the folder.
+        future: resolves to the checkpoint's folder.
     """
 
     def __init__(self, future: "Future[Path]") -> None:
@@ -94,7 +94,7 @@ class Saving:
         """Wait until the checkpoint is complete, and return its folder.
 
         Raises:
-            RuntimeError: if the save has failed, on this rank or another.
+            RuntimeError: if the save failed on any rank.
         """
         try:
             return self._future.result()
@@ -103,7 +103,7 @@ class Saving:
             raise RuntimeError(f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}") from error
 
     def finish(self) -> None:
-        """As `wait`, but a failure that was raised already is not raised again."""
+        """As `wait`, except that a failure that was already raised is not raised again."""
         was_told = self._is_told
         try:
             self.wait()
@@ -113,12 +113,12 @@ class Saving:
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return or raise at once."""
         return self._future.done()
 
 
 class Writer:
-    """Who saves with the ranks of a process group: peers, and the save that is under way, one at a time.
+    """Saves with the ranks of a process group, one save at a time.
 
     Attributes:
         peers: the ranks, on connections of their own.
@@ -130,21 +130,21 @@ class Writer:
         self.last: Saving | None = None
 
     def finish(self) -> None:
-        """Wait for the save that is under way.
+        """Wait for the current save, if any.
 
         Raises:
-            RuntimeError: if it has failed.
+            RuntimeError: if it failed.
         """
         if self.last is not None:
             self.last.finish()
 
     def start(self, job: SaveJob, background: bool) -> Saving:
-        """Write, in a thread if asked to; a failure there is logged at once and raised at the next call."""
+        """Write, with ``background`` in a thread; a failure there is logged at once and raised at the next call."""
         future: Future[Path] = Future()
         if background:
             pool = ThreadPoolExecutor(1, "ddp_zero.checkpoint")
             future = pool.submit(_logged, job, self.peers)
-            pool.shutdown(wait=False)  # no more work; the interpreter waits for this one before it ends
+            pool.shutdown(wait=False)  # no more work; the interpreter waits for this job before it exits
         else:
             future.set_result(write(job, self.peers))
         self.last = Saving(future)
@@ -157,7 +157,7 @@ atexit.register(_writers.clear)  # Gloo's threads would race with the end of the
 
 
 def writer_of(group: ProcessGroup | None) -> Writer:
-    """The writer of a process group, of a process alone if None; the first call is a collective of the group."""
+    """The writer of a process group, or of a single process if None; a group's first call is a collective of it."""
     if group is None:
         return _alone
     if group not in _writers:
@@ -166,7 +166,7 @@ def writer_of(group: ProcessGroup | None) -> Writer:
 
 
 def finish_all() -> None:
-    """Wait for every save of this process that is under way; see `Writer.finish`."""
+    """Wait for every unfinished save of this process; see `Writer.finish`."""
     for writer in [_alone, *_writers.values()]:
         writer.finish()
 
@@ -178,4 +178,4 @@ def _logged(job: SaveJob, peers: Peers) -> Path:
         logger.error("saving a checkpoint in the background has failed: %s", error)
         raise
     finally:
-        job.tensors.clear()  # a traceback that is kept keeps the job
+        job.tensors.clear()  # a stored traceback keeps the job alive

@@ -1,9 +1,9 @@
-"""The file of tensors that one rank writes, and reading it in pieces.
+"""Writes one rank's file of tensors, and reads it in pieces.
 
-Each tensor is what `torch.save` makes of it, one after the other, which is the format of
-`torch.distributed.checkpoint.FileSystemWriter`; so DCP's own tools read it. That writer itself is not used: it keeps
+The file is a sequence of `torch.save` archives, one per tensor, which is the format of
+`torch.distributed.checkpoint.FileSystemWriter`, so DCP's own tools read it. That writer itself is not used: it keeps
 every tensor that it had to copy, from a GPU or out of flat storage, until the file is complete. Reading does not
-unpickle: it goes straight to the elements, whose place was noted when they were written.
+unpickle: it reads the elements directly, at the offset recorded when they were written.
 """
 
 import ctypes
@@ -29,14 +29,14 @@ _LOCAL_HEADER_BYTES = 30
 
 
 def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[Place]:
-    """Write tensors to a new file and wait until it is on disk; at most one of them is copied at a time, if it must be.
+    """Write tensors to a new file and wait until it is on disk; at most one tensor is copied at a time, if needed.
 
     Args:
         path: the file.
         tensors: dense, on any device.
 
     Returns:
-        Where each of them lies.
+        The place of each tensor.
     """
     with path.open("xb") as file:
         written = [_write(file, tensor) for tensor in tensors]
@@ -50,14 +50,14 @@ def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[Place]:
 
 
 def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
-    """Where it begins, its length in the file, bytes of its elements, and their SHA-256."""
+    """Write a tensor; returns its begin and length in the file, the bytes of its elements, and their SHA-256."""
     plain = tensor.detach().cpu().contiguous()
     memory = _memory(plain)
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     begin = file.tell()
     try:
         torch.save(_alone(plain, memory), file)
-    except RuntimeError as error:  # torch says where in its own code it was when a write failed, not why
+    except RuntimeError as error:  # torch reports the place in its own code, not why the write failed
         cause = error.__context__
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, file.name) from error
@@ -66,13 +66,13 @@ def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
 
 
 def _memory(plain: Tensor) -> memoryview:
-    """The elements of a contiguous CPU tensor as bytes, valid as long as the tensor is alive."""
+    """The elements of a contiguous CPU tensor as bytes, valid while the tensor is alive."""
     nbytes = plain.nbytes
     return memoryview((ctypes.c_char * nbytes).from_address(plain.data_ptr()) if nbytes else b"").cast("B")
 
 
 def _alone(plain: Tensor, memory: memoryview) -> Tensor:
-    """The same elements with a storage of their own size, not copied: `torch.save` writes whole storages."""
+    """The same elements, not copied, in a storage of exactly their size: `torch.save` writes whole storages."""
     if plain.untyped_storage().nbytes() == plain.nbytes:
         return plain
     if not plain.nbytes:
@@ -81,7 +81,7 @@ def _alone(plain: Tensor, memory: memoryview) -> Tensor:
 
 
 class _Window:
-    """A part of a file, as `zipfile` wants it."""
+    """A part of a file, with the interface that `zipfile` needs."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         self._file, self._begin, self._length = file, begin, length
@@ -106,12 +106,12 @@ class _Window:
 
 
 def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) -> int:
-    """Where in the file the elements lie that one `torch.save` wrote: in the record ``data/0`` of its archive."""
+    """The file offset of the elements that one `torch.save` wrote: the record ``data/0`` of its archive."""
     window = _Window(file, begin, length)
     with zipfile.ZipFile(window) as archive:
         (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     if record.file_size != nbytes or record.compress_type != zipfile.ZIP_STORED:
-        raise RuntimeError(f"Expected {nbytes} bytes as they are in what torch.save wrote, got {record}.")
+        raise RuntimeError(f"Expected {nbytes} uncompressed bytes from torch.save, got {record}.")
     window.seek(record.header_offset)
     header = window.read(_LOCAL_HEADER_BYTES)
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -122,7 +122,7 @@ def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) ->
 
 
 def verify(folder: Path, tensors: Sequence[StoredTensor]) -> None:
-    """See that tensors are there and have their checksums, reading them piece by piece.
+    """Check that tensors are present and match their checksums, reading them piece by piece.
 
     Raises:
         ValueError: naming the file, if one is missing, cut off or damaged.
@@ -134,10 +134,10 @@ def verify(folder: Path, tensors: Sequence[StoredTensor]) -> None:
 
 @torch.no_grad()
 def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
-    """Read a tensor into another of its shape, on any device; it takes that one's dtype.
+    """Read a tensor into a target of its shape, on any device; values are converted to the target's dtype.
 
     Raises:
-        ValueError: as `verify`; the target has changed then.
+        ValueError: as `verify`; then the target may have changed.
     """
     is_flat = target.is_contiguous()
     whole = target if is_flat else torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="cpu")
@@ -151,7 +151,7 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
 
 
 def read(folder: Path, stored: StoredTensor, device: torch.device) -> Tensor:
-    """Read a tensor, with the strides that it had; to ``device`` if it was on an accelerator, else to the CPU.
+    """Read a tensor with its saved strides, to ``device`` if it was on an accelerator, else to the CPU.
 
     Raises:
         ValueError: as `verify`.
@@ -167,7 +167,7 @@ def read(folder: Path, stored: StoredTensor, device: torch.device) -> Tensor:
 
 
 def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in turn, whole elements each, in memory that is used again; checked at the end.
+    """The bytes of a tensor in pieces of whole elements, in memory that is reused; the checksum is checked at the end.
 
     Raises:
         ValueError: naming the file, if it is missing, cut off or damaged.

@@ -1,4 +1,4 @@
-"""Every message between ranks: collectives, exchanges, agreement, errors that all ranks must hear of.
+"""Every message between ranks: collectives, exchanges, agreement, errors reported to all ranks.
 
 Imports `plan` and `local`. The only package that communicates.
 """

@@ -1,9 +1,9 @@
-"""What every rank must agree on before training goes on, checked in one exchange, so that misuse never hangs.
+"""Checks in one exchange that every rank succeeded and agrees before training continues, so that misuse never hangs.
 
-A rank that fails while others succeed would leave them waiting in the next collective. So code that can fail on some
-ranks only runs inside `Agreement`: at its end every rank tells the others whether it failed and a digest of what must
-be equal. If one failed, it raises its own error and the others raise one that names it; if digests differ, the details
-are exchanged and every rank raises the same error, which names the ranks and the parameter.
+A rank that fails while others succeed would leave them waiting in the next collective. So code that can fail on only
+some ranks runs inside `Agreement`: at its end every rank reports whether it failed, and a digest of what must be equal.
+If a rank failed, it raises its own error and the others raise one that names it; if digests differ, the details are
+exchanged and every rank raises the same error, which names the ranks and the parameter.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ class Agreement:
         doing: what the block does, for messages: "building ZeroRedundancyOptimizer".
 
     Raises:
-        RuntimeError: on the ranks where the block succeeded, if it failed on another; the failing rank raises its own.
-        ValueError: on every rank, if what `declare` or `declare_parameters` were given differs between ranks.
+        RuntimeError: on ranks where the block succeeded, if it failed elsewhere; a failing rank raises its own error.
+        ValueError: on every rank, if arguments of `declare` or `declare_parameters` differ between ranks.
     """
 
     def __init__(self, comm: Peers, doing: str) -> None:
@@ -35,11 +35,11 @@ class Agreement:
         self._fingerprints: list[Fingerprint] = []
 
     def declare(self, fact: str, value: object) -> None:
-        """State a fact that must have the same value on every rank."""
+        """Add a fact that must have the same value on every rank."""
         self._facts[fact] = str(value)
 
     def declare_parameters(self, table: ParameterTable) -> None:
-        """State the parameters, which must be the same, in the same order, on every rank."""
+        """Add the parameters, which must be the same, in the same order, on every rank."""
         self._fingerprints = table.fingerprints()
 
     def __enter__(self) -> "Agreement":
@@ -49,7 +49,7 @@ class Agreement:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
-            return  # the user interrupts; do not start talking
+            return  # the user interrupts: do not communicate
         structures = [fingerprint.structure() for fingerprint in self._fingerprints]
         samples = [fingerprint.sample for fingerprint in self._fingerprints]
         statements = [0 if error is None else 1, _digest([self._facts, structures]), _digest(samples)]
@@ -76,7 +76,7 @@ class Agreement:
                 self._refuse(what, expected, got, rank)
 
     def _raise_if_permuted(self, samples: Sequence[str]) -> None:
-        """Equal shapes hide a different order; values show it, where the ranks hold the same values."""
+        """Detect a different order of equal shapes, which values show if the ranks hold the same values."""
         everyone = [json.loads(text) for text in self._comm.all_gather_text(json.dumps(samples))]
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0] and sorted(theirs) == sorted(everyone[0]):
@@ -84,7 +84,7 @@ class Agreement:
                 self._refuse(
                     "the parameters in the same order",
                     "one order",
-                    f"another from parameter {index} {_describe(self._fingerprints[index].structure())} on",
+                    f"a different one from parameter {index} {_describe(self._fingerprints[index].structure())} on",
                     rank,
                 )
 
@@ -102,7 +102,7 @@ def _first_difference(
     facts: dict[str, str],
     structures: Sequence[Sequence[object]],
 ) -> tuple[str, str, str]:
-    """What differs first between two ranks' statements, and its two values."""
+    """The first difference between two ranks' statements, and its two values."""
     for fact, value in expected_facts.items():
         if facts.get(fact) != value:
             return f"the same {fact}", value, str(facts.get(fact))
@@ -120,5 +120,5 @@ def _describe(structure: Sequence[object]) -> str:
 
 
 def _digest(facts: object) -> int:
-    """63 bits of a hash of something that `json` can write."""
+    """A 63-bit hash of a value that `json` can write."""
     return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:8], "big") >> 1

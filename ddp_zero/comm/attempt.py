@@ -1,11 +1,11 @@
-"""How the ranks of a job that was restarted find each other in a store to which earlier attempts have written.
+"""How the ranks of a restarted job find each other in a store to which earlier attempts have written.
 
-torchrun keeps one store for all attempts, and process groups write addresses there under names that are the same in
-each. So a rank may find the address of a process that is gone. Here the ranks agree on a prefix that no attempt has
-had. ``TORCHELASTIC_RESTART_COUNT`` would not do: each node of a job counts its own restarts.
+torchrun keeps one store for all attempts, and in each attempt process groups write addresses there under the same
+names. So a rank may find the address of a process that is gone. Here the ranks agree on a prefix that no earlier
+attempt used. ``TORCHELASTIC_RESTART_COUNT`` cannot serve as one: each node of a job counts its own restarts.
 
-Each rank asks under a ticket of its own, new in every attempt, and rank 0 answers tickets with its prefix. Tickets of
-earlier attempts are answered too, and nobody waits for that.
+Each rank asks under a ticket of its own, new in every attempt, and rank 0 answers tickets with its prefix. It also
+answers tickets of earlier attempts, for which no process waits.
 """
 
 import time
@@ -18,16 +18,16 @@ _POLL_SECONDS = 0.001, 0.05
 
 
 def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: timedelta) -> Store:
-    """A part of a store that only the ranks of this attempt know. A collective of those ranks.
+    """A part of a store that only the ranks of this attempt use. A collective of those ranks.
 
     Args:
-        store: one that all ranks reach.
+        store: a store that all ranks can reach.
         rank: from 0 to ``world_size - 1``.
         world_size: number of ranks.
-        time_out: how long to wait for the others: rank 0 for all of them, they for rank 0.
+        time_out: how long to wait: rank 0 for all other ranks, each of them for rank 0.
 
     Raises:
-        RuntimeError: when that has passed.
+        RuntimeError: when the time-out has passed.
     """
     shared = PrefixStore("ddp_zero/attempt", store)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""The ranks of a group on connections of their own, for what must not meet the messages of training."""
+"""The ranks of a group on separate connections, for messages that must not mix with those of training."""
 
 import os
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ _GLOO_TRIES = 5
 
 
 class Beside:
-    """The ranks of a process group on Gloo connections of their own, whose messages never meet those of training.
+    """The ranks of a process group on Gloo connections of their own, whose messages never mix with those of training.
 
-    Building one is a collective of the group, which itself carries no message for it. `torch.distributed.new_group` is
-    not used: it wants all ranks of the job, or names groups by how many each rank is in, which differs between ranks.
+    Building one is a collective of the group, but sends no message on the group. `torch.distributed.new_group` is not
+    used: it requires all ranks of the job, or names a group by the number of a rank's groups, which differs by rank.
 
     Args:
         group: a group that this process belongs to.
 
     Raises:
-        RuntimeError: if a rank has not come when the group's time-out has passed, or has gone in the next such span.
+        RuntimeError: if a rank does not arrive within the group's time-out, or is lost within a second one.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        comm = Communicator(group)  # not kept: whoever keeps these ranks must not keep the group alive
+        comm = Communicator(group)  # not kept: this object must not keep the group alive
         self.group_rank, self.world_size = comm.group_rank, comm.world_size
         self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
         self._process = os.getpid()
@@ -40,16 +40,16 @@ class Beside:
             store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
             store.set(str(self.group_rank), "here")
             store.wait([str(rank) for rank in range(self.world_size)], comm.time_out)
-            # Gloo tries that often to reach a rank that has died after telling its address, each time for a time-out
+            # Gloo tries this often to reach a rank that died after publishing its address, with a time-out for each
             self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, comm.time_out / _GLOO_TRIES)
             self._gloo._set_default_timeout(comm.time_out)
         except RuntimeError as error:
             raise RuntimeError(
-                f"Expected all ranks to come to their first save or load within {comm.time_out}, got: {error}"
+                f"Expected all ranks to reach their first save or load within {comm.time_out}, got: {error}"
             ) from error
 
     def name(self, group_rank: GroupRank) -> str:
-        """How messages call a rank."""
+        """The name of a rank in messages."""
         return self._names[group_rank]
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:

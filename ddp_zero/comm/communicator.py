@@ -1,6 +1,6 @@
 """Communicates within a process group: every `torch.distributed` collective and message of the library.
 
-Everything travels as bytes, so any dtype does on any backend (Gloo knows no bfloat16 or complex collectives). Ranks are
+Everything is sent as bytes, so any dtype works on any backend (Gloo has no bfloat16 or complex collectives). Ranks are
 `GroupRank` everywhere; the one conversion to `GlobalRank` is `Communicator.global_rank`, for messages to people.
 
 The parameter sync is an all-gather of segments of unequal size. On Gloo with CPU memory it is a direct exchange: every
@@ -8,7 +8,7 @@ receive is posted, then every send, in chunks; each rank sends (N - 1) times its
 backends it is one broadcast per owner.
 
 Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, so a rank with a small segment would
-send padding); one broadcast per owner (as many bytes over all ranks, but relayed by ranks that have nothing to say).
+send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of it).
 """
 
 import zlib
@@ -19,8 +19,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-# DDP imports this lazily. Where that happens after init_process_group(), default arguments in it keep the group alive
-# for good, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT at exit with torch 2.13.0).
+# DDP imports this lazily. If that happens after init_process_group(), default arguments in it keep the group alive
+# until exit, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT with torch 2.13.0).
 import torch.distributed.nn
 from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
@@ -37,14 +37,14 @@ _CHUNK_BYTES = 4 << 20
 
 
 def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    """The reduction that DDP does when it has no communication hook, as a hook: the same bits for any number of ranks.
+    """The reduction that DDP does without a communication hook, as a hook: the same bits for any number of ranks.
 
     DDP multiplies by the reciprocal of the number of ranks and then sums; ``allreduce_hook`` of torch divides, which
-    rounds otherwise unless that number is a power of two.
+    rounds differently unless that number is a power of two.
 
     Args:
         state: the process group.
-        bucket: what DDP hands to a hook; averaged in place.
+        bucket: the bucket that DDP passes to a hook; averaged in place.
     """
     buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
     future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
@@ -56,7 +56,7 @@ class Communicator:
 
     Args:
         group: the process group; None for the default one.
-        generation: tells the messages of optimizers on one group apart; see `next_generation`.
+        generation: distinguishes the messages of optimizers on one group; see `next_generation`.
 
     Raises:
         RuntimeError: if `torch.distributed` is not initialised, this process is not a member of the group, or it was
@@ -65,10 +65,10 @@ class Communicator:
     Attributes:
         group_rank: this process's rank in the group.
         world_size: size of the group.
-        sent_bytes: bytes of parameters and gradients that this rank handed to its peers so far, in syncs and in
-            reductions of its own.
-        control_bytes: bytes that tell peers how a step went; see `StepErrors`.
-        round: number of steps synced or abandoned so far; part of what makes a message's tag.
+        sent_bytes: bytes of parameters and gradients that this rank has sent to its peers, in syncs and in reductions
+            of this library.
+        control_bytes: bytes sent to report to peers how a step went; see `StepErrors`.
+        round: number of steps synced or abandoned so far; part of a message's tag.
     """
 
     def __init__(self, group: ProcessGroup | None, generation: int = 0) -> None:
@@ -94,7 +94,7 @@ class Communicator:
 
     @property
     def time_out(self) -> timedelta:
-        """How long a message may take."""
+        """The time-out of a message."""
         device = torch.device("cpu" if "cpu" in self._backends else next(iter(self._backends)))
         limit: timedelta = self.process_group._get_backend(device).options._timeout
         return limit
@@ -104,11 +104,11 @@ class Communicator:
         return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
 
     def has_same_ranks(self, group: ProcessGroup) -> bool:
-        """Whether another group has the same members in the same order."""
+        """True if a group has the same members in the same order."""
         return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.process_group)
 
     def name(self, group_rank: GroupRank) -> str:
-        """How messages call a rank."""
+        """The name of a rank in messages."""
         return f"rank {group_rank} (global rank {self.global_rank(group_rank)})"
 
     # Parameter sync
@@ -116,13 +116,13 @@ class Communicator:
     def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Exchange:
         """Start an all-gather of segments of unequal size.
 
-        Where the backend has tags, a rank that is at another round or speaks of another subject matches no message:
-        its peers raise when the group's time-out passes, instead of taking one parameter's bytes for another's.
+        Where the backend has tags, a rank at a different round or with a different subject matches no message: its
+        peers raise when the group's time-out passes, instead of taking one parameter's bytes for another's.
 
         Args:
             segments: 1-D contiguous tensors of one device, one per rank in rank order. This rank's is sent, the others'
-                are written. Every rank passes the same sizes; empty ones cost nothing.
-            subject: what this exchange is about, the same on every rank: the plan and the bucket.
+                are written. Every rank passes the same sizes; empty segments cost nothing.
+            subject: identifies this exchange, the same on every rank: the plan and the bucket.
 
         Returns:
             The exchange in flight.
@@ -148,11 +148,11 @@ class Communicator:
     # Messages between pairs of ranks
 
     def peers(self) -> list[GroupRank]:
-        """The other ranks, from the next one on, so that not all ranks talk to the same one first."""
+        """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
 
     def has_direct_messages(self, device: torch.device) -> bool:
-        """Whether `start_messages` works for memory of a device: Gloo's messages are CPU memory."""
+        """True if `start_messages` works for memory of a device: Gloo's messages are in CPU memory."""
         return device.type == "cpu" and self._backends.get("cpu") == "gloo"
 
     def start_messages(
@@ -168,7 +168,7 @@ class Communicator:
             sent: for each peer 1-D contiguous tensors.
             received: for each peer tensors to write, in the order in which it sends them, of the same sizes.
             subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
-            is_control: whether these are neither parameters nor gradients.
+            is_control: True if these are neither parameters nor gradients.
         """
         group, tag = self.process_group, _tag(self._generation, self.round, *subject)
         works: list[Pending] = []
@@ -189,16 +189,16 @@ class Communicator:
     # Sums
 
     def start_sum(self, whole: Tensor, parts: Sequence[Tensor]) -> tuple[Exchange, Tensor]:
-        """Where messages are not direct, start a sum over ranks of which this one needs its own part.
+        """Where messages are not direct, start a sum over ranks, of which this rank needs its own part.
 
-        On NCCL a reduce-scatter of unequal parts, which it carries out as coalesced reduces; elsewhere an all-reduce.
+        On NCCL this is a reduce-scatter of unequal parts, which runs as coalesced reduces; elsewhere an all-reduce.
 
         Args:
             whole: 1-D, destroyed.
             parts: windows of ``whole``, one per rank in rank order, of any sizes.
 
         Returns:
-            The sum in flight, and where this rank's part of it will be.
+            The sum in flight, and the tensor that will hold this rank's part of it.
         """
         mine = parts[self.group_rank]
         if self._backends.get(whole.device.type) == "nccl":
@@ -239,7 +239,7 @@ class Communicator:
         """Send a tree of tensors and plain values (see `local.tree`); the receiver calls `receive_tree`.
 
         Raises:
-            TypeError: for a value that cannot travel; nothing has been sent then.
+            TypeError: for a value that cannot be sent; then nothing has been sent.
         """
         text, tensors = flatten(tree)
         raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -249,11 +249,11 @@ class Communicator:
             self._send(tensor, to)
 
     def receive_tree(self, source: GroupRank, device: torch.device) -> Tree:
-        """Receive what ``source`` sends with `send_tree`.
+        """Receive a tree that ``source`` sends with `send_tree`.
 
         Args:
             source: the sender.
-            device: where tensors go that were on an accelerator there; those from the CPU stay on the CPU.
+            device: device of tensors that were on an accelerator at the sender; those from the CPU stay on the CPU.
         """
         length = int(self._receive(TensorSpec((1,), (1,), torch.int64, "cpu"), source, device).item())
         raw = self._receive(TensorSpec((length,), (1,), torch.uint8, "cpu"), source, device)
@@ -282,7 +282,7 @@ class Communicator:
         return torch.device("cpu") if "cpu" in self._backends else torch.device(*self._accelerator())
 
     def _message_device(self, device_type: str) -> torch.device:
-        """Where a tensor waits to be sent: Gloo's messages are CPU memory, NCCL's are not."""
+        """The device from which a tensor is sent: Gloo's messages are in CPU memory, NCCL's are not."""
         backend = self._backends.get(device_type)
         if device_type == "cpu" or backend in (None, "gloo"):
             return self._control_device()
@@ -294,23 +294,23 @@ class Communicator:
 
 
 def next_generation(group: ProcessGroup | None) -> int:
-    """Another number at each call for a group, the same on every rank that calls as often: when an optimizer is built.
+    """A new number for each optimizer built on a group, the same on every rank that builds as many.
 
-    What a dropped optimizer has left unmatched must not match messages of the next one, which has the same plan.
+    Unmatched messages of a dropped optimizer must not match those of the next one, which has the same plan.
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
-    is_member = group is not None and dist.get_rank(group) >= 0  # torch has a number for a group of others
+    is_member = group is not None and dist.get_rank(group) >= 0  # a group without this process is a number in torch
     return count_built(group, "optimizer") if group is not None and is_member else 0
 
 
 def _tag(*facts: int) -> int:
-    """A message tag (31 bits, never `_TREE_TAG`) that differs where the facts differ, but for one chance in 2^30."""
+    """A message tag (31 bits, never `_TREE_TAG`) that differs if the facts differ, except with probability 2^-30."""
     return zlib.crc32(repr(facts).encode()) & 0x3FFFFFFF | 0x40000000
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Their bytes in pieces that a backend can have several of under way."""
+    """The bytes of tensors in pieces, several of which a backend can have in flight."""
     filled = (tensor for tensor in tensors if tensor.numel())
     return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), _CHUNK_BYTES)]
 

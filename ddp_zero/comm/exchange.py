@@ -1,4 +1,4 @@
-"""Messages in flight, from the moment they were posted until they are over. `communicator` posts them."""
+"""Messages in flight, from posting to completion. `communicator` posts them."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,28 +6,28 @@ from torch import Tensor
 from torch.distributed import Work
 
 Pending = tuple[Callable[[], str], Work]
-"""Something in flight, and how messages call the peer."""
+"""A message in flight, and a function that names the peer."""
 
 
 class Exchange:
     """Messages in flight. The tensors they are read from and written to must stay untouched until `wait` returns.
 
-    One that is dropped before is kept until the process ends, with its memory: a peer may still read from there or
-    write there, and on Gloo a message whose buffer is freed meanwhile leaves the connection to its peer unusable.
+    An exchange that is dropped before that is kept until the process ends, with its memory: a peer may still read or
+    write there, and on Gloo freeing a message's buffer meanwhile makes the connection to its peer unusable.
     """
 
     def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
         self._works = works
         self._tensors = tensors  # keeps the memory alive that the backend reads and writes
-        self._waited = 0  # works that are over; Gloo would wait for a second message
+        self._waited = 0  # completed works: waiting again on Gloo would wait for a second message
         if works:
             _unfinished.add(self)
 
     def wait(self, what: str) -> None:
-        """Block until everything has arrived and left. Can be called again after a signal's handler has raised.
+        """Block until everything was received and sent. Can be called again after a signal handler has raised.
 
         Args:
-            what: what is exchanged, for the message, such as ``the sync of bucket 3``.
+            what: the name of the exchange in the error message, such as ``the sync of bucket 3``.
 
         Raises:
             RuntimeError: naming the peer, if one failed or the group's time-out passed.

@@ -1,4 +1,4 @@
-"""What this process remembers of a process group: where its connections are, and how often things were built on it."""
+"""Per-group records of this process: which process holds the connections, and how often things were built on it."""
 
 import os
 import weakref
@@ -9,13 +9,13 @@ from torch.distributed import ProcessGroup
 
 
 def check_process(process: int) -> None:
-    """See that this is the process whose connections are about to be used, not one that was forked from it.
+    """Check that this is the process whose connections are about to be used, not one that was forked from it.
 
     Args:
-        process: the id of the one that has them.
+        process: the id of the process that has the connections.
 
     Raises:
-        RuntimeError: if it is not: nothing would ever arrive here.
+        RuntimeError: in any other process, where no message would ever arrive.
     """
     if process != os.getpid():
         raise RuntimeError(
@@ -34,12 +34,12 @@ _records: "weakref.WeakKeyDictionary[ProcessGroup, _Record]" = weakref.WeakKeyDi
 
 
 def check_not_forked(group: ProcessGroup) -> None:
-    """As `check_process`, for the process in which the group was seen first."""
+    """As `check_process`, for the process that first used the group."""
     check_process(_records.setdefault(group, _Record()).process)
 
 
 def count_built(group: ProcessGroup, what: str) -> int:
-    """How many of these this process has built on a group, with the one that it is building."""
+    """The number of objects of a kind that this process has built on a group, including the one being built."""
     built = _records.setdefault(group, _Record()).built
     built[what] += 1
     return built[what]

@@ -1,4 +1,4 @@
-"""What ranks that agree on something need of each other, and the case of a process that has no peers."""
+"""The interface through which ranks agree, and its implementation for a process without peers."""
 
 import zlib
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ class Peers(Protocol):
 
     Attributes:
         group_rank: this process's rank among them.
-        world_size: how many they are.
+        world_size: number of ranks.
     """
 
     group_rank: GroupRank
     world_size: int
 
     def name(self, group_rank: GroupRank) -> str:
-        """How messages call a rank."""
+        """The name of a rank in messages."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, in rank order."""
@@ -33,7 +33,7 @@ class Peers(Protocol):
 
 
 class GathersTensors(Protocol):
-    """Ranks that gather tensors of one size from all."""
+    """Ranks that gather tensors of one size."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, in rank order."""
@@ -49,15 +49,15 @@ class Alone:
     world_size = 1
 
     def name(self, group_rank: GroupRank) -> str:
-        """How messages call this process."""
+        """The name of this process in messages."""
         return "this process"
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Its own values."""
+        """This process's values only."""
         return [list(values)]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Its own text."""
+        """This process's text only."""
         return [text]
 
 
@@ -67,7 +67,7 @@ def gather_text(peers: GathersTensors, text: str, device: torch.device) -> list[
     Args:
         peers: the ranks.
         text: this rank's.
-        device: where messages are.
+        device: the device of messages.
     """
     mine = zlib.compress(text.encode())
     lengths = [length for (length,) in peers.all_gather_ints([len(mine)])]
@@ -79,10 +79,10 @@ def gather_text(peers: GathersTensors, text: str, device: torch.device) -> list[
 
 
 def check_not_alone(group: ProcessGroup | None) -> None:
-    """See that what has no process group is not in a job of several ranks, each of which would act alone.
+    """Check that a missing process group means a job of one rank: several ranks would each act alone.
 
     Raises:
-        ValueError: if it is.
+        ValueError: if the job has several ranks.
     """
     if group is None and is_available() and is_initialized() and get_world_size() > 1:
         raise ValueError(

@@ -1,10 +1,10 @@
 """The reduction of stage 2: every rank gets the sum over ranks of its own segment of a bucket, and of nothing else.
 
-On Gloo each rank sends every owner the owner's slice, and the owner sums what has come *in rank order*: the result does
-not depend on timing, nor on who the owner is. What is received waits in a bounded room: where the slices of all peers
-do not fit at once, they come window by window. A rank sends (N - 1)/N of the bucket on average, the lower bound.
+On Gloo each rank sends every owner the owner's slice, and the owner sums the slices *in rank order*: the result depends
+neither on timing nor on which rank is the owner. Received slices are held in a bounded buffer: if those of all peers do
+not fit at once, they are received window by window. A rank sends (N - 1)/N of the bucket on average, the lower bound.
 
-Gradients of less than 32 bits are summed in fp32, and so are slices that travel in less.
+Gradients of less than 32 bits are summed in fp32, and so are slices that are sent in less.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.exchange import Exchange
 from ddp_zero.plan.partition import GroupRank
 
-_REDUCE, _REDUCE_WHOLE = 1, 2  # told apart from the syncs of the same bucket by their tags
+_REDUCE, _REDUCE_WHOLE = 1, 2  # in the tags, distinguish these from the syncs of a bucket
 _WHOLE_ROOM_BYTES = 32 << 20
-_PIECE_NUMEL = 1 << 17  # what is scaled and summed at a time, so that it is read from memory once
+_PIECE_NUMEL = 1 << 17  # elements scaled and summed at a time, so that they are read from memory once
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,7 +28,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def room_numel(sizes: Sequence[int], group_rank: GroupRank) -> int:
-    """Elements of room that `SegmentReduction` needs: never more than the whole bucket, but for tiny ones.
+    """Elements of room that `SegmentReduction` needs: never more than the whole bucket, except for tiny buckets.
 
     Args:
         sizes: elements of each rank's segment.
@@ -38,17 +38,17 @@ def room_numel(sizes: Sequence[int], group_rank: GroupRank) -> int:
 
 
 class SegmentReduction:
-    """One bucket's gradients on their way to their owners. Started when built; a collective.
+    """The reduction of one bucket's gradients to their owners. Starts when built; a collective.
 
     Args:
         comm: the group.
-        whole: 1-D contiguous, what this rank contributes; destroyed.
+        whole: this rank's contribution, 1-D contiguous; destroyed.
         parts: windows of ``whole``, one per rank in rank order.
-        out: where this rank's sum goes; may be its own window of ``whole``. Of the dtype of the sum.
+        out: receives this rank's sum; may be its own window of ``whole``. Of the dtype of the sum.
         room: 1-D, of the dtype of ``whole``, at least `room_numel` elements; unused where messages are not direct.
         subject: the plan and the bucket.
         limit: elements of the bucket; bounds how much is received at a time.
-        factor: what every rank's contribution is multiplied by, before the sum; see `scales_late`.
+        factor: multiplies every rank's contribution before the sum; see `scales_late`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class SegmentReduction:
         return self._room[place * length : (place + 1) * length]
 
     def _add_up(self, start: int, stop: int) -> None:
-        """Sum one window over the ranks, in their order."""
+        """Sum one window over the ranks, in rank order."""
         rank = self._comm.group_rank
         parts = [
             self._own[start:stop] if peer == rank else self._slot(GroupRank(peer), stop - start)
@@ -132,15 +132,15 @@ class SegmentReduction:
 
 
 def scales_late(comm: Communicator, wire: Tensor) -> bool:
-    """Whether contributions can be scaled by the owner as it sums them, instead of in a pass of their own before.
+    """True if the owner can scale contributions while it sums them, instead of in a separate pass before.
 
-    Not where the backend sums, nor where they travel in a dtype in which a product is rounded or may overflow.
+    False where the backend sums, and where they are sent in a dtype in which a product is rounded or may overflow.
     """
     return comm.world_size > 1 and comm.has_direct_messages(wire.device) and sum_dtype(wire.dtype) == wire.dtype
 
 
 def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
-    """Sum what the ranks have sent, of which this rank's own may be in ``out``; destroys it."""
+    """Sum the contributions of all ranks, of which this rank's own may be in ``out``; destroys them."""
     own = parts[rank]
     if out.dtype != own.dtype:
         out.copy_(parts[0])
@@ -162,14 +162,14 @@ def sum_whole(
 ) -> None:
     """Sum a 1-D contiguous tensor over the ranks, in rank order, in place. A collective; blocks.
 
-    Each rank sums one piece of it and sends that to the others: 2 (N - 1)/N of its bytes per rank, as an all-reduce.
+    Each rank sums one piece and sends it to the others: 2 (N - 1)/N of the bytes per rank, the same as an all-reduce.
 
     Args:
         comm: the group.
-        whole: what this rank contributes, then the sum.
+        whole: this rank's contribution, then the sum.
         subject: the plan and the bucket.
-        comm_dtype: dtype on the wire of what is summed, if smaller than that of ``whole``.
-        after: what the sum is multiplied by.
+        comm_dtype: dtype of contributions on the wire, if smaller than that of ``whole``.
+        after: multiplies the sum.
     """
     wire = whole if comm_dtype is None or comm_dtype.itemsize >= whole.element_size() else whole.to(comm_dtype)
     pieces, parts = whole.tensor_split(comm.world_size), wire.tensor_split(comm.world_size)

@@ -1,12 +1,12 @@
-"""Errors of one rank's part of a step, which all ranks raise when the step is over.
+"""Errors of one rank's local step, which all ranks raise at the end of the step.
 
-A local step may raise on the owner of a parameter alone. That rank then steps nothing more, and still sends its
-segments, so that no peer waits for them. With the last of them every rank sends each peer a block of fixed size, with
-the text of its error or nothing: receives can be posted before anyone knows, so this costs no round trip.
+A local step may raise only on the owner of a parameter. That rank then stops stepping but still sends its segments, so
+that no peer waits for them. After its last segment every rank sends each peer a block of fixed size, with the text of
+its error or nothing: receives can be posted before the outcome is known, so this costs no round trip.
 
-Ranks learn of an error in this way only where messages are direct (Gloo, memory of the CPU). Elsewhere, as on NCCL, to
-read a block would be to wait for the device in every step. There an error is raised where it occurs, and the peers
-raise when the group's time-out passes.
+Ranks learn of an error in this way only where messages are direct (Gloo, CPU memory). Elsewhere, as on NCCL, reading a
+block would mean waiting for the device in every step. There an error is raised where it occurs, and the peers raise
+when the group's time-out passes.
 """
 
 import sys
@@ -35,12 +35,12 @@ class _Sent:
 
 
 class StepErrors:
-    """What the ranks know of each other's local steps: `note`, then at the end of the step `share` and `raise_any`.
+    """Shares errors of local steps between ranks: `note`, then at the end of the step `share` and `raise_any`.
 
     Args:
         comm: the group.
-        tensors: what is stepped; their devices decide whether errors are shared.
-        plan_digest: a number that differs where plans differ.
+        tensors: the tensors that are stepped; their devices decide whether errors are shared.
+        plan_digest: a number that differs if plans differ.
     """
 
     def __init__(self, comm: Communicator, tensors: Sequence[Tensor], plan_digest: int) -> None:
@@ -51,7 +51,7 @@ class StepErrors:
         self._sent: _Sent | None = None
 
     def note(self, error: Exception) -> bool:
-        """This rank's local step has failed. Returns False where that is not shared: raise it now."""
+        """Record that this rank's local step failed. Returns False if errors are not shared: raise it now."""
         if sys.version_info >= (3, 11):
             error.add_note(f"({self._comm.name(self._comm.group_rank)}. {_WHAT_NOW})")
         self._own = error if self._is_shared else None
@@ -59,11 +59,11 @@ class StepErrors:
 
     @property
     def has_own(self) -> bool:
-        """Whether this rank's local step has failed in the step that is under way, or in one that was sent last."""
+        """True if this rank's local step failed in the current step, or in the step that was shared last."""
         return self._own is not None or (self._sent is not None and self._sent.own is not None)
 
     def share(self) -> None:
-        """Every bucket was sent: tell the peers how the step went. A collective; waits for nothing."""
+        """After every bucket was sent: report to the peers how the step went. A collective; waits for nothing."""
         if not self._is_shared:
             return
         own, self._own = self._own, None
@@ -78,20 +78,20 @@ class StepErrors:
         self._sent = _Sent(exchange, blocks, own)
 
     def receive(self) -> None:
-        """Wait for what the peers have sent.
+        """Wait for the blocks of the peers.
 
         Raises:
-            RuntimeError: if a peer has gone or the group's time-out passed.
+            RuntimeError: if a peer is gone or the group's time-out passed.
         """
         if self._sent is not None:
             self._sent.exchange.wait("the end of the step")
 
     def raise_any(self) -> None:
-        """Wait for what the peers have sent, and raise what has failed, once. Nothing if nothing was sent.
+        """Wait for the blocks of the peers, and raise the errors once. Does nothing if nothing was shared.
 
         Raises:
             Exception: this rank's own error.
-            RuntimeError: with the errors of the others.
+            RuntimeError: with the errors of other ranks.
         """
         sent, self._sent = self._sent, None
         if sent is None:
@@ -105,10 +105,10 @@ class StepErrors:
             raise RuntimeError(f"Expected the local step to succeed on every rank, got {told}. {_WHAT_NOW}")
 
     def forget(self, sent_too: bool) -> None:
-        """Drop the step that is under way.
+        """Drop the error of the current step.
 
         Args:
-            sent_too: whether to drop also what was sent and not yet raised.
+            sent_too: True to also drop blocks that were sent and whose errors were not yet raised.
         """
         self._own = None
         if sent_too:
@@ -116,7 +116,7 @@ class StepErrors:
 
 
 def _encode(text: str) -> Tensor:
-    """A block: the text, cut off where it is too long, then zeros."""
+    """A block: the text, truncated if too long, then zeros."""
     block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     raw = bytearray(text.encode(errors="replace")[:_BLOCK_BYTES])
     if raw:

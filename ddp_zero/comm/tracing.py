@@ -1,4 +1,4 @@
-"""What the library says while it runs: one logger, and profiler labels in one shape."""
+"""The library's logger, and its profiler labels."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,8 @@
-"""What stands in ``param.grad`` where stage 2 keeps no gradient on this rank.
+"""The placeholder in ``param.grad`` where stage 2 keeps no gradient on this rank.
 
-None would be taken for "no gradient", and ``torch.nn.utils.clip_grad_norm_`` would clip by the norm of what is left,
-silently. An `AbsentGradient` has the parameter's shape and dtype and one element of memory; whoever computes with it is
-told where the gradient is.
+None would mean "no gradient", and ``torch.nn.utils.clip_grad_norm_`` would silently clip by a partial norm. An
+`AbsentGradient` has the parameter's shape and dtype and one element of memory; computing with it raises an error that
+says where the gradient is.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,19 +16,19 @@ _HARMLESS = {
     *("is_floating_point", "is_complex", "is_contiguous", "untyped_storage", "storage_offset", "nelement", "__hash__"),
     *("get_device", "ndimension", "__len__"),
 }
-"""What does not read values; setting to zero is what `zero_grad(set_to_none=False)` does to every gradient."""
+"""Functions that read no values; `zero_grad(set_to_none=False)` calls ``zero_`` on every gradient."""
 
 _TENSORS_OF_A_TENSOR = [getattr(Tensor, name) for name in ("data", "_base", "real", "imag", "T", "H", "mT", "mH")]
 """Properties through which values could be read or written."""
 
 
 class AbsentGradient(Tensor):
-    """A gradient that is not here; any computation with it raises `RuntimeError` with the reason and the remedy.
+    """A gradient that is not on this rank; any computation with it raises `RuntimeError` with reason and remedy.
 
     Attributes:
-        consumed: whether it was used up by the step inside backward; if not, its owner has it.
-        zeroed: how often it was set to zero, which changes nothing.
-        told: where a `GradScaler` notes that it has found a gradient that is not finite, if it has looked.
+        consumed: True if the step inside backward has used it up; if False, its owner has it.
+        zeroed: how often it was set to zero, which has no effect.
+        told: the found-inf tensor of a `GradScaler`, set once ``unscale_`` has run; else None.
     """
 
     consumed: bool
@@ -40,7 +40,7 @@ class AbsentGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Let attributes through, nothing else."""
+        """Allow functions that read no values, zeroing and unscaling; refuse everything else."""
         if func.__name__ in _HARMLESS and getattr(func, "__self__", None) not in _TENSORS_OF_A_TENSOR:
             if func.__name__ == "zero_":
                 args[0].zeroed += 1
@@ -56,7 +56,7 @@ class AbsentGradient(Tensor):
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale_present(func, *args)
         absent = _first_absent([*args, *(kwargs or {}).values()])
-        assert absent is not None, "torch asks only where one is among the arguments"
+        assert absent is not None, "torch calls this only if an argument is one"
         return absent.refuse()
 
     def refuse(self) -> NoReturn:
@@ -64,15 +64,15 @@ class AbsentGradient(Tensor):
         raise RuntimeError(self._reason)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Its reason, without values."""
+        """The reason, without values."""
         return f"AbsentGradient({self._reason!r})"
 
 
 def absent_gradient(param: Tensor, consumed: bool, reason: str) -> AbsentGradient:
-    """Make one for a parameter.
+    """Make an `AbsentGradient` for a parameter.
 
     Args:
-        param: whose shape, dtype and device it takes.
+        param: determines shape, dtype and device.
         consumed: see `AbsentGradient`.
         reason: the message of the error.
     """
@@ -86,14 +86,14 @@ def absent_gradient(param: Tensor, consumed: bool, reason: str) -> AbsentGradien
 
 
 def is_present(grad: Tensor | None) -> bool:
-    """Whether there is a gradient, and it is here."""
+    """True for a gradient that is on this rank."""
     return grad is not None and not isinstance(grad, AbsentGradient)
 
 
 def tell_nonfinite(grads: Iterable[Tensor | None]) -> None:
-    """Some rank has found a gradient that is not finite: have this rank's `GradScaler` know it, too.
+    """Report to this rank's `GradScaler` that some rank found a non-finite gradient.
 
-    A rank all of whose gradients are present has seen what there is to see.
+    On a rank where all gradients are present, the scaler has already checked them all.
     """
     for grad in grads:
         if isinstance(grad, AbsentGradient) and grad.told is not None:
@@ -101,7 +101,7 @@ def tell_nonfinite(grads: Iterable[Tensor | None]) -> None:
 
 
 def _unscale_present(func: Any, grads: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
-    """What a `GradScaler` does to gradients, to those that are here; the optimizer's step asks the other ranks."""
+    """Unscale, as a `GradScaler` does, the gradients on this rank; the optimizer's step checks with other ranks."""
     present = []
     for grad in grads:
         if not isinstance(grad, AbsentGradient):

@@ -1,4 +1,4 @@
-"""What users pass in: each argument of the right kind, an option that nobody knows, parameters in groups."""
+"""Checks of user arguments: their types, unknown options, and parameters in groups."""
 
 import difflib
 import inspect
@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 _NOT_A_MEMBER = GroupMember.NON_GROUP_MEMBER
 
 Grouping = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
-"""From a parameter's name in the model and the parameter to the options of its group; None: those of the class."""
+"""Maps a parameter's name in the model and the parameter to its group's options; None: the class's defaults."""
 
 
 def is_group(process_group: object) -> bool:
-    """Whether this is a process group, or stands for the default one or for one without this process."""
+    """True for a process group, for None (the default group), and for the marker of a group without this process."""
     return process_group is None or isinstance(process_group, ProcessGroup) or process_group == _NOT_A_MEMBER
 
 
 def check_group(process_group: object) -> None:
-    """See that a process group is one.
+    """Check that an argument is a process group or None.
 
     Raises:
         TypeError: if not.
@@ -36,7 +36,7 @@ def check_group(process_group: object) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """See that options are True or False.
+    """Check that options are True or False.
 
     Raises:
         TypeError: naming the first that is not.
@@ -47,7 +47,7 @@ def check_flags(**flags: object) -> None:
 
 
 def check_class(optimizer_class: object) -> None:
-    """See that this can build an optimizer.
+    """Check that an argument can build an optimizer.
 
     Raises:
         TypeError: if not.
@@ -67,10 +67,10 @@ def check_class(optimizer_class: object) -> None:
 
 
 def check_params(params: object) -> None:
-    """See that parameters are no model, optimizer or class.
+    """Check that parameters are not a model, an optimizer or a class.
 
     Raises:
-        TypeError: if they are one.
+        TypeError: if they are.
     """
     if isinstance(params, nn.Module | Optimizer | type):
         remedy = {nn.Module: "Pass model.named_parameters().", Optimizer: "Pass its class, after the parameters."}
@@ -79,19 +79,19 @@ def check_params(params: object) -> None:
 
 
 def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], library: Iterable[str]) -> None:
-    """See that what an optimizer class does not know is no misspelt option of this library.
+    """Check that an option unknown to an optimizer class is not a misspelt option of this library.
 
     Args:
-        options: names that are meant for the class.
+        options: names of the options for the class.
         optimizer_class: the class.
         library: the names of this library's own options.
 
     Raises:
-        TypeError: naming the nearest.
+        TypeError: naming the closest option.
     """
     known = _parameters_of(optimizer_class)
     if known is None:
-        return  # takes any, or nobody can tell
+        return  # takes any, or its signature is not available
     for name in options:
         if name not in known:
             begun = [own for own in library if own.startswith(name)]
@@ -104,14 +104,14 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
 
 
 def grouped(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> list[dict[str, Any]]:
-    """Parameter groups by what is said of each parameter: equal options form a group, in order of first appearance.
+    """Group parameters by their options: equal options form a group, in order of first appearance.
 
     Args:
-        named: parameters by the names that the groups keep.
-        options_of: asked for each with the name that it has in the model, without what wrappers put there.
+        named: parameters with the names that the groups keep.
+        options_of: called for each parameter, with its name in the model, without the prefix of a wrapper.
 
     Raises:
-        TypeError: for anything but a dict of options or None, naming the parameter.
+        TypeError: for a result that is neither a dict of options nor None, naming the parameter.
     """
     groups: list[tuple[dict[str, Any], list[tuple[str, nn.Parameter]]]] = []
     for name, param in named:
@@ -140,7 +140,7 @@ def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _parameters_of(function: Callable[..., Any]) -> set[str] | None:
-    """The keywords that a class or function takes; None if it takes any or does not say."""
+    """The keywords that a class or function takes; None if it takes any or has no signature."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -151,7 +151,7 @@ def _parameters_of(function: Callable[..., Any]) -> set[str] | None:
 
 
 def _shown(value: object) -> str:
-    """A value in a message: short ones as they are, others by their kind."""
+    """A value for a message: plain values by ``repr``, others by their type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, torch.dtype | str | int | float | complex | bool | None | list | tuple | dict):

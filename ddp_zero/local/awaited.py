@@ -1,15 +1,15 @@
-"""Parameters whose values are on their way: whoever uses one waits for them first.
+"""Parameters whose values are still in flight: any use of one waits for its values first.
 
-While a sync is under way after its step (``sync="forward"``), its parameters have another type, a subclass of their own
-with a ``__torch_function__``. Torch asks that before it does anything with such a tensor: a layer, ``state_dict()``,
-``param.data``, an average kept beside, a copy. It waits for the tensors among the arguments, which gives them back
-their own type, and repeats the call. So a use that nobody has thought of waits, and a parameter that has come costs
-nothing. What only asks for a shape, or for ``param.grad``, does not wait.
+While a sync is under way after its step (``sync="forward"``), its parameters have a different type: a subclass of their
+own type with a ``__torch_function__``. Torch calls that before every operation on such a tensor: a layer,
+``state_dict()``, ``param.data``, an EMA update, a copy. It waits for the tensors among the arguments, which restores
+their own type, and repeats the call. So any use of a parameter waits, also an unforeseen one, and a parameter that has
+arrived costs nothing. Reading only a shape or ``param.grad`` does not wait.
 
-Not seen are memory that was aliased before (``view = param.data`` kept from an earlier step), and functions that take a
-tensor to C++ without asking for its type: ``torch.Tensor(param)``, ``tensor.new_tensor(param)`` and others that
-`ZeroRedundancyOptimizer.finish_sync` names. `before_forward` has modules wait for their own parameters, whoever they
-hand them to.
+Two uses are not detected: memory that was aliased before (``view = param.data`` kept from an earlier step), and
+functions that pass a tensor to C++ without checking its type: ``torch.Tensor(param)``, ``tensor.new_tensor(param)`` and
+others that `ZeroRedundancyOptimizer.finish_sync` names. The hooks of `before_forward` make modules wait for their own
+parameters, wherever these are then used.
 
 Alternatives considered: those pre-hooks alone (they miss tied weights, averages, writes, ``state_dict()``).
 """
@@ -30,14 +30,14 @@ _READS_NO_VALUES = {
 }
 _FUNCTIONS = (Tensor.__dict__["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
 
-_arrivals: dict[int, Callable[[], None]] = {}  # by id of a tensor that is alive, what brings its values
+_arrivals: dict[int, Callable[[], None]] = {}  # by id of a live tensor, the function that waits for its values
 
 untouched = torch._C.DisableTorchFunctionSubclass
-"""A context in which nothing waits: for code that looks at many parameters and at no values."""
+"""A context in which nothing waits: for code that inspects many parameters but reads no values."""
 
 
 class Awaited:
-    """What the type of a tensor has in addition while its values are on their way."""
+    """Mixed into the type of a tensor while its values are in flight."""
 
     __slots__ = ()
 
@@ -45,7 +45,7 @@ class Awaited:
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Wait for every argument that is awaited, then do what was asked."""
+        """Wait for every awaited argument, then call the function."""
         kwargs = kwargs or {}
         if func in _READS_NO_VALUES:
             with untouched():
@@ -55,14 +55,14 @@ class Awaited:
         return func(*args, **kwargs)
 
     def detach(self) -> Any:
-        """Wait for it. `torch.nn.Parameter` of a parameter then insists on one of the type that its argument has."""
+        """Wait, then detach. ``torch.nn.Parameter(param)`` requires a result of the type that its argument had."""
         is_for_parameter = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__
         wait_for(self)
         own: Any = self  # of its own type now
         return Tensor._make_subclass(type(own), own) if is_for_parameter else own.detach()
 
     def as_subclass(self, kind: type) -> Any:
-        """Torch does not ask before it does this."""
+        """Wait, then convert: torch does not call ``__torch_function__`` for this method."""
         wait_for(self)
         return self.as_subclass(kind)
 
@@ -76,17 +76,17 @@ class Awaited:
 
 
 def can_await(tensors: Iterable[Tensor]) -> bool:
-    """Whether uses of these tensors can be noticed: not if a type has a ``__torch_function__`` of its own."""
+    """True if uses of these tensors can be detected: no type has a ``__torch_function__`` of its own."""
     functions = [getattr(kind, "__torch_function__", None) for kind in set(map(type, tensors))]
     return all(getattr(function, "__func__", function) in _FUNCTIONS for function in functions)
 
 
 def expect(tensors: Iterable[Tensor], arrival: Callable[[], None]) -> None:
-    """From now on, the first use of one of these calls ``arrival``, which ends by `arrived`, or raises.
+    """From now on, the first use of one of these tensors calls ``arrival``.
 
     Args:
-        tensors: kept alive by the caller until then.
-        arrival: waits for their values.
+        tensors: kept alive by the caller until `arrived` is called with them.
+        arrival: waits for their values, then calls `arrived`, or raises.
     """
     for tensor in tensors:
         _arrivals[id(tensor)] = arrival
@@ -94,7 +94,7 @@ def expect(tensors: Iterable[Tensor], arrival: Callable[[], None]) -> None:
 
 
 def arrived(tensors: Iterable[Tensor]) -> None:
-    """They have their values, or will never have them: they are ordinary tensors again."""
+    """Make tensors ordinary again: their values have arrived or never will."""
     for tensor in tensors:
         if isinstance(tensor, Awaited):  # its type first: a thread that finds nothing to wait for repeats its call
             tensor.__class__ = type(tensor).__bases__[1]
@@ -102,14 +102,14 @@ def arrived(tensors: Iterable[Tensor]) -> None:
 
 
 def wait_for(tensor: Any) -> None:
-    """Have its values."""
+    """Wait until a tensor has its values; returns at once for anything else."""
     arrival = _arrivals.get(id(tensor))
     if arrival is not None:
         arrival()
 
 
 def all_arrivals() -> list[Callable[[], None]]:
-    """Everything that is on its way in this process."""
+    """The wait functions of everything in flight in this process."""
     return list(dict.fromkeys(_arrivals.values()))
 
 
@@ -123,7 +123,7 @@ def _awaited_type(own: type) -> type:
 
 
 def _awaited_among(values: Iterable[Any]) -> Iterator[Any]:
-    """In arguments of torch functions: tensors, and sequences and dicts of them."""
+    """The awaited tensors in arguments of torch functions: tensors, and sequences and dicts of them."""
     for value in values:
         if isinstance(value, Awaited):
             yield value

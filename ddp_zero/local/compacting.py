@@ -1,4 +1,4 @@
-"""State dicts whose tensors bring only their own bytes along."""
+"""State dicts whose tensors hold only their own bytes."""
 
 import copy
 from collections.abc import MutableMapping
@@ -13,24 +13,24 @@ T = TypeVar("T")
 
 
 def compact(state_dict: T) -> T:
-    """A copy of a state dict for `torch.save`, which writes the whole storage behind every tensor that it is given.
+    """A copy of a state dict for `torch.save`, which writes the whole storage behind every tensor.
 
-    With ``parameters_as_bucket_view=True`` the parameters of a model lie in flat storage, so a file of the weights of
-    one layer, or of an adapter, would hold those of the others as well::
+    With ``parameters_as_bucket_view=True`` the parameters of a model lie in flat storage, so a file with the weights of
+    one layer, or of an adapter, would also contain the other weights::
 
         torch.save(ddp_zero.compact(model.head.state_dict()), path)
 
-    A file of all weights is as large without it. Parameters on their way (``sync="forward"``) are waited for.
+    A file of all weights is the same size without it. Parameters in flight (``sync="forward"``) are waited for.
 
-    Alternatives considered: a hook that makes every ``state_dict()`` such a copy would cost the model's memory each
-    time and break what holds for any module: that the tensors in it are the parameters', to be written to.
+    Alternatives considered: a hook that makes every ``state_dict()`` such a copy. It would cost the model's memory each
+    time, and the tensors of a state dict would no longer be the parameters' memory, to which users may write.
 
     Args:
         state_dict: any nesting of dicts, lists and tuples, such as a model's or an optimizer's, or both.
 
     Returns:
         The same nesting, with attributes such as ``_metadata``. A tensor that is a part of a larger storage is copied,
-        with its strides, several that are the same part together; all others are those that were given.
+        with its strides; tensors that are the same part share one copy. All other values are returned as given.
     """
     return _compact(state_dict, {})  # type: ignore[no-any-return]
 

@@ -1,15 +1,15 @@
-"""One number for the bits of a tensor."""
+"""A hash of the bits of a tensor."""
 
 import torch
 from torch import Tensor
 
 _CHUNK = 1 << 20
-"""Elements of a parameter that are looked at together."""
+"""Elements of a parameter that are hashed at a time."""
 
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """A sum of the elements' bits, each times a number that depends on its place."""
+    """The sum of the elements' bits, each times a number that depends on its position."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()]

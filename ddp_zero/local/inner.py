@@ -18,7 +18,7 @@ def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
     """Refuse classes that need all parameters or sparse gradients.
 
     Raises:
-        TypeError: if it builds no optimizer.
+        TypeError: if it cannot build an optimizer.
         NotImplementedError: for LBFGS and SparseAdam.
     """
     check_class(optimizer_class)
@@ -42,13 +42,13 @@ def build_inner(
     """Build the optimizer over this rank's parameters: one group per exposed group, empty ones too.
 
     Args:
-        optimizer_class: builds it.
+        optimizer_class: builds the optimizer.
         param_groups: the exposed groups.
-        stepped: for each parameter that this rank owns, what is stepped for it.
+        stepped: for each parameter that this rank owns, the tensor that is stepped for it.
         defaults: options for ``optimizer_class``.
 
     Raises:
-        TypeError: if that builds no optimizer, or the class does not know one of the options.
+        TypeError: if the result is not an optimizer, or the class does not know one of the options.
     """
     inner = optimizer_class([localise_group(group, stepped) for group in param_groups], **defaults)
     if not isinstance(inner, Optimizer):
@@ -59,16 +59,16 @@ def build_inner(
 def check_epsilon(
     inner: Optimizer, groups: Sequence[ParamGroup], table: ParameterTable, stepped: SteppedTensors
 ) -> None:
-    """See that no group of Adafactor takes its epsilon from the first of parameters of several dtypes.
+    """Check that no group of Adafactor with parameters of several dtypes takes its epsilon from the first one.
 
-    ``eps[0]`` of None, the default, means the resolution of the first parameter that has a gradient, for all of the
-    list that a step is given: here the parameters of one bucket, which are of one dtype, and there the whole group.
+    ``eps[0]`` of None, the default, means the resolution of the first parameter with a gradient, for the whole list
+    that a step is given: here the parameters of one bucket, which have one dtype; unsharded, the whole group.
 
     Args:
         inner: any optimizer.
-        groups: with its options, in the order of the exposed groups.
+        groups: its groups with their options, in the order of the exposed groups.
         table: the parameters.
-        stepped: what is stepped for each of them.
+        stepped: the tensor that is stepped for each of them.
 
     Raises:
         ValueError: naming the group and two of its parameters.
@@ -90,14 +90,14 @@ def check_epsilon(
 
 
 def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
-    """See that one of torch's own optimizers takes a state dict, on stand-ins without memory; others are not asked.
+    """Check that a torch optimizer accepts a state dict, on stand-ins without memory; other classes are not checked.
 
     Args:
-        inner: the optimizer; left as it is.
+        inner: the optimizer; not changed.
         state_dict: with tensors on the meta device.
 
     Raises:
-        ValueError: if it does not, with what it says.
+        ValueError: if it does not, with its error.
     """
     if not type(inner).__module__.startswith("torch.optim"):
         return
@@ -118,7 +118,7 @@ def fresh_state(inner: Optimizer, stepped: torch.Tensor) -> dict[str, Any]:
     """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place.
 
     Args:
-        inner: the optimizer; left as it is.
+        inner: the optimizer; not changed.
         stepped: one of its tensors.
     """
     group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))

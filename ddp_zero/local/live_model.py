@@ -11,11 +11,11 @@ from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.shapes import Value
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What torch.compile and activation checkpointing put into names."""
+"""Name parts that torch.compile and activation checkpointing insert."""
 
 
 class LiveModel:
-    """What of a model is saved.
+    """The part of a model that is saved.
 
     Args:
         model: any module; wrappers by DDP, `torch.compile` and activation checkpointing leave no trace in names, nor
@@ -23,11 +23,11 @@ class LiveModel:
 
     Attributes:
         module: the model without DDP around it.
-        entries: parameters, persistent buffers, and state of modules that is no tensor, by name; each once.
-        aliases: further names of tensors that have several, with their first.
+        entries: parameters, persistent buffers, and module state that is not a tensor, by name; each once.
+        aliases: additional names of tensors that have several, with their first name.
 
     Raises:
-        TypeError: for a tensor in the model's state dict that is none of its own, as a hook may put there.
+        TypeError: for a tensor in the state dict that is not a parameter or buffer of the model, as a hook may add.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,7 +41,7 @@ class LiveModel:
             is_tensor = isinstance(value, Tensor) and not is_extra(name)
             if is_tensor and id(value) not in own:
                 raise TypeError(
-                    f"Expected parameters and buffers of the model in its state_dict(), got another tensor as "
+                    f"Expected parameters and buffers of the model in its state_dict(), got a different tensor as "
                     f"{name!r}. It could not be loaded in place: save it as part of `extra`."
                 )
             first = self._names.setdefault(id(value), name) if is_tensor else name
@@ -89,25 +89,25 @@ class LiveModel:
         return {**found, **{alias: found[name] for alias, name in self.aliases.items()}}
 
     def tensor(self, name: str) -> Tensor | None:
-        """The tensor of a name or an alias; None for what is none."""
+        """The tensor of a name or an alias; None for an entry that is not a tensor."""
         entry = self.entries[self.aliases.get(name, name)]
         return entry if isinstance(entry, Tensor) and not is_extra(name) else None
 
     def load_extra(self, states: Mapping[str, Any]) -> None:
-        """Give modules back the state that is no tensor."""
+        """Load module state that is not a tensor."""
         if states:
             raw_of = {clean(raw): raw for raw in self.module.state_dict(keep_vars=True)}
             self.module.load_state_dict({raw_of[name]: state for name, state in states.items()}, strict=False)
 
 
 def group_of(model: nn.Module) -> ProcessGroup | None:
-    """The process group of the DDP model that a module is or holds; None without one, or with several groups."""
+    """The process group of the DDP model that a module is or contains; None without one, or with several groups."""
     groups = {id(ddp.process_group): ddp.process_group for ddp in ddp_models_in(model).values()}
     return next(iter(groups.values())) if len(groups) == 1 else None
 
 
 def ddp_models_in(model: nn.Module) -> dict[str, DistributedDataParallel]:
-    """The DDP models that a module is or holds, by their names in it, without those inside others."""
+    """The DDP models that a module is or contains, by their names in it, without those nested in other DDP models."""
     found: dict[str, DistributedDataParallel] = {}
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) and not any(f"{name}.".startswith(f"{one}.") for one in found):
@@ -124,17 +124,17 @@ def by_group(names: Sequence[str], param_groups: Iterable[Mapping[str, Any]]) ->
 
 
 def clean(name: str) -> str:
-    """A parameter's name without what wrappers have put into it."""
+    """A parameter's name without the parts that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_extra(name: str) -> bool:
-    """Whether a name is that of what `torch.nn.Module.get_extra_state` returned, a tensor or not."""
+    """True for the name of a result of `torch.nn.Module.get_extra_state`, a tensor or not."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def value_of(name: str, entry: Any) -> Value:
-    """Shape and dtype of a parameter or a buffer; neither for anything else."""
+    """Shape and dtype of a parameter or a buffer; both None for anything else."""
     if not isinstance(entry, Tensor) or is_extra(name):
         return Value(None, None)
     return Value(tuple(entry.shape), str(entry.dtype).removeprefix("torch."))
@@ -153,7 +153,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _all_of(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP model in a module that has nothing to save but what that has."""
+    """The DDP model in a module that has no other state to save, else None."""
     models = list(ddp_models_in(model).values())
     if len(models) != 1:
         return None
@@ -163,6 +163,6 @@ def _all_of(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def _has_own_state(module: nn.Module) -> bool:
-    """Whether a module itself, without those in it, has something to save."""
+    """True if a module itself, without its submodules, has state to save."""
     keeps = type(module).get_extra_state is not nn.Module.get_extra_state
     return keeps or bool(module._parameters or module._buffers)

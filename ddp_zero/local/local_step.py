@@ -1,13 +1,13 @@
 """Drives one inner optimizer of any class over this rank's parameters, one bucket at a time.
 
-The inner optimizer is never asked to know about buckets. Its ``param_groups`` are what the user sees in ``opt.optim``:
-one per exposed group, with this rank's parameters only. To step a bucket, those lists are swapped for copies that hold
-the bucket's parameters; `torch.optim.Optimizer.step` walks whatever ``self.param_groups`` holds.
+The inner optimizer knows nothing about buckets. Its ``param_groups`` are what the user sees in ``opt.optim``: one per
+exposed group, with this rank's parameters only. To step a bucket, those lists are swapped for copies that hold the
+bucket's parameters; `torch.optim.Optimizer.step` walks whatever ``self.param_groups`` holds.
 
 What a step changes outside per-parameter state must change once per step, however many buckets there are. Some
-optimizers count steps in a group (``group["k"] += 1``), on themselves (``self.calls += 1``) or in the state of no
-parameter (``self.state["k"] += 1``), in numbers or tensors. So every bucket starts from the same options and the same
-numbers, and what the last one leaves is kept.
+optimizers count steps in a group (``group["k"] += 1``), on themselves (``self.calls += 1``) or in state that belongs to
+no parameter (``self.state["k"] += 1``), in numbers or tensors. So every bucket starts from the same options and the
+same counters, and the values after the last bucket are kept.
 
 Alternatives considered: one optimizer per bucket (breaks ``optim.state`` and classes that look at all groups); passing
 only groups that have parameters (a plain optimizer also visits groups whose parameters have no gradient).
@@ -27,20 +27,20 @@ PER_PARAMETER_KEYS = ("params", "param_names")
 
 
 def options_of(group: Mapping[str, Any]) -> ParamGroup:
-    """A group without its parameters and their names, whose places are kept, since a state dict shows the order."""
+    """A group without its parameters and names; their keys keep their places, since a state dict shows the order."""
     return {key: None if key in PER_PARAMETER_KEYS else value for key, value in group.items()}
 
 
 def copy_options(source: Mapping[str, Any], target: ParamGroup) -> None:
-    """Give a group exactly another's options, in the same order; it keeps its own parameters and names."""
+    """Make a group's options equal to those of the source, in the same order; its parameters and names stay."""
     own = {key: target[key] for key in PER_PARAMETER_KEYS if key in target}
     options = {key: value for key, value in source.items() if key in own or key not in PER_PARAMETER_KEYS}
     target.clear()
-    target.update(options | own)  # own values take the places that the source has for them
+    target.update(options | own)  # own values keep the places that these keys have in the source
 
 
 def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamGroup:
-    """A copy of a group with only some of its parameters, and their names if it has names."""
+    """A copy of a group with only some of its parameters, and their names if present."""
     kept = [position for position, param in enumerate(group["params"]) if param in keep]
     return {
         key: [value[position] for position in kept] if key in PER_PARAMETER_KEYS else value
@@ -57,8 +57,8 @@ class LocalStep:
         note: called after each bucket's step with the bucket and the groups that were stepped for it.
 
     Attributes:
-        steps_whole: whether a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold:
-            it wraps another optimizer that holds them. Then the first bucket's step is the whole one.
+        steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
+            because it wraps an optimizer that holds them. Then the first bucket's step is the whole step.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class LocalStep:
         self._has_closure = False
 
     def bind(self, params_of_bucket: Mapping[int, Collection[Tensor]]) -> None:
-        """Say which parameters of each bucket this rank owns; buckets with none may be left out."""
+        """Set which parameters of each bucket this rank owns; buckets without any may be left out."""
         self._groups_of_bucket = {
             bucket: [restrict_group(group, params) for group in self._inner.param_groups]
             for bucket, params in params_of_bucket.items()
         }
 
     def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
-        """Change which parameters this rank owns; their state is the caller's to move. `bind` must follow.
+        """Change which parameters this rank owns; the caller moves their state and then calls `bind`.
 
         Args:
             stepped: for each owned parameter the tensor that the inner optimizer steps for it.
@@ -101,7 +101,7 @@ class LocalStep:
                     group[key][:] = owned[key]  # in place: a wrapped optimizer may hold the same list
 
     def begin(self, closure: Closure | None) -> Any:
-        """Evaluate the closure, if any, and remember what every bucket starts from. Returns the closure's result."""
+        """Evaluate the closure, if any, and save what every bucket starts from. Returns the closure's result."""
         self._has_closure = closure is not None
         self._loss = None
         if closure is not None:
@@ -116,14 +116,14 @@ class LocalStep:
         return self._loss
 
     def step(self, bucket: int, **kwargs: Any) -> Any:
-        """Step this rank's parameters of one bucket; nothing for a bucket in which it owns none.
+        """Step this rank's parameters of one bucket, if it owns any there.
 
         Returns:
             What the inner optimizer's ``step`` returned, or None.
 
         Raises:
-            RuntimeError: if the inner optimizer evaluates the closure more than once in a step, or has stepped
-                parameters that it was not given.
+            RuntimeError: if the inner optimizer evaluates the closure more than once in a step, or stepped parameters
+                that it was not given.
         """
         if bucket not in self._groups_of_bucket or self.is_done:
             return None
@@ -143,16 +143,16 @@ class LocalStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether the step that is under way has stepped everything already; see ``steps_whole``."""
+        """True if the current step has already stepped everything; see ``steps_whole``."""
         return self.steps_whole and bool(self._stepped)
 
     def step_empty(self, **kwargs: Any) -> None:
-        """On a rank that has owned nothing in this step: step empty groups, so that options change as on all ranks."""
+        """On a rank that owned nothing in this step: step empty groups, so that options change as on all ranks."""
         if not self._stepped:
             self._step_groups([restrict_group(group, ()) for group in self._inner.param_groups], kwargs)
 
     def finish(self, **kwargs: Any) -> None:
-        """Show the options that the step left, inside and outside; see `step_empty`."""
+        """End the step: copy the options it left to the inner and the exposed groups; see `step_empty`."""
         self.step_empty(**kwargs)
         for position, group in enumerate(self._inner.param_groups):
             copies = [groups[position] for groups in self._stepped]
@@ -162,12 +162,12 @@ class LocalStep:
         self.mirror_to_exposed()
 
     def mirror_to_inner(self) -> None:
-        """Make the inner groups show the options that the user set on the exposed ones."""
+        """Copy the options that the user set on the exposed groups to the inner ones."""
         for group, exposed in zip(self._inner.param_groups, self._exposed(), strict=True):
             copy_options(exposed, group)
 
     def mirror_to_exposed(self) -> None:
-        """Make the exposed groups show the options that the inner optimizer set on its own."""
+        """Copy the options that the inner optimizer set to the exposed groups."""
         for group, exposed in zip(self._inner.param_groups, self._exposed(), strict=True):
             copy_options(group, exposed)
 
@@ -194,7 +194,7 @@ class LocalStep:
             inner.param_groups = whole
 
     def _versions_outside(self, bucket: int) -> list[tuple[Tensor, int]]:
-        """Owned parameters that a step of this bucket must leave alone, and how often each was changed so far."""
+        """Owned parameters that a step of this bucket must not change, and the version of each."""
         return [
             (param, param._version)
             for other, groups in self._groups_of_bucket.items()
@@ -204,7 +204,7 @@ class LocalStep:
         ]
 
     def _clone_counters(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors of one element outside per-parameter state, which a step may change in place; what they hold now."""
+        """One-element tensors outside per-parameter state, which a step may change in place, and their values now."""
         holders: list[Mapping[Any, Any]] = [self._plain_counters, self._shared_counters, *self._options]
         tensors = {id(v): v for holder in holders for v in holder.values() if isinstance(v, Tensor)}
         counters = (tensor for tensor in tensors.values() if tensor.numel() == 1 and not tensor.requires_grad)
@@ -212,7 +212,7 @@ class LocalStep:
 
 
 def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What may count steps, by name; a tensor may be replaced by another one or changed in place."""
+    """Values that may count steps, by name; a step may replace a tensor or change it in place."""
     plain = (bool, int, float, type(None))
     return {
         k: v for k, v in holder.items() if not isinstance(k, Tensor) and (type(v) in plain or isinstance(v, Tensor))
@@ -220,14 +220,14 @@ def _counters_in(holder: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _drop_new_counters(holder: MutableMapping[Any, Any], known: Mapping[Any, Any]) -> None:
-    """Forget those that the step of another bucket has made."""
+    """Delete counters that the step of a different bucket created."""
     for name in _counters_in(holder):
         if name not in known:
             del holder[name]
 
 
 def _once(loss: Any) -> Closure:
-    """A closure for the inner optimizer that hands out the loss of the user's, already evaluated, one time."""
+    """A closure for the inner optimizer that returns the loss of the user's closure, already evaluated, once."""
     calls = 0
 
     def evaluated() -> Any:

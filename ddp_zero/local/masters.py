@@ -1,11 +1,11 @@
-"""What the inner optimizer steps, and from which gradients: parameters, or fp32 masters of low-precision ones.
+"""The tensors that the inner optimizer steps, parameters or fp32 masters of low-precision ones, and their gradients.
 
-A *master* is an fp32 copy of an fp16 or bf16 parameter on the rank that owns it. The model computes with the parameter
-and the parameter is what travels; the step reads and writes the master, so that updates smaller than the parameter's
+A *master* is an fp32 copy of an fp16 or bf16 parameter on the rank that owns it. The model computes with the parameter,
+and the parameter is what is sent; the step reads and writes the master, so that updates smaller than the parameter's
 resolution add up instead of being rounded away. See Micikevicius et al., "Mixed Precision Training", 2018.
 
-Gradients are lent for the moment of a bucket's step: a master gets its parameter's in fp32, and where the step scales
-them (clipping, loss scaling) it does so on copies, so ``param.grad`` stays as backward left it.
+Gradients are lent for the duration of a bucket's step: a master gets its parameter's gradient in fp32. Where the step
+scales gradients (clipping, loss scaling), it scales copies, so ``param.grad`` stays as backward left it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,17 +24,17 @@ from ddp_zero.local.parameters import ParameterTable
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 MASTER_KEY = "master_weight"
-"""Where the fp32 master of a parameter is in its state."""
+"""The key of a parameter's fp32 master in its state."""
 
 
 class GradientSource(Protocol):
     """Where a step finds gradients, by parameter index."""
 
     def gradient(self, index: int) -> Tensor | None:
-        """In the parameter's shape and dtype; None if there is none."""
+        """The gradient in the parameter's shape and dtype; None if the parameter has no gradient."""
 
     def exact(self, index: int) -> Tensor | None:
-        """In the dtype of the sum, where it differs from the parameter's."""
+        """The gradient in the dtype of the sum, if that differs from the parameter's; else None."""
 
 
 class PublishedGradients:
@@ -48,20 +48,20 @@ class PublishedGradients:
         self._params = params
 
     def gradient(self, index: int) -> Tensor | None:
-        """What is in ``param.grad``."""
+        """The value of ``param.grad``."""
         return self._params[index].grad
 
     def exact(self, index: int) -> None:
-        """It is what ``gradient`` gives."""
+        """None: ``gradient`` is exact."""
 
 
 @dataclass(frozen=True)
 class GradientFactors:
-    """What a step multiplies gradients by, in this order.
+    """The factors that a step multiplies gradients by, in this order.
 
     Attributes:
-        inverse_scale: one over the loss scale, rounded to fp32; None: 1.
-        coefficients: what clipping has found, by parameter group; groups left out are not clipped.
+        inverse_scale: one over the loss scale, rounded to fp32; None means 1.
+        coefficients: clipping coefficients by parameter group; groups left out are not clipped.
         groups: the group of every parameter, by index.
     """
 
@@ -70,7 +70,7 @@ class GradientFactors:
     groups: Sequence[int] = ()
 
     def apply(self, index: int, grad: Tensor) -> Tensor:
-        """A parameter's gradient times its factors: a new tensor, unless there are none."""
+        """A parameter's gradient times its factors: a new tensor, unless there are no factors."""
         if self.inverse_scale is not None:
             grad = _times(grad, self.inverse_scale)
         if self.coefficients and self.groups[index] in self.coefficients:
@@ -82,12 +82,12 @@ class GradientFactors:
 
 
 class ScaledGradients:
-    """Gradients as the step takes them, in the dtype of what is stepped, times its factors.
+    """Gradients as the step uses them: in the dtype of the stepped tensor, times its factors.
 
     Args:
-        stepped: what is stepped.
+        stepped: the tensors that are stepped.
         source: the gradients.
-        factors: what they are multiplied by.
+        factors: the factors to multiply them by.
     """
 
     def __init__(self, stepped: "SteppedTensors", source: GradientSource, factors: GradientFactors) -> None:
@@ -96,12 +96,12 @@ class ScaledGradients:
         self._factors = factors
 
     def gradient(self, index: int) -> Tensor | None:
-        """A new tensor, unless there is nothing to multiply by."""
+        """The scaled gradient: a new tensor, unless there are no factors."""
         grad = self._stepped.gradient(index, self._source)
         return None if grad is None else self._factors.apply(index, grad)
 
     def exact(self, index: int) -> None:
-        """It is what ``gradient`` gives."""
+        """None: ``gradient`` is exact."""
 
 
 class SteppedTensors:
@@ -109,7 +109,7 @@ class SteppedTensors:
 
     Args:
         table: the parameters.
-        has_masters: whether low-precision parameters have masters.
+        has_masters: True if low-precision parameters have masters.
     """
 
     def __init__(self, table: ParameterTable, has_masters: bool) -> None:
@@ -117,12 +117,12 @@ class SteppedTensors:
         self._table = table
         self._masters: dict[int, Tensor] = {}
         self._index_of_master: dict[Tensor, int] = {}
-        self._versions: list[tuple[int, int, int]] | None = None  # before the first step the model is the truth
+        self._versions: list[tuple[int, int, int]] | None = None  # None before the first step: masters follow the model
 
-    # Who is stepped
+    # Stepped tensors
 
     def __getitem__(self, index: int) -> Tensor:
-        """What is stepped for a parameter."""
+        """The tensor that is stepped for a parameter."""
         return self._masters.get(index, self._table.params[index])
 
     def index_of(self, tensor: Tensor) -> int:
@@ -143,14 +143,14 @@ class SteppedTensors:
         return self.has_masters and self._table.params[index].dtype in LOW_PRECISION
 
     def dtype_of(self, index: int) -> torch.dtype:
-        """The dtype of what is stepped for a parameter on its owner."""
+        """The dtype of the tensor that the owner steps for a parameter."""
         return torch.float32 if self.wants_master(index) else self._table.params[index].dtype
 
     def own(self, indices: Iterable[int]) -> dict[Tensor, Tensor]:
-        """Have masters for these parameters and no others.
+        """Keep masters for these parameters and no others.
 
         Returns:
-            For each parameter what is stepped for it.
+            For each parameter the tensor that is stepped for it.
         """
         kept = dict.fromkeys(indices)
         for index in [index for index in self._masters if index not in kept]:
@@ -161,18 +161,18 @@ class SteppedTensors:
         return {self._table.params[index]: self[index] for index in kept}
 
     def give(self, index: int) -> Tensor | None:
-        """Forget a master that moves to another rank, and say what it was."""
+        """Remove a master that moves to a different rank, and return it."""
         master = self._masters.pop(index, None)
         if master is not None:
             del self._index_of_master[master]
         return master
 
     def take(self, index: int, value: Tensor) -> None:
-        """Have a master with this value, which is copied; a parameter's marks, which optimizers may look for, too."""
+        """Create a master with a copy of this value and of the parameter's attributes, which optimizers may read."""
         self.put(index, self._new_master(index, value))
 
     def as_on_owner(self, index: int) -> Tensor:
-        """What the owner of a parameter steps for it before the first step; a master is a new one."""
+        """The tensor that the owner of a parameter steps for it before the first step; a master is created anew."""
         param = self._table.params[index]
         return self._new_master(index, param) if self.wants_master(index) else param
 
@@ -185,22 +185,22 @@ class SteppedTensors:
         return master
 
     def put(self, index: int, master: Tensor) -> None:
-        """Have this very tensor as a master."""
+        """Use this tensor itself as a master."""
         self.give(index)
         self._masters[index] = master
         self._index_of_master[master] = index
 
     def extend(self, table: ParameterTable) -> None:
-        """Parameters were added; those that were there keep their index."""
+        """Use a table to which parameters were added; existing parameters keep their index."""
         self._table = table
 
     # A step
 
     @contextmanager
     def lent(self, indices: Sequence[int], source: GradientSource) -> Iterator[None]:
-        """For a step of these parameters: their gradients where the inner optimizer looks for them.
+        """For a step of these parameters: put their gradients where the inner optimizer reads them.
 
-        Afterwards parameters are their rounded masters, and every ``grad`` is what it was.
+        Afterwards parameters equal their rounded masters, and every ``grad`` is restored.
         """
         before: list[tuple[Tensor, Tensor | None]] = []
         try:
@@ -221,7 +221,7 @@ class SteppedTensors:
                 stepped.grad = grad
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
-        """What a parameter is stepped from, in the dtype of what is stepped; None if it has no gradient."""
+        """The gradient of a parameter, in the dtype of the stepped tensor; None if it has no gradient."""
         if index not in self._masters:
             return source.gradient(index)
         exact = source.exact(index)
@@ -231,31 +231,31 @@ class SteppedTensors:
     # The model's parameters and the masters
 
     def note_versions(self) -> None:
-        """A step has been taken: from now on a change of a low-precision parameter is the user's."""
+        """After a step: from now on a change of a low-precision parameter is the user's."""
         if self.has_masters:
             self._versions = self._current_versions()
 
     @property
     def are_fresh(self) -> bool:
-        """Whether masters were made from the model and no step was taken, nor state loaded, since."""
+        """True if masters were made from the model and no step was taken and no state loaded since."""
         return self.has_masters and self._versions is None
 
     def have_changed(self) -> bool:
-        """Whether anybody may have written to parameters with a master since the last step, but for ``param.data``."""
+        """True if parameters with a master may have been written since the last step, except through ``param.data``."""
         return self.has_masters and self._versions is not None and self._versions != self._current_versions()
 
     def diverged(self) -> list[int]:
-        """Owned parameters that are not their rounded masters. Reads them all."""
+        """Owned parameters that differ from their rounded masters. Reads them all."""
         params = self._table.params
         return [index for index, master in self._masters.items() if not rounds_to(master, params[index])]
 
     def follow_model(self) -> None:
-        """Before the first step the model is the truth: masters are made from it as it is now."""
+        """Before the first step: copy the model's current parameters to the masters. Later: do nothing."""
         if self.are_fresh:
             self._copy_from_model({})
 
     def refresh(self, known: Mapping[int, Tensor] = MappingProxyType({})) -> None:
-        """Take the model's parameters for the truth, but for masters that are known, by parameter index."""
+        """Copy the model's parameters to the masters, except for masters in ``known``, by parameter index."""
         self._copy_from_model(known)
         self.note_versions()
 
@@ -271,14 +271,14 @@ class SteppedTensors:
 
 
 def localise_group(group: ParamGroup, stepped: Mapping[Tensor, Tensor]) -> ParamGroup:
-    """A copy of a user's group with what is stepped of it on this rank, names included."""
+    """A copy of a user's group with the tensors stepped on this rank, names included."""
     local = restrict_group(group, stepped)
     local["params"] = [stepped[param] for param in local["params"]]
     return local
 
 
 def with_masters(state: Mapping[Any, Any], stepped: SteppedTensors) -> dict[Any, Any]:
-    """A state keyed by parameter index instead of by what is stepped, with masters among its values."""
+    """A state keyed by parameter index instead of by stepped tensor, with masters among its values."""
     by_index = {stepped.index_of(key) if isinstance(key, Tensor) else key: value for key, value in state.items()}
     for index, master in stepped.masters.items():
         by_index[index] = {**by_index.get(index, {}), MASTER_KEY: master.detach()}
@@ -286,7 +286,7 @@ def with_masters(state: Mapping[Any, Any], stepped: SteppedTensors) -> dict[Any,
 
 
 def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
-    """See that masters, as from a checkpoint, round to the model's parameters.
+    """Check that masters, such as those of a checkpoint, round to the model's parameters.
 
     Raises:
         ValueError: naming the first parameter whose master does not.
@@ -295,20 +295,20 @@ def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
         param = table.params[index]
         if master.shape != param.shape or not rounds_to(master, param):
             raise ValueError(
-                f"Expected {table.label(index)} to be its master weight rounded to {param.dtype}, got another value. "
-                "Load the model's state dict, of the same moment, before the optimizer's. To go on from the model as "
-                "it is, leave 'master_weight' out of the optimizer's state."
+                f"Expected {table.label(index)} to be its master weight rounded to {param.dtype}, got a different "
+                "value. Load the model's state dict of the same step before the optimizer's. To continue from the "
+                "model as it is, leave 'master_weight' out of the optimizer's state."
             )
 
 
 def _times(grad: Tensor, factor: Tensor | float) -> Tensor:
-    """Their product in the gradient's dtype and on its device; one of no dimension would take those of the factor."""
+    """The product in the gradient's dtype and on its device, where a 0-d gradient would take those of the factor."""
     factor = factor.to(grad.device) if isinstance(factor, Tensor) else factor
     return (grad * factor).to(grad.dtype)
 
 
 def rounds_to(master: Tensor, param: Tensor) -> bool:
-    """Whether they are equal in the dtype of the latter, NaN being equal to NaN."""
+    """True if both are equal in the dtype of the parameter, NaN being equal to NaN."""
     rounded, value = master.detach().to(param.device, param.dtype), param.detach()
     if torch.equal(rounded, value):
         return True

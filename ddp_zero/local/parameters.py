@@ -1,7 +1,7 @@
 """The user's parameters in one fixed order, with a name for each in messages.
 
-A parameter's *index* is its position when the groups are walked in order, as in an optimizer's ``state_dict``. All
-other rooms speak of parameters by index; this one knows the tensors.
+A parameter's *index* is its position when the groups are walked in order, as in an optimizer's ``state_dict``. Other
+modules refer to parameters by index; this one holds the tensors.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ class ParameterTable:
         param_groups: as `torch.optim.Optimizer.param_groups`; ``param_names`` are used where present.
 
     Raises:
-        ValueError: for a parameter that is given twice, that is on the meta device or not initialised, or that shares
-            memory with another.
-        NotImplementedError: for one that is not dense.
+        ValueError: for a parameter that is given twice, is on the meta device, is not initialised, or shares memory
+            with a different one.
+        NotImplementedError: for a parameter that is not dense.
     """
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -50,12 +50,12 @@ class ParameterTable:
         return len(self.params)
 
     def label(self, index: int) -> str:
-        """How messages call a parameter: its name if the user gave one, its index, group and shape."""
+        """A parameter in messages: its name if the user gave one, its index, group and shape."""
         name = f" {self._names[index]!r}" if self._names[index] is not None else ""
         return f"parameter {index}{name} (group {self.groups[index]}, shape {list(self.params[index].shape)})"
 
     def learn_names(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Have names for messages where the user gave none; what the groups say is left alone."""
+        """Set names for messages where the user gave none; the groups are not changed."""
         name_of = {param: name for name, param in named}
         self._names = [
             name_of.get(param) if name is None else name for param, name in zip(self.params, self._names, strict=True)
@@ -71,7 +71,7 @@ class ParameterTable:
         return next((param.device for param in self.params if param.device.type != "cpu"), torch.device("cpu"))
 
     def specs(self, active: Sequence[bool]) -> list[ParameterSpec]:
-        """What the plan needs to know, as the tensors are now, and which of them a step can change."""
+        """The plan's input: the tensors as they are now, and which of them a step can change."""
         return [
             ParameterSpec(
                 numel=param.numel(),
@@ -83,7 +83,7 @@ class ParameterTable:
         ]
 
     def check_gradients(self) -> None:
-        """Refuse sparse gradients, on every rank alike and before anything is sent.
+        """Refuse sparse gradients, on every rank and before anything is sent.
 
         Raises:
             NotImplementedError: naming the first parameter with a gradient that is not dense.
@@ -96,7 +96,7 @@ class ParameterTable:
                 )
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """See that groups still hold exactly these parameters, which users may edit behind the optimizer's back.
+        """Check that groups still hold exactly these parameters, since users may edit ``param_groups`` directly.
 
         Raises:
             RuntimeError: naming the group that differs.
@@ -107,12 +107,12 @@ class ParameterTable:
                 ours = [id(param) for param, group in zip(self.params, self.groups, strict=True) if group == position]
                 if position >= len(param_groups) or ours != [id(param) for param in param_groups[position]["params"]]:
                     raise RuntimeError(
-                        f"Expected the parameters that the optimizer was built with in group {position}, got others. "
-                        "Use add_param_group() to add some; build a new optimizer to take some away."
+                        f"Expected the parameters that the optimizer was built with in group {position}, got a "
+                        "different set. Use add_param_group() to add some; build a new optimizer to remove some."
                     )
 
     def fingerprints(self) -> list["Fingerprint"]:
-        """What must be the same on every rank, and a sample of each parameter's values."""
+        """The properties that must be equal on every rank, and a sample of each parameter's values."""
         samples = _sample_values(self.params)
         return [
             Fingerprint(
@@ -160,7 +160,7 @@ class ParameterTable:
         self._check_separate_memory()
 
     def _check_separate_memory(self) -> None:
-        """Two parameters on the same memory would be stepped by two owners, each unaware of the other."""
+        """Refuse two parameters on the same memory: two owners would step it, each unaware of the other."""
         spans = sorted(
             (param.untyped_storage().data_ptr(), *_span(param), index)
             for index, param in enumerate(self.params)
@@ -177,7 +177,7 @@ class ParameterTable:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What two ranks compare of a parameter; ``sample`` (a digest of some values) may differ before a broadcast."""
+    """The properties of a parameter that ranks compare; ``sample``, a digest, may differ before a broadcast."""
 
     name: str | None
     group: int
@@ -189,7 +189,7 @@ class Fingerprint:
     sample: str
 
     def structure(self) -> tuple[Any, ...]:
-        """Everything but the sampled values; equal on every rank, or the ranks do not fit together."""
+        """Everything except the sampled values; it must be equal on every rank."""
         return (self.name, self.group, self.shape, self.stride, self.dtype, self.device, self.trainable)
 
 

@@ -1,10 +1,10 @@
 """Trees of tensors and plain values as JSON plus a list of tensors; no pickle in either direction.
 
 A *tree* is built of None, bool, int, float, str, `torch.dtype`, `torch.Size`, dense tensors, lists, tuples and dicts
-with str or int keys, `OrderedDict` and `Counter` among them. Other subclasses of these are refused: the other side
-could not tell what they were. Parameters whose values are on their way are waited for.
+with str or int keys, including `OrderedDict` and `Counter`. Other subclasses of these are refused: the receiver could
+not reconstruct them. Parameters whose values are in flight are waited for.
 Floats survive exactly, infinities and NaN included. `flatten` turns a tree into (JSON text, tensors in order);
-`TensorSpec` tells the other side what to allocate for each tensor before it arrives.
+`TensorSpec` describes what the receiver must allocate for each tensor before it arrives.
 """
 
 import json
@@ -37,21 +37,21 @@ def flatten(tree: Tree) -> tuple[str, list[Tensor]]:
     """The tree as JSON text with numbered places for its tensors, and the tensors.
 
     Raises:
-        TypeError: for a value that is none of the above, naming where in the tree it is.
+        TypeError: for a value of any other type, naming its place in the tree.
     """
     tensors: list[Tensor] = []
     return json.dumps(_encode(tree, tensors, "")), tensors
 
 
 def specs_in(text: str) -> list[TensorSpec]:
-    """What `flatten` said about the tensors of the tree, in their order."""
+    """The specs that `flatten` wrote for the tensors of the tree, in their order."""
     specs: dict[int, TensorSpec] = {}
     _collect_specs(json.loads(text), specs)
     return [specs[place] for place in range(len(specs))]
 
 
 def unflatten(text: str, tensors: Sequence[object]) -> Tree:
-    """The tree again, with these tensors, or what stands for them, in its places."""
+    """Rebuild the tree, with these tensors or their stand-ins in its numbered places."""
     return _decode(json.loads(text), tensors)
 
 
@@ -112,7 +112,7 @@ def _collect_specs(value: Any, specs: dict[int, TensorSpec]) -> None:
 
 
 def copy_tree(tree: Tree) -> Tree:
-    """The tree with a copy of every tensor, of its own elements only."""
+    """The tree with a copy of every tensor, which holds only the tensor's own elements."""
     text, tensors = flatten(tree)
     return unflatten(text, [tensor.clone() for tensor in tensors])
 
@@ -124,10 +124,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def check_can_travel(value: Any, label: str) -> None:
-    """See that a state can be sent.
+    """Check that a state can be sent.
 
     Raises:
-        TypeError: if not, naming the parameter as ``label`` does.
+        TypeError: if not, with ``label`` as the parameter's name.
     """
     try:
         flatten(value)

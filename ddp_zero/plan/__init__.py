@@ -1,4 +1,4 @@
-"""The owner of every parameter and its place in memory, as plain ints: no torch, no ranks that talk.
+"""The owner of every parameter and its place in memory, as plain ints: no torch, no communication.
 
 Imports nothing.
 """

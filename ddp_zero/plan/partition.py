@@ -1,6 +1,6 @@
 """Sizes in, owners out: the sorted-greedy partition.
 
-Pure: plain ints, no torch. Every rank computes the same answer from the same sizes, so nobody has to talk about it.
+Pure: plain ints, no torch. Every rank computes the same answer from the same sizes, so no communication is needed.
 """
 
 import heapq
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import NewType
 
 GroupRank = NewType("GroupRank", int)
-"""A rank within the process group the optimizer was given, from 0 to its size - 1. Every owner is one."""
+"""A rank within the optimizer's process group, from 0 to the group's size - 1. Every owner is one."""
 
 GlobalRank = NewType("GlobalRank", int)
-"""A rank within the whole job, as `torch.distributed` numbers it. Used in messages to people only."""
+"""A rank within the whole job, as `torch.distributed` numbers it. Used only in messages shown to people."""
 
 
 def partition_greedy(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] | None = None) -> list[GroupRank]:
@@ -24,13 +24,13 @@ def partition_greedy(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] 
     Args:
         sizes: size of each item, in any unit; zero is allowed.
         num_ranks: number of ranks, at least 1.
-        loads: what each rank carries already, in the same unit; nothing by default.
+        loads: the load that each rank already carries, in the same unit; zero by default.
 
     Returns:
         The owner of each item, in the order of ``sizes``.
 
     Raises:
-        ValueError: for a negative size, no ranks, or a number of loads other than ``num_ranks``.
+        ValueError: for a negative size, ``num_ranks`` below 1, or a number of loads other than ``num_ranks``.
     """
     if num_ranks < 1:
         raise ValueError(f"Expected at least 1 rank, got {num_ranks}.")

@@ -7,16 +7,16 @@ from math import gcd
 
 @dataclass(frozen=True)
 class Value:
-    """Shape and dtype of a tensor; None for both: state of a module that is no tensor."""
+    """Shape and dtype of a tensor; both are None for module state that is not a tensor."""
 
     shape: tuple[int, ...] | None
     dtype: str | None
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor's elements fill one run of memory, each place once, in whatever order of dimensions.
+    """Whether a tensor's elements fill one run of memory, each place once, in any order of dimensions.
 
-    Contiguous, transposed and channels-last tensors do; expanded ones and slices with gaps do not.
+    True for contiguous, transposed and channels-last tensors; False for expanded ones and slices with gaps.
     """
     if 0 in shape:
         return True
@@ -29,7 +29,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def aligned_offsets(numels: Sequence[int], itemsize: int, alignment: int) -> list[int]:
-    """Where runs of elements start that follow each other in memory, each at a multiple of an alignment.
+    """Offsets of consecutive runs of elements in memory, each starting at a multiple of an alignment.
 
     Args:
         numels: lengths of the runs, in elements.

@@ -1,6 +1,6 @@
 """Who owns what, as plain numbers: specs and owners in, an immutable `ShardPlan` out.
 
-A plan is computed from sizes and the number of ranks alone, so every rank builds the same one without talking. The
+A plan is computed from sizes and the number of ranks alone, so every rank builds the same one without messages. The
 parameters of one kind (device type and dtype) are cut into *buckets*, the units of the pipeline "step a bucket, send
 it while stepping the next". What one rank owns of one bucket is a *segment*: a run of whole parameters laid end to end,
 and one message. Seven fp32 parameters on two ranks, with a cap of 64 bytes a bucket (numbers are elements):
@@ -26,14 +26,14 @@ from ddp_zero.plan.partition import GroupRank, partition_greedy
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a plan needs to know of one parameter.
+    """What a plan needs to know about one parameter.
 
     Attributes:
         numel: number of elements.
         nbytes: size in bytes.
         kind: device type and dtype, such as ``cpu/float32``. A bucket holds parameters of one kind.
         active: whether a step can change it. A dormant parameter (frozen, without a gradient on any rank) has an owner
-            but travels in no bucket.
+            but is in no bucket.
     """
 
     numel: int
@@ -104,7 +104,7 @@ class ShardPlan:
                 raise ValueError(f"Expected active parameter {param} in a bucket, got it in none.")
 
     def digest(self) -> int:
-        """63 bits that differ where two plans differ in anything that travels."""
+        """A 63-bit hash that differs if two plans differ in anything that is sent."""
         layout = [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in self.buckets]
         text = repr((self.world_size, self.owners, [(spec.numel, spec.kind) for spec in self.specs], layout))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -153,18 +153,18 @@ def plan_standalone(
 ) -> ShardPlan:
     """Cut the active parameters of each kind into buckets of about ``bucket_cap_bytes``.
 
-    The owners are given; this decides only in which bucket each parameter travels. Each rank's parameters of a kind are
+    The owners are given; this decides only which bucket each parameter is in. Each rank's parameters of a kind are
     cut into the same number of runs of about the same size, and run *k* of every rank makes bucket *k*.
 
     Args:
         specs: one per parameter.
         owners: one per parameter.
         world_size: number of ranks.
-        bucket_cap_bytes: size that the buckets of a kind have on average at most, at least 1. A bucket can be larger:
-            parameters are not cut.
+        bucket_cap_bytes: upper bound on the average size of the buckets of a kind, at least 1. A single bucket can
+            exceed it: parameters are never cut.
 
     Raises:
-        ValueError: if the cap is less than 1 or the parts do not fit together.
+        ValueError: if the cap is less than 1 or the arguments contradict each other.
     """
     if bucket_cap_bytes < 1:
         raise ValueError(f"Expected a bucket cap of at least 1 byte, got {bucket_cap_bytes}.")
@@ -196,14 +196,14 @@ def plan_for_ddp(
     layout: Sequence[Sequence[int]],
     bucket_cap_bytes: int,
 ) -> ShardPlan:
-    """One bucket per bucket of DDP, at the same index; active parameters that DDP does not reduce come after.
+    """Build one bucket per DDP bucket, at the same index, then buckets of active parameters that DDP does not reduce.
 
     Args:
         specs: one per parameter.
         owners: one per parameter.
         world_size: number of ranks.
-        layout: parameter indices of each DDP bucket; parameters of other optimizers left out, so one may be empty.
-        bucket_cap_bytes: for the buckets that come after, see `plan_standalone`.
+        layout: parameter indices of each DDP bucket, without those of other optimizers, so a bucket may be empty.
+        bucket_cap_bytes: cap for the buckets that DDP does not reduce, see `plan_standalone`.
     """
     reduced = {param for bucket in layout for param in bucket}
     outside = [replace(spec, active=spec.active and param not in reduced) for param, spec in enumerate(specs)]
@@ -233,11 +233,11 @@ def owners_by_bucket(
 
     Args:
         sizes: one per parameter.
-        owners: the present owners; those of parameters in no bucket stay.
+        owners: the current owners; a parameter in no bucket keeps its owner.
         world_size: number of ranks.
         layout: parameter indices of each DDP bucket.
-        split: sorted greedy inside each bucket; if False, a bucket goes whole to the least loaded rank.
-        decided: the number of buckets, from the first on, whose owners stay: their gradients are on their way to them.
+        split: if True, sorted greedy inside each bucket; if False, a whole bucket goes to the least loaded rank.
+        decided: number of leading buckets that keep their owners, because their gradients are already being sent.
     """
     assigned = list(owners)
     loads = [0] * world_size

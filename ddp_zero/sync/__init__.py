@@ -1,4 +1,4 @@
-"""Parameters in flat storage, and their way from owner to all ranks after a step.
+"""Flat storage of parameters, and their transfer from the owner to all ranks after a step.
 
 Imports `plan`, `local` and `comm`.
 """

@@ -1,4 +1,4 @@
-"""Sends what this rank stepped and receives what the others did, bucket after bucket."""
+"""Sends what this rank stepped and receives what other ranks stepped, bucket after bucket."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ class BucketSync:
     """A bucket whose exchange was started.
 
     Attributes:
-        bucket: which.
+        bucket: the bucket.
         segments: what is sent and received, by rank.
         exchange: the messages.
-        stepped: this rank's view of the parameters that others step: those with a gradient.
+        stepped: the bucket's parameters that other ranks step: those with a gradient.
     """
 
     bucket: Bucket
@@ -38,15 +38,15 @@ class ParameterSync:
     Args:
         comm: the group.
         storage: where segment tensors come from.
-        params: the parameters that the plan speaks of, by index.
-        plan_digest: a number that differs where plans differ.
+        params: the parameters of the plan, by index.
+        plan_digest: a number that differs if plans differ.
         max_in_flight: exchanges that may be in flight at once, at least 1; bounds the temporary memory of a packed
             storage to that many buckets.
 
     Attributes:
         storage: as given.
-        when_arrived: called when a bucket has arrived that a step has left in flight.
-        errors: of local steps, shared with all ranks at the end of a step.
+        when_arrived: called when a bucket that a step left in flight has arrived.
+        errors: errors of local steps, shared with all ranks at the end of a step.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ParameterSync:
             self._in_flight.append(BucketSync(bucket, segments, exchange, self._stepped_elsewhere(bucket)))
 
     def finish(self) -> None:
-        """The step is over: wait for everything in flight and publish it.
+        """End the step: wait for everything in flight and publish it.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
@@ -90,7 +90,7 @@ class ParameterSync:
         self._comm.round += 1
 
     def raise_errors(self) -> None:
-        """After `finish`: raise if the local step has failed on any rank.
+        """After `finish`: raise if the local step failed on any rank.
 
         Raises:
             Exception: this rank's own error.
@@ -99,10 +99,10 @@ class ParameterSync:
         self.errors.raise_any()
 
     def complete(self) -> None:
-        """Have all parameters of steps that are over."""
+        """Wait for all parameters of finished steps."""
 
     def is_under_way(self, bucket: int) -> bool:
-        """Whether a step that is over has left the exchange of a bucket in flight."""
+        """True if a finished step left the exchange of a bucket in flight."""
         return False
 
     def abandon(self) -> None:
@@ -112,16 +112,16 @@ class ParameterSync:
         self._comm.round += 1
 
     def _has_left(self) -> bool:
-        """Whether steps that are over have left anything in flight."""
+        """True if finished steps left anything in flight."""
         return False
 
     def _finish(self, sync: BucketSync) -> None:
         with label("wait_sync", bucket=sync.bucket.index):
             sync.exchange.wait(f"the sync of bucket {sync.bucket.index}")
         self.storage.publish(sync.bucket, sync.segments, self._comm.group_rank)
-        increment_version(sync.stepped)  # what an in-place step tells autograd on the owner
+        increment_version(sync.stepped)  # as an in-place step does on the owner
 
     def _stepped_elsewhere(self, bucket: Bucket) -> list[Tensor]:
-        """Those without a gradient were not stepped, and a graph that still needs them may go backward."""
+        """Parameters that others stepped: not those without a gradient, which a graph may still need in backward."""
         received = [segment.params for segment in bucket.segments if segment.owner != self._comm.group_rank]
         return [self._params[param] for params in received for param in params if self._params[param].grad is not None]

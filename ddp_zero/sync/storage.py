@@ -6,11 +6,11 @@
 *parameter view*: a window of a flat tensor with the parameter's own shape and strides.
 
 With `ViewStorage` the flat tensors are the segment tensors, and a sync copies nothing. With `PackedStorage` the user's
-storage is left alone: a segment is packed before it is sent and unpacked when it has come.
+storage is left alone: a segment is packed before it is sent and unpacked when it has arrived.
 
 A flat tensor has gaps. Every parameter starts at a multiple of 64 bytes, as a tensor with memory of its own does,
-because products of matrices round differently elsewhere. The gaps travel where they are at most 0.5% of the segment;
-segments of small parameters of odd sizes are packed instead, end to end.
+because matrix products round differently at other offsets. The gaps are sent if they are at most 0.5% of the segment;
+otherwise (small parameters of odd sizes) the segment is packed end to end.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,27 +24,27 @@ from ddp_zero.plan.shapes import aligned_offsets, is_dense
 from ddp_zero.plan.shard_plan import Bucket, Segment, ShardPlan
 
 _ALIGNMENT = 64  # bytes
-_LARGEST_GAPS = 200  # one element in so many
+_LARGEST_GAPS = 200  # at most one element of gap per this many
 
 
 class ParameterStorage(Protocol):
-    """Where the segment tensors of a plan come from and what becomes of them."""
+    """Provides the segment tensors of a plan, and puts received ones into the parameters."""
 
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
-        """The segment tensors of a bucket, in rank order: this rank's filled, the others' to be received into."""
+        """The segment tensors of a bucket, in rank order: this rank's filled, the others' as receive buffers."""
 
     def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Make what was received visible in the parameters of the other owners."""
 
     def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
-        """The memory in which all of a rank's parameters of a bucket lie, 1-D; None if there is none such."""
+        """The 1-D memory that holds all of a rank's parameters of a bucket; None if they do not share one."""
 
 
 class ViewStorage:
     """Parameters are views into one flat tensor per (bucket, owner).
 
     Building it moves the parameters: their values are copied once and ``param.data`` is re-pointed. Strides are kept,
-    so a channels-last weight stays one.
+    so a channels-last weight stays channels-last.
 
     Raises:
         ValueError: for a parameter whose elements do not fill one run of memory.
@@ -62,7 +62,7 @@ class ViewStorage:
         self._flats = [[_FlatSegment(segment, params) for segment in bucket.segments] for bucket in plan.buckets]
 
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
-        """The flat tensors themselves; this rank's packed and room for the others' where the gaps are too large."""
+        """The flat tensors themselves; where the gaps are too large, this rank's packed and buffers for the others."""
         flats = enumerate(self._flats[bucket.index])
         return [flat.packed() if rank == group_rank else flat.room() for rank, flat in flats]
 
@@ -73,7 +73,7 @@ class ViewStorage:
                 flat.unpack(tensor)
 
     def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
-        """Their flat tensor."""
+        """The flat tensor of that segment."""
         found: Tensor = self._flats[bucket.index][group_rank].tensor
         return found
 
@@ -81,7 +81,7 @@ class ViewStorage:
 class _FlatSegment:
     """The flat tensor of one segment. Building it moves the segment's parameters there.
 
-    Nothing here touches a parameter afterwards: one that is waited for would wait again.
+    Nothing here touches a parameter afterwards: using one that is still in flight would wait for it again.
 
     Attributes:
         tensor: 1-D, the parameters at aligned places, zeros between them.
@@ -97,7 +97,7 @@ class _FlatSegment:
         for param, offset in zip(members, offsets, strict=True):
             view = self.tensor.as_strided(param.shape, param.stride(), offset)
             view.copy_(param)
-            param.data = view  # the old memory is free once nobody else holds it
+            param.data = view  # the old memory is freed once nothing else holds it
         self._numel = segment.numel
         self._windows: list[Tensor] = []  # of the parameters, if they are packed
         if (end - segment.numel) * _LARGEST_GAPS > segment.numel:
@@ -109,7 +109,7 @@ class _FlatSegment:
         return torch.cat(self._windows) if self._windows else self.tensor
 
     def room(self) -> Tensor:
-        """The segment tensor, to be received into."""
+        """The segment tensor, as a receive buffer."""
         return self.tensor.new_empty(self._numel) if self._windows else self.tensor
 
     @torch.no_grad()
@@ -119,14 +119,14 @@ class _FlatSegment:
             return
         parts = segment.split([window.numel() for window in self._windows])
         torch._foreach_copy_(self._windows, list(parts))
-        if segment.device.type != "cpu":  # made on the stream of the step, perhaps read on another one
+        if segment.device.type != "cpu":  # allocated on the step's stream, perhaps read on a different one
             segment.record_stream(torch.accelerator.current_stream(segment.device))
 
 
 class PackedStorage:
     """Parameters stay where they are; segments are copied to and from temporary tensors.
 
-    A segment of one contiguous parameter is that parameter's own memory: nothing is copied for it.
+    A segment of one contiguous parameter is that parameter's own memory and is not copied.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -134,7 +134,7 @@ class PackedStorage:
 
     @torch.no_grad()
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
-        """This rank's segment packed, and room for the others'; at most one bucket's bytes in all."""
+        """This rank's segment packed, and receive buffers for the others; at most one bucket's bytes in total."""
         segments = [self._room_for(segment) for segment in bucket.segments]
         own = bucket.segments[group_rank]
         if own.params and not self._is_alias(own):
@@ -146,11 +146,11 @@ class PackedStorage:
         """Unpack what the other owners sent."""
         for segment, tensor in zip(bucket.segments, segments, strict=True):
             if segment.owner != group_rank and segment.params and not self._is_alias(segment):
-                targets = [param.data for param in self._of(segment)]  # counts versions of its own
+                targets = [param.data for param in self._of(segment)]  # has a version counter of its own
                 torch._foreach_copy_(targets, _views(segment, tensor, self._params))
 
     def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
-        """None: each has its own."""
+        """None: each parameter has memory of its own."""
         return None
 
     def _of(self, segment: Segment) -> list[Tensor]:

@@ -682,7 +682,7 @@ def _ranks_that_give_different_things_are_told(setup: Setup, root: Path) -> None
         checkpoint.load(root, model, opt, strict=False, rename={"0": "0"} if setup.rank else {"2": "2"})
     pairs = dist.new_group([setup.rank], use_local_synchronization=True)
     alone = ZeroRedundancyOptimizer(model.module.parameters(), AdamW, process_group=pairs)
-    with pytest.raises(ValueError, match="sharded over the ranks of the DDP model, got one over others"):
+    with pytest.raises(ValueError, match="sharded over the ranks of the DDP model, got one over different ranks"):
         checkpoint.save(root, model, alone)
 
 
@@ -703,7 +703,7 @@ def _a_rank_that_never_came_is_missed_in_time(setup: Setup, root: Path) -> None:
     ddp = DistributedDataParallel(build_model(), process_group=group)
     opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, process_group=group)
     if setup.rank == 0:
-        with pytest.raises(RuntimeError, match=r"to come to their first save or load within 0:00:03, got"):
+        with pytest.raises(RuntimeError, match=r"to reach their first save or load within 0:00:03, got"):
             checkpoint.save(root, ddp, opt)
     dist.barrier()
 

@@ -255,7 +255,7 @@ def _dies_while_its_first_save_connects(setup: Setup, root: str) -> float:
         _STORES.PrefixStore = _DiesOnceItsAddressIsKnown
     begin = time.monotonic()
     # the second message where the operating system has taken the call for the rank that was about to die
-    with pytest.raises(RuntimeError, match=r"come to their first save or load within|take part in a save or load"):
+    with pytest.raises(RuntimeError, match=r"reach their first save or load within|take part in a save or load"):
         checkpoint.save(root, run.model, run.optimizer)
     return time.monotonic() - begin
 

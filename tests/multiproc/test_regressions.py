@@ -200,7 +200,7 @@ def _groups_edited_in_place_are_told(setup: Setup) -> None:
         pair = Pair(lr=0.1)
         pair.step(0)
         edit(pair.opt)
-        with pytest.raises(RuntimeError, match=r"built with in group \d, got others. Use add_param_group"):
+        with pytest.raises(RuntimeError, match=r"built with in group \d, got a different set. Use add_param_group"):
             pair.opt.step()
     pair = Pair(lr=0.1)
     pair.step(0)

@@ -508,7 +508,7 @@ def test_what_is_no_regular_file_is_refused_at_once(read: Callable[[Path], Any],
 
 
 def test_an_endless_device_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="Expected a regular file, got another kind of thing: /dev/zero"):
+    with pytest.raises(ValueError, match="Expected a regular file, got a different kind of file: /dev/zero"):
         at_once(lambda: read_text(Path("/dev/zero")))
 
 
@@ -524,7 +524,7 @@ def test_no_file_stays_open_behind_a_refusal(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         for path in folders:
-            with pytest.raises(ValueError, match="another kind"):
+            with pytest.raises(ValueError, match="a different kind"):
                 open_regular(path)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -565,7 +565,7 @@ def test_the_largest_text_is_one_that_was_asked_for(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("raw", [b"\xff", b"abc\x80", b"\xed\xa0\x80", b"\xc3"], ids=repr)
 def test_bytes_that_are_no_text_are_refused(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(raw)
-    with pytest.raises(ValueError, match=r"Expected text, got bytes that are none in .*text"):
+    with pytest.raises(ValueError, match=r"Expected UTF-8 text, got other bytes in .*text"):
         read_text(tmp_path / "text")
 
 

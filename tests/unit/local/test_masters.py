@@ -532,7 +532,7 @@ def test_the_first_master_of_another_value_is_refused_with_its_parameters_name(
     table = make_table((BF16, BF16, FP16, FP16))
     masters = {place: param.detach().float() for place, param in enumerate(table.params)}
     masters[index] = masters[index] + 0.5
-    with pytest.raises(ValueError, match=r"^Expected .* rounded to .*, got another value") as raised:
+    with pytest.raises(ValueError, match=r"^Expected .* rounded to .*, got a different value") as raised:
         check_masters(table, masters)
     assert label in str(raised.value)
     assert f"torch.{dtype}" in str(raised.value)
