@@ -1,7 +1,7 @@
 """Public methods and attributes of the inner class, such as ``train()`` and ``eval()`` of schedule-free optimizers.
 
 A method of the inner optimizer acts on what this rank owns. So a call is a collective: every rank makes it, with the
-options of the exposed groups, and where it has written to parameters on any rank, all are sent as after a step.
+options of the exposed groups, and if it has written to parameters on any rank, all are sent as after a step.
 """
 
 import functools
@@ -25,12 +25,12 @@ _SAFE = (Phase.REST, Phase.WAITING)
 
 
 class ForwardsMethods(TakesSteps):
-    """An optimizer that has the public methods and attributes of the inner one, beside its own."""
+    """An optimizer that has the public methods and attributes of the inner one, in addition to its own."""
 
     if not TYPE_CHECKING:  # so that a misspelt name is still an error
 
         def __getattr__(self, name: str) -> Any:
-            """What is public on the inner optimizer and not defined here; methods become collectives."""
+            """A public attribute of the inner optimizer that is not defined here; methods become collectives."""
             inner = self.__dict__.get("optim")
             if name.startswith("_") or inner is None or not hasattr(inner, name):
                 of_inner = "" if inner is None or name.startswith("_") else f", nor has {type(inner).__name__}"
@@ -44,11 +44,11 @@ class ForwardsMethods(TakesSteps):
         """Call a method of the inner optimizer on every rank. A collective.
 
         Returns:
-            What it returns on this rank; this optimizer where that is the inner one.
+            The method's result on this rank; this optimizer if that is the inner one.
 
         Raises:
             RuntimeError: inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on
-                another rank. Whatever it has written until then is the same on all ranks.
+                another rank. What it had written by then is the same on all ranks.
         """
         name = method.__name__
         if self._join_config.enable:
@@ -96,7 +96,7 @@ def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) ->
     Args:
         sharded: the step.
         written: owned parameters, or their masters, that were written to on this rank.
-        has_state: whether there is state on this rank, which the method may have made.
+        has_state: whether this rank has any state, which the method may have created.
     """
     stepped, params = sharded.stepped, sharded.table.params
     with torch.no_grad():
@@ -132,7 +132,7 @@ def _sync(sharded: ShardedStep) -> None:
 
 @torch.no_grad()
 def _send(sharded: ShardedStep, index: int) -> None:
-    """One that is frozen and does not travel."""
+    """Send a frozen parameter, which is in no bucket of the plan."""
     value = sharded.table.params[index].detach()
     staged = value.contiguous()
     sharded.comm.send_to_all(staged, sharded.binding.owners[index])
@@ -142,9 +142,9 @@ def _send(sharded: ShardedStep, index: int) -> None:
 
 @torch.no_grad()
 def _marks(sharded: ShardedStep) -> dict[int, int]:
-    """What differs where the values of an owned parameter or its master do, but for one chance in 2^64, by index.
+    """A digest of each owned parameter or its master, by index; different values collide with probability 2^-64.
 
-    Versions are not enough: writing through ``.data`` leaves them.
+    Versions are not enough: writes through ``.data`` do not change them.
     """
     marks = {index: digest(sharded.stepped[index].detach()) for index in sharded.binding.owned()}
     return {index: int(mark) for index, mark in marks.items()}

@@ -1,4 +1,4 @@
-"""What a training script needs to be started by torchrun, and started again by it after a worker has died."""
+"""Initializes the process group of a script that torchrun starts, and restarts after a worker has died."""
 
 import os
 from datetime import timedelta
@@ -20,20 +20,20 @@ def init_process_group(
     *,
     device_id: torch.device | int | None = None,
 ) -> None:
-    """As `torch.distributed.init_process_group` from the environment, also after ``torchrun --max-restarts``.
+    """As `torch.distributed.init_process_group` from the environment, but safe with ``torchrun --max-restarts``.
 
-    torchrun keeps the addresses of the attempt before, and torch's own function may take those for the ones of this
-    attempt, above all where ranks start at different times. This one finds the ranks of this attempt only. Without
+    torchrun keeps the addresses of the previous attempt, and torch's own function may take them for those of this
+    attempt, especially if ranks start at different times. This function finds only the ranks of this attempt. Without
     torchrun it does the same as torch's.
 
     Args:
-        backend: such as ``"gloo"`` or ``"nccl"``; None: torch chooses by the devices that are there.
+        backend: such as ``"gloo"`` or ``"nccl"``; None: torch chooses by the available devices.
         timeout: of the process group's operations, and how long to wait for all ranks here; None: torch's defaults.
         device_id: the accelerator that this process uses, as for torch's function.
 
     Raises:
-        RuntimeError: if the environment does not say which rank this is and where the others are, or if a rank has not
-            come when the time-out has passed.
+        RuntimeError: if the environment does not specify this rank and the address of the others, or if a rank has not
+            arrived within the time-out.
     """
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:

@@ -1,4 +1,4 @@
-"""Loss scaling as plain numbers: what the loss is multiplied by, and how that changes with what the steps find.
+"""Loss scaling in plain numbers: the factor on the loss, and how it changes when gradients overflow.
 
 Gradients in fp16 underflow unless the loss is multiplied by a scale before backward; the step divides it out again. A
 *dynamic* scale is lowered when gradients overflow and raised when they have not for a while, as described by
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # scales that fp32 has, and their inverses
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # the range in which fp32 has a scale and its inverse
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class DynamicLossScale:
 
     Attributes:
         initial: the first scale.
-        growth_factor: what it is multiplied by after ``growth_interval`` steps in a row without an overflow.
-        backoff_factor: what it is multiplied by at an overflow, above 0 and below 1.
+        growth_factor: the scale is multiplied by this after ``growth_interval`` steps in a row without an overflow.
+        backoff_factor: the scale is multiplied by this at an overflow; above 0 and below 1.
         growth_interval: see ``growth_factor``.
-        hysteresis: the number of overflows, from the last growth on, at which it begins to back off; 1: at once.
-        minimum: it never falls below; an overflow there raises.
+        hysteresis: the number of overflows since the last growth at which the scale starts to back off; 1: at once.
+        minimum: the scale never falls below this; an overflow at it raises.
 
     Raises:
-        TypeError: for what is no number.
+        TypeError: for a value that is not a number.
         ValueError: for numbers outside these ranges.
     """
 
@@ -59,10 +59,10 @@ class LossScale:
     """The scale of one optimizer.
 
     Args:
-        policy: how it changes; a number for one that never does.
+        policy: how the scale changes; a number for one that never does.
 
     Attributes:
-        value: what the loss is multiplied by now.
+        value: the current factor on the loss.
     """
 
     def __init__(self, policy: DynamicLossScale | float) -> None:
@@ -82,14 +82,14 @@ class LossScale:
         return self._policy is not None and self._patience <= 1 and self.value <= self._policy.minimum
 
     def state_dict(self) -> dict[str, float]:
-        """Where it is, as plain numbers."""
+        """The current state, as plain numbers."""
         return {"value": self.value, "good_steps": self._good_steps, "patience": self._patience}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from there.
+        """Restore a state from `state_dict`.
 
         Raises:
-            ValueError: for numbers that no scale has.
+            ValueError: for numbers out of range.
         """
         numbers = {name: state.get(name) for name in self.state_dict()}
         for name, number in numbers.items():
@@ -101,7 +101,7 @@ class LossScale:
         self.value, self._good_steps, self._patience = max(value, lowest), int(good_steps), int(patience)
 
     def after_step(self, has_overflowed: bool) -> None:
-        """A step has seen the gradients: follow them.
+        """Update the scale after a step has checked the gradients.
 
         Args:
             has_overflowed: whether any gradient of any rank was not finite.
@@ -124,7 +124,7 @@ class LossScale:
 
 
 def check_number(name: str, value: object) -> None:
-    """See that an option is a number.
+    """Check that an option is a number.
 
     Raises:
         TypeError: if not, naming it.

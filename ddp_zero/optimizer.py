@@ -48,15 +48,15 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
     others; afterwards all ranks hold the same parameters. Gradients must have been averaged before, as
-    `DistributedDataParallel` does; in stage 2 a rank keeps averaged gradients for what it owns only. The numbers are
-    those of the unsharded optimizer with the same averages, bit for bit; `accumulate` says what it averages. The idea
-    is that of
-    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019.
+    `DistributedDataParallel` does; in stage 2 a rank keeps averaged gradients only of the parameters that it owns.
+    Results match the unsharded optimizer with the same averages bit for bit; `accumulate` documents what is averaged.
+    The method is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    2019.
 
     A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank of the group must construct it, with the
     same parameters in the same order, and must call `step`, `add_param_group` and `consolidate_state_dict` together.
-    So it is with public methods of ``optimizer_class`` that torch's optimizers do not have, such as ``train()`` and
-    ``eval()`` of schedule-free ones: call them here, on every rank, not on ``optim``. What they write is then sent.
+    The same holds for public methods of ``optimizer_class`` that torch's optimizers do not have, such as ``train()``
+    and ``eval()`` of schedule-free ones: call them on this optimizer, not on ``optim``, so that their writes are sent.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -67,42 +67,42 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             sync holds copies of up to two buckets (25 MiB each, or one parameter if that is larger).
         overlap_with_ddp: step inside backward, through a DDP communication hook from `hook_with_zero_step`. The
             training loop stays the same: ``step`` then only joins the iteration, and may be left out.
-        stage: 1 shards optimizer state; 2 gradients too, through a hook from ``hook_with_zero_step(None, ...)``. The
-            model must be wrapped with ``gradient_as_bucket_view=True``.
+        stage: 1 shards optimizer state; 2 also shards gradients, through a hook from
+            ``hook_with_zero_step(None, ...)``, and needs a model wrapped with ``gradient_as_bucket_view=True``.
         grad_comm_dtype: stage 2: dtype in which gradients travel, such as `torch.bfloat16`; they are summed in fp32.
             None: their own dtype.
-        gradient_predivide_factor: stage 2: what gradients are divided by before they are summed; the rest of the
-            number of ranks is divided by afterwards. None: all of it before, as DDP does.
-        max_grad_norm: clip the norm of all gradients to this inside the step. Parameter groups that have a
-            ``max_grad_norm`` of their own are clipped by their own norm instead; one of None is not clipped. Norms add
-            up in the order of the model's parameters, or of the groups where the optimizer does not know the model: it
-            does by a hook, or built by `shard_optimizer`. The order shows in the last bits.
-        norm_type: of the p-norm that ``max_grad_norm`` means; ``inf`` for the largest absolute value.
-        nonfinite: what a step does about gradients that are not finite: ``"skip"`` leaves no trace and says so in
-            ``last_step``, ``"raise"`` raises on every rank, ``"step"`` steps as DDP would. None: skip where the step
+        gradient_predivide_factor: stage 2: gradients are divided by this before they are summed, and by the rest of
+            the number of ranks afterwards. None: by the number of ranks before, as DDP does.
+        max_grad_norm: clip the norm of all gradients to this inside the step. A parameter group with a
+            ``max_grad_norm`` of its own is clipped by its own norm instead, or not at all if that is None. Norms add up
+            in the order of the model's parameters if the model is known (through a hook, or from `shard_optimizer`),
+            else of the groups; the order affects the last bits.
+        norm_type: order of the p-norm for ``max_grad_norm``; ``inf`` for the largest absolute value.
+        nonfinite: what a step does if any gradient is inf or NaN: ``"skip"`` changes no state and is reported in
+            ``last_step``, ``"raise"`` raises on every rank, ``"step"`` steps as DDP would. None: skip if the step
             waits for all gradients anyway, else step.
-        loss_scale: what `scale` multiplies the loss by, a number or a `DynamicLossScale`.
+        loss_scale: the factor that `scale` multiplies the loss by, a number or a `DynamicLossScale`.
         master_weights: step fp16 and bf16 parameters in fp32: their owner keeps an fp32 copy and state in fp32.
-        sync: ``"step"``: when the step is over, every rank has all new parameters. ``"forward"``: they may still be on
-            their way then, first those that the next forward pass needs first, and whoever uses one waits for it:
-            layers, ``state_dict()``, code that reads it. Needs ``parameters_as_bucket_view=True``, and takes effect
-            once the optimizer knows the model: by a hook, or built by `shard_optimizer`. See `finish_sync`.
+        sync: ``"step"``: after the step every rank has all new parameters. ``"forward"``: they may still be in flight
+            then, in the order in which the next forward pass needs them, and any access to one (layers,
+            ``state_dict()``, code that reads it) waits for it. Needs ``parameters_as_bucket_view=True``, and takes
+            effect once the model is known (through a hook, or from `shard_optimizer`). See `finish_sync`.
         accumulate_in_fp32: stage 1: averages of several backward passes add up as in stage 2 (see `accumulate`), those
             of fp16 and bf16 in fp32, and ``param.grad`` shows the rounded sum. From the second pass on, each rank keeps
-            the sum of all gradients beside them. Needs a hook from `hook_with_zero_step`, also without overlap;
-            `shard_optimizer` builds it. False: they add up in ``param.grad``, as DDP does it.
+            the sums of all gradients in addition to them. Needs a hook from `hook_with_zero_step`, also without
+            overlap; `shard_optimizer` builds it. False: averages add up in ``param.grad``, as in DDP.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
         optim: the local optimizer, over this rank's parameters: one group per exposed group, in order, empty ones too.
         param_groups: the exposed groups with all parameters. Options set here reach the local optimizer at the next
-            step, and what that adds shows up here.
+            step, and options that it adds appear here.
         parameters_as_bucket_view: whether the parameters live in flat storage.
 
     Raises:
         ValueError: for an empty or repeated parameter, shared memory, parameters that differ between ranks, or several
-            dtypes in a group of `torch.optim.Adafactor` with its default ``eps``, which means one dtype's resolution.
-        TypeError: for arguments of the wrong type, or options that ``optimizer_class`` does not know.
+            dtypes in a group of `torch.optim.Adafactor` with its default ``eps``, the resolution of a single dtype.
+        TypeError: for arguments of the wrong type, or options that ``optimizer_class`` does not accept.
         NotImplementedError: for LBFGS or SparseAdam, or parameters that are not dense.
         RuntimeError: if `torch.distributed` is not initialised, this process is not in the group, or construction
             failed on another rank.
@@ -131,7 +131,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         accumulate_in_fp32: bool = False,
         **defaults: Any,
     ) -> None:
-        group = process_group if is_group(process_group) else None  # then refused, on all ranks
+        group = process_group if is_group(process_group) else None  # else refused below, on all ranks
         self._comm = Communicator(group, next_generation(group))
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlaps = overlap_with_ddp
@@ -173,11 +173,11 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         self._watch_forward()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group of parameters, at any time; what is owned already stays with its owner. A collective.
+        """Add a group of parameters, at any time; existing parameters keep their owners. A collective.
 
         Raises:
             ValueError: if the parameters are already in a group or differ between ranks; RuntimeError if it failed on
-                another rank. The optimizer is then as it was.
+                another rank. The optimizer is then unchanged.
         """
         if not hasattr(self, "optim"):  # called by Optimizer.__init__
             super().add_param_group(param_group)
@@ -211,7 +211,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
     def _build_hook(
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
     ) -> CommHook:
-        """See `ddp_zero.api.hook_with_zero_step`."""
+        """See `ddp_zero.shard.hook_with_zero_step`."""
         hook = self._hook
         check_has_no_hook(self._takes_hook, hook is not None, hook is not None and hook.may_be_replaced)
         check_model(ddp, self._sharded)
@@ -240,18 +240,18 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         return self._hook.on_bucket
 
     def _know_model(self, ddp: DistributedDataParallel) -> None:
-        """Norms follow the order of this model; its forward passes that cannot wait by themselves wait for all."""
+        """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
         self._sharded.follow_order_of(ddp)
         if self._decision.options.sync == "forward":
             wait_before_forward(ddp, self._sharded)
 
     def _build_watch(self, ddp: DistributedDataParallel, wrapped: CommHook | None) -> CommHook:
-        """A hook that only looks at gradients before they are averaged, if anybody will ask, for ``last_step``."""
+        """A hook that checks gradients before they are averaged, to name the rank of a non-finite one."""
         return watching(self._decision.watch, ddp.process_group, wrapped)
 
     @property
     def overlap_status(self) -> OverlapStatus:
-        """How far the plan of the overlapped step has come; UNINITIALIZED without overlap."""
+        """The status of the plan of the overlapped step; UNINITIALIZED without overlap."""
         return OverlapStatus.UNINITIALIZED if self._hook is None else self._hook.machine.status
 
     @property
@@ -262,7 +262,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
     # Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` runs on ranks that have joined; see `ddp_zero.join`."""
+        """What `torch.distributed.algorithms.Join` runs on ranks that have joined; see `ddp_zero.step.join`."""
         return ZeroJoinHook(self)
 
     @property
@@ -369,7 +369,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
 
 
 def _weakly_before(optimizer: ZeroRedundancyOptimizer) -> BeforeForward:
-    """What it does before a forward pass, called by what it holds; nothing when it is gone."""
+    """A callback for forward passes that holds the optimizer weakly and does nothing once that is gone."""
     reference = weakref.ref(optimizer)
 
     def before(ddp: DistributedDataParallel) -> None:
@@ -387,7 +387,7 @@ def library_options() -> list[str]:
 
 
 def _weakly(optimizer: ZeroRedundancyOptimizer) -> Callable[[], str | None]:
-    """Why its steps wait, asked by a hook that it holds: a cycle that only the garbage collector could free."""
+    """`_why_wait` for the optimizer's own hook, without a cycle that only the garbage collector could free."""
     reference = weakref.ref(optimizer)
 
     def why_wait() -> str | None:

@@ -14,17 +14,17 @@ class StepOptions:
 
     Attributes:
         max_grad_norm: clip the norm of all gradients to this; None: do not.
-        norm_type: of the p-norm; ``inf`` for the largest absolute value.
+        norm_type: order of the p-norm; ``inf`` for the largest absolute value.
         nonfinite: what to do about gradients that are not finite: ``"skip"`` the step, ``"raise"``, or ``"step"`` as if
             they were; None: skip where the step waits for all gradients anyway, else step.
-        loss_scale: what ``opt.scale`` multiplies the loss by, a number or a policy; None: there is none.
+        loss_scale: the factor that ``opt.scale`` multiplies the loss by, a number or a policy; None: no loss scale.
         master_weights: whether fp16 and bf16 parameters are stepped in fp32.
         accumulate_in_fp32: whether averages of several backward passes add up in fp32 in stage 1, as in stage 2.
-        sync: when the parameters that others have stepped are waited for: at the end of the ``"step"``, or in the next
-            ``"forward"`` pass, by whoever uses one.
+        sync: when to wait for parameters that other ranks have stepped: at the end of the ``"step"``, or at the first
+            use of each, as in the next ``"forward"`` pass.
 
     Raises:
-        TypeError: for a value of another type.
+        TypeError: for a value of the wrong type.
         ValueError: for a value outside its range, or options that contradict each other.
     """
 
@@ -82,10 +82,10 @@ class StepOptions:
 
 
 def check_max_grad_norm(max_grad_norm: float) -> None:
-    """See that gradients can be clipped to a norm.
+    """Check that gradients can be clipped to a norm.
 
     Raises:
-        TypeError: if it is no number; ValueError if it is not above 0.
+        TypeError: if it is not a number; ValueError if it is not above 0.
     """
     check_number("max_grad_norm", max_grad_norm)
     if not max_grad_norm > 0:

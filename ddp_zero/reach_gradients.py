@@ -1,4 +1,4 @@
-"""The gradient half of `ZeroRedundancyOptimizer`: what users do to gradients, wherever they rest."""
+"""The gradient half of `ZeroRedundancyOptimizer`: accumulating, clipping and reading gradients, on any rank."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,16 +38,16 @@ class ReachesGradients(Optimizer):
     def accumulate(self) -> Iterator[None]:
         """Within this context backward passes only average gradients; the step is left to a later one.
 
-        Stage 2 adds them to what this rank owns and keeps nothing else, where ``ddp.no_sync()`` keeps gradients of full
-        size but sends nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
+        In stage 2 a rank keeps only the sums of what it owns; ``ddp.no_sync()`` keeps gradients of full size but sends
+        nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
 
-        Stage 2 averages each pass on its own and adds up the averages, those of fp16 and bf16 in fp32. Stage 1 does as
-        DDP does without ``no_sync()``: it averages what ``param.grad`` holds, in its dtype; with ``accumulate_in_fp32``
-        it does as stage 2. All of this differs in last bits from ``ddp.no_sync()``, which adds up each rank's own
-        gradients and averages once. That works here, too, and gives DDP's own bits.
+        Stage 2 averages each pass on its own and adds up the averages, those of fp16 and bf16 in fp32. Stage 1 averages
+        what ``param.grad`` holds, in its dtype, as DDP does without ``no_sync()``; with ``accumulate_in_fp32`` it adds
+        up averages as stage 2 does. Last bits differ from ``ddp.no_sync()``, which adds up each rank's own gradients
+        and averages once; that also works here, and matches DDP bit for bit.
 
         Raises:
-            RuntimeError: under Join, since ranks that have joined do not know of it.
+            RuntimeError: under Join, since a rank that has joined would take a step.
         """
         if self._join_config.enable:
             raise RuntimeError(
@@ -74,37 +74,37 @@ class ReachesGradients(Optimizer):
         """As `torch.nn.utils.clip_grad_norm_`, between backward and step. A collective in stage 2.
 
         With overlap it must be called from the first step on; then all steps wait for ``opt.step()``. Norms of fp16
-        and bf16 gradients are fp32, and of scaled gradients what they are unscaled.
+        and bf16 gradients are fp32; norms of scaled gradients are those of the unscaled ones.
 
         Args:
             max_norm: the largest norm.
-            norm_type: of the p-norm; ``inf`` for the largest absolute value.
-            error_if_nonfinite: raise if the norm is not finite; otherwise it clips by it, as torch does.
+            norm_type: order of the p-norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: raise if the norm is not finite; if False, clip by it, as torch does.
             parameters: some of the optimizer's parameters, the same on every rank, such as a group's, whose norms
-                add up in this order; None: all, in the order that ``max_grad_norm`` has.
+                add up in this order; None: all, in the order documented for ``max_grad_norm``.
 
         Returns:
             The norm of all gradients before clipping, a scalar, the same on every rank.
 
         Raises:
             ValueError: for a parameter that is not in the optimizer.
-            RuntimeError: if the step was taken inside backward or gradients were not averaged; or as asked for.
+            RuntimeError: if gradients were used by a step inside backward or not averaged; see ``error_if_nonfinite``.
         """
         if self._join_config.enable and self._reduction is not None:
             raise RuntimeError(
-                "Expected no opt.clip_grad_norm_() under Join with stage=2, got one: ranks that have joined do not "
-                "know of it. Build the optimizer with max_grad_norm=, which they follow."
+                "Expected no opt.clip_grad_norm_() under Join with stage=2, got one: ranks that have joined would not "
+                "take part. Build the optimizer with max_grad_norm=, which they follow."
             )
         table = self._sharded.table
         parameters = [parameters] if isinstance(parameters, Tensor) else parameters
         params = None if parameters is None else list(parameters)
         if any(param not in table.index_of for param in params or ()):
-            raise ValueError("Expected parameters of this optimizer, got another one.")
+            raise ValueError("Expected parameters of this optimizer, got one that is in none of its groups.")
         self._let_gradients_wait()
         norm_type = float(norm_type)
 
         def check(total: Tensor) -> None:
-            """Refuse to clip by a norm that is not finite, if asked to."""
+            """Refuse to clip by a norm that is not finite, if ``error_if_nonfinite``."""
             if error_if_nonfinite and not torch.isfinite(total):
                 raise RuntimeError(
                     f"Expected a finite norm of order {norm_type} of all gradients, got {total.item()} "
@@ -132,7 +132,7 @@ class ReachesGradients(Optimizer):
             param: one of the optimizer's parameters, the same on every rank.
 
         Returns:
-            A tensor of its own in the parameter's shape and dtype; None if there is no gradient.
+            A new tensor in the parameter's shape and dtype; None if the parameter has no gradient.
 
         Raises:
             ValueError: if the parameter is not in the optimizer.
@@ -150,7 +150,7 @@ class ReachesGradients(Optimizer):
         """Find the DDP models over these parameters, unless they are known, and watch their forward passes.
 
         Returns:
-            Whether models were found that were not known.
+            True if models were found.
         """
         if self._sharded.comm.world_size == 1 or not self._passes.should_search():
             return False
@@ -165,7 +165,7 @@ class ReachesGradients(Optimizer):
         return self._waits_because or self._decision.why_wait()
 
     def _let_gradients_wait(self) -> None:
-        """The user is about to change gradients: see that no step has used them, and have later steps wait.
+        """Before a change of gradients: check that no step has used them, and make later steps wait.
 
         Raises:
             RuntimeError: if the step was taken inside backward, or in stage 2 if gradients were not averaged.
@@ -185,9 +185,9 @@ class ReachesGradients(Optimizer):
             self._waits_because = CHANGED
 
     def _check_averaged(self) -> None:
-        """See that what is in ``param.grad`` is the same on every rank; all passes may have run under ``no_sync()``.
+        """Check that ``param.grad`` is the same on every rank, as it may not be after passes under ``no_sync()``.
 
-        Where no reduction is known, ranks compare. A collective only then.
+        If no reduction is known, ranks compare gradients. A collective only then.
 
         Raises:
             RuntimeError: on every rank, naming a parameter.

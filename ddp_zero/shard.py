@@ -1,4 +1,4 @@
-"""The ways to overlap the step with backward: two hook builders with torch's signatures, and one line for all."""
+"""Functions that connect an optimizer to DDP: two hook builders with torch's signatures, and `shard_optimizer`."""
 
 import inspect
 from collections.abc import Callable
@@ -26,13 +26,13 @@ def hook_with_zero_step(
 ) -> CommHook:
     """Extend a DDP communication hook by the optimizer step, taken when the last bucket has arrived.
 
-    Backward computes without interruption; then buckets are stepped in order as their reductions resolve, and sent
+    Backward computes without interruption; then buckets are stepped in order as their reductions resolve, each sent
     while the next one is stepped. When ``backward()`` returns, every rank has the new parameters.
 
     Args:
         hook: the reduction to extend, such as ``allreduce_hook``; it returns a future of the averaged bucket. None: the
-            reduction of DDP without a hook, whose last bits ``allreduce_hook`` gives only at 2, 4, 8 ... ranks; in
-            stage 2 the library's own, and nothing else.
+            reduction of DDP without a hook, which ``allreduce_hook`` matches bit for bit only at 2, 4, 8 ... ranks.
+            Must be None in stage 2, which has its own reduction.
         ddp: the model. Register the result on it: ``ddp.register_comm_hook(state, result)``.
         zero: an optimizer over the model's parameters, built with ``overlap_with_ddp=True`` or ``stage=2``. In stage 2
             without overlap the hook only reduces, and ``zero.step()`` takes the step.
@@ -53,7 +53,7 @@ def hook_with_zero_step_interleaved(
 ) -> CommHook:
     """As `hook_with_zero_step`, but each bucket is stepped while backward computes the gradients of the next.
 
-    Bucket *i* is stepped when bucket *i + 1* arrives, by when its reduction has had time to resolve.
+    Bucket *i* is stepped when bucket *i + 1* arrives, so that its reduction has had time to resolve.
     """
     return zero._build_hook(ddp, hook, split=shard_buckets, lag=_INTERLEAVED_LAG)
 
@@ -91,23 +91,23 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
         params: parameters or parameter groups, named or not; or a function of a parameter's name and the parameter that
             returns the options of its group, or None for the class's own; equal options form a group. None: all.
-        stage: 1 shards optimizer state; 2 gradients too, of a model wrapped with ``gradient_as_bucket_view=True``.
+        stage: 1 shards optimizer state; 2 also shards gradients, with ``gradient_as_bucket_view=True`` in the model.
         overlap: step inside backward, unless an option needs all gradients first. If False, ``opt.step()`` takes the
-            step: between it and backward, gradients can be looked at, in stage 2 on the rank that owns them.
+            step: between backward and it, gradients can be inspected, in stage 2 on the rank that owns them.
         hook: the reduction, such as ``fp16_compress_hook``; None: that of DDP without a hook.
-        hook_state: handed to ``hook``; None: the model's process group, which the hooks of torch take.
-        interleaved: step buckets while backward still computes, see `hook_with_zero_step_interleaved`; None: in
-            stage 2, where it spares the memory of the averaged gradients.
+        hook_state: handed to ``hook``; None: the model's process group, which torch's hooks expect.
+        interleaved: step buckets while backward still computes, see `hook_with_zero_step_interleaved`; None: only in
+            stage 2, where it saves the memory of the averaged gradients.
         shard_buckets: spread each bucket over the ranks.
         parameters_as_bucket_view, grad_comm_dtype, gradient_predivide_factor, max_grad_norm, norm_type,
             nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32: see `ZeroRedundancyOptimizer`.
         **defaults: options for ``optimizer_class``.
 
     Raises:
-        TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an option that nobody knows.
+        TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an unknown option.
         ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer` does.
     """
-    given = dict(locals())  # each argument by its name; what the optimizer does not take is taken out below
+    given = dict(locals())  # arguments by name; those that the optimizer does not take are removed below
     model = _ddp_in(given.pop("ddp"))
     hooks = {name: given.pop(name) for name in ("hook", "hook_state", "interleaved", "shard_buckets")}
     zero = _build(model, hooks, overlap=given.pop("overlap"), options=given.pop("defaults"), **given)
@@ -123,7 +123,7 @@ def _build(
     options: dict[str, Any],
     **own: Any,
 ) -> ZeroRedundancyOptimizer:
-    """The optimizer, over groups with the names that the model has for its parameters."""
+    """Build the optimizer over groups with the model's parameter names."""
     with Agreement(Communicator(ddp.process_group), "shard_optimizer"):
         _check_hooks(**hooks)
         check_flags(overlap=overlap)
@@ -145,7 +145,7 @@ def _connect(
     interleaved: bool | None,
     shard_buckets: bool,
 ) -> ZeroRedundancyOptimizer:
-    """Have the model's reductions step the optimizer, or tell it what it needs to know."""
+    """Register the hook that the optimizer needs on the model, and make the model known to the optimizer."""
     state = ddp.process_group if hook_state is None else hook_state
     if zero._takes_hook:
         is_interleaved = zero.stage == 2 if interleaved is None else interleaved
@@ -153,7 +153,7 @@ def _connect(
         ddp.register_comm_hook(state, build(hook, ddp, zero, shard_buckets))
         return zero
     zero._know_model(ddp)
-    if hook is not None or zero._decision.watch.is_on:  # else DDP's own reduction does, and nobody will ask for more
+    if hook is not None or zero._decision.watch.is_on:  # else DDP's own reduction suffices
         ddp.register_comm_hook(state, zero._build_watch(ddp, hook))
     return zero
 
@@ -175,14 +175,14 @@ def _ddp_in(model: nn.Module) -> DistributedDataParallel:
 
 
 def _check_hooks(hook: object, hook_state: object, interleaved: object, shard_buckets: object) -> None:
-    """See that a hook can be built with this."""
+    """Check the arguments for the hook."""
     if hook is not None and not callable(hook):
         raise TypeError(f"Expected hook to be a communication hook or None, got {hook!r:.80}.")
     check_flags(interleaved=False if interleaved is None else interleaved, shard_buckets=shard_buckets)
 
 
 def _check_options(options: dict[str, Any], optimizer_class: Callable[..., Optimizer]) -> None:
-    """See that no option is misspelt, nor one that is given in another way here."""
+    """Check that no option is misspelt, or passed to `shard_optimizer` under a different name."""
     for name, remedy in {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}.items():
         if name in options:
             raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy}")

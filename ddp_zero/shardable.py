@@ -1,4 +1,4 @@
-"""Tests whether an optimizer class can be sharded: the same steps together and apart, compared bit for bit."""
+"""Tests whether an optimizer class can be sharded: compares whole and sharded steps bit for bit."""
 
 import copy
 import random
@@ -22,7 +22,7 @@ Shapes = Sequence[Sequence[int]]
 _MATRICES: Shapes = [(16, 8), (5, 7), (8, 16), (9, 3), (3, 4), (12, 12), (2, 6)]
 _ALL: Shapes = [*_MATRICES, (33,), (8,), (1,), (), (), (4, 3, 3, 2)]
 _SIZES = (1.0, 1e-3, 30.0, 0.1, 1e-2, 300.0, 3.0)
-"""Of gradients, step by step: for those that clip by a global norm, both below and above any usual one."""
+"""Sizes of gradients, step by step: both below and above the usual limits of optimizers that clip by a global norm."""
 _BUCKETS = 2
 _SEED = 20190910
 
@@ -30,18 +30,18 @@ _SEED = 20190910
 def check_shardable(
     optimizer_class: Callable[..., Optimizer], *, steps: int = 12, shapes: Shapes | None = None, **options: Any
 ) -> None:
-    """See that an optimizer computes the same when each rank steps only some of the parameters.
+    """Check that an optimizer computes the same when each rank steps only some of the parameters.
 
     Steps random parameters with one instance of the class, and again with two and three instances that share them as
     ranks would, and compares all parameters after every step, bit for bit. Takes about a second, on the CPU; needs no
     process group and leaves global random states as they were.
 
-    Optimizers that compute something from all parameters differ: Prodigy and D-Adaptation a step size, LAMB with a
-    global gradient norm. Those that draw random numbers from a global generator do, too.
+    Results differ for optimizers that compute a value from all parameters (Prodigy and D-Adaptation: a step size; LAMB
+    with a global gradient norm), and for those that draw random numbers from a global generator.
 
     Args:
         optimizer_class: the class, as for `ZeroRedundancyOptimizer`.
-        steps: how many steps to compare; gradients differ much in size from step to step.
+        steps: how many steps to compare; the sizes of gradients vary widely between steps.
         shapes: of the parameters, at least three. None: matrices, vectors, scalars and a 4-D one; only matrices if the
             class refuses the others.
         **options: for ``optimizer_class``, as in training: a coupling may depend on one.
@@ -49,7 +49,7 @@ def check_shardable(
     Raises:
         NotImplementedError: if the class cannot be sharded, naming the step and the parameter that differ first; and
             for LBFGS and SparseAdam.
-        ValueError: for fewer than one step or three shapes; else what the class raises for options or shapes.
+        ValueError: for fewer than one step or three shapes. Errors of the class for its options or shapes pass through.
     """
     if steps < 1:
         raise ValueError(f"Expected at least 1 step, got {steps}.")
@@ -93,7 +93,7 @@ class _Trial:
         return moments
 
     def compare(self, expected: Sequence["_Moment"], owners: int) -> None:
-        """Step with as many instances as owners, and see that nothing differs after any step.
+        """Step with as many instances as owners, and check that nothing differs after any step.
 
         Raises:
             NotImplementedError: if anything does, or if an instance cannot step a part of the parameters.
@@ -119,7 +119,7 @@ class _Trial:
     def _refusal(self, found: str) -> NotImplementedError:
         name = getattr(self._class, "__name__", repr(self._class))
         return NotImplementedError(
-            f"Expected an optimizer that treats parameters one by one, got another result of {name} where each rank "
+            f"Expected an optimizer that treats parameters one by one, got different results of {name} if each rank "
             f"steps only some of them: {found}. Use {name} unsharded on every rank, or without the option that makes "
             "it compute something from all parameters."
         )
@@ -169,14 +169,14 @@ class _Part:
 
 
 class _Moment:
-    """What an optimizer has left after a step: parameters, and floats in its group."""
+    """A snapshot after a step: the parameters, and floats in the group."""
 
     def __init__(self, params: Sequence[Tensor], group: ParamGroup) -> None:
         self._params = [param.detach().clone() for param in params]
         self._options = values_in(options_of(group))
 
     def difference(self, params: Sequence[Tensor], group: ParamGroup) -> str | None:
-        """What differs first, in words."""
+        """The first difference in words, or None."""
         for index, (expected, param) in enumerate(zip(self._params, params, strict=True)):
             if not torch.equal(as_bytes(expected), as_bytes(param.detach())):
                 largest = (expected.double() - param.detach().double()).abs().max().item()
@@ -189,7 +189,7 @@ class _Moment:
 
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Put back what the optimizer may draw from."""
+    """Restore the random generators that the optimizer may draw from."""
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):

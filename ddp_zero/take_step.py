@@ -1,15 +1,15 @@
-"""The step half of `ZeroRedundancyOptimizer`: when ``step()`` takes one, and what other callers of it say.
+"""The step half of `ZeroRedundancyOptimizer`: when a step is taken, by ``step()``, under Join or before a forward pass.
 
 A step, on every rank alike:
 
 1. evaluate the closure, if any; refuse sparse gradients;
-2. bind again if parameters were moved, frozen or unfrozen since the last step;
+2. plan and bind again if parameters were moved, frozen or unfrozen since the last step;
 3. under Join, send gradients to ranks that have run out of inputs;
-4. decide, if there is anything to decide, whether to step and what to multiply gradients by;
+4. if options require it, decide whether to step and by which factors to multiply gradients;
 5. for each bucket in plan order: step what this rank owns of it, start its sync;
-6. finish all syncs; show the options that the step left.
+6. finish all syncs; expose the options that the step changed.
 
-Where the step was taken inside backward, ``step()`` only joins the iteration.
+If the step was taken inside backward, ``step()`` only joins the iteration.
 """
 
 from collections.abc import Callable
@@ -36,16 +36,16 @@ from ddp_zero.step.record import StepRecord, StepRegime
 
 
 class TakesSteps(ReachesGradients, Joinable):
-    """An optimizer whose step is taken here or inside backward."""
+    """An optimizer whose step is taken in ``step()`` or inside backward."""
 
     optim: Optimizer
     _comm: Communicator
     _step_supports_amp_scaling = True  # GradScaler calls step() even if gradients are not finite: all ranks decide
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step this rank's parameters and get the others' from their owners. A collective.
+        """Step this rank's parameters and receive the others from their owners. A collective.
 
-        What became of it is in ``last_step``.
+        ``last_step`` records the outcome.
 
         Args:
             closure: evaluated once, with gradients enabled, before anything is stepped.
@@ -82,12 +82,12 @@ class TakesSteps(ReachesGradients, Joinable):
         return result if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients of all parameters, also those that wait to be added to the next sum.
+        """Drop or zero the gradients of all parameters, including those that wait to be added to the next sum.
 
-        A collective once, in loops that leave ``step()`` out and have not stepped yet: the first step is taken before.
+        A collective once, in a loop without ``step()`` that has not stepped yet: it takes the first step beforehand.
         """
         self._take_due_step()
-        with untouched() if set_to_none else nullcontext():  # zeroing goes through those that stand for others
+        with untouched() if set_to_none else nullcontext():  # zeroing must reach `AbsentGradient`
             super().zero_grad(set_to_none)
         self._decision.forget()
         self._passes.forget()
@@ -95,10 +95,10 @@ class TakesSteps(ReachesGradients, Joinable):
             self._hook.drop_carried()
 
     def reset(self) -> None:
-        """After an exception in forward or backward of an overlapped step: drop the iteration and start afresh.
+        """Drop the iteration, after an exception in forward or backward of an overlapped step.
 
         Buckets that were stepped before the exception stay stepped; with `hook_with_zero_step` none is. If DDP itself
-        cannot go on, as after an exception in the middle of backward, wrap the model again and build a new hook.
+        cannot continue, as after an exception in the middle of backward, wrap the model again and build a new hook.
         """
         if self._hook is not None:
             self._hook.reset()
@@ -106,12 +106,12 @@ class TakesSteps(ReachesGradients, Joinable):
             self._sharded.binding.sync.abandon()
 
     def finish_sync(self) -> None:
-        """Have all parameters that others have stepped; with ``sync="forward"`` only whoever uses one waits for it.
+        """Wait for all parameters that other ranks have stepped and that ``sync="forward"`` has left in flight.
 
-        Modules wait for their own parameters, and nearly all of torch for any. Call this before other code reads or
-        writes them: pointers or views kept from before, extensions, methods of a process group, functions that
-        `torch.jit.script` or ``trace`` has made, and of torch ``torch.Tensor(param)``, ``torch.tensor(param)``,
-        ``torch.as_tensor`` and ``torch.asarray`` into another dtype, ``tensor.new_tensor(param)``,
+        Modules wait for their own parameters, and nearly every torch function for its arguments. Call this before other
+        code reads or writes parameters: pointers or views kept from before, extensions, methods of a process group,
+        functions of `torch.jit.script` and ``trace``, and of torch ``torch.Tensor(param)``, ``torch.tensor(param)``,
+        ``torch.as_tensor`` and ``torch.asarray`` into a different dtype, ``tensor.new_tensor(param)``,
         ``tensor.new(param)``, ``torch.autograd.Variable(param)``, ``torch.nested.nested_tensor``,
         ``torch.sparse_coo_tensor``, ``torch.func.grad`` and ``vmap`` of functions of parameters.
 
@@ -122,13 +122,13 @@ class TakesSteps(ReachesGradients, Joinable):
 
     @property
     def last_step(self) -> StepRecord | None:
-        """What became of the last step, the same on every rank; None before the first."""
+        """The record of the last step, the same on every rank; None before the first."""
         return self._sharded.last_step
 
     # Loss scale and masters
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, to go backward from; the step divides it out again.
+        """The loss times the loss scale, to call ``backward()`` on; the step divides the scale out again.
 
         Raises:
             RuntimeError: without ``loss_scale=``.
@@ -153,7 +153,7 @@ class TakesSteps(ReachesGradients, Joinable):
         return {params[index]: master.detach() for index, master in self._sharded.stepped.masters.items()}
 
     def refresh_master_weights(self) -> None:
-        """After writing to the model's parameters: take them for the truth. Never communicates.
+        """Copy the model's parameters to the masters, after writing to the model. Never communicates.
 
         Raises:
             RuntimeError: without ``master_weights=True``; between a backward pass that has stepped and ``opt.step()``.
@@ -176,7 +176,7 @@ class TakesSteps(ReachesGradients, Joinable):
     ) -> Any:
         sharded, joins = self._sharded, self._join_config.enable
         if self._watch_forward():
-            self._passes.last_is_local = True  # for all that is known: their last passes were not seen
+            self._passes.last_is_local = True  # assumed, since their last passes were not seen
         sharded.begin(closure)
         if self._hook is not None:
             self._hook.check_complete()
@@ -206,7 +206,7 @@ class TakesSteps(ReachesGradients, Joinable):
         return Occasion(StepRegime.DEFERRED, source, hook.deferred_because, waits, amp, joins)
 
     def _step_joined(self) -> None:
-        """The same as `step`, on a rank that has run out of inputs: without a closure, with gradients from a peer."""
+        """`step` on a rank that has run out of inputs: without a closure, with gradients from a peer."""
         sharded = self._sharded
         if self._takes_hook:
             self._overlap().step_joined(self._take_borrowed)
@@ -222,7 +222,7 @@ class TakesSteps(ReachesGradients, Joinable):
     # Callers that come between backward and step
 
     def _amp_state(self) -> AmpState | None:
-        """What a `GradScaler` has left on the optimizer whose step it calls."""
+        """What a `GradScaler` has set on this optimizer before it calls ``step()``; None without one."""
         found = getattr(self, "found_inf", None)
         if found is None:
             return None
@@ -238,12 +238,12 @@ class TakesSteps(ReachesGradients, Joinable):
         return AmpState(getattr(self, "grad_scale", None), torch.as_tensor(found, dtype=torch.float32))
 
     def _has_nothing(self) -> bool:
-        """Whether the step waits for this call, and all gradients were dropped: it does nothing, as any optimizer's."""
+        """True if the step waits for this call and all gradients were dropped: as in any optimizer, nothing is done."""
         params = self._sharded.table.params
         return self._why_wait() is not None and all(param.grad is None for param in params)
 
     def _learn_from_first_step(self, hook: OverlapHook, amp: AmpState | None) -> None:
-        """At the first ``step()``: if the loop changes anything after backward, on any rank, all steps wait for it."""
+        """At the first ``step()``: make all steps wait for it if any rank's loop changes anything after backward."""
         changes = amp is not None or hook.late.first() is not None
         if any(flag for (flag,) in self._comm.all_gather_ints([int(changes)])):
             self._waits_because = CHANGED
@@ -257,7 +257,7 @@ class TakesSteps(ReachesGradients, Joinable):
             )
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        """A forward pass of the model begins: see that its gradients will be reduced, and take a step that is due.
+        """Before a forward pass: check that its gradients will be reduced, and take a step that is due.
 
         Raises:
             RuntimeError: if the hook that the optimizer needs is not registered on the model.

@@ -1,4 +1,4 @@
-"""Which models and optimizers the hook can bring together, checked before anything depends on it."""
+"""Checks that the hook can step an optimizer in a model's backward, before anything depends on it."""
 
 from collections.abc import Collection
 
@@ -11,20 +11,20 @@ from ddp_zero.step.sharded_step import ShardedStep
 
 
 def check_can_sync(sync: str, as_views: bool) -> None:
-    """See that parameters can arrive where they live.
+    """Check that ``sync="forward"`` has flat storage, in which parameters can arrive after the step.
 
     Raises:
-        ValueError: if a sync is to outlast its step and has no memory that does.
+        ValueError: if it has none.
     """
     if sync == "forward" and not as_views:
         raise ValueError(
-            "Expected parameters_as_bucket_view=True with sync='forward', got False: parameters that are on their way "
-            "would need copies of all of them. Pass parameters_as_bucket_view=True, or sync='step'."
+            "Expected parameters_as_bucket_view=True with sync='forward', got False: parameters in flight would need "
+            "copies of all of them. Pass parameters_as_bucket_view=True, or sync='step'."
         )
 
 
 def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -> None:
-    """See that an optimizer can be given a hook.
+    """Check that an optimizer can be given a hook.
 
     Raises:
         ValueError: if it needs none, or has one that was not reset.
@@ -39,12 +39,12 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
 
 
 def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
-    """See that an optimizer can be stepped by the hook of a model.
+    """Check that an optimizer can be stepped by the hook of a model.
 
     Raises:
-        TypeError: if it is no DDP model.
+        TypeError: if it is not a DDP model.
         NotImplementedError: for a complex parameter.
-        ValueError: if optimizer and model share no parameter, or not the same ranks.
+        ValueError: if optimizer and model have no parameter in common, or are on different ranks.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
@@ -65,11 +65,11 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
 
 
 def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wrapped: object) -> None:
-    """See that stage 2 can take over the gradients of a model.
+    """Check that stage 2 can take over the gradients of a model.
 
     Raises:
-        ValueError: for a wrapped hook, for a model whose gradients are not views of its buckets, or with parameters
-            that are in another optimizer or none.
+        ValueError: for a wrapped hook, for a model whose gradients are not views of its buckets, or one with parameters
+            that are in a different optimizer or none.
     """
     if wrapped is not None:
         raise ValueError(
@@ -78,8 +78,8 @@ def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wra
         )
     if not gradients_are_views(ddp):
         raise ValueError(
-            "Expected gradient_as_bucket_view=True with stage=2, got False: every rank would keep all gradients beside "
-            "DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True)."
+            "Expected gradient_as_bucket_view=True with stage=2, got False: every rank would keep all gradients next "
+            "to DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True)."
         )
     foreign = [name for name, param in reduced_parameters(ddp) if param not in table.index_of]
     if foreign:
@@ -90,16 +90,16 @@ def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wra
 
 
 def check_bucket_of(ddp: DistributedDataParallel, params: list[Tensor]) -> None:
-    """See that a bucket is one of a model's.
+    """Check that a bucket is one of a model's.
 
     Raises:
-        RuntimeError: if it has parameters of another one.
+        RuntimeError: if it has parameters of a different model.
     """
     own = set(ddp.parameters())
     if any(param not in own for param in params):
         raise RuntimeError(
             "Expected the hook to be registered on the DDP model that it was built for, got a bucket with "
-            "parameters of another one. Pass the same model to hook_with_zero_step() and call its "
+            "parameters of a different one. Pass the same model to hook_with_zero_step() and call its "
             "register_comm_hook()."
         )
 
@@ -107,13 +107,13 @@ def check_bucket_of(ddp: DistributedDataParallel, params: list[Tensor]) -> None:
 def check_none_unused(
     ddp: DistributedDataParallel, table: ParameterTable, arrived: Collection[Tensor], where: str
 ) -> None:
-    """After a backward pass of which DDP has not averaged all buckets: see that no parameter was left out of it.
+    """Check that a backward pass of which DDP has not averaged all buckets has left out no parameter.
 
     Args:
         ddp: the model.
         table: the optimizer's parameters.
         arrived: parameters of buckets that were averaged.
-        where: how messages call this rank.
+        where: this rank's name in messages.
 
     Raises:
         RuntimeError: naming the first parameter that has no gradient where others do.
@@ -139,13 +139,13 @@ def sparse_gradient(table: ParameterTable, params: list[Tensor]) -> NotImplement
 
 
 class UnusedParameters:
-    """Why only the reducer may know which parameters have gradients; in a static graph that is learnt once."""
+    """Knows whether a model may have unused parameters; in a static graph that is learnt once."""
 
     def __init__(self) -> None:
         self._are_there: bool | None = None
 
     def why(self, ddp: DistributedDataParallel) -> str | None:
-        """The reason in words, or None if all parameters have gradients after every backward pass."""
+        """Why parameters may be unused, or None if all have gradients after every backward pass."""
         if has_static_graph(ddp) and self._are_there is not False:
             return "the static graph has parameters that no rank uses"
         if finds_unused(ddp):
@@ -153,10 +153,10 @@ class UnusedParameters:
         return None
 
     def learn(self, ddp: DistributedDataParallel, sharded: ShardedStep, has_run: bool) -> None:
-        """Gradients are published: look which are missing, on a rank that has run the model. A collective once."""
+        """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""
         if has_static_graph(ddp) and self._are_there is None:
             self._are_there = sharded.has_unused(has_run)
 
     def forget(self) -> None:
-        """Parameters were added, of which nothing is known."""
+        """Forget what was learnt, after parameters were added."""
         self._are_there = None

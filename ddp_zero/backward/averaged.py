@@ -1,8 +1,8 @@
-"""Sees that gradients are averages where no reduction is known to have made them so.
+"""Checks that gradients are averages if no reduction is known to have averaged them.
 
 DDP leaves a rank's own gradients in ``param.grad`` after backward passes under ``no_sync()``, and those of parameters
 that it does not reduce: they were frozen when the model was wrapped, or are not part of it. Users may average such
-gradients themselves, or compute them from something that does not depend on data. So ranks compare.
+gradients themselves, or compute them from something that does not depend on data. So ranks compare them.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ NO_BUCKET = (
 
 
 def check_averaged(sharded: ShardedStep, indices: Sequence[int], why: str) -> None:
-    """See that the gradients of some parameters are the same on every rank. A collective.
+    """Check that the gradients of some parameters are the same on every rank. A collective.
 
     Args:
         sharded: the step.
-        indices: the parameters, the same on every rank; where one has no gradient on any rank, that is the same, too.
+        indices: the parameters, the same on every rank; having no gradient on any rank counts as the same.
         why: why they may not be averaged, and the remedy, for the message.
 
     Raises:

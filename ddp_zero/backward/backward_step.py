@@ -1,6 +1,6 @@
 """The step that a backward pass takes: bucket by bucket from reduced gradients, or all at once when they are published.
 
-`hook.py` says when. On an accelerator it runs on a stream of its own.
+`hook.py` decides when. On an accelerator the step runs on a stream of its own.
 """
 
 import weakref
@@ -25,7 +25,7 @@ class BackwardStep:
         sharded: the step.
         gradients: where averaged gradients are.
         side: the stream that the step runs on.
-        joinable: the optimizer, which Join tells whether it is on.
+        joinable: the optimizer, on which Join sets whether it is active.
 
     Attributes:
         arrived: the buckets whose reduction this backward pass has started, in order.
@@ -41,7 +41,7 @@ class BackwardStep:
         self.has_begun = False
 
     def open(self) -> None:
-        """A backward pass begins."""
+        """Forget the buckets of the last backward pass; a new one begins."""
         self.arrived.clear()
         self.has_begun = False
 
@@ -56,14 +56,14 @@ class BackwardStep:
         arrival.release()
 
     def finish(self) -> None:
-        """Every bucket was stepped: end the syncs."""
+        """Finish the syncs, after every bucket was stepped."""
         self._begin()
         with self._side.running(self.arrived[0].params[0].device):
             self._sharded.finish()
         self._side.join()
 
     def step_all(self, has_joined: bool) -> None:
-        """Step from published gradients, or on a rank that has joined from those that a peer sends."""
+        """Step from published gradients, or from a peer's on a rank that has joined."""
         sharded = self._sharded
         source: GradientSource = self._gradients
         if has_joined:
@@ -84,7 +84,7 @@ class BackwardStep:
         return [[index_of[param] for param in one.params if param in index_of] for one in self.arrived]
 
     def compositions(self) -> list[tuple[int, ...]]:
-        """Which parameters each bucket has: numbers that differ where they do."""
+        """The parameters of each bucket, by ``id``."""
         return [tuple(map(id, one.params)) for one in self.arrived]
 
     def sizes(self) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""What an optimizer learns from the forward passes of its DDP models: who averages the gradients, and what is due.
+"""Watches the forward passes of DDP models: whether DDP will average the gradients, and whether a step is due before.
 
 DDP decides in its forward pass whether the backward pass will be reduced. So a pre-hook on DDP itself, where ranks may
 communicate as DDP does, notes that decision and lets the optimizer act before anything is computed. Nothing runs here
@@ -40,7 +40,7 @@ class ForwardPasses:
         self._misses = 0
 
     def should_search(self) -> bool:
-        """Whether to look for models: none is known, and this is asked for the first, second, fourth ... time."""
+        """Whether to look for models: if none is known, True at the first, second, fourth ... call."""
         if any(reference() is not None for reference in self._models):
             return False
         self._misses += 1
@@ -62,27 +62,27 @@ class ForwardPasses:
         self._handles.clear()
 
     def reduces_fewer_than(self, count: int) -> bool:
-        """Whether the models that are known reduce fewer parameters than these."""
+        """Whether the known models reduce fewer parameters than this."""
         return bool(self._models) and self._reduces < count
 
     def forget(self) -> None:
-        """The gradients were used or dropped."""
+        """Forget the last pass, after its gradients were used or dropped."""
         self.last_is_local = False
 
     def reduced(self) -> None:
-        """A backward pass was reduced."""
+        """Note that a backward pass was reduced."""
         self._is_expected = False
 
     @property
     def expect_reduction(self) -> bool:
-        """Whether DDP reduces the next backward pass, wherever it runs: a forward pass outside ``no_sync()`` is open.
+        """Whether DDP reduces the next backward pass, even in ``no_sync()``: a forward pass outside was left open.
 
-        DDP does so for the next backward pass, whichever forward pass that belongs to.
+        DDP reduces the next backward pass, whichever forward pass that belongs to.
         """
         return self._is_expected
 
     def begin(self, model: DistributedDataParallel) -> None:
-        """A forward pass begins."""
+        """Note that a forward pass begins, and call ``before``."""
         if torch.is_grad_enabled():
             self.last_is_local = not will_reduce(model)
             self._is_expected |= not self.last_is_local
@@ -90,7 +90,7 @@ class ForwardPasses:
 
 
 class _PreHook:
-    """A forward pre-hook; one that does nothing in copies of the model."""
+    """A forward pre-hook; it does nothing in copies of the model."""
 
     def __init__(self, passes: ForwardPasses | None = None) -> None:
         self._passes = (lambda: None) if passes is None else weakref.ref(passes)  # a model outlives its optimizer

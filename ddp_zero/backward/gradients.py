@@ -1,7 +1,7 @@
-"""Where averaged gradients come from and where they rest: what the hook asks of a stage, and stage 1's answer.
+"""How gradients are averaged and where the averages are kept: the interface of a stage, and its stage 1.
 
 Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borrows windows of the reduced bucket.
-`grad_partition.py` is stage 2's answer.
+`stage2/partitioned.py` is stage 2.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -26,29 +26,29 @@ class Arrival(Protocol):
     params: list[Tensor]
 
     def wait(self) -> None:
-        """Block until its averaged gradients are there."""
+        """Block until its averaged gradients have arrived."""
 
     def gradient(self, index: int) -> Tensor:
         """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
 
     def exact(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, where that is another one."""
+        """The same in the dtype of the sum, or None if that does not differ."""
 
     def release(self) -> None:
-        """The step has used its gradients."""
+        """Free its gradients, after the step has used them."""
 
 
 class Gradients(Protocol):
-    """What the hook asks of a stage, in the order of an iteration."""
+    """What the hook requires of a stage, in the order of an iteration."""
 
     reach_joined: bool
-    """Whether a rank that has joined gets averaged gradients of what it owns by the reduction itself."""
+    """Whether a rank that has joined gets averaged gradients of what it owns from the reduction itself."""
 
     def open(self, shows_final_layout: bool) -> None:
-        """An iteration begins; whatever the one before it left is dropped.
+        """Open an iteration, and drop what the one before it left.
 
         Args:
-            shows_final_layout: whether DDP's buckets, if they are not the plan's, are not expected to change again.
+            shows_final_layout: True if DDP's buckets, should they differ from the plan's, will not change again.
         """
 
     def held(self) -> Collection[int]:
@@ -60,34 +60,34 @@ class Gradients(Protocol):
         Args:
             state: what the hook was registered with.
             bucket: what DDP hands to a hook.
-            index: the bucket's, which DDP does not always know.
+            index: the bucket's, which DDP does not always report.
             is_planned: whether this and every earlier bucket of the iteration are the plan's.
 
         Returns:
-            What the reducer gets, and what the step gets.
+            The future for the reducer, and the bucket for the step.
         """
 
     def settle(self) -> None:
-        """The step has used what it will in this call of the hook: bound the memory of what is left."""
+        """End of one hook call: copy out sums that no step has used yet and free their scratch."""
 
     def lend_all(self, has_joined: bool) -> None:
-        """In an iteration that was not stepped in the hook, after the reducer: finish every reduction.
+        """Finish every reduction, after the reducer, in an iteration that was not stepped in the hook.
 
-        Owned gradients are in ``param.grad`` then, but on a rank that has joined.
+        Owned gradients are in ``param.grad`` then, except on a rank that has joined.
         """
 
     def publish(self, was_consumed: bool) -> None:
-        """The iteration is over on this rank: leave in ``param.grad`` what the user shall see.
+        """Close the iteration on this rank, and leave in ``param.grad`` what the user sees.
 
         Args:
-            was_consumed: whether the step was taken bucket by bucket as they arrived.
+            was_consumed: whether buckets were stepped as they arrived.
         """
 
     def close(self) -> None:
-        """The iteration is over on a rank that has joined, where there is nothing to publish."""
+        """Close the iteration on a rank that has joined, which publishes nothing."""
 
     def adopted(self) -> None:
-        """A plan for the buckets of this iteration is in force, and final."""
+        """Follow the final plan, for the buckets of this iteration, which is now in force."""
 
     def fits_plan(self) -> bool:
         """Whether buckets can be reduced for the plan that is in force."""
@@ -96,19 +96,19 @@ class Gradients(Protocol):
         """Whether a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
 
     def gradient(self, index: int) -> Tensor | None:
-        """After backward, of an owned parameter: what is in ``param.grad``."""
+        """The content of ``param.grad`` of an owned parameter, after backward."""
 
     def exact(self, index: int) -> Tensor | None:
-        """The same in the dtype of its sum, where it differs from the parameter's."""
+        """The same in the dtype of its sum, or None if that is the parameter's."""
 
     def reset(self) -> None:
-        """Drop the iteration without waiting for anybody."""
+        """Drop the iteration without waiting for other ranks."""
 
     def drop_carried(self) -> None:
-        """The user has dropped the gradients, also those that were taken out of ``param.grad`` for the next sum."""
+        """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
 
     def detach(self) -> None:
-        """Another hook takes over the model's parameters."""
+        """Leave the model's parameters to a new hook."""
 
     def describe(self) -> list[str]:
         """Lines for ``opt.explain()``."""
@@ -120,7 +120,7 @@ class ReducedBucket:
     Args:
         places: the bucket's parameters, and where DDP lays their gradients.
         future: resolves to the averaged bucket.
-        sharded: knows our parameters.
+        sharded: knows the optimizer's parameters.
         side: the stream that reads it.
     """
 
@@ -147,7 +147,7 @@ class ReducedBucket:
         return self._places[self._sharded.table.params[index]].window(self._reduced)
 
     def exact(self, index: int) -> None:
-        """It is summed in its own dtype."""
+        """None: the sum is in the parameter's dtype."""
 
     def release(self) -> None:
         """The reducer still needs it."""
@@ -200,14 +200,14 @@ class WholeGradients:
         """Nothing is held."""
 
     def adopted(self) -> None:
-        """Gradients stay where they are, whoever owns them."""
+        """Gradients stay where they are, whichever rank owns them."""
 
     def fits_plan(self) -> bool:
         """Whole buckets fit any plan."""
         return True
 
     def has_local(self) -> bool:
-        """Nothing is known: the reducer adds to what is in ``param.grad``."""
+        """False, as nothing is known: the reducer adds to what is in ``param.grad``."""
         return False
 
     def gradient(self, index: int) -> Tensor | None:
@@ -233,7 +233,7 @@ class WholeGradients:
 
 
 def watching(watch: LocalWatch, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
-    """A hook that only looks at gradients before they are averaged by another one, or as DDP does without."""
+    """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one."""
 
     def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
         watch.note(bucket.parameters(), bucket.buffer())

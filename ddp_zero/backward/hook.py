@@ -3,19 +3,19 @@
 DDP calls the hook once per bucket, in index order, from the thread that runs backward. Each call, in order:
 
 1. bucket 0 opens an iteration: choose its regime, the same on every rank;
-2. tell the machine which bucket arrived; it says what to do and refuses what is out of order;
-3. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as ever;
+2. report to the machine which bucket arrived; it returns actions and refuses what is out of order;
+3. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as usual;
 4. carry out the machine's actions: wait for a reduction, step, start a sync. Nothing runs in a future's callback.
 
-*overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: the reducer
-publishes the gradients first, which alone knows what no rank has used, and the step runs right after it, still inside
+*overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: the reducer,
+which alone knows what no rank has used, publishes the gradients first, and the step runs right after it, still inside
 ``backward()``. It does so in an engine callback queued by an engine callback: the reducer queues its own finalizer
-after the hook for the last bucket returns, and the engine runs callbacks in the order in which they were queued. Where
-the step *waits*, the hook only reduces and ``opt.step()`` takes it.
+after the hook for the last bucket returns, and the engine runs callbacks in the order in which they were queued.
+*waiting*: the hook only reduces, and ``opt.step()`` takes the step.
 
-The first step of all waits, too: whether a loop clips, unscales or changes anything else between ``backward()`` and
-``opt.step()`` shows only then. It is *due*: taken by ``opt.step()``, or before the next forward pass of the DDP model
-in loops that leave ``opt.step()`` out.
+The very first step waits, too: only then is it known whether a loop clips, unscales or changes anything else between
+``backward()`` and ``opt.step()``. It is *due*: taken by ``opt.step()``, or before the next forward pass of the DDP
+model in loops that leave ``opt.step()`` out.
 
 On a rank that has joined (`torch.distributed.algorithms.Join`) there is no backward; DDP calls the hook with zeros.
 """
@@ -64,20 +64,20 @@ class OverlapHook:
     Args:
         sharded: the step.
         ddp: the model it must be registered on.
-        gradients: reduces them, and says where they rest.
+        gradients: reduces gradients and keeps the averages.
         side: the stream that the step runs on.
         split: whether a bucket is spread over ranks, or goes whole to one.
         lag: how many buckets the step stays behind the reduction; None: until the last bucket has arrived.
-        joinable: the optimizer, which Join tells whether it is on.
+        joinable: the optimizer, on which Join sets whether it is active.
         overlaps: whether the user asked for steps inside backward.
         why_wait: why the hook only reduces and the step waits for ``opt.step()``, or None; the same on every rank.
-        watch: looks at each bucket before it is averaged.
+        watch: checks each bucket before it is averaged.
         passes: knows which forward passes are reduced.
 
     Attributes:
-        accumulates: whether backward passes only reduce for now, whatever ``why_wait`` says.
-        step_is_due: whether the first step of all waits for the first of ``opt.step()`` and the next forward pass.
-        late: what a backward pass has left, to be compared with what ``opt.step()`` finds.
+        accumulates: True while backward passes only reduce, regardless of ``why_wait``.
+        step_is_due: True if the very first step waits for ``opt.step()`` or the next forward pass, whichever is first.
+        late: compares what a backward pass has left with what ``opt.step()`` finds.
         gradients: where averaged gradients are.
     """
 
@@ -119,7 +119,7 @@ class OverlapHook:
         self._choice = Choice(Regime.DEFERRED, "no backward pass yet")
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
-        """What DDP calls; see the module docstring."""
+        """The hook that DDP calls; see the module docstring."""
         params = bucket.parameters()
         index, is_last = self._place_of(bucket)
         if index == 0 and self.machine.phase is not Phase.RUNNING:
@@ -146,7 +146,7 @@ class OverlapHook:
         return future
 
     def check_joined(self) -> None:
-        """The user calls ``opt.step()``: see that a step was taken, once, with the gradients as they are now.
+        """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now.
 
         Raises:
             RuntimeError: if not, naming what is missing or was changed too late.
@@ -158,20 +158,20 @@ class OverlapHook:
         self.late.check_none()
 
     def first_step_taken(self) -> None:
-        """``opt.step()`` was called: later steps need not wait for it, unless something else does."""
+        """After the first ``opt.step()``: later steps need not wait for it, unless there is a different reason."""
         self.step_is_due = False
         self._has_stepped = True
         self.late.forget()
         self._watch.is_on = self._why_wait() is not None
 
     def due_step_taken(self) -> None:
-        """The next forward pass begins, and the step was taken as if inside the last backward pass."""
+        """After a step that was due: treat it as taken inside the last backward pass."""
         self.first_step_taken()
         self.machine.due_step_taken()
         self.late.note()
 
     def check_before_step(self, what: str) -> None:
-        """See that no step was taken inside backward that ``opt.step()`` is still to join.
+        """Check that no step was taken inside backward that ``opt.step()`` must still join.
 
         Raises:
             RuntimeError: if one was: what the user does would come before it in a plain loop.
@@ -184,7 +184,7 @@ class OverlapHook:
             )
 
     def has_only_local(self) -> bool:
-        """Stage 2: whether no gradient was reduced since the last step, and some backward pass has left its own."""
+        """Stage 2: whether no gradient was reduced since the last step, but a backward pass has left local ones."""
         return not self.is_waiting and self.gradients.has_local()
 
     @property
@@ -201,7 +201,7 @@ class OverlapHook:
         """On a rank that has joined, after DDP's own shadow: finish the iteration with a peer's gradients.
 
         Args:
-            take: takes a step that has waited for all gradients, from these.
+            take: takes a waiting step, from the given gradients.
         """
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred(has_joined=True)
@@ -226,7 +226,7 @@ class OverlapHook:
         self._sharded.binding.sync.abandon()
 
     def check_complete(self) -> None:
-        """The user takes the step: see that no interrupted backward pass has left gradients out of ``param.grad``.
+        """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``.
 
         Raises:
             RuntimeError: if one has.
@@ -238,18 +238,18 @@ class OverlapHook:
             )
 
     def drop_carried(self) -> None:
-        """The user has dropped the gradients."""
+        """Forget the gradients, which the user has dropped."""
         self.gradients.drop_carried()
         self._watch.clear()
         self.step_is_due = False
         self.machine.gradients_dropped()
 
     def detach(self) -> None:
-        """Another hook takes over."""
+        """Leave the model's parameters to a new hook."""
         self.gradients.detach()
 
     def describe(self) -> list[str]:
-        """The regime of the last iteration, and why; what the gradients need."""
+        """The regime of the last iteration, and why; the memory of the gradients."""
         until = "opt.step()" if self._choice.regime is Regime.REDUCE_ONLY else "the end of backward"
         regime = f"deferred to {until}: {self.deferred_because}" if self.deferred_because else "overlapped"
         line = f"regime: {regime} ({self.machine.status.name}, {self.machine.phase.name})"
@@ -334,14 +334,14 @@ class OverlapHook:
             raise RuntimeError(self._choice.reason)
 
     def _record(self) -> None:
-        """A step was taken inside backward."""
+        """Record a step that was taken inside backward."""
         regime = StepRegime.OVERLAPPED if self.deferred_because is None else StepRegime.DEFERRED
         self._sharded.last_step = StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because)
         self._has_stepped = True
         self._watch.clear()
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
-        """Step from published gradients, or on a rank that has joined from those that a peer sends."""
+        """Step from published gradients, or from a peer's on a rank that has joined."""
         unreduced = self._sharded.binding.not_reduced
         if unreduced and self._choice.regime is Regime.DEFERRED and not self._step.join_is_on():
             check_averaged(self._sharded, unreduced, NO_BUCKET)

@@ -1,10 +1,10 @@
-"""Notices what a loop changes between ``backward()`` and ``opt.step()``, where a plain loop's step would use it.
+"""Detects what a loop changes between ``backward()`` and ``opt.step()``, where the step of a plain loop would use it.
 
 If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
-instead of its start. What counts are gradients, options of the groups, and the parameters that were stepped. In-place
+instead of its input. Gradients, options of the groups, and the parameters that were stepped are compared. In-place
 changes and ``param.data = ...`` show in version counters and addresses. Writes through ``param.data`` show only in the
-values: a sum over the bits of all parameters is compared, one reading pass before and one after. Every rank looks at
-all of them, so that ranks that run the same loop raise alike.
+values: a sum over the bits of all parameters is compared, one reading pass before and one after. Every rank checks all
+of them, so that ranks that run the same loop all raise.
 """
 
 import copy
@@ -42,13 +42,13 @@ class LateChanges:
         self._sharded = sharded
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient, see _mark
         self._places: list[tuple[int, int]] = []  # address and version of each of these parameters
-        self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter that lies in it
+        self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
         self._options: list[_NotedOptions] = []
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
-        self._verdict: tuple[Tensor, torch.Event] | None = None  # on its way from an accelerator
+        self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
 
     def note(self, step_is_due: bool = False) -> None:
-        """A backward pass is over: from now on a change is the user's.
+        """Note the state after a backward pass: from now on a change is the user's.
 
         Args:
             step_is_due: keep the gradients for a step in `as_noted`.
@@ -64,13 +64,13 @@ class LateChanges:
         self._options = [_NotedOptions(group) for group in sharded.param_groups]
 
     def forget(self) -> None:
-        """The next iteration begins, or this one is dropped."""
+        """Forget what was noted, when the next iteration begins or this one is dropped."""
         self._grads, self._places, self._options = [], [], []
         self._sums, self._kept = {}, {}
         self._sharded.binding.sync.when_arrived = None
 
     def note_arrived(self) -> None:
-        """Parameters that were on their way have arrived: a change of their values is the user's from now on."""
+        """Note parameters that have arrived: from now on a change of their values is the user's."""
         self._sums = {**self._current_sums(), **self._sums}
 
     # What has changed since
@@ -78,7 +78,7 @@ class LateChanges:
     def changed_gradient(self) -> int | None:
         """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
 
-        What is written through ``grad.data`` cannot be seen.
+        Writes through ``grad.data`` cannot be detected.
         """
         params = self._sharded.table.params
         with untouched():
@@ -89,13 +89,13 @@ class LateChanges:
             return None
 
     def first(self) -> str | None:
-        """What was changed, as a message names it, or None. Waits for an accelerator."""
+        """The first change, as messages name it, or None. Waits for an accelerator."""
         return self._changed_tensor() or self._changed_option() or self._changed_value()
 
     def check_none(self) -> None:
-        """The user calls ``opt.step()`` after a step inside backward: see that nothing was changed too late.
+        """At ``opt.step()`` after a step inside backward: check that nothing was changed too late.
 
-        An accelerator is not waited for: `check_earlier` raises what was written through ``param.data`` there.
+        This does not wait for an accelerator: `check_earlier` reports writes through ``param.data`` there.
 
         Raises:
             RuntimeError: naming the gradient, the option or the parameter.
@@ -110,7 +110,7 @@ class LateChanges:
         self.forget()
 
     def check_earlier(self) -> None:
-        """On an accelerator: see that no values were written before the last ``opt.step()``, if that is known by now.
+        """On an accelerator: check that no values were written before the last ``opt.step()``, if that is known by now.
 
         Raises:
             RuntimeError: if some were.
@@ -121,7 +121,7 @@ class LateChanges:
                 raise self._too_late("the values of a parameter, in the iteration before")
 
     def check_unstepped(self) -> None:
-        """The step is taken before the next forward pass: see that gradients and parameters are as backward left them.
+        """Before a step that is due: check that gradients and parameters are as backward left them.
 
         Gradients may have been dropped, as is usual before a forward pass.
 
@@ -139,7 +139,7 @@ class LateChanges:
 
     @contextmanager
     def as_noted(self) -> Iterator[None]:
-        """For a step that is due: options and gradients of that moment; then the user's again."""
+        """For a step that is due: restore the noted options and gradients, and afterwards the user's."""
         pairs = list(zip(self._options, self._sharded.param_groups, strict=False))
         since = [{key: _Option.of(group, key) for key in noted.changed(group)} for noted, group in pairs]
         for (noted, group), changes in zip(pairs, since, strict=True):
@@ -167,7 +167,7 @@ class LateChanges:
 
     @contextmanager
     def while_memory_moves(self) -> Iterator[None]:
-        """The library moves parameters inside; what the user has changed before is still noticed afterwards."""
+        """For moves of parameters by the library: earlier changes by the user are still detected afterwards."""
         is_unchanged = (self._changed_tensor() or self._changed_value()) is None
         yield
         if is_unchanged:
@@ -238,8 +238,8 @@ class _NotedOptions:
     """A group's options at a moment.
 
     Attributes:
-        values: the very objects.
-        before: the same, but copies of what can be changed in place.
+        values: the option objects themselves.
+        before: the same, but copies of mutable ones.
     """
 
     def __init__(self, group: ParamGroup) -> None:
@@ -267,20 +267,20 @@ def _note_arrived(reference: "weakref.ref[LateChanges]") -> None:
 
 @dataclass(frozen=True)
 class _Option:
-    """An option at a moment: the very object, and a copy of what it held if it can be changed in place."""
+    """An option at a moment: the object itself, and a copy of what it held if it is mutable."""
 
     value: Any
     held: Any
 
     @classmethod
     def of(cls, group: ParamGroup, key: str) -> "_Option":
-        """As it is now."""
+        """The option as it is now."""
         value = group.get(key, _MISSING)
         return cls(value, _copied(value))
 
     @torch.no_grad()
     def restore(self, group: ParamGroup, key: str) -> None:
-        """As it was, in its place in the group."""
+        """Restore the option in the group."""
         if self.value is _MISSING:
             group.pop(key, None)
             return
@@ -295,7 +295,7 @@ class _Option:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of what may be changed in place."""
+    """The value, or a copy if it is mutable."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.copy(value) if isinstance(value, _CONTAINERS) else value
@@ -304,22 +304,22 @@ def _copied(value: Any) -> Any:
 def _is_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
-    except Exception:  # whatever a class raises whose objects cannot be compared
+    except Exception:  # a class whose objects cannot be compared may raise anything
         return False
 
 
 def _mark(grad: Tensor) -> tuple[int, int]:
-    """What changes when a gradient does; one that is not here may have been set to zero."""
+    """Two numbers that change when a gradient does; an `AbsentGradient` can only be set to zero."""
     if isinstance(grad, AbsentGradient):
         return id(grad), grad.zeroed
     return grad.data_ptr(), grad._version
 
 
 def _sum_of_bits(memory: Tensor) -> Tensor:
-    """A number that differs where bits do, but for permutations: 8 bytes at a time as integers, wrapping around."""
+    """A sum over bits, 8 bytes at a time as integers that wrap around; it does not detect permutations."""
     raw = memory.view(torch.uint8)
     if raw.storage_offset() % 8:
-        return raw.sum()  # no number of 8 bytes begins there
+        return raw.sum()  # not aligned to 8 bytes
     whole = raw.numel() // 8 * 8
     total = raw[:whole].view(torch.int64).sum()
     return total if whole == raw.numel() else total + raw[whole:].sum()

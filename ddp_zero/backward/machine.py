@@ -1,7 +1,7 @@
 """The step inside backward as a pure state machine: events in, actions out.
 
 It knows bucket indices and phases, never tensors, futures or groups; `hook.py` turns DDP's calls into events and
-carries out the actions. So the order of everything that communicates is a function of the plan and of this table alone.
+carries out the actions. So the order of all communication is a function of the plan and of this table alone.
 
     phase      event                            next phase   actions, in order
     REST       bucket_arrived(0)                RUNNING      as below
@@ -18,8 +18,8 @@ carries out the actions. So the order of everything that communicates is a funct
     STEPPED    step_called                      REST         none: the step has been taken
     any        reset                            REST         none: the iteration is dropped
 
-When a bucket's composition is not the plan's, no bucket is stepped before the last one has arrived; then AdoptLayout
-comes first, which plans anew. Steps of buckets are in plan order whatever the lag. Anything else raises.
+If a bucket's composition is not the plan's, no bucket is stepped before the last one has arrived; AdoptLayout then
+comes first and plans again. Buckets are stepped in plan order, whatever the lag. Any other event raises.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from ddp_zero.backward.regime import Regime
 
 
 class OverlapStatus(Enum):
-    """How far the plan of an overlapped optimizer has come, in the words of `torch.distributed.optim`."""
+    """The status of an overlapped optimizer's plan, in the words of `torch.distributed.optim`."""
 
     UNINITIALIZED = 0
     """No backward pass has shown DDP's buckets yet."""
@@ -75,7 +75,7 @@ class StepAll:
 
 @dataclass(frozen=True)
 class FinishSyncs:
-    """Wait for every sync, so that nobody sees a half-updated parameter after backward."""
+    """Wait for every sync, so that no half-updated parameter is visible after backward."""
 
 
 Action = AdoptLayout | StepBucket | StepAll | FinishSyncs
@@ -86,12 +86,12 @@ class OverlapMachine:
 
     Args:
         lag: how many buckets the step stays behind the reduction, at least 1; None: until the last bucket has arrived.
-        where: how messages call this rank, such as ``rank 1``.
+        where: this rank's name in messages, such as ``rank 1``.
 
     Attributes:
         phase: where the current iteration is.
-        status: how far the plan has come.
-        where: how messages call this rank.
+        status: that of the plan.
+        where: this rank's name in messages.
         user_calls_step: whether ``opt.step()`` was ever called.
     """
 
@@ -107,7 +107,7 @@ class OverlapMachine:
         self._clear()
 
     def bucket_arrived(self, bucket: int, is_last: bool, matches_plan: bool, regime: Regime) -> tuple[Action, ...]:
-        """A bucket's gradients are ready on this rank and its reduction has been started.
+        """A bucket's gradients are ready on this rank and its reduction is about to start.
 
         Args:
             bucket: its index; buckets arrive from 0 up.
@@ -116,7 +116,7 @@ class OverlapMachine:
             regime: how this iteration steps; read at bucket 0.
 
         Raises:
-            RuntimeError: if it is not the bucket's turn, or a backward pass went unjoined by ``opt.step()``.
+            RuntimeError: if it is not the bucket's turn, or a backward pass was not joined by ``opt.step()``.
         """
         if bucket == 0 and self.phase in (Phase.REST, Phase.WAITING, Phase.STEPPED):
             self._start(regime)
@@ -151,13 +151,13 @@ class OverlapMachine:
         return (*adopt, StepAll())
 
     def step_taken(self) -> None:
-        """The user has called ``opt.step()``, which has used whatever gradients have waited for it."""
+        """The user has called ``opt.step()``, which has used any gradients that have waited for it."""
         if self.phase is Phase.WAITING:
             self.phase = Phase.REST
         self.user_calls_step = True
 
     def gradients_dropped(self) -> None:
-        """The user has dropped all gradients, also those that have waited, if any have."""
+        """The user has dropped all gradients, including any that have waited."""
         if self.phase is Phase.WAITING:
             self.phase = Phase.REST
 

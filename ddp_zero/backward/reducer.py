@@ -1,6 +1,6 @@
-"""What the library knows of DDP's reducer and of autograd's engine: the one file that relies on their internals.
+"""The one file that relies on internals of DDP's reducer and of autograd's engine.
 
-Facts, measured on torch 2.13.0, on which the callers stand:
+The callers depend on these facts, measured on torch 2.13.0:
 
 1. DDP calls the hook once per bucket, in index order, from the thread that runs backward, when each of the bucket's
    parameters has been marked ready. With ``gradient_as_bucket_view=True``, ``param.grad`` *is* the reducer's view of
@@ -11,7 +11,7 @@ Facts, measured on torch 2.13.0, on which the callers stand:
    a parameter that is not in the graph. Those the reducer sets to zero, through its views, right after the first
    gradient of a backward pass has been accumulated and before that one is copied into its bucket.
 4. At the end of backward the reducer makes views of the tensor in the hook's future. It copies nothing if that shares
-   memory with its own views. Then it insists that each ``param.grad`` is None or its own view, and sets None to it.
+   memory with its own views. Then it requires each ``param.grad`` to be None or its own view, and puts its view there.
 5. The reducer queues that for the end of backward after the hook for the last bucket has returned, and the engine runs
    callbacks in the order in which they were queued, so a callback queued by a callback runs after the reducer.
 6. Under `torch.distributed.algorithms.Join` a joined rank has no backward; DDP calls the hook with zeros of its own.
@@ -37,7 +37,7 @@ def in_backward() -> bool:
 
 
 backward_id = torch._C._current_graph_task_id
-"""A number for the backward pass that this thread runs; another one inside a reentrant checkpoint."""
+"""A number for the backward pass that this thread runs; a different one inside a reentrant checkpoint."""
 
 
 def after_the_reducer(callback: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ def after_the_reducer(callback: Callable[[], None]) -> None:
 
 
 def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
-    """Register a tensor hook, also on a parameter that is frozen now: it may not be at its next gradient."""
+    """Register a tensor hook, also on a frozen parameter, which may be trainable at its next gradient."""
     is_trainable = param.requires_grad
     param.requires_grad_(True)
     handle: RemovableHandle = param.register_hook(hook)
@@ -71,7 +71,7 @@ def has_static_graph(ddp: DistributedDataParallel) -> bool:
 
 
 def finds_unused(ddp: DistributedDataParallel) -> bool:
-    """Whether parameters may go unused in any iteration, of which only the reducer knows; the layout is final then."""
+    """Whether any iteration may leave parameters unused, which only the reducer knows; the first layout is final."""
     return bool(ddp.find_unused_parameters and not ddp.static_graph)
 
 
@@ -132,7 +132,7 @@ class BucketViews:
 
     Args:
         buffer: what ``bucket.buffer()`` handed out.
-        places: where each parameter's gradient shall lie in memory of the bucket's size.
+        places: where each parameter's gradient must lie in memory of the bucket's size.
         earlier: the same bucket's views, captured with other places.
 
     Attributes:
@@ -150,7 +150,7 @@ class BucketViews:
         self._views: dict[Tensor, Tensor] = {} if earlier is None else earlier._views
 
     def capture(self, param: Tensor, view: Tensor) -> None:
-        """Take note of the reducer's view for a parameter: its ``grad`` once it has been marked ready."""
+        """Note the reducer's view for a parameter: its ``grad`` once it has been marked ready."""
         if param not in self._views:
             self._views[param] = view
             if self.flat is not None:
@@ -204,12 +204,12 @@ class BucketViews:
 def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Sequence[int]) -> tuple[int, bool]:
     """A bucket's index, and whether it is the last one, in the first backward pass of a static graph.
 
-    There DDP calls every bucket 0 and none the last, if there are several (torch 2.13).
+    There DDP numbers every bucket 0 and marks none as the last, if there are several (torch 2.13).
 
     Args:
         ddp: the model.
         bucket: what DDP hands to a hook.
-        before: how many parameters each of the buckets had that this pass has shown before.
+        before: the number of parameters in each earlier bucket of this pass.
     """
     return len(before), sum(before) + len(bucket.parameters()) == len(reduced_parameters(ddp))
 
@@ -222,9 +222,9 @@ def has_hook(ddp: DistributedDataParallel) -> bool:
 def models_over(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """The DDP models in this process that reduce any of these parameters.
 
-    No parameter refers to its DDP model, so all objects that the garbage collector knows are looked at.
+    No parameter refers to its DDP model, so all objects known to the garbage collector are searched.
     """
     wanted = set(map(id, params))
     found = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]  # faster than isinstance
-    alive = [ddp for ddp in found if "module" in ddp.__dict__.get("_modules", {})]  # not one that failed half built
+    alive = [ddp for ddp in found if "module" in ddp.__dict__.get("_modules", {})]  # not one whose construction failed
     return [ddp for ddp in alive if any(id(param) in wanted for _, param in reduced_parameters(ddp))]

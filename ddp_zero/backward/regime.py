@@ -1,6 +1,6 @@
 """How an iteration steps, and why: frozen facts in, one choice out, the same on every rank.
 
-Facts are looked at once, when the first bucket of a backward pass arrives. The first row of `_REASONS` whose fact holds
+Facts are gathered once, when the first bucket of a backward pass arrives. The first row of `_REASONS` whose fact holds
 gives the reason; whether the step is left to ``opt.step()`` or taken at the end of backward follows from the facts.
 """
 
@@ -30,7 +30,7 @@ class Facts:
         waits_because: why every step waits for ``opt.step()``, or None.
         accumulates: whether this pass is in ``opt.accumulate()``.
         is_local: whether this pass is in ``no_sync()``; DDP averages it if a forward pass outside was left open.
-        is_first: whether no step was taken yet.
+        is_first: True until the first step was taken.
         may_have_unused: why only the reducer knows which gradients exist, or None.
         steps_whole: whether the optimizer wraps another one, which cannot be stepped by bucket.
         not_reduced: a parameter of the optimizer that is in none of DDP's buckets, as messages name it, or None.
@@ -53,10 +53,10 @@ class Choice:
 
     Attributes:
         regime: bucket by bucket, at the end of backward, or not at all.
-        reason: why not bucket by bucket; None if it does.
+        reason: why not bucket by bucket; None if it is.
         is_due: whether the step waits only because it is the first: the next forward pass takes it, if ``opt.step()``
             has not.
-        is_refused: whether the reason is an error, for when backward is over: one within it would leave DDP unusable.
+        is_refused: True if the reason is an error, raised after backward: inside it, it would leave DDP unusable.
     """
 
     regime: Regime

@@ -1,4 +1,4 @@
-"""Where the step inside backward runs on an accelerator: a stream beside the one that backward computes on."""
+"""The stream on which the step inside backward runs on an accelerator, next to the one of backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class SideStream:
-    """One stream per device that the step has been asked to run on; nothing on the CPU.
+    """One stream per device on which the step has run; none on the CPU.
 
-    Hazards that it answers: the step must not begin before backward has used a parameter for the last time (`running`
-    waits for the current stream); backward's stream must not go on with old parameters (`join`); and memory that the
-    step reads must not be handed out again while it does (`keep`).
+    Hazards that it prevents: the step must not begin before backward has used a parameter for the last time (`running`
+    waits for the current stream); backward's stream must not continue with old parameters (`join`); and memory that the
+    step reads must not be reused meanwhile (`keep`).
     """
 
     def __init__(self) -> None:
@@ -33,23 +33,23 @@ class SideStream:
             yield
 
     def keep(self, tensor: Tensor) -> None:
-        """The side stream reads this tensor: its memory is not reused before that is done."""
+        """Keep the memory of a tensor that the side stream reads from being reused before it is done."""
         if tensor.device in self._streams:
             tensor.record_stream(self._streams[tensor.device])
 
     def leave(self, tensor: Tensor) -> None:
-        """Everything issued so far is the last that uses this tensor's memory, until `wait_for`."""
+        """Record the last use of this tensor's memory; the next user calls `wait_for`."""
         if tensor.device.type != "cpu":
             current = torch.accelerator.current_stream(tensor.device)
             self._last_use[id(tensor)] = self._streams.get(tensor.device, current).record_event()
 
     def wait_for(self, tensor: Tensor) -> None:
-        """The current stream waits for the last use of this tensor's memory."""
+        """Make the current stream wait for the last use of this tensor's memory."""
         event = self._last_use.pop(id(tensor), None)
         if event is not None:
             torch.accelerator.current_stream(tensor.device).wait_event(event)
 
     def join(self) -> None:
-        """The current streams wait for the side streams; the host does not."""
+        """Make the current streams wait for the side streams; the host does not wait."""
         for device, stream in self._streams.items():
             torch.accelerator.current_stream(device).wait_stream(stream)

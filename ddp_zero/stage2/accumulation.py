@@ -1,7 +1,7 @@
 """Stage 1 with ``accumulate_in_fp32``: averages of several backward passes add up as in stage 2, on every rank.
 
 DDP adds a pass to what is in ``param.grad``, in its dtype, and averages that. So what earlier passes have left there is
-taken out when a backward pass begins, and added to the new average when that has come: in fp32 if it is fp16 or bf16.
+taken out when a backward pass begins, and added to the new average once that has arrived: in fp32 for fp16 and bf16.
 """
 
 import weakref
@@ -25,12 +25,12 @@ from ddp_zero.step.sharded_step import ShardedStep
 
 
 class SummedBucket:
-    """A reduced bucket, to which what earlier passes have left is added.
+    """A reduced bucket plus the sums of earlier passes.
 
     Args:
         bucket: the average of this pass.
-        carried: of earlier passes, by parameter index; left as it is.
-        sharded: knows our parameters.
+        carried: sums of earlier passes, by parameter index; not modified.
+        sharded: knows the optimizer's parameters.
     """
 
     def __init__(self, bucket: ReducedBucket, carried: Mapping[int, Tensor], sharded: ShardedStep) -> None:
@@ -47,7 +47,7 @@ class SummedBucket:
         return self._bucket.gradient(index) if exact is None else exact.to(self._params[index].dtype)
 
     def exact(self, index: int) -> Tensor | None:
-        """The sum in its own dtype, where there is something to add."""
+        """The sum in its own dtype, or None if nothing was added."""
         carried = self._carried.get(index)
         return None if carried is None else carried + self._bucket.gradient(index)
 
@@ -78,7 +78,7 @@ class SummedGradients(WholeGradients):
         self._summed = [sharded.table.index_of[param] for param in params if param in sharded.table.index_of]
 
     def held(self) -> Collection[int]:
-        """What is added to the averages of this pass."""
+        """The sums that are added to the averages of this pass."""
         return self._carried
 
     def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
@@ -108,7 +108,7 @@ class SummedGradients(WholeGradients):
         self._reduces = False
 
     def close(self) -> None:
-        """The iteration is over."""
+        """Close the iteration."""
         self._visible.forget_taken()
         self._reduces = False
 
@@ -132,7 +132,7 @@ class SummedGradients(WholeGradients):
         self._visible.forget_all()
 
     def begin_backward(self) -> None:
-        """A gradient is about to be accumulated: take out what earlier passes have left, at the first of a pass."""
+        """At the first gradient of a pass, before it is accumulated: take out what earlier passes have left."""
         backward, ddp = backward_id(), self._ddp_reference()
         if backward != self._backward and ddp is not None:
             self._backward = backward
@@ -140,7 +140,7 @@ class SummedGradients(WholeGradients):
             self._visible.take_out(will_reduce(ddp), _is_no_view)
 
     def _end_backward(self) -> None:
-        """If DDP does not reduce this pass after all, ``param.grad`` is again what it was, and what it has added."""
+        """If DDP does not reduce this pass after all, restore ``param.grad`` and add what the pass has added."""
         self._backward = -1
         if not self._reduces:
             self._visible.put_back(_is_no_view)
@@ -153,5 +153,5 @@ def _on_gradient(reference: "weakref.ref[SummedGradients]", grad: Tensor | None)
 
 
 def _is_no_view(param: Tensor, grad: Tensor) -> bool:
-    """The reducer's views are of what it has published itself."""
+    """False: what was shown counts as ours, even in memory of the reducer."""
     return False

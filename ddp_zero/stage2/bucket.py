@@ -1,6 +1,6 @@
 """One bucket's gradients in stage 2: where they lie in a scratch, how they are reduced, what this rank gets.
 
-The words are those of [Note: gradients of stage 2] in `grad_partition.py`.
+Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from ddp_zero.plan.shard_plan import Bucket
 from ddp_zero.stage2.buffers import BufferPool
 from ddp_zero.step.sharded_step import ShardedStep
 
-_SCRATCHES, _ROOMS = 2, 1  # buffers of the largest bucket that may lie idle: filled and reduced; received into
+_SCRATCHES, _ROOMS = 2, 1  # idle buffers of the largest bucket: to fill and reduce; to receive into
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ReduceOptions:
 
     Attributes:
         comm_dtype: dtype on the wire, summed in fp32; None: their own.
-        predivide_factor: what gradients are divided by before they are summed, the rest after; None: by the number of
-            ranks, as DDP does.
+        predivide_factor: gradients are divided by this before they are summed, and by the rest of the number of ranks
+            after; None: by the number of ranks before, as DDP does.
 
     Raises:
         TypeError: for a ``comm_dtype`` that is not a floating dtype of at least 16 bits, or a factor that is no number.
@@ -56,11 +56,11 @@ class ReduceOptions:
 def options_of_stage(
     stage: int, comm_dtype: torch.dtype | None, predivide_factor: float | None
 ) -> ReduceOptions | None:
-    """How gradients travel in a stage; None in stage 1, where DDP sees to it.
+    """How gradients travel in a stage; None in stage 1, where DDP reduces them.
 
     Raises:
-        TypeError: for a stage that is no int.
-        ValueError: for another stage than 1 or 2, or options that stage 1 does not have.
+        TypeError: for a stage that is not an int.
+        ValueError: for a stage other than 1 and 2, or options that stage 1 does not have.
     """
     if type(stage) is not int:
         raise TypeError(f"Expected stage to be the int 1 or 2, got {stage!r}.")
@@ -77,12 +77,12 @@ def options_of_stage(
 
 
 class ScratchLayout:
-    """Where the gradients of one bucket lie in its scratch: slices in rank order, then what no rank steps.
+    """Where the gradients of one bucket lie in its scratch: slices in rank order, then those that no rank steps.
 
     Args:
         params: the bucket's parameters, in DDP's order.
         bucket: the plan's.
-        sharded: knows our parameters.
+        sharded: knows the optimizer's parameters.
     """
 
     def __init__(self, params: list[Tensor], bucket: Bucket, sharded: ShardedStep) -> None:
@@ -130,8 +130,8 @@ class Workshop:
         options: how gradients travel.
         carried: gradients accumulated by earlier backward passes, by parameter index, not yet in any sum.
         scratches: buffers that the reducer writes buckets into.
-        rooms: buffers to receive into. Separate, since the reducer may set a bucket to zero that has no scratch now,
-            in the scratch that it had last.
+        rooms: buffers to receive into. Separate, since the reducer may zero a bucket that has no scratch now, in the
+            scratch that it had last.
     """
 
     sharded: ShardedStep
@@ -148,7 +148,7 @@ class Workshop:
         self.rooms = BufferPool(largest, _ROOMS * largest)
 
     def give_back(self, scratch: Tensor) -> None:
-        """Everything that uses this scratch has been issued."""
+        """Return a scratch; all work that uses it has been issued."""
         self.side.leave(scratch)
         self.scratches.give_back(scratch)
 
@@ -159,17 +159,17 @@ class Workshop:
 
     @property
     def where(self) -> str:
-        """How messages call this rank."""
+        """This rank's name in messages."""
         return self.comm.name(self.comm.group_rank)
 
     @property
     def predivide_factor(self) -> float:
-        """What gradients are divided by before they are summed."""
+        """The number by which gradients are divided before they are summed."""
         return self.options.predivide_factor or self.comm.world_size
 
 
 class ReducedSegment:
-    """A bucket on its way to the owners; then this rank's sum of it."""
+    """A bucket in flight to the owners; then this rank's sum of it."""
 
     def __init__(self, workshop: Workshop, layout: ScratchLayout, scratch: Tensor) -> None:
         self.params, self.indices = layout.params, layout.indices
@@ -207,7 +207,7 @@ class ReducedSegment:
         return SegmentReduction(comm, whole, parts, out, room, subject, whole.numel(), factor)
 
     def wait(self) -> None:
-        """Block until the sum is there, with what had been accumulated before."""
+        """Block until the sum is complete, with what was accumulated before."""
         if self._reduction is None:
             return
         workshop = self._workshop
@@ -216,7 +216,7 @@ class ReducedSegment:
             if workshop.predivide_factor != workshop.comm.world_size:
                 total.mul_(workshop.predivide_factor / workshop.comm.world_size)
             if total.dtype != self.layout.dtype:
-                total.copy_(total.to(self.layout.dtype))  # as DDP's average would be; several add up in fp32
+                total.copy_(total.to(self.layout.dtype))  # rounded as DDP's average; several add up in fp32
             for index in self.layout.owned:
                 carried = workshop.carried.pop(index, None)
                 if carried is not None:
@@ -228,7 +228,7 @@ class ReducedSegment:
         self._reduction = None  # it holds on to memory
 
     def keep(self) -> None:
-        """Free the scratch, for a step that comes later."""
+        """Copy the sum out for a later step, and free the scratch."""
         if self._scratch is None or self._sum is None:
             return
         with self._workshop.side.running(self.layout.device):
@@ -244,13 +244,13 @@ class ReducedSegment:
         return found if found.dtype == param.dtype else found.to(param.dtype)
 
     def exact(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, where that is another one."""
+        """The same in the dtype of the sum, or None if that does not differ."""
         param = self._workshop.sharded.table.params[index]
         found = self._window(index)
         return None if found.dtype == param.dtype else found
 
     def release(self) -> None:
-        """The step has used the sum."""
+        """Free the sum and the scratch, after the step has used them."""
         self._sum = None
         if self._scratch is not None:
             self._workshop.give_back(self._scratch)
@@ -258,7 +258,7 @@ class ReducedSegment:
 
     @property
     def is_summed(self) -> bool:
-        """Whether it was waited for."""
+        """Whether `wait` has returned."""
         return self._reduction is None
 
     def _lend_room(self, nbytes: int) -> Tensor:
@@ -273,12 +273,12 @@ class ReducedSegment:
 
 
 class WholeBucket:
-    """A bucket that is not the plan's: averaged on every rank, in the memory that the reducer filled.
+    """A bucket that is not in the plan: averaged on every rank, in the memory that the reducer filled.
 
     Args:
         params: its parameters.
         window_of: where a parameter's gradient lies.
-        workshop: has what was accumulated before.
+        workshop: holds what was accumulated before.
     """
 
     def __init__(self, params: list[Tensor], window_of: Callable[[Tensor], Tensor], workshop: Workshop) -> None:
@@ -289,19 +289,19 @@ class WholeBucket:
         self._exact: dict[int, Tensor] = {}
 
     def wait(self) -> None:
-        """It was waited for when it was reduced; add what had been accumulated before, on the rank that owns it."""
+        """Add what was accumulated before, on the rank that owns it; the reduction itself is complete."""
         for index in self.indices:
             carried = self._workshop.carried.pop(index, None)
             if carried is not None:
                 self.replace(index, self.total(index).add_(carried))
 
     def total(self, index: int) -> Tensor:
-        """A gradient in the dtype of its sum, in memory of its own."""
+        """A copy of a gradient, in the dtype of its sum."""
         window = self._exact.get(index, self.gradient(index))
         return window.to(sum_dtype(window.dtype), copy=True)
 
     def replace(self, index: int, total: Tensor) -> None:
-        """Have another gradient for a parameter, in the dtype of its sum."""
+        """Replace the gradient of a parameter; the new one is in the dtype of its sum."""
         window = self.gradient(index)
         window.copy_(total)
         if total.dtype != window.dtype:
@@ -312,7 +312,7 @@ class WholeBucket:
         return self._window_of(self._workshop.sharded.table.params[index])
 
     def exact(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, where several passes add up and that is another one."""
+        """The same in the dtype of the sum, if several passes add up and that differs; else None."""
         return self._exact.get(index)
 
     def release(self) -> None:

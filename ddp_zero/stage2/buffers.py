@@ -1,4 +1,4 @@
-"""Flat buffers that are used again and again, so that few of them serve all buckets."""
+"""Flat buffers that are reused, so that few of them serve all buckets."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class BufferPool:
 
     A buffer's size is the largest expected one, halved as often as the request still fits. So buckets of about the same
     size share buffers, and a small one never costs a large buffer unless that is free anyway. `lend` never refuses:
-    ``keep_bytes`` bounds what lies idle, not what is lent.
+    ``keep_bytes`` bounds idle buffers, not lent ones.
 
     Args:
         largest_bytes: the largest request that is expected.
@@ -47,7 +47,7 @@ class BufferPool:
         Args:
             nbytes: how much is needed.
             device: where.
-            like: prefer this very buffer if it is free, so that what points at it need not be moved.
+            like: prefer this buffer if it is free, so that views of it need not be moved.
         """
         fitting = [buffer for buffer in self._free if buffer.device == device and buffer.numel() >= nbytes]
         preferred = [buffer for buffer in fitting if buffer is like]
@@ -66,7 +66,7 @@ class BufferPool:
         return chosen
 
     def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer that nobody uses any more."""
+        """Return a buffer that is no longer in use."""
         self._lent -= 1
         self._free.append(buffer)
 

@@ -1,6 +1,6 @@
 """Where the reducer writes gradients in stage 2: all of DDP's buckets in the few scratches of one pool.
 
-The words are those of [Note: gradients of stage 2] in `grad_partition.py`.
+Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,16 @@ class BucketMemory:
 
     A bucket's views are seen only when its gradients are ready. In the iteration that shows DDP's final layout each
     bucket is moved out of the reducer's own memory when it is full (`move_out`); at the end of backward the reducer
-    puts its view into ``param.grad``, and if it is not where it was moved, the reducer does not follow its views
-    (`capture`). A parameter that no rank has used by then is captured when it is; until then its view keeps the
+    puts its view into ``param.grad``, and if that is not where it was moved, the reducer does not follow its views
+    (`capture`). A parameter that no rank has used by then is captured once one does; until then its view keeps the
     bucket's own memory alive.
 
     Args:
         workshop: lends scratches.
 
     Attributes:
-        layouts: of the plan's buckets; none before DDP's buckets are known.
-        follows: whether the reducer writes where its views point. Where not, its own memory is freed after backward.
+        layouts: of the plan's buckets; empty until DDP's buckets are known.
+        follows: whether the reducer writes where its views point. If not, its own memory is freed after backward.
     """
 
     def __init__(self, workshop: Workshop) -> None:
@@ -44,7 +44,7 @@ class BucketMemory:
     # Before gradients land
 
     def prepare(self) -> None:
-        """A backward pass that will be reduced begins."""
+        """Restore freed memory of the reducer before a backward pass that will be reduced."""
         for storage, nbytes in self._freed:
             storage.resize_(nbytes)
         self._freed.clear()
@@ -60,7 +60,7 @@ class BucketMemory:
         self._lent[index] = scratch
 
     def give_back_unfilled(self) -> None:
-        """A backward pass that DDP does not reduce is over: take back scratches into which no gradient has landed."""
+        """After a backward pass that DDP does not reduce: take back scratches into which no gradient was written."""
         for index, scratch in list(self._lent.items()):
             views = self._views[index]
             if not any(param.grad is not None and views.is_view(param, param.grad) for param in views.places):
@@ -70,7 +70,7 @@ class BucketMemory:
     # When a bucket is full
 
     def note(self, index: int, buffer: Tensor) -> None:
-        """DDP hands out the buffer of a bucket; another one than before means that it has rebuilt its buckets."""
+        """Note the buffer that DDP hands out for a bucket; a new one means that DDP has rebuilt its buckets."""
         self._buffers[index] = buffer
         if index in self._views and not self._views[index].are_of(buffer):
             for scratch in self._lent.values():
@@ -100,7 +100,7 @@ class BucketMemory:
         return scratch
 
     def move_out(self, index: int, params: Sequence[Tensor], buffer: Tensor) -> BucketViews | None:
-        """Move a full bucket out of the reducer's own memory, in DDP's order; its views, unless it was before."""
+        """Move a full bucket out of the reducer's own memory, in DDP's order, unless it was; returns its views."""
         if index in self._views or not self.follows:
             return self.collect_whole(index, buffer)
         moved = buffer.clone()
@@ -108,18 +108,18 @@ class BucketMemory:
         return self._move(index, buffer, places_in_bucket(params), moved, moved)
 
     def collect_whole(self, index: int, buffer: Tensor) -> BucketViews | None:
-        """See that all of a bucket is in its buffer; the views if it is not in DDP's order there."""
+        """Copy all of a bucket into its buffer; returns the views if it is not in DDP's order there, else None."""
         views = self._views.get(index) if self.follows else None
         if views is not None:
-            # Averages stay where they are until the iteration ends. Views that point where they pointed last, into the
-            # same scratch, would set them to zero for parameters that go unused.
+            # Averages stay where they are until the iteration ends. Views that still point into the same scratch would
+            # set them to zero for unused parameters.
             for other in range(index, len(self.layouts)):
                 self.point(other)
             self._collect(self.layouts[index], buffer, has_landed=True)
         return views
 
     def _collect(self, layout: ScratchLayout, flat: Tensor, has_landed: bool) -> None:
-        """See that every gradient of the bucket is in its scratch."""
+        """Copy every gradient of the bucket into its scratch, unless it is there already."""
         views = self._views.get(layout.index)
         start, size = flat.data_ptr(), flat.element_size()
         for param, place in layout.places.items():
@@ -132,7 +132,7 @@ class BucketMemory:
                     self._note_elsewhere(views, param, grad, has_landed)
 
     def _note_elsewhere(self, views: BucketViews, param: Tensor, grad: Tensor, has_landed: bool) -> None:
-        """A gradient has landed elsewhere: in a view not seen before, in memory given away, or the reducer is another.
+        """Handle a gradient elsewhere: in a new view, in memory given back, or since the reducer follows no views.
 
         Raises:
             RuntimeError: if it may have been overwritten since.
@@ -168,7 +168,7 @@ class BucketMemory:
     # After backward
 
     def capture(self) -> None:
-        """After the reducer, which has put its views into ``param.grad``: get hold of those not seen before."""
+        """After the reducer, which has put its views into ``param.grad``: capture those not seen before."""
         for views in self._moved:
             self._check_follows(views)
         self._moved.clear()
@@ -182,10 +182,10 @@ class BucketMemory:
                         views.capture(param, param.grad)
 
     def _check_follows(self, views: BucketViews) -> None:
-        """See that the reducer has found its views where they were moved."""
+        """Check that the reducer has found its views where they were moved; if not, give up sharing scratches."""
         for param, view in views.captured():
             if param.grad is None:
-                param.grad = view  # from an earlier pass, used by nobody in this one: the reducer leaves it alone
+                param.grad = view  # from an earlier pass, unused in this one: the reducer leaves it alone
             elif param.numel() and param.grad.data_ptr() != views.window(param).data_ptr():
                 self._give_up()
                 return
@@ -218,7 +218,7 @@ class BucketMemory:
         self._workshop.rooms.trim()
 
     def reset(self) -> None:
-        """Peers may still write into what was in flight: start with new scratches."""
+        """Start with new scratches: peers may still write into those that were in flight."""
         self._lent.clear()
         self._buffers.clear()
         self._moved.clear()
@@ -230,7 +230,7 @@ class BucketMemory:
         return any(views.is_view(param, grad) for views in self._views.values())
 
     def describe(self) -> str:
-        """How much memory the buckets have needed."""
+        """The memory that the buckets have needed, in words."""
         scratches, rooms = self._workshop.scratches.statistics, self._workshop.rooms.statistics
         how = "shared by DDP's buckets" if self.follows else "beside DDP's buckets, which are freed after backward"
         most = scratches.most_bytes + rooms.most_bytes
@@ -243,7 +243,7 @@ class BucketMemory:
         return index < len(self.layouts) and self._views[index].places is not self.layouts[index].places
 
     def _park(self) -> None:
-        """Until its next iteration, each bucket shares one scratch with the others, and has no memory of its own."""
+        """Point each bucket at the same scratch until its next iteration, so that none has memory of its own."""
         for index, layout in enumerate(self.layouts):
             if index not in self._views:
                 continue
@@ -254,7 +254,7 @@ class BucketMemory:
             self._workshop.scratches.give_back(scratch)
 
     def _note_own_memory(self) -> None:
-        """Where the reducer does not follow: its memory is needed from the first gradient on, and no longer."""
+        """Note the memory of a reducer that does not follow its views: it can be freed between backward passes."""
         if self._freed:
             return
         grads = [param.grad for layout in self.layouts for param in layout.params]

@@ -11,15 +11,15 @@ An iteration, from the third on (the first two show DDP's layouts, and reduce wh
 2. the bucket is full: wait for the one before it, then send the slices of this one to their owners;
 3. the step of the bucket before uses its sum, or else it is kept; its scratch goes back to the pool;
 4. after backward, ``param.grad`` is the sum for what this rank owns if the step has not used it up, and otherwise an
-   `AbsentGradient`, which says so to whoever computes with it.
+   `AbsentGradient`, which raises with the reason when used.
 
-So besides what is kept there are at most three buffers: one being filled, one being reduced, one to receive into.
+So besides what is kept, at most three buffers exist: one being filled, one being reduced, one to receive into.
 
-Gradients accumulate where they rest: what ``param.grad`` shows at the start of a backward pass is taken out and added
+Gradients accumulate on their owner: what ``param.grad`` shows at the start of a backward pass is taken out and added
 to the next sum, unless `zero_grad` has dropped it.
 
 Alternatives considered: freeing each bucket's own storage (its memory must then be faulted in again for every bucket,
-and it cannot be freed before backward ends; it is the fallback where the reducer does not follow its views).
+and it cannot be freed before backward ends; it is the fallback if the reducer does not follow its views).
 """
 
 import weakref
@@ -108,11 +108,11 @@ class PartitionedGradients:
             self._end_iteration()
 
     def held(self) -> Collection[int]:
-        """What this rank carries over to the next sums."""
+        """The gradients that this rank carries over to the next sums."""
         return self._workshop.carried
 
     def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
-        """Finish the reduction of the bucket before, start that of this one."""
+        """Finish the reduction of the previous bucket, start that of this one."""
         for earlier in self._arrivals[-1:]:
             earlier.wait()
         if in_backward():
@@ -129,13 +129,13 @@ class PartitionedGradients:
         return published, arrival
 
     def settle(self) -> None:
-        """Keep what has been summed and not used."""
+        """Keep sums that no step has used yet."""
         for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
             if isinstance(arrival, ReducedSegment) and arrival.is_summed:
                 arrival.keep()
 
     def lend_all(self, has_joined: bool) -> None:
-        """Finish every reduction; show the sums of what this rank owns, where anybody has used the parameter."""
+        """Finish every reduction; show the sums of owned parameters that any rank has used."""
         self._memory.capture()
         table, taken = self._sharded.table, self._visible.taken
         params = table.params
@@ -192,11 +192,11 @@ class PartitionedGradients:
         return self._digest == self._sharded.binding.digest
 
     def has_local(self) -> bool:
-        """Every pass is seen once buckets are reduced to their owners; before that, forward passes are."""
+        """Known from every backward pass once buckets are reduced to their owners; before, from forward passes."""
         return self._saw_local_pass if self._memory.layouts else self._passes.last_is_local
 
     def gradient(self, index: int) -> Tensor | None:
-        """What is shown in ``param.grad``."""
+        """The gradient shown in ``param.grad``."""
         return self._sharded.table.params[index].grad
 
     def exact(self, index: int) -> Tensor | None:
@@ -216,12 +216,12 @@ class PartitionedGradients:
         self._visible.forget_all()
 
     def detach(self) -> None:
-        """Take the tensor hooks off the parameters, and what is ours out of their gradients."""
+        """Take the tensor hooks off the parameters, and the library's gradients out of ``param.grad``."""
         self._stop_watching()
         self._visible.drop()
 
     def describe(self) -> list[str]:
-        """How much memory the buckets have needed."""
+        """The memory that the buckets have needed, in words."""
         return [self._memory.describe()]
 
     # The start of a backward pass
@@ -236,7 +236,7 @@ class PartitionedGradients:
             self._memory.point(index)
 
     def _watch_gradients(self, buckets: Mapping[int | None, Sequence[Tensor]]) -> None:
-        """From now on notice the gradients of these parameters."""
+        """Watch the gradients of these parameters, and no others, from now on."""
         self._stop_watching()
         reference = weakref.ref(self)  # a parameter holds its hooks
         for index, params in buckets.items():
@@ -248,7 +248,7 @@ class PartitionedGradients:
         self._hooks.clear()
 
     def _begin_backward(self) -> None:
-        """Take out what earlier passes have left in ``param.grad``; have scratches for what may be copied at once."""
+        """Take out what earlier passes have left in ``param.grad``; lend scratches for what may be copied at once."""
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
             self._visible.drop()
@@ -266,9 +266,9 @@ class PartitionedGradients:
                 self._memory.point(index)  # the reducer copies gradients of unused parameters at once
 
     def _end_backward(self) -> None:
-        """If DDP does not reduce this pass after all, ``param.grad`` is again what it was, and what the pass has added.
+        """If DDP does not reduce this pass after all, restore ``param.grad`` and add what the pass has added.
 
-        Such are a second backward pass through one forward, one past DDP, and `torch.autograd.grad`. A reentrant
+        Such are a second backward pass through one forward, one outside DDP, and `torch.autograd.grad`. A reentrant
         checkpoint's own pass ends here too; the next gradient of the outer one takes everything out again.
         """
         self._backward = -1
@@ -280,7 +280,7 @@ class PartitionedGradients:
     # A bucket
 
     def _start_whole(self, bucket: GradBucket, index: int, moves_out: bool) -> WholeBucket:
-        """Average a bucket on every rank: the plan does not know it yet.
+        """Average a bucket on every rank: it is not in the plan yet.
 
         Args:
             bucket: what DDP hands to a hook.
@@ -304,12 +304,12 @@ class PartitionedGradients:
     def _show_whole(self, bucket: WholeBucket, index: int) -> None:
         """Show a gradient to which earlier passes have added."""
         grad = self._sharded.table.params[index].grad
-        if grad is None:  # nobody has used it in this iteration
+        if grad is None:  # unused in this iteration
             grad = bucket.gradient(index).clone()
         self._visible.show(index, grad, bucket.exact(index))
 
     def _hand_over(self) -> None:
-        """Owners have changed: send them what earlier passes have added up elsewhere. A collective if they have."""
+        """If owners have changed, send them what earlier passes have added up on the old ones. Then a collective."""
         before, owners, comm = self._owners, self._sharded.binding.owners, self._sharded.comm
         self._owners = list(owners)
         bucket_of = {index: one for one in self._arrivals if isinstance(one, WholeBucket) for index in one.indices}
@@ -331,7 +331,7 @@ class PartitionedGradients:
     # The end of an iteration
 
     def _copies_of_owned(self) -> dict[int, tuple[Tensor, Tensor | None]]:
-        """Owned gradients of buckets that were averaged whole, and their sums, by index, in memory of their own."""
+        """Copies of owned gradients of buckets that were averaged whole, and their sums, by index."""
         table = self._sharded.table
         whole = (arrival for arrival in self._arrivals if isinstance(arrival, WholeBucket))
         grads = {table.index_of[param]: param.grad for arrival in whole for param in arrival.params}
@@ -367,7 +367,7 @@ def gradients_of_stage(
     passes: ForwardPasses,
     sums_in_fp32: bool,
 ) -> Gradients:
-    """Stage 2's answer to the hook if there are options for it, and otherwise one of stage 1's.
+    """The gradients of stage 2 if it has options, otherwise those of stage 1.
 
     Raises:
         ValueError: if stage 2 cannot take over the gradients of the model.

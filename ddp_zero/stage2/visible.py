@@ -1,4 +1,4 @@
-"""What users see in ``param.grad`` between iterations of stage 2, and how it is taken up by the next backward pass."""
+"""The contents of ``param.grad`` between iterations of stage 2, and how the next backward pass takes them up."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ class VisibleGradients:
     """Averaged gradients on the rank that owns them, `AbsentGradient` elsewhere.
 
     Args:
-        workshop: takes gradients that are carried over to the next sum.
+        workshop: holds gradients that are carried over to the next sum.
 
     Attributes:
         taken: parameters whose averaged gradient was taken out for the sums of this iteration.
@@ -25,8 +25,8 @@ class VisibleGradients:
     def __init__(self, workshop: Workshop) -> None:
         self._workshop = workshop
         self._sharded = workshop.sharded
-        self._shown = WeakTensorKeyDictionary()  # our tensors in param.grad: their exact sum
-        self._showing: set[int] = set()  # parameters whose grad is one of ours, unless users have replaced it
+        self._shown = WeakTensorKeyDictionary()  # exact sums of the library's tensors in param.grad
+        self._showing: set[int] = set()  # parameters with such a grad, unless users have replaced it
         self._standing_in: set[int] = set()  # parameters with an `AbsentGradient`, unless users have dropped it
         self._mixed: set[int] = set()  # parameters with an average to which a pass that was not reduced has added
         self._left: dict[int, Tensor | None] = {}  # parameters that `leave` was called for, and their exact sums
@@ -41,7 +41,7 @@ class VisibleGradients:
         Args:
             index: the parameter.
             grad: in its shape and dtype.
-            exact: the same in the dtype of the sum, where that is another one.
+            exact: the same in the dtype of the sum, if that differs.
         """
         self._sharded.table.params[index].grad = grad
         if exact is not None:
@@ -49,15 +49,15 @@ class VisibleGradients:
         self._showing.add(index)
 
     def hide(self, index: int, was_consumed: bool) -> None:
-        """Say in ``param.grad`` where the gradient is."""
+        """Put an `AbsentGradient` into ``param.grad``, which says where the gradient is."""
         self._sharded.table.params[index].grad = self._absence(index, was_consumed)
         self._standing_in.add(index)
 
     def leave(self, index: int, is_owned: bool) -> None:
-        """The reducer has put the whole average of a pass into ``param.grad``: let it stay there until the next pass.
+        """Leave the whole average of a pass, which the reducer has put into ``param.grad``, there until the next pass.
 
-        Where earlier passes have added up on its owner, it says on other ranks that it is not there. When the reducer
-        rebuilds its buckets, it makes copies of what it finds in ``param.grad``, whatever that is.
+        If earlier passes have added up on its owner, other ranks get an `AbsentGradient` instead. When the reducer
+        rebuilds its buckets, it copies whatever is in ``param.grad``.
         """
         grad = self._sharded.table.params[index].grad
         if grad is None:
@@ -69,16 +69,16 @@ class VisibleGradients:
             self.hide(index, was_consumed=False)
 
     def exact(self, grad: Tensor) -> Tensor | None:
-        """A shown gradient in the dtype of its sum; None if that is its own, or if it was changed or replaced since."""
+        """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since."""
         exact: Tensor | None = self._shown.get(grad)
         return exact if exact is not None and _rounds_to(exact, grad) else None
 
     def forget(self) -> None:
-        """Owners have changed."""
+        """Forget placeholders that name owners, after owners have changed."""
         self._absent.clear()
 
     def take_out(self, will_be_reduced: bool, is_view: Callable[[Tensor, Tensor], bool]) -> list[tuple[Tensor, Tensor]]:
-        """Carry averaged gradients over to the next sums; what is left, as pairs of parameter and gradient.
+        """Carry averaged gradients over to the next sums; returns the others, as pairs of parameter and gradient.
 
         Args:
             will_be_reduced: whether this backward pass is meant to be reduced.
@@ -110,7 +110,7 @@ class VisibleGradients:
         return left
 
     def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
-        """No reduction came: averaged gradients are in ``param.grad`` again, with what was added to it meanwhile."""
+        """After no reduction: put averaged gradients back into ``param.grad``, plus what was added to it meanwhile."""
         if not self._hidden and not self._workshop.carried:
             return
         for index, param in enumerate(self._sharded.table.params):
@@ -134,7 +134,7 @@ class VisibleGradients:
             self._workshop.carried.pop(index, None)
 
     def _put_back_left(self, index: int, added: Tensor | None) -> None:
-        """As `put_back`, what the reducer had left in its own memory."""
+        """As `put_back`, for a gradient that the reducer had left in its own memory."""
         left = self._put_aside.pop(index)
         left = left if added is None else left + added
         self._sharded.table.params[index].grad = left
@@ -144,19 +144,19 @@ class VisibleGradients:
         self._left[index] = self.exact(left)
 
     def forget_taken(self) -> None:
-        """What was taken out is in the sums, or dropped."""
+        """Forget what was taken out: it is in the sums, or dropped."""
         self._workshop.carried.clear()
         self._put_aside.clear()
         self._hidden.clear()
         self.taken.clear()
 
     def forget_all(self) -> None:
-        """The user has dropped or zeroed every gradient: whatever is in ``param.grad`` from now on is this rank's."""
+        """Forget all gradients, which the user has dropped or zeroed: from now on ``param.grad`` is this rank's own."""
         self.forget_taken()
         self._clear()
 
     def drop(self) -> None:
-        """Another hook takes over, or DDP is gone: what is ours leaves ``param.grad``, copies in new buckets too."""
+        """Remove the library's gradients from ``param.grad``, copies in new buckets too, if a new hook takes over."""
         for index in {*self._showing, *self._standing_in, *self._left}:
             self._sharded.table.params[index].grad = None
         self.forget_all()
@@ -216,7 +216,8 @@ class VisibleGradients:
                 reason = (
                     f"Expected the gradient of {name}, got none: stage 2 keeps it on {owner} only (this is "
                     f"{self._workshop.where}). opt.zero_grad() drops it, opt.full_grad(param) gets it on every "
-                    "rank. A norm here would be that of a part; opt.clip_grad_norm_(max_norm) knows that of all."
+                    "rank. A norm of the gradients here would be partial; opt.clip_grad_norm_(max_norm) clips by the "
+                    "norm of all."
                 )
             self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
         return self._absent[key]

@@ -47,7 +47,7 @@ def gather_state(
             raise ValueError(f"Expected `to` to be a rank below {comm.world_size}, got {to}.")
         agreement.declare("argument `to`", to)
         order.note_new(state, stepped.index_of)
-        owned = {  # looking up the state of somebody else's parameter leaves an empty one behind
+        owned = {  # looking up the state of a different rank's parameter leaves an empty one behind
             index: value
             for index, value in with_masters(state, stepped).items()
             if isinstance(index, int) and owners[index] == comm.group_rank

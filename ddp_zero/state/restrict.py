@@ -35,7 +35,7 @@ def restrict_state_dict(
 
     Returns:
         The inner optimizer's state dict, the indices of all parameters that have a state, in the order found, and all
-        masters. Tensors are the argument's own.
+        masters. Tensors are not copied.
 
     Raises:
         ValueError: if it does not fit, naming the group or the parameter and why.
@@ -103,7 +103,7 @@ def _localise_group(
 
 
 def _share_as_before(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
-    """Where groups share a tensor now, and files have given each a copy with the same value, they share one again."""
+    """Let loaded groups share tensors that the exposed ones share, if files have equal copies of them."""
     first: dict[int, Tensor] = {}
     for group, now in zip(loaded, exposed, strict=True):
         for key, value in group.items():
@@ -138,7 +138,7 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
 
 
 def check_state(value: Any, table: ParameterTable, index: int, optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """See that a state is a dict and, for torch's own optimizers, has no tensor of another parameter's shape.
+    """Check that a state is a dict and, for torch's own optimizers, has no tensor of a different parameter's shape.
 
     Raises:
         ValueError: if not, naming the parameter.
@@ -152,7 +152,7 @@ def check_state(value: Any, table: ParameterTable, index: int, optimizer_class: 
         if isinstance(tensor, Tensor) and tensor.dim() and not _broadcasts(tensor.shape, shape):
             raise ValueError(
                 f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. "
-                "Is this the state dict of another model, or were the parameters given in another order?"
+                "Is this the state dict of a different model, or were the parameters given in a different order?"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a rank owns of the optimizer, for sharded checkpoints: by index for this library's own, by name for others."""
+"""A rank's part of the state, for sharded checkpoints: by index for this library's own, by name for others."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ class ShowsOwnState(ConsolidatesState):
     _join_config: _JoinConfig
 
     def sharded_state_dict(self, model: nn.Module | None = None, *, init_missing: bool = False) -> dict[str, Any]:
-        """What this rank owns, by fully qualified name, for those who drive `torch.distributed.checkpoint` themselves.
+        """This rank's part of the state, by fully qualified name, for direct use of `torch.distributed.checkpoint`.
 
         Ranks have different keys, which `torch.distributed.checkpoint.save` joins. Never communicates.
-        `ddp_zero.checkpoint.save` does all of it, and loads without unpickling.
+        `ddp_zero.checkpoint` does all of it, and loads without unpickling.
 
         Args:
             model: whose names to use; may be left out if the optimizer was built from named parameters.
-            init_missing: put in zeros for states that do not exist yet, as before the first step, so that
-                `torch.distributed.checkpoint.load` has somewhere to read to.
+            init_missing: add zeros for states that do not exist yet, as before the first step, so that
+                `torch.distributed.checkpoint.load` has tensors to read into.
 
         Returns:
             ``{"state": {name: state}, "param_groups": [...]}``; tensors are the optimizer's own, masters included.
@@ -57,11 +57,11 @@ class ShowsOwnState(ConsolidatesState):
         return {"state": states, "param_groups": groups, **dynamic}
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module | None = None) -> None:
-        """Load what `sharded_state_dict` gave, of this rank's parameters at least. Never communicates.
+        """Load what `sharded_state_dict` returned, for this rank's parameters at least. Never communicates.
 
         Args:
             state_dict: as read by `torch.distributed.checkpoint.load`; it is copied.
-            model: as for ``sharded_state_dict``; its parameters are loaded before.
+            model: as for ``sharded_state_dict``; load its parameters before.
 
         Raises:
             ValueError: if it does not fit, naming the parameter; nothing is changed then.
@@ -101,10 +101,10 @@ class ShowsOwnState(ConsolidatesState):
     # By index, for `ddp_zero.checkpoint`
 
     def _check_between_steps(self) -> None:
-        """See that no backward pass is under way and that no step is pending.
+        """Check that no backward pass is under way and that no step is pending.
 
         Raises:
-            RuntimeError: if one is, saying what to do.
+            RuntimeError: if one is, with the remedy.
         """
         if self._join_config.enable:
             raise RuntimeError(
@@ -130,7 +130,7 @@ class ShowsOwnState(ConsolidatesState):
         return {index: by_index[index] for index in sorted(filter(is_index, by_index), key=self._birth_of)}
 
     def _check_fits(self, state_dict: dict[str, Any]) -> None:
-        """See that `_load_owned` would take a state dict, whose tensors may be without memory.
+        """Check that `_load_owned` would accept a state dict, whose tensors may be without memory.
 
         Raises:
             ValueError: if not, naming the group or the parameter and why; TypeError for a loss scale that is no number.
@@ -143,7 +143,7 @@ class ShowsOwnState(ConsolidatesState):
         rehearse_load(self.optim, local)
 
     def _load_owned(self, state_dict: dict[str, Any], order: Sequence[int]) -> None:
-        """As `load_state_dict`, but states become this optimizer's own, not copied, and masters are not checked.
+        """As `load_state_dict`, but states are taken over without a copy, and masters are not checked.
 
         Args:
             state_dict: may leave out the states of parameters that this rank does not own.

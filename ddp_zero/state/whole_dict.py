@@ -1,4 +1,4 @@
-"""The state-dict half of `ZeroRedundancyOptimizer`: what a plain optimizer's ``state_dict`` would be, from shards."""
+"""The state-dict half of `ZeroRedundancyOptimizer`: the unsharded optimizer's ``state_dict``, from shards."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import State
 
 SCALE_KEY = "loss_scale"
-"""Where a dynamic loss scale is in a state dict; plain optimizers leave it alone."""
+"""The key of a dynamic loss scale in a state dict; plain optimizers ignore it."""
 
 
 class ConsolidatesState(Optimizer):
@@ -42,7 +42,7 @@ class ConsolidatesState(Optimizer):
     def state(self) -> State:
         """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer.
 
-        With master weights, which are in ``master_weights``, a dict made for the occasion.
+        With master weights, which are in ``master_weights``, a new dict at each access.
         """
         if self._is_packing:
             return self._whole_state()
@@ -62,8 +62,8 @@ class ConsolidatesState(Optimizer):
 
         Args:
             to: rank in the group that receives. It holds the whole state afterwards, on the devices where the unsharded
-                optimizer would; the other ranks send one parameter's state at a time. Called once for each rank, all
-                have it, as `torch.distributed.checkpoint.state_dict` expects.
+                optimizer would; the other ranks send one parameter's state at a time. After one call for each rank, all
+                hold it, as `torch.distributed.checkpoint.state_dict` expects.
 
         Raises:
             ValueError: if ``to`` is not a rank of the group or differs between ranks.
@@ -82,12 +82,12 @@ class ConsolidatesState(Optimizer):
             GroupRank(to),
         )
         if gathered is not None:
-            sharded.snapshot = gathered  # one that this rank received before is still of this moment
+            sharded.snapshot = gathered  # one that this rank received before is still current
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
 
-        With one rank, and before the first step, nothing needs to be consolidated: every rank knows all there is.
+        With one rank, and before the first step, no consolidation is needed: every rank knows the whole state.
 
         Raises:
             RuntimeError: if the state as it is now was not consolidated to this rank.
@@ -161,9 +161,9 @@ class ConsolidatesState(Optimizer):
         return {**others, **{params[index]: by_index[index] for index in born}}
 
     def _state_at_birth(self) -> State:
-        """Before the first step: what construction creates, for all parameters, and masters as the model is.
+        """The state before the first step: what construction creates for all parameters, and masters of the model.
 
-        Found by building the optimizer once more, over all of them; most classes create nothing.
+        Found by building the optimizer once more, over all parameters; most classes create nothing.
         """
         sharded = self._sharded
         sharded.stepped.follow_model()
@@ -171,7 +171,7 @@ class ConsolidatesState(Optimizer):
         params = sharded.table.params
         stepped = {param: sharded.stepped.as_on_owner(index) for index, param in enumerate(params)}
         made = self._build(self.param_groups, stepped).state
-        if made and not sharded.order.is_as_built:  # whose states there are now, only their owners know
+        if made and not sharded.order.is_as_built:  # only owners know which states exist now
             raise self._not_consolidated("the state after load_state_dict or add_param_group")
         whole = {}
         for param, stand_in in stepped.items():

@@ -1,16 +1,16 @@
-"""What a model does before a forward pass with parameters that are on their way (``sync="forward"``).
+"""Waits before a forward pass for parameters that are still in flight (``sync="forward"``).
 
-Most uses wait by themselves, see `awaited`. This is for those that do not.
+Most uses of a parameter wait by themselves, see `ddp_zero.local.awaited`. This file is for those that do not.
 
-Some hand a tensor to C++ without asking its type: `torch.func.vmap` and ``grad``, `torch.sparse_coo_tensor`,
-`torch.tensor`, extensions. So a module waits for the parameters that it holds itself.
+Some functions pass a tensor to C++ without checking its type: `torch.func.vmap` and ``grad``,
+`torch.sparse_coo_tensor`, `torch.tensor`, extensions. So a module waits for the parameters that it holds itself.
 
-Compiled code is made for parameters of one type. So evaluation, and models with compiled parts, wait for all. Where DDP
-itself is compiled, nothing runs before compiled code; then steps wait again.
+Compiled code is specialized for one type of parameters. So evaluation, and models with compiled parts, wait for all
+parameters. If DDP itself is compiled, no hook runs before compiled code; then steps wait again.
 
-Steps wait from the start where waiting before forward would not do: TorchScript reads parameters in C++, and the
-attention of `torch.nn` has a faster way to evaluate, with other last bits, only for parameters that are nothing
-special, in modules without hooks.
+Steps wait from the start if waiting before forward is not enough: TorchScript reads parameters in C++, and the
+attention of `torch.nn` has a faster evaluation path, with different last bits, only for plain parameters in modules
+without hooks.
 """
 
 import weakref
@@ -28,7 +28,7 @@ _STEPS_WAIT_FOR = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transfo
 
 
 def wait_before_forward(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
-    """Register what waits before a forward pass of the model or of a part of it, so that steps need not."""
+    """Register hooks that wait before forward passes of the model and its parts, so that steps need not wait."""
     modules = list(ddp.modules())
     if any(isinstance(module, _STEPS_WAIT_FOR) for module in modules):
         return
@@ -41,14 +41,14 @@ def wait_before_forward(ddp: DistributedDataParallel, sharded: ShardedStep) -> N
 
 
 def _wait_for_own(module: nn.Module, args: Any) -> None:
-    """A forward pre-hook; nothing where all has come, as in copies of the model."""
+    """A forward pre-hook; it does nothing if all parameters have arrived, as in copies of the model."""
     if not torch.compiler.is_compiling():
         for param in module._parameters.values():
             wait_for(param)
 
 
 class _BeforeForward:
-    """A forward pre-hook; one that does nothing in copies of the model."""
+    """A forward pre-hook of the whole model; it does nothing in copies of the model."""
 
     def __init__(self, sharded: ShardedStep | None = None) -> None:
         self._sharded = (lambda: None) if sharded is None else weakref.ref(sharded)  # a model outlives its optimizer
@@ -67,10 +67,10 @@ class _BeforeForward:
 
 
 def _at_compile_time(reference: Callable[[], ShardedStep | None]) -> Callable[[], None]:
-    """What the compiler calls instead of compiling it, as `torch.compiler.assume_constant_result` does it."""
+    """A function that the compiler calls instead of compiling it, see `torch.compiler.assume_constant_result`."""
 
     def note() -> None:
-        """From now on steps wait."""
+        """Make steps wait from now on."""
         sharded = reference()
         if sharded is not None:
             sharded.leaves_syncs = False
@@ -85,7 +85,7 @@ def _evaluates(module: nn.Module) -> bool:
 
 
 def _is_ddp_of_compiled_parts(module: nn.Module) -> bool:
-    """Walks over all modules before every forward pass: `torch.nn.Module.modules` would take several times as long."""
+    """Whether a DDP model has compiled parts; runs before every forward pass, where ``modules()`` would be slower."""
     parts: list[nn.Module | None] = [module] if isinstance(module, DistributedDataParallel) else []
     for part in parts:
         if part is not None:

@@ -1,9 +1,9 @@
 """Attaches a plan to live tensors, and notices when the user has moved them.
 
 Owners are decided once, when parameters arrive, and never change: a trained parameter's state stays where it is.
-Which parameters travel, and in which bucket, follows what can change in a step. It is decided anew when a parameter is
-frozen or unfrozen, and not when a gradient goes: ranks may differ in when they drop one. A frozen parameter for which
-no rank had a gradient at that moment has an owner but does not travel until it is trainable or gets a gradient.
+Which parameters travel, and in which bucket, depends on what a step can change. It is decided again when a parameter is
+frozen or unfrozen, but not when a gradient is dropped: ranks may drop one at different times. A frozen parameter for
+which no rank had a gradient at that moment has an owner but does not travel until it is trainable or gets a gradient.
 """
 
 import copy
@@ -28,7 +28,7 @@ Layout = Sequence[Sequence[int]]
 
 
 class Binding:
-    """A plan and the parameters it speaks of.
+    """A plan and the parameters that it covers.
 
     Args:
         comm: the group that shares the parameters.
@@ -41,7 +41,7 @@ class Binding:
         owners: the owner of every parameter, by index.
         plan: the current plan.
         not_reduced: the active parameters in none of the DDP buckets that the plan follows.
-        digest: a number that differs where owners, buckets or what travels in them differ.
+        digest: a number that differs if owners, buckets or the parameters in them differ.
         sync: sends and receives its buckets.
     """
 
@@ -81,8 +81,8 @@ class Binding:
         Args:
             layout: parameter indices of each bucket.
             owners: one per parameter.
-            moves_later: whether parameters move into flat storage only at `settle`: for the time of a move there are
-                two copies of them, which an iteration that holds whole gradients has no room for.
+            moves_later: move parameters into flat storage only at `settle`: a move needs memory for a second copy of
+                them, which an iteration with whole gradients does not have.
         """
         self.layout = layout
         self.owners = owners
@@ -90,19 +90,19 @@ class Binding:
         self._bind(self._table.specs(self._active))
 
     def settle(self) -> None:
-        """Move the parameters into flat storage if that was put off."""
+        """Move the parameters into flat storage if that was postponed."""
         if not self._is_settled:
             self._is_settled = True
             self._bind(self._table.specs(self._active))
 
     def refresh(self, may_talk: bool, held: Collection[int] = ()) -> bool:
-        """Plan and bind again if a parameter was moved, frozen or unfrozen since; says whether it was.
+        """Plan and bind again if a parameter was moved, frozen or unfrozen since; returns True if so.
 
-        Where the set of trainable parameters has changed, on every rank before the same step as the loop that all run
-        makes it, this is a collective: a frozen parameter stays in the plan if any rank still has a gradient for it.
+        If the set of trainable parameters has changed (on every rank before the same step, since all run the same
+        loop), this is a collective: a frozen parameter stays in the plan if any rank still has a gradient for it.
 
         Args:
-            may_talk: False under Join, where ranks that have joined do not see the change; `join` refuses it then.
+            may_talk: False under Join: ranks that have joined do not see the change, and `ddp_zero.step.join` refuses.
             held: parameters with a gradient on this rank that is not in ``param.grad`` at the moment.
         """
         params = self._table.params
@@ -140,10 +140,10 @@ class Binding:
         }
 
     def memory_at_rest(self, among: Collection[int]) -> Iterator[tuple[int, Tensor]]:
-        """The memory of parameters that travel and are not on their way, 1-D, by the first parameter that lies in it.
+        """The 1-D memory of parameters in the plan that are not in flight, with the first parameter in each part.
 
         Args:
-            among: these parameters only, by index.
+            among: indices of the parameters to include.
         """
         for bucket in self.plan.buckets:
             if self.sync.is_under_way(bucket.index):
@@ -198,7 +198,7 @@ class Binding:
 
 
 def assign_owners(specs: list[ParameterSpec], decided: list[GroupRank], world_size: int) -> list[GroupRank]:
-    """Owners for the parameters after the first ``len(decided)``, balancing bytes with what those carry already.
+    """Owners for the parameters after the first ``len(decided)``; balances bytes, those already assigned included.
 
     Active parameters are spread first and dormant ones after, so that state is balanced now and stays nearly so when
     more parameters are unfrozen.

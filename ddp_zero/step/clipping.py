@@ -1,9 +1,9 @@
-"""Norms of gradients where a rank has only its own: one small collective, and the same bits as on one rank.
+"""Norms of gradients that are spread over ranks: one small collective, and the same bits as on one rank.
 
-A parameter's gradient lies whole on its owner, so each owner computes the norms of its own, all ranks get all of them,
-and each combines them in the order of the model's parameters, as ``clip_grad_norm_(model.parameters())`` of torch does
-on one rank: to the same bits where all gradients have one dtype. (Of several, torch combines them dtype by dtype, and
-those of fp16 and bf16 in fp16 and bf16; here they are fp32.)
+A parameter's gradient is whole on its owner. Each owner computes the norms of its own gradients, all ranks get all of
+them, and each combines them in the order of the model's parameters, as torch's
+``clip_grad_norm_(model.parameters())`` does on one rank: to the same bits if all gradients have one dtype. (With
+several, torch combines norms dtype by dtype, and those of fp16 and bf16 in that dtype; here they are fp32.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +27,9 @@ def norms_of(grads: Mapping[int, Tensor], norm_type: float) -> dict[int, Tensor]
 
 
 def norm_of(grad: Tensor, norm_type: float) -> Tensor:
-    """As `norms_of`, of one gradient."""
+    """The norm of one gradient, in the dtype that `norms_of` documents."""
     dtype = torch.float32 if grad.dtype in LOW_PRECISION else None
-    if not grad.numel():  # which has no largest element
+    if not grad.numel():  # an empty gradient has no largest element
         return grad.new_zeros((), dtype=dtype or grad.dtype.to_real())
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm
@@ -43,9 +43,9 @@ def gather_norms(
     Args:
         sharded: knows who owns what.
         norms: of this rank's parameters that have a gradient, by index.
-        flag: something to tell the others, not negative.
-        may_have_joined: whether there may be ranks that do not know which parameters have gradients. If so, or if some
-            have none, the device is waited for.
+        flag: a number to add up over the ranks, not negative.
+        may_have_joined: True if some ranks may not know which parameters have gradients. If so, or if some parameters
+            have none, this waits for the device.
 
     Returns:
         The norms of all parameters that have a gradient, by index, in `ShardedStep.norm_order`, and the sum of all
@@ -77,7 +77,7 @@ def gather_norms(
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of several norms; 0 of none."""
+    """The norm of a list of norms; 0 if it is empty."""
     if not norms:
         return torch.tensor(0.0)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
@@ -85,7 +85,7 @@ def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def coefficient_of(total: Tensor, max_norm: float) -> Tensor:
-    """What to multiply gradients by so that their norm is at most ``max_norm``, as torch computes it."""
+    """The factor that brings the norm of gradients to at most ``max_norm``, as torch computes it."""
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)
 
 
@@ -105,11 +105,11 @@ def clip_gradients(
         sharded: knows who owns what.
         indices: the parameters to clip, the same on every rank; their norms add up in this order.
         max_norm: the largest norm.
-        norm_type: of the p-norm; ``inf`` for the largest absolute value.
-        is_partitioned: whether a rank has gradients of what it owns only; then this is a collective.
-        inverse_scale: what gradients must be multiplied by to be what their norm is asked of, and are in the step, for
-            they may underflow if they are before; None: nothing.
-        check: is shown the norm before anything is changed, and may raise.
+        norm_type: order of the p-norm; ``inf`` for the largest absolute value.
+        is_partitioned: True if a rank has gradients only of what it owns; then this is a collective.
+        inverse_scale: one over the loss scale, by which gradients are multiplied for their norms; None: no loss scale.
+            The gradients themselves are multiplied only in the step, since they may underflow before.
+        check: called with the norm before anything is changed; may raise.
 
     Returns:
         The norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.

@@ -1,15 +1,15 @@
-"""Notices optimizers that compute something from all parameters at once, which a shard of them cannot give.
+"""Detects optimizers that compute a value from all parameters at once, which a shard of them cannot provide.
 
 Prodigy and D-Adaptation keep a step size in their groups that is a sum over all parameters. Sharded, every rank, and
-every bucket of a rank, would sum over its own part and step with another number. What an optimizer keeps in a group or
-on itself is one value for all parameters, so a float there that differs after a step is proof.
+every bucket of a rank, would sum over its own part and step with a different number. What an optimizer keeps in a group
+or on itself is one value for all parameters, so a float there that differs after a step proves such coupling.
 
-Looked at in the first steps, and in fewer and fewer after: values after each bucket, on this rank at once and between
-ranks by one small collective at the end of the step. Parameters are not looked at; see `shardable` for coupling that
+Values are compared in the first steps, and then less and less often: after each bucket on this rank, and between ranks
+by one small collective at the end of the step. Parameters are not compared; see `ddp_zero.shardable` for coupling that
 leaves no trace in options, such as a global norm.
 
-A rank that has stepped nothing of a group may keep old values there, where the optimizer changes options only if a
-group has gradients. It takes over those of the ranks that have, from then on after every step.
+If the optimizer changes options of a group only when that has gradients, a rank that has stepped nothing of the group
+keeps old values. It takes over the values of ranks that have stepped it, from then on after every step.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from ddp_zero.plan.partition import GroupRank
 Place = int | None
 """Where a value is kept: in the group of that number, or outside of groups."""
 Values = dict[str, str]
-"""By name, written out so that equal texts are equal values."""
+"""Values by name, as text: equal texts are equal values."""
 
 _ALWAYS, _EVERY = 8, 1000
 
@@ -40,18 +40,18 @@ def is_looked_at(step: int) -> bool:
 
 
 def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
-    """The floats and the floating-point tensors of one element that a mapping holds under a string."""
+    """The floats and one-element floating-point tensors that a mapping has under string keys."""
     return {
         prefix + name: _written(value) for name, value in holder.items() if isinstance(name, str) and _is_number(value)
     }
 
 
 def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tuple[Place, Values]]:
-    """What groups with a gradient hold, and if there is any, what the optimizer and those that it wraps hold.
+    """Values of groups with a gradient and, if there is such a group, of the optimizer and those that it wraps.
 
     Args:
-        optimizer: whose attributes and state of no parameter are looked at.
-        groups: those that it has stepped, with their parameters.
+        optimizer: its attributes, and state under string keys, are read.
+        groups: the groups that it has stepped, with their parameters.
     """
     stepped = [place for place, group in enumerate(groups) if any(param.grad is not None for param in group["params"])]
     for place in stepped:
@@ -67,10 +67,10 @@ def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tu
 
 @dataclass
 class Witness:
-    """What one rank, or one bucket of it, has seen.
+    """The values of one rank, or after one of its buckets.
 
     Attributes:
-        who: how messages call it.
+        who: its name in messages.
         values: by place; a place in which nothing was stepped is left out.
     """
 
@@ -78,7 +78,7 @@ class Witness:
     values: dict[Place, Values] = field(default_factory=dict)
 
     def contradiction(self, other: "Witness") -> "Contradiction | None":
-        """The first value that both have and that differs."""
+        """The first value that both have and that differs, or None."""
         for place, mine in self.values.items():
             theirs = other.values.get(place, {})
             for name, value in mine.items():
@@ -89,7 +89,7 @@ class Witness:
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Two values of what has to be one."""
+    """Two different values of one option."""
 
     place: Place
     name: str
@@ -107,9 +107,9 @@ class Contradiction:
 
 
 class CouplingWatch:
-    """Compares what an optimizer keeps for all parameters, in the steps in which it is looked at.
+    """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
 
-    `begin`, `note` after every bucket, `end`, `check`. Whether a step is looked at depends on nothing but its number.
+    `begin`, `note` after every bucket, `end`, `check`. Once options were taken over, every step is compared.
 
     Args:
         comm: the ranks.
@@ -125,28 +125,28 @@ class CouplingWatch:
         self._seen: list[Witness] = []
 
     def begin(self, step: int) -> None:
-        """A step begins; its number, from 1 up, is the same on every rank."""
+        """Begin a step; its number, from 1 up, is the same on every rank."""
         self._is_on = self._follows or is_looked_at(step)
         self._has_ended = False
         self._seen = []
 
     def note(self, bucket: int, groups: Sequence[ParamGroup]) -> None:
-        """The optimizer has stepped these groups, which hold a bucket's parameters; their gradients are still there."""
+        """Note the values after a bucket's parameters, in these groups, were stepped; their gradients still exist."""
         if self._is_on:
             me = self._comm.name(self._comm.group_rank)
             self._seen.append(Witness(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups))))
 
     def end(self, has_failed: bool) -> None:
-        """Everything is stepped, and options are as the step left them; a rank whose step failed has nothing to say."""
+        """End the step, with options as it left them; a rank whose step failed reports no values."""
         self._has_ended = True
         if has_failed:
             self._seen = []
 
     def check(self) -> bool:
-        """The step is over: compare. A collective in steps that are looked at, unless they were not taken.
+        """Compare values after the step. A collective in the steps that are compared, unless they were not taken.
 
         Returns:
-            Whether options of this rank were changed to those of the ranks that have stepped their groups.
+            True if options of this rank were changed to those of the ranks that have stepped their groups.
 
         Raises:
             RuntimeError: on every rank, if a value differs between buckets or between ranks.
@@ -206,7 +206,7 @@ class CouplingWatch:
 
 
 def _merged(seen: Sequence[Witness]) -> dict[Place, Values]:
-    """What this rank has to say: all that its buckets have seen."""
+    """The values of this rank: those after all its buckets."""
     merged: dict[Place, Values] = {}
     for witness in seen:
         for place, values in witness.values.items():
@@ -215,7 +215,7 @@ def _merged(seen: Sequence[Witness]) -> dict[Place, Values]:
 
 
 def _agree(statements: Sequence[Sequence[int]]) -> bool:
-    """Whether all ranks that have something to say say the same."""
+    """Whether all ranks that report values report the same."""
     return len({digest for speaks, digest in statements if speaks}) <= 1
 
 
@@ -259,7 +259,7 @@ def _is_number(value: Any) -> bool:
 
 @torch.no_grad()
 def _written(value: Any) -> str:
-    """All its digits; zero has one sign."""
+    """A number with all its digits; zero has one sign."""
     return str(int(value)) if isinstance(value, int) else repr(float(value) + 0.0)
 
 

@@ -1,15 +1,15 @@
-"""Decides, once every gradient is there, whether a step is taken and what it multiplies gradients by.
+"""Decides, once all gradients have arrived, whether a step is taken and by which factors it multiplies gradients.
 
-1. *look*: each rank looks at the gradients of what it owns: their norms where anything is clipped, else only whether
-   they are finite;
-2. one small collective, after which all ranks know the same;
-3. *decide*: skip, raise or step; all ranks alike, since all decide by the same numbers;
-4. the step runs with the factors that were found, or leaves no trace.
+1. *look*: each rank reads the gradients of what it owns: their norms if anything is clipped, else only whether they are
+   finite;
+2. one small collective, after which all ranks have the same numbers;
+3. *decide*: skip, raise or step; all ranks decide alike, by the same numbers;
+4. the step runs with the factors that were found, or changes nothing.
 
-Only where a gradient was not finite is there more to send: which parameter's, and on which rank.
+Only if a gradient was not finite is more sent: which parameter's, and on which rank.
 
-With nothing to decide nothing is looked at and nothing is sent. Where gradients are clipped but never skipped
-(``nonfinite="step"``) nothing waits for the device.
+If there is nothing to decide, no gradient is read and nothing is sent. If gradients are clipped but steps never skipped
+(``nonfinite="step"``), nothing waits for the device.
 """
 
 import math
@@ -37,10 +37,10 @@ _OWN_KEY = "max_grad_norm"
 
 @dataclass(frozen=True)
 class AmpState:
-    """What `torch.amp.GradScaler` tells an optimizer whose ``step`` it calls whatever it has found.
+    """What `torch.amp.GradScaler` reports to an optimizer whose ``step`` it calls even if gradients are not finite.
 
     Attributes:
-        scale: what gradients are still to be divided by; None if they were.
+        scale: what gradients must still be divided by; None if they have been.
         found_nonfinite: above 0 if this rank has seen a gradient that is not finite.
     """
 
@@ -56,7 +56,7 @@ class Occasion:
         regime: for the record.
         deferred_because: for the record.
         waits: whether the step waits for all gradients, so that looking at them delays nothing.
-        amp: what a `GradScaler` has said, if one is used.
+        amp: what a `GradScaler` has reported; None without one.
         source: the gradients.
         may_have_joined: whether ranks may have run out of inputs.
     """
@@ -71,7 +71,7 @@ class Occasion:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What all ranks know after the collective; a suspicion is a sum of gradients that may have overflowed itself."""
+    """What all ranks know after the collective; ``is_suspicion``: the sum of finite gradients may have overflowed."""
 
     nonfinite: bool = False
     is_suspicion: bool = False
@@ -85,13 +85,14 @@ class Decision:
 
     Args:
         sharded: the step.
-        options: what the user asked for.
+        options: the user's.
 
     Attributes:
-        loss_scale: the built-in one, if there is one.
-        watch: knows whose own gradients were not finite.
+        loss_scale: the built-in one, or None.
+        watch: knows which rank's own gradients were not finite.
         clipped: the norm and the coefficient of an explicit clip since the last step, for the record.
-        norms_before_clip: the norms that it has seen, by parameter: a norm that is not finite spoils every gradient.
+        norms_before_clip: norms before that clip, by parameter. Clipping by a norm that is not finite makes every
+            gradient non-finite, so only these still show the culprit.
     """
 
     def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
@@ -110,18 +111,18 @@ class Decision:
         return self.options.why_wait()
 
     def forget(self) -> None:
-        """The gradients were dropped, or used."""
+        """Forget the gradients, which were dropped or used."""
         self.clipped = (None, None)
         self.norms_before_clip = {}
         self.watch.clear()
 
     @property
     def _honours_groups(self) -> bool:
-        """Whether ``max_grad_norm`` of a group is ours, not an option of the inner optimizer."""
+        """Whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer."""
         return _OWN_KEY not in self._sharded.inner.defaults
 
     def take(self, occasion: Occasion, **kwargs: Any) -> Any:
-        """Step, or do not. A collective if there is anything to decide.
+        """Decide, and step unless the decision is against it. A collective if there is anything to decide.
 
         Args:
             occasion: when and how.
@@ -131,8 +132,8 @@ class Decision:
             What the inner optimizer returned; None if the step was not taken.
 
         Raises:
-            RuntimeError: on every rank, if gradients are not finite and that shall raise, or at the smallest loss
-                scale.
+            RuntimeError: on every rank, if gradients are not finite with ``nonfinite="raise"``, or at the smallest
+                loss scale.
         """
         sharded = self._sharded
         inverse = self._inverse_scale(occasion)
@@ -218,7 +219,7 @@ class Decision:
         return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping)
 
     def _norms(self, owned: Sequence[int], source: GradientSource, inverse: Tensor | float | None) -> dict[int, Tensor]:
-        """The norm of each owned gradient as the step sees it, but for clipping; at most one copy at a time."""
+        """The norm of each owned gradient as the step sees it before clipping; makes at most one copy at a time."""
         sharded, norm_type = self._sharded, self.options.norm_type
         if inverse is None and not sharded.stepped.masters:
             return norms_of({index: _known(source.gradient(index)) for index in owned}, norm_type)
@@ -233,7 +234,7 @@ class Decision:
     # Clipping
 
     def _limits(self) -> dict[int, tuple[int, ...]]:
-        """What is clipped together: by its first group the groups of each set; empty if nothing is clipped."""
+        """Sets of groups that are clipped together, by the first group of each; empty if nothing is clipped."""
         groups = self._sharded.param_groups
         honours = self._honours_groups
         together = tuple(position for position, group in enumerate(groups) if not honours or _OWN_KEY not in group)
@@ -249,7 +250,7 @@ class Decision:
         found: dict[int, Tensor] = {}
         for first, members in limits.items():
             own = self._sharded.param_groups[first].get(_OWN_KEY) if self._honours_groups else None
-            order = norms if own is None else sorted(norms)  # a group of its own: as if its list was handed to torch
+            order = norms if own is None else sorted(norms)  # with its own limit: as torch would clip its list
             own_norms = [norms[index] for index in order if group_of[index] in members]
             if not own_norms:
                 continue
@@ -285,13 +286,13 @@ class Decision:
         )
         if at_minimum:
             raise RuntimeError(
-                f"Expected finite gradients at the smallest loss scale, {minimum}, got others: {what}{of_rank}. No "
-                "rank has stepped. The model diverges, or a smaller minimum is needed: "
+                f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {what}{of_rank}. "
+                "No rank has stepped. The model diverges, or a smaller minimum is needed: "
                 "loss_scale=DynamicLossScale(minimum=...)."
             )
         if self.options.nonfinite == "raise" and occasion.amp is None:
             raise RuntimeError(
-                f"Expected finite gradients (nonfinite='raise'), got others: {what}{of_rank}. No rank has stepped."
+                f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {what}{of_rank}. No rank has stepped."
             )
 
     def _find_culprit(self, source: GradientSource) -> tuple[int | None, GroupRank | None]:
@@ -317,10 +318,10 @@ class Decision:
 
 
 def _is_there(grad: Tensor | None) -> bool:
-    """Whether there is a gradient; one that was used up is refused.
+    """Whether a parameter has a gradient.
 
     Raises:
-        RuntimeError: for one that was.
+        RuntimeError: if a step inside backward has used it up.
     """
     if isinstance(grad, AbsentGradient):
         grad.refuse()
@@ -333,10 +334,10 @@ def _known(grad: Tensor | None) -> Tensor:
 
 
 def _suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
-    """1 if the sum of any is not finite, else 0: one fast reading pass, without waiting for the device.
+    """1 if the sum of any gradient is not finite, else 0: one fast reading pass, without waiting for the device.
 
-    A sum is not finite if any element is not; it may overflow by itself, so that is to be looked into. Of gradients
-    that are converted for it, one is held at a time.
+    A sum is not finite if any element is not, but it may also overflow by itself, so the caller must check. Of
+    gradients that are converted for it, one is held at a time.
     """
     sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
     if not sums:
@@ -345,21 +346,21 @@ def _suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
 
 
 def check_options(options: StepOptions, inner: Optimizer) -> None:
-    """See that options are not ambiguous.
+    """Check that options are not ambiguous.
 
     Raises:
         ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
     """
     if options.max_grad_norm is not None and _OWN_KEY in inner.defaults:
         raise ValueError(
-            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which has one of "
-            "that name, too, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
+            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which also has "
+            "one, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
             "opt.clip_grad_norm_() in the loop."
         )
 
 
 def keep_limits(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
-    """Loaded groups go on being clipped as the exposed ones were, where the state dict does not say."""
+    """Clip loaded groups as the exposed ones were, unless the state dict has a ``max_grad_norm``."""
     for group, before in zip(loaded, exposed, strict=True):
         if _OWN_KEY in before:
             group.setdefault(_OWN_KEY, before[_OWN_KEY])

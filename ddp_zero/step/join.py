@@ -3,7 +3,7 @@
 Under `torch.distributed.algorithms.Join` a rank that has joined still owns parameters. DDP lets it take part in the
 reductions with zeros but throws the result away, so it has no gradients for what it owns. Here a rank that still trains
 sends it the averaged gradients, and its group options with them (the joined rank's schedulers have stopped). Then it
-steps and syncs as everybody does. Without Join nothing of this runs.
+steps and syncs like all other ranks. Without Join none of this runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,14 +39,14 @@ class ZeroJoinHook(JoinHook):
         self._optimizer._step_joined()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Every rank has joined: steps outside the context cost nothing extra again."""
+        """Every rank has joined: turn off what Join adds to each step."""
         self._optimizer._join_config = _JoinConfig(
             enable=False, throw_on_early_termination=False, is_first_joinable=False
         )
 
 
 def share_options(sharded: ShardedStep, has_joined: bool) -> None:
-    """Before a step that has its gradients already: joined ranks take over group options. A collective of the group."""
+    """Send group options to joined ranks, before a step that has its gradients already. A collective of the group."""
     comm = sharded.comm
     for source, joined in _assign_sources(comm, sharded.binding, has_joined):
         if source == comm.group_rank:
@@ -60,7 +60,7 @@ def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
 
     Args:
         sharded: the step; the options of its groups are sent.
-        gradients_are_there: whether joined ranks have reduced gradients, and need to know only which of them exist.
+        gradients_are_there: True if joined ranks have reduced gradients and need to know only which of them exist.
     """
     comm, table, binding = sharded.comm, sharded.table, sharded.binding
     for source, joined in _assign_sources(comm, binding, has_joined=False):
@@ -82,11 +82,11 @@ class BorrowedGradients:
         self._grads = grads
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        """What was sent, or what the reduction has left on this rank."""
+        """The gradient that was sent, or that the reduction has left on this rank."""
         return self._grads.get(index)
 
     def exact(self, index: int) -> None:
-        """It is what ``gradient`` gives."""
+        """None: the sum has the dtype of ``gradient``."""
 
 
 def borrow_gradients(sharded: ShardedStep, reduced: Callable[[int], torch.Tensor]) -> BorrowedGradients:
@@ -107,7 +107,7 @@ def borrow_gradients(sharded: ShardedStep, reduced: Callable[[int], torch.Tensor
 
 
 def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:
-    """Send a list, or why it cannot be sent, so that the receiver does not wait for it in vain."""
+    """Send a list, or the reason why it cannot be sent, so that the receiver does not wait in vain."""
     try:
         comm.send_tree(tree, to)
     except TypeError as error:
@@ -130,7 +130,7 @@ def _take_options(param_groups: list[ParamGroup], options: list[ParamGroup]) -> 
 
 
 def _assign_sources(comm: Communicator, binding: Binding, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
-    """Who serves whom: (rank that still trains, rank that has joined), the same list on every rank."""
+    """Pairs (rank that still trains, joined rank that it serves), the same list on every rank."""
     statements = comm.all_gather_ints([int(has_joined), binding.digest])
     training = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if not joined]
     for rank, (_, digest) in enumerate(statements):

@@ -1,4 +1,4 @@
-"""What became of a step: the record that users read as ``opt.last_step``."""
+"""The outcome of a step: the record that users read as ``opt.last_step``."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,17 +22,17 @@ class StepRegime(Enum):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What became of a step, the same on every rank.
+    """The outcome of a step, the same on every rank.
 
     Attributes:
         stepped: whether parameters and state were updated.
-        reason: why not, or None.
+        reason: why they were not, or None.
         regime: when it was decided.
         deferred_because: why it waited for all buckets, or None.
         nonfinite_parameter: the first parameter, by name, whose averaged gradient was not finite; None if all were or
-            nobody looked.
-        nonfinite_rank: the first group rank whose own gradient of it was not finite before averaging; None if there
-            is none, or if no communication hook of this library saw the gradients.
+            none was checked.
+        nonfinite_rank: the first group rank whose own gradient of it was not finite before averaging; None if all were
+            finite, or if no communication hook of this library saw the gradients.
     """
 
     stepped: bool
@@ -52,7 +52,7 @@ class StepRecord:
 
     @property
     def clip_coefficient(self) -> float | None:
-        """What clipping multiplied gradients by, at most 1, the smallest if groups were clipped on their own.
+        """The factor that clipping applied to gradients, at most 1; the smallest if groups were clipped on their own.
 
         None without clipping. Waits for the device.
         """

@@ -1,4 +1,4 @@
-"""What a sharded optimizer says about itself, as text; local, so that any rank may ask at any time."""
+"""Text reports on a sharded optimizer; local, so that any rank may print them at any time."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,8 +18,8 @@ def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> s
 
     Args:
         plan: who owns what.
-        group_rank: the rank that asks, marked with a star.
-        own_state_bytes: bytes of optimizer state that it holds now; the others' are estimated from it.
+        group_rank: this rank, marked with a star.
+        own_state_bytes: bytes of optimizer state that it holds now; those of other ranks are estimated from it.
     """
     counts = [plan.owners.count(rank) for rank in range(plan.world_size)]
     elements, sizes, trained = ([0] * plan.world_size for _ in range(3))

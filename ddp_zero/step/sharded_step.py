@@ -33,9 +33,9 @@ class ShardedStep:
         stepped: what the inner optimizer holds for each parameter.
 
     Attributes:
-        last_step: what became of the last one.
-        leaves_syncs: whether a sync that can may outlast its step: a model makes sure that its forward passes wait.
-        coupling: notices an optimizer that computes something from all parameters.
+        last_step: the record of the last one.
+        leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
+        coupling: detects an optimizer that computes a value from all parameters.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
         order: in which order states were created.
         norm_order: all parameters, by index, in the order in which norms of their gradients add up.
@@ -68,7 +68,7 @@ class ShardedStep:
     # A step
 
     def run(self, source: GradientSource, **kwargs: Any) -> Any:
-        """Step and sync every bucket, after `begin`. Returns what the inner optimizer did for the last one."""
+        """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
         result = None
         for bucket in self.binding.plan.buckets:
             result = self.step_bucket(bucket.index, source, **kwargs)
@@ -77,11 +77,11 @@ class ShardedStep:
         return result
 
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if any, and start a step; any earlier one that was not finished is forgotten.
+        """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
 
         Raises:
             RuntimeError: if the parameters in the exposed groups are not those that are sharded, or if one that this
-                rank owns is not its rounded master any more.
+                rank owns is no longer its rounded master.
         """
         self.snapshot = None
         self.binding.sync.complete()
@@ -94,8 +94,8 @@ class ShardedStep:
     def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
         """Step what this rank owns of a bucket and start its sync.
 
-        Where the local step raises, this rank steps nothing more in this step and sends what it has, if ranks can tell
-        each other (see `StepErrors`); `raise_errors` follows `finish`.
+        If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
+        in this step and sends what it has; `raise_errors` follows `finish`.
         """
         self.order.is_at_birth = False
 
@@ -112,7 +112,7 @@ class ShardedStep:
         return result
 
     def finish(self, **kwargs: Any) -> None:
-        """End the syncs, show the options that the step left, note the states that it created.
+        """Finish the syncs, expose the options that the step changed, note the states that it created.
 
         Raises:
             RuntimeError: if a peer has gone or the group's time-out passed.
@@ -155,7 +155,7 @@ class ShardedStep:
             return None
 
     def end_syncs(self) -> None:
-        """All buckets were sent: have them, unless whoever uses a parameter waits for it."""
+        """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
         self.binding.sync.finish()
         if not self.leaves_syncs:
             self.binding.sync.complete()
@@ -172,7 +172,7 @@ class ShardedStep:
         return self.binding.plan.buckets[index].segments[self.comm.group_rank].params
 
     def check_masters(self) -> None:
-        """If somebody may have written to low-precision parameters, see that they are their rounded masters.
+        """If low-precision parameters may have been written to, check that they are their rounded masters.
 
         Raises:
             RuntimeError: naming the first that is not.
@@ -182,14 +182,14 @@ class ShardedStep:
             raise RuntimeError(complaint)
 
     def wrong_master(self) -> str | None:
-        """What `check_masters` would say. Asks nobody: ranks may write on their own, and put everything back."""
+        """The message of `check_masters`, or None. The check is local: a rank may overwrite parameters temporarily."""
         if not self.stepped.have_changed():
             return None
         diverged = self.stepped.diverged()
         if diverged:
             return (
-                f"Expected {self.table.label(diverged[0])} to be its fp32 master weight rounded, got another value: it "
-                "was written to since the last step, which the next would undo "
+                f"Expected {self.table.label(diverged[0])} to be its fp32 master weight rounded, got a different "
+                "value: it was written to since the last step, which the next would undo "
                 f"({self.comm.name(self.comm.group_rank)}). "
                 "Call opt.refresh_master_weights() after writing to the model's parameters, as after loading them."
             )
@@ -197,7 +197,7 @@ class ShardedStep:
         return None
 
     def has_unused(self, has_run: bool) -> bool:
-        """Whether DDP's buckets have parameters without a gradient, on a rank that has run the model. A collective."""
+        """Whether any rank that has run the model has no gradient for a parameter in DDP's buckets. A collective."""
         reduced = {param for bucket in self.binding.layout or () for param in bucket}
         unused = has_run and any(self.table.params[param].grad is None for param in reduced)
         return any(flag for (flag,) in self.comm.all_gather_ints([int(unused)]))
@@ -228,7 +228,7 @@ class ShardedStep:
         self._bind()
 
     def loaded(self, indices: Sequence[int]) -> None:
-        """The inner optimizer has loaded a state dict with states of these parameters, in this order."""
+        """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
         self.snapshot = None
         self.local_step.mirror_to_exposed()
         self._bind()
@@ -236,7 +236,7 @@ class ShardedStep:
         self.stepped.note_versions()
 
     def extend(self, table: ParameterTable, binding: Binding) -> None:
-        """Take over parameters that were added; those that were there keep their index and their owner."""
+        """Take over parameters that were added; existing ones keep their index and their owner."""
         self.snapshot = None
         self.table = table
         self.binding = binding
@@ -245,7 +245,7 @@ class ShardedStep:
         self._bind()
 
     def follow_order_of(self, model: nn.Module) -> None:
-        """From now on norms add up as those of ``model.parameters()``; parameters that it does not have come last."""
+        """Add up norms in the order of ``model.parameters()`` from now on; parameters not in the model come last."""
         self._model = weakref.ref(model)
         self._order_norms()
 
@@ -266,7 +266,7 @@ class ShardedStep:
 
 
 def _groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:
-    """Its groups as they are when asked, held weakly: in a cycle, only the garbage collector could free a group."""
+    """A getter for the current groups, without a cycle that only the garbage collector could free."""
     reference = weakref.ref(optimizer)
 
     def groups() -> list[ParamGroup]:

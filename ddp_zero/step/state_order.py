@@ -1,4 +1,4 @@
-"""The order in which states were created, and their way to new owners."""
+"""The order in which states were created, and their migration to new owners."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -23,9 +23,9 @@ class StateOrder:
     each notes when its states were born and the gathered ones are sorted by that. States are keyed by what is stepped.
 
     Attributes:
-        is_at_birth: whether no step was begun and no state loaded, so that there is at most the state that construction
-            creates. The same on every rank.
-        is_as_built: whether, in addition, no parameters were added, nor a state dict without state loaded.
+        is_at_birth: True until a step begins or state is loaded: at most the states that construction creates exist.
+            The same on every rank.
+        is_as_built: True if, in addition, no parameters were added and no state dict was loaded, not even an empty one.
     """
 
     def __init__(self) -> None:
@@ -40,12 +40,12 @@ class StateOrder:
         self.note_new(state, index_of)
 
     def note_new(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
-        """Note the states that are there and were not before; some optimizers create theirs at construction."""
+        """Note the states that are new since the last call; some optimizers create theirs at construction."""
         keys = [key for key in state if isinstance(key, Tensor)]
         self._births = {key: self._births.get(key) or (self._step, index_of(key)) for key in keys}
 
     def loaded(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
-        """Forget everything; states are now in the order of the state dict, given as what is stepped."""
+        """Forget all births; states are now in the order of the state dict, given by what is stepped."""
         self.is_at_birth = self.is_at_birth and not stepped
         self.is_as_built = False
         position = {key: place for place, key in enumerate(stepped)}
@@ -58,15 +58,15 @@ class StateOrder:
         return {key: state[key] for key in [*others, *born]}
 
     def of(self, param: Tensor, index: int = 0) -> Birth:
-        """When a state was born: (step, place within the step); now, if it was not."""
+        """Creation key of a state: (step, place within the step). Uses the current step if the state has none."""
         return self._births.get(param, (self._step, index))
 
     def give(self, param: Tensor) -> Birth:
-        """Forget a state that moves to another rank, and say when it was born."""
+        """Forget a state that moves to another rank; returns its creation key."""
         return self._births.pop(param)
 
     def take(self, param: Tensor, birth: Birth) -> None:
-        """Remember a state that has come from another rank."""
+        """Note a state that has arrived from another rank."""
         self._births[param] = birth
 
 
@@ -81,7 +81,7 @@ def migrate_state(
 ) -> None:
     """Send the state of every parameter whose owner changes from its old to its new one. A collective.
 
-    Every rank walks the parameters in the same order, so the blocking messages cannot wait for each other in a circle.
+    Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
 
     Raises:
         TypeError: if a state cannot travel, naming the parameter, before any is moved; RuntimeError on other ranks.

@@ -1,4 +1,4 @@
-"""Remembers, without waiting for the device, whose own gradients were not finite before they were averaged."""
+"""Records, without waiting for the device, which rank's own gradients were not finite before they were averaged."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ _REMEMBERED = 4096  # buckets, for loops that never step
 
 
 class LocalWatch:
-    """One sum per bucket and backward pass since the last step: it is not finite if any of its gradients is not.
+    """One sum per bucket and backward pass since the last step: it is not finite if any of the gradients is not.
 
     Attributes:
-        is_on: whether anybody will ask.
+        is_on: False if no step will need the sums; none are computed then.
     """
 
     def __init__(self) -> None:
@@ -21,28 +21,28 @@ class LocalWatch:
         self._seen: deque[tuple[list[Tensor], Tensor]] = deque(maxlen=_REMEMBERED)
 
     def note(self, params: list[Tensor], buffer: Tensor) -> None:
-        """A bucket is about to be averaged."""
+        """Note the sum of a bucket that is about to be averaged."""
         if self.is_on and buffer.layout is torch.strided:
             self._seen.append((params, buffer.sum(dtype=torch.promote_types(buffer.dtype, torch.float32))))
 
     def flags(self, param: Tensor) -> list[int]:
         """For each backward pass since the last step, in order: whether this rank's own bucket was not finite.
 
-        A sum of finite gradients may overflow, so this is to be asked for parameters whose average was not finite.
+        A sum of finite gradients may overflow, so this holds only for parameters whose average was not finite.
         """
         sums = [total for params, total in self._seen if any(param is one for one in params)]
         return [int(not torch.isfinite(total)) for total in sums]
 
     def clear(self) -> None:
-        """A step has been taken, or the gradients were dropped."""
+        """Forget the sums, after a step or once the gradients were dropped."""
         self._seen.clear()
 
 
 def culprit(statements: Sequence[Sequence[int]]) -> int | None:
-    """The rank that the last gradient which was not finite came from; one list of flags, by pass, per rank.
+    """The rank that the last non-finite gradient came from, or None; one list of flags, by pass, per rank.
 
-    Where gradients add up in ``param.grad``, one that is not finite is on every rank in the passes after its own; of
-    those passes the first is meant. Earlier passes may have been dropped, which nobody tells.
+    If gradients add up in ``param.grad``, a non-finite one is on every rank in the passes after its own, so the search
+    goes back to its own. Earlier passes may have been dropped, which is not reported.
     """
     found = None
     for flags in reversed(list(zip(*statements, strict=True))):

@@ -459,7 +459,7 @@ def _a_hook_on_the_wrong_model_is_told(setup: Setup) -> None:
     ddp, other = DistributedDataParallel(build_model()), DistributedDataParallel(build_model())
     opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     other.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, opt))
-    with pytest.raises(RuntimeError, match="parameters of another one"):
+    with pytest.raises(RuntimeError, match="parameters of a different one"):
         loss_of(other, *next(batches(setup.rank, 1))).backward()
 
 
