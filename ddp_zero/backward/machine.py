@@ -56,6 +56,39 @@ class Phase(Enum):
     STEPPED = "stepped"
 
 
+class _Event(Enum):
+    """What moves an iteration on, up to a comma as messages call it."""
+
+    FIRST_BUCKET = "bucket 0"
+    LAST_BUCKET = "the last bucket"
+    LAST_BUCKET_DEFERRED = "the last bucket, in an iteration that is not stepped in the hook"
+    BACKWARD_FINISHED = "the end of backward"
+    BACKWARD_ONLY_REDUCED = "the end of backward, which leaves the step to opt.step()"
+    STEP_TAKEN = "the step in opt.step()"
+    DUE_STEP_TAKEN = "a step that is due"
+    GRADIENTS_DROPPED = "zero_grad()"
+    STEP_CALLED = "opt.step()"
+
+
+_NEXT = {
+    (Phase.REST, _Event.FIRST_BUCKET): Phase.RUNNING,
+    (Phase.WAITING, _Event.FIRST_BUCKET): Phase.RUNNING,
+    (Phase.STEPPED, _Event.FIRST_BUCKET): Phase.RUNNING,
+    (Phase.RUNNING, _Event.LAST_BUCKET): Phase.STEPPED,
+    (Phase.RUNNING, _Event.LAST_BUCKET_DEFERRED): Phase.REDUCED,
+    (Phase.REDUCED, _Event.BACKWARD_FINISHED): Phase.STEPPED,
+    (Phase.REDUCED, _Event.BACKWARD_ONLY_REDUCED): Phase.WAITING,
+    (Phase.WAITING, _Event.STEP_TAKEN): Phase.REST,
+    (Phase.WAITING, _Event.GRADIENTS_DROPPED): Phase.REST,
+    (Phase.WAITING, _Event.DUE_STEP_TAKEN): Phase.STEPPED,
+    (Phase.STEPPED, _Event.STEP_CALLED): Phase.REST,
+}
+"""The legal changes of phase; `OverlapMachine.reset` and `step_shadowed` lead to REST from anywhere."""
+
+_NO_EFFECT_ELSEWHERE = {_Event.STEP_TAKEN, _Event.GRADIENTS_DROPPED}
+"""Events that the user may cause in any phase."""
+
+
 @dataclass(frozen=True)
 class AdoptLayout:
     """Plan for the buckets as they have arrived in this iteration; move state to its new owners."""
@@ -118,7 +151,7 @@ class OverlapMachine:
         Raises:
             RuntimeError: if it is not the bucket's turn, or a backward pass was not joined by ``opt.step()``.
         """
-        if bucket == 0 and self.phase in (Phase.REST, Phase.WAITING, Phase.STEPPED):
+        if bucket == 0 and (self.phase, _Event.FIRST_BUCKET) in _NEXT:
             self._start(regime)
         if self.phase is not Phase.RUNNING or bucket != self._arrived:
             turn = {Phase.RUNNING: f"bucket {self._arrived}", Phase.REDUCED: "the end of backward"}
@@ -131,7 +164,7 @@ class OverlapMachine:
         self._matches &= matches_plan
         if self._regime is not Regime.OVERLAPPED:
             if is_last:
-                self.phase = Phase.REDUCED
+                self._go(_Event.LAST_BUCKET_DEFERRED)
             return ()
         if is_last:
             return self._finish()
@@ -141,32 +174,24 @@ class OverlapMachine:
 
     def backward_finished(self) -> tuple[Action, ...]:
         """The reducer has published the gradients of an iteration that was not stepped in the hook."""
-        if self.phase is not Phase.REDUCED:
-            raise self._illegal("the end of backward", Phase.REDUCED)
+        only_reduces = self._regime is Regime.REDUCE_ONLY
+        self._go(_Event.BACKWARD_ONLY_REDUCED if only_reduces else _Event.BACKWARD_FINISHED)
         adopt: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
-        if self._regime is Regime.REDUCE_ONLY:
-            self.phase = Phase.WAITING
-            return adopt
-        self.phase = Phase.STEPPED
-        return (*adopt, StepAll())
+        return adopt if only_reduces else (*adopt, StepAll())
 
     def step_taken(self) -> None:
         """The user has called ``opt.step()``, which has used any gradients that have waited for it."""
-        if self.phase is Phase.WAITING:
-            self.phase = Phase.REST
+        self._go(_Event.STEP_TAKEN)
         self.user_calls_step = True
 
     def gradients_dropped(self) -> None:
         """The user has dropped all gradients, including any that have waited."""
-        if self.phase is Phase.WAITING:
-            self.phase = Phase.REST
+        self._go(_Event.GRADIENTS_DROPPED)
 
     def due_step_taken(self) -> None:
         """The step that was due before the next forward pass was taken, as if inside the last backward pass."""
-        if self.phase is not Phase.WAITING:
-            raise self._illegal("a step that is due", Phase.WAITING)
+        self._go(_Event.DUE_STEP_TAKEN)
         self._backwards_since_step += 1
-        self.phase = Phase.STEPPED
 
     def step_called(self) -> None:
         """The user calls ``opt.step()``: the iteration is joined.
@@ -174,10 +199,8 @@ class OverlapMachine:
         Raises:
             RuntimeError: if no step was taken since the last call, or more than one.
         """
-        if self.phase is not Phase.STEPPED:
-            raise self._illegal("opt.step()", Phase.STEPPED)
+        self._go(_Event.STEP_CALLED)
         backwards, self._backwards_since_step = self._backwards_since_step, 0
-        self.phase = Phase.REST
         self.user_calls_step = True
         if backwards > 1:
             raise RuntimeError(
@@ -215,12 +238,12 @@ class OverlapMachine:
         self._clear()
         self._regime = regime
         self._backwards_since_step += regime is not Regime.REDUCE_ONLY
-        self.phase = Phase.RUNNING
+        self._go(_Event.FIRST_BUCKET)
 
     def _finish(self) -> tuple[Action, ...]:
         first: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
         steps = tuple(self._next_step() for _ in range(self._arrived - self._stepped))
-        self.phase = Phase.STEPPED
+        self._go(_Event.LAST_BUCKET)
         return (*first, *steps, FinishSyncs())
 
     def _next_step(self) -> StepBucket:
@@ -240,9 +263,22 @@ class OverlapMachine:
             )
         self.status = status
 
-    def _illegal(self, event: str, expected: Phase) -> RuntimeError:
+    def _go(self, event: _Event) -> None:
+        """Change phase.
+
+        Raises:
+            RuntimeError: if the event does not belong to this phase.
+        """
+        following = _NEXT.get((self.phase, event))
+        if following is not None:
+            self.phase = following
+        elif event not in _NO_EFFECT_ELSEWHERE:
+            raise self._illegal(event)
+
+    def _illegal(self, event: _Event) -> RuntimeError:
+        expected = next(phase for phase, known in _NEXT if known is event)
         return RuntimeError(
-            f"Expected phase {expected.name} at {event}, got {self.phase.name} ({self.where}). "
+            f"Expected phase {expected.name} at {event.value.split(',')[0]}, got {self.phase.name} ({self.where}). "
             + (
                 "No backward pass has stepped since: was forward run through the DDP model whose hook was registered "
                 "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()?"

@@ -248,7 +248,8 @@ def _dangerous(drawing: _Drawing) -> None:
     case, rng = drawing.case, drawing.rng
     kinds = []
     if case.steps_inside and case.loop.calls_step:
-        kinds += ["middle"] * 4 + ["prehook", "late clip", "skipped"]
+        kinds += ["middle"] * 4 + ["prehook", "late clip"]
+        kinds += ["skipped"] if drawing.settled else []  # a new optimizer takes it for a loop without opt.step()
     elif case.loop.calls_step and not case.mode.masters:
         kinds += ["prehook"]
     if case.loop.calls_step and not case.loop.scaler:
