@@ -8,7 +8,7 @@ gradients themselves, or compute them from something that does not depend on dat
 from collections.abc import Sequence
 
 from ddp_zero.local.absent import is_present
-from ddp_zero.local.digest import digest
+from ddp_zero.local.digest import sum_of_bits
 from ddp_zero.step.sharded_step import ShardedStep
 
 _NONE = -1
@@ -36,7 +36,7 @@ def check_averaged(sharded: ShardedStep, indices: Sequence[int], why: str) -> No
     """
     table, comm = sharded.table, sharded.comm
     grads = [table.params[index].grad for index in indices]
-    mine = [_NONE if grad is None or not is_present(grad) else int(digest(grad.detach())) for grad in grads]
+    mine = [_NONE if grad is None or not is_present(grad) else int(sum_of_bits(grad.detach())) for grad in grads]
     every = comm.all_gather_ints(mine)
     wrong = next((index for index, *marks in zip(indices, *every, strict=True) if len(set(marks)) > 1), None)
     if wrong is not None:

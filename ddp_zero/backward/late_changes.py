@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.local.awaited import untouched
+from ddp_zero.local.digest import sum_of_bits
 from ddp_zero.local.local_step import PER_PARAMETER_KEYS, ParamGroup
 from ddp_zero.step.sharded_step import ShardedStep
 
@@ -220,7 +221,7 @@ class LateChanges:
     def _current_sums(self) -> dict[int, Tensor]:
         with untouched(), torch.no_grad():
             at_rest = self._sharded.binding.memory_at_rest({index for index, *_ in self._grads})
-            return {index: _sum_of_bits(memory) for index, memory in at_rest}
+            return {index: sum_of_bits(memory) for index, memory in at_rest}
 
     @property
     def _where(self) -> str:
@@ -313,13 +314,3 @@ def _mark(grad: Tensor) -> tuple[int, int]:
     if isinstance(grad, AbsentGradient):
         return id(grad), grad.zeroed
     return grad.data_ptr(), grad._version
-
-
-def _sum_of_bits(memory: Tensor) -> Tensor:
-    """A sum over bits, 8 bytes at a time as integers that wrap around; it does not detect permutations."""
-    raw = memory.view(torch.uint8)
-    if raw.storage_offset() % 8:
-        return raw.sum()  # not aligned to 8 bytes
-    whole = raw.numel() // 8 * 8
-    total = raw[:whole].view(torch.int64).sum()
-    return total if whole == raw.numel() else total + raw[whole:].sum()

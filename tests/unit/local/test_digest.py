@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.local.digest import _CHUNK, digest
+from ddp_zero.local.digest import _CHUNK, digest, sum_of_bits
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn]
 
@@ -41,3 +41,18 @@ def test_a_mark_does_not_depend_on_strides() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (1,)], ids=str)
 def test_marks_of_small_tensors(shape: tuple[int, ...]) -> None:
     assert isinstance(int(digest(nn.Parameter(torch.ones(shape)).detach())), int)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 16, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_sum_of_bits_depends_on_all_values_and_not_on_the_place(numel: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    value = torch.randn(numel, dtype=dtype)
+    expected = int(sum_of_bits(value))
+    for offset in range(5):
+        window = torch.zeros(numel + 8, dtype=dtype)[offset : offset + numel].copy_(value)
+        assert int(sum_of_bits(window)) == expected
+    for place in range(numel):
+        other = value.clone()
+        other[place] += 1
+        assert int(sum_of_bits(other)) != expected
