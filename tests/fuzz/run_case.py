@@ -98,6 +98,8 @@ class Runner:
         _, own_error = _attempt(own)
         if error is not None and own_error is None and self.case.mode.sync == "forward":
             _, own_error = _attempt(ours.optimizer.finish_sync)  # which raises what other ranks' steps have raised
+        if error is not None and own_error is None and not self.case.loop.calls_step:
+            _, own_error = _attempt(ours.optimizer.zero_grad)  # which takes the first step
         seconds = time.monotonic() - started
         report = self._judge_run(pair, op, number, error, own_error, seconds)
         if report.status == REFUSED and report.what.endswith("unchanged"):
