@@ -297,4 +297,4 @@ def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_no
     assert torn > 5, "the kills did not fall into saves"
     (final,) = set(run_ranks(_trains_until_it_is_killed, 2, str(root), "stage 2", [], 0.0, False, digests))
     assert final == steps[-1] + ROUND_STEPS
-    assert steps[-1] > ROUNDS
+    assert steps[-1] > 5, "training hardly went on between the kills"  # a loaded machine takes few steps in 0.25 s
