@@ -40,6 +40,7 @@ class TakesSteps(ReachesGradients, Joinable):
 
     optim: Optimizer
     _comm: Communicator
+    _is_first_step = True
     _step_supports_amp_scaling = True  # GradScaler calls step() even if gradients are not finite: all ranks decide
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -175,8 +176,11 @@ class TakesSteps(ReachesGradients, Joinable):
         by_user: bool = True,
     ) -> Any:
         sharded, joins = self._sharded, self._join_config.enable
-        if self._watch_forward():
-            self._passes.last_is_local = True  # assumed, since their last passes were not seen
+        found = self._watch_forward()
+        if self._is_first_step:  # the same on every rank, unlike when a model is found again
+            self._is_first_step = False
+            self._passes.learn_count()
+            self._passes.last_is_local |= found  # assumed, since their last passes were not seen
         sharded.begin(closure)
         if self._hook is not None:
             self._hook.check_complete()

@@ -52,7 +52,6 @@ class ForwardPasses:
         for model in models:
             self._models.append(weakref.ref(model))
             self._handles.append(model.register_forward_pre_hook(_PreHook(self), prepend=True))
-        self._reduces = sum(count_reduced(model) for model in models)
 
     def stop(self) -> None:
         """Watch no model."""
@@ -61,9 +60,13 @@ class ForwardPasses:
         self._models.clear()
         self._handles.clear()
 
+    def learn_count(self) -> None:
+        """Count what the models reduce, at a moment that is the same on every rank: later, garbage dies at any time."""
+        self._reduces = sum(count_reduced(model) for ref in self._models if (model := ref()) is not None)
+
     def reduces_fewer_than(self, count: int) -> bool:
-        """Whether the known models reduce fewer parameters than this."""
-        return bool(self._models) and self._reduces < count
+        """Whether the models of the first step, if any was known, reduce fewer parameters than this."""
+        return 0 < self._reduces < count
 
     def forget(self) -> None:
         """Forget the last pass, after its gradients were used or dropped."""

@@ -224,6 +224,7 @@ def models_over(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
 
     No parameter refers to its DDP model, so all objects known to the garbage collector are searched.
     """
+    gc.collect()  # or ranks would differ in models that are garbage
     wanted = set(map(id, params))
     found = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]  # faster than isinstance
     alive = [ddp for ddp in found if "module" in ddp.__dict__.get("_modules", {})]  # not one whose construction failed
