@@ -90,7 +90,7 @@ def passes() -> dict[str, float]:
         if step < FIRST_STEPS - 1:
             opt.step()
             opt.zero_grad()
-    sharded, hook = opt._sharded, opt._hook
+    sharded, hook = opt._engine.sharded, opt._engine.hook
     assert hook is not None, "stage 2 has one"
     acts: dict[str, Callable[[], object]] = {
         "first bucket: parameters moved or frozen?": lambda: sharded.binding.refresh(may_talk=False),

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
@@ -17,67 +17,80 @@ from torch.optim import Optimizer
 from ddp_zero.backward.hook import OverlapHook
 from ddp_zero.backward.machine import Phase
 from ddp_zero.comm.agreement import Agreement
+from ddp_zero.engine import Engine
 from ddp_zero.local.digest import digest
 from ddp_zero.step.sharded_step import ShardedStep
-from ddp_zero.take_step import TakesSteps
 
 _SAFE = (Phase.REST, Phase.WAITING)
 
 
-class ForwardsMethods(TakesSteps):
-    """An optimizer that has the public methods and attributes of the inner one, in addition to its own."""
+class HasEngine(Protocol):
+    """What `attribute_of_inner` needs of an optimizer."""
 
-    if not TYPE_CHECKING:  # so that a misspelt name is still an error
+    optim: Optimizer
+    _engine: Engine
 
-        def __getattr__(self, name: str) -> Any:
-            """A public attribute of the inner optimizer that is not defined here; methods become collectives."""
-            inner = self.__dict__.get("optim")
-            if name.startswith("_") or inner is None or not hasattr(inner, name):
-                of_inner = "" if inner is None or name.startswith("_") else f", nor has {type(inner).__name__}"
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{of_inner}")
-            value = getattr(inner, name)
-            if inspect.ismethod(value) and isinstance(value.__self__, Optimizer):
-                return functools.wraps(value)(functools.partial(self._call_inner, value))
-            return value
 
-    def _call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the inner optimizer on every rank. A collective.
+def attribute_of_inner(optimizer: HasEngine, name: str) -> Any:
+    """A public attribute of the inner optimizer; its methods become collectives.
 
-        Returns:
-            The method's result on this rank; this optimizer if that is the inner one.
+    Raises:
+        AttributeError: if the inner optimizer has none of this name, or does not exist yet.
+    """
+    inner = vars(optimizer).get("optim")
+    if name.startswith("_") or inner is None or not hasattr(inner, name):
+        of_inner = "" if inner is None or name.startswith("_") else f", nor has {type(inner).__name__}"
+        raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute {name!r}{of_inner}")
+    value = getattr(inner, name)
+    if not (inspect.ismethod(value) and isinstance(value.__self__, Optimizer)):
+        return value
 
-        Raises:
-            RuntimeError: inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on
-                another rank. What it had written by then is the same on all ranks.
-        """
-        name = method.__name__
-        if self._join_config.enable:
-            raise RuntimeError(
-                f"Expected opt.{name}() outside Join, got it inside: ranks that have joined would not take part. Call "
-                "it after the Join context."
-            )
-        doing, sharded = f"{type(self.optim).__name__}.{name}()", self._sharded
-        with Agreement(self._comm, doing):
-            _check_between_steps(self._hook, name)
-            sharded.binding.sync.complete()
-            sharded.stepped.follow_model()
-            sharded.check_masters()
-        sharded.refresh()
-        outcome: Future[Any] = Future()
-        before = _marks(sharded)
-        sharded.snapshot = None
-        sharded.local_step.mirror_to_inner()
-        try:
-            outcome.set_result(method(*args, **kwargs))
-        except Exception as error:
-            outcome.set_exception(error)
-        sharded.local_step.mirror_to_exposed()
-        sharded.order.after_step(self.optim.state, sharded.stepped.index_of)  # behind those of earlier steps
-        written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
-        _share_written(sharded, written, has_state=any(self.optim.state.values()))
-        with Agreement(self._comm, doing):
-            result = outcome.result()
-        return self if result is self.optim else result
+    @functools.wraps(value)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = _call_inner(optimizer._engine, value, args, kwargs)
+        return optimizer if result is optimizer.optim else result
+
+    return call
+
+
+def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the inner optimizer on every rank. A collective.
+
+    Returns:
+        The method's result on this rank.
+
+    Raises:
+        RuntimeError: inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on
+            another rank. What it had written by then is the same on all ranks.
+    """
+    name = method.__name__
+    if engine.joins:
+        raise RuntimeError(
+            f"Expected opt.{name}() outside Join, got it inside: ranks that have joined would not take part. Call "
+            "it after the Join context."
+        )
+    sharded, inner = engine.sharded, engine.sharded.inner
+    doing = f"{type(inner).__name__}.{name}()"
+    with Agreement(sharded.comm, doing):
+        _check_between_steps(engine.hook, name)
+        sharded.binding.sync.complete()
+        sharded.stepped.follow_model()
+        sharded.check_masters()
+    sharded.refresh()
+    outcome: Future[Any] = Future()
+    before = _marks(sharded)
+    sharded.snapshot = None
+    sharded.local_step.mirror_to_inner()
+    try:
+        outcome.set_result(method(*args, **kwargs))
+    except Exception as error:
+        outcome.set_exception(error)
+    sharded.local_step.mirror_to_exposed()
+    sharded.order.after_step(inner.state, sharded.stepped.index_of)  # behind those of earlier steps
+    written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
+    _share_written(sharded, written, has_state=any(inner.state.values()))
+    with Agreement(sharded.comm, doing):
+        return outcome.result()
 
 
 def _check_between_steps(hook: OverlapHook | None, name: str) -> None:

@@ -1,49 +1,49 @@
-"""`ZeroRedundancyOptimizer`: the façade that users hold. Its step is in `take_step.py`."""
+"""`ZeroRedundancyOptimizer`: the façade that users hold. Its methods are one call each; `engine.py` takes the steps."""
 
 import copy
 import inspect
-import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable, JoinHook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.backward.admission import check_can_sync, check_has_no_hook, check_model
-from ddp_zero.backward.forward_passes import BeforeForward, ForwardPasses
-from ddp_zero.backward.gradients import CommHook, watching
-from ddp_zero.backward.hook import OverlapHook
+from ddp_zero.backward.admission import check_can_sync
 from ddp_zero.backward.machine import OverlapStatus, Phase
-from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator, next_generation
-from ddp_zero.forwarding import ForwardsMethods
+from ddp_zero.engine import Engine
+from ddp_zero.explain import explain
+from ddp_zero.forwarding import attribute_of_inner
+from ddp_zero.gradient_access import accumulating, clip_grad_norm, full_grad
 from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group
+from ddp_zero.local.awaited import untouched
 from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon
-from ddp_zero.local.local_step import ParamGroup, copy_options
-from ddp_zero.local.masters import SteppedTensors, localise_group
+from ddp_zero.local.local_step import ParamGroup
+from ddp_zero.local.masters import SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.options import StepOptions
+from ddp_zero.param_groups import add_param_group
 from ddp_zero.plan.partition import GlobalRank, GroupRank
 from ddp_zero.stage2.bucket import options_of_stage
-from ddp_zero.stage2.partitioned import gradients_of_stage
-from ddp_zero.state.shard_dict import ShowsOwnState
-from ddp_zero.step.before_forward import wait_before_forward
+from ddp_zero.state.shard_dict import ShardDict
+from ddp_zero.state.whole_dict import WholeDict
 from ddp_zero.step.binding import Binding
-from ddp_zero.step.decision import Decision, check_options
+from ddp_zero.step.decision import check_options
 from ddp_zero.step.join import ZeroJoinHook
-from ddp_zero.step.report import describe_shards, draw_buckets, state_bytes
+from ddp_zero.step.record import StepRecord
 from ddp_zero.step.sharded_step import ShardedStep
+from ddp_zero.step.state_order import State
 
 
-class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
@@ -109,8 +109,7 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
     """
 
     optim: Optimizer
-
-    # Construction
+    _step_supports_amp_scaling = True  # GradScaler calls step() even if gradients are not finite: all ranks decide
 
     def __init__(
         self,
@@ -132,16 +131,12 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         **defaults: Any,
     ) -> None:
         group = process_group if is_group(process_group) else None  # else refused below, on all ranks
-        self._comm = Communicator(group, next_generation(group))
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        self._overlaps = overlap_with_ddp
-        self._hook: OverlapHook | None = None
-        self._waits_because: str | None = None
+        comm = Communicator(group, next_generation(group))
         Joinable.__init__(self)
-        with Agreement(self._comm, "building ZeroRedundancyOptimizer") as agreement:
+        with Agreement(comm, "building ZeroRedundancyOptimizer") as agreement:
             check_group(process_group)
             check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
-            self._reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
+            reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
             options = StepOptions(
                 max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32
             )
@@ -154,10 +149,10 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
             agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
             agreement.declare("overlap_with_ddp", overlap_with_ddp)
-            agreement.declare("stage", repr(self._reduction))
+            agreement.declare("stage", repr(reduction))
             agreement.declare("step options", repr(options))
             agreement.declare_parameters(table)
-            binding = Binding(self._comm, table, parameters_as_bucket_view, sync == "forward")
+            binding = Binding(comm, table, parameters_as_bucket_view, sync == "forward")
             stepped = SteppedTensors(table, master_weights)
             agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
             self._build = partial(build_inner, optimizer_class, defaults=defaults)
@@ -165,12 +160,18 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             check_options(options, self.optim)
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
         self.defaults = self.optim.defaults
-        self._sharded = ShardedStep(self._comm, table, binding, self.optim, self, stepped)
-        self._decision = Decision(self._sharded, options)
-        self._sharded.local_step.mirror_to_exposed()
-        self._sharded.extend(table, binding)
-        self._passes = ForwardPasses(_weakly_before(self))
-        self._watch_forward()
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        sharded = ShardedStep(comm, table, binding, self.optim, self, stepped)
+        self._assemble(Engine(self, sharded, options, overlap_with_ddp, reduction))
+        sharded.local_step.mirror_to_exposed()
+        sharded.extend(table, binding)
+        self._engine.find_models()
+
+    def _assemble(self, engine: Engine) -> None:
+        """Take an engine, and what shows its state as state dicts."""
+        self._engine = engine
+        self._whole = WholeDict(engine.sharded, engine.decision, self._build)
+        self._shard = ShardDict(engine.sharded, self._whole)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters, at any time; existing parameters keep their owners. A collective.
@@ -179,101 +180,266 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             ValueError: if the parameters are already in a group or differ between ranks; RuntimeError if it failed on
                 another rank. The optimizer is then unchanged.
         """
-        if not hasattr(self, "optim"):  # called by Optimizer.__init__
-            super().add_param_group(param_group)
-            return
-        sharded = self._sharded
-        groups_before = len(self.param_groups), len(self.optim.param_groups)
-        moving = nullcontext() if self._hook is None else self._hook.late.while_memory_moves()
-        try:
-            with moving, Agreement(self._comm, "add_param_group") as agreement:
-                super().add_param_group(param_group)
-                if self._hook is not None and any(param.grad is not None for param in self.param_groups[-1]["params"]):
-                    self._hook.check_before_step("add_param_group() of parameters with gradients")
-                table = ParameterTable(self.param_groups)
-                agreement.declare_parameters(table)
-                binding = sharded.binding.extended(table)
-                sharded.stepped.extend(table)
-                stepped = sharded.stepped.own(binding.owned())
-                self.optim.add_param_group(localise_group(self.param_groups[-1], stepped))
-                check_epsilon(self.optim, self.optim.param_groups, table, sharded.stepped)
-        except Exception:
-            sharded.stepped.extend(sharded.table)
-            sharded.stepped.own(sharded.binding.owned())
-            del self.param_groups[groups_before[0] :], self.optim.param_groups[groups_before[1] :]
-            raise
-        copy_options(self.optim.param_groups[-1], self.param_groups[-1])
-        sharded.order.is_as_built = False
-        sharded.extend(table, binding)
+        add = partial(super().add_param_group, param_group)
+        if hasattr(self, "_engine"):
+            add_param_group(self._engine, add)
+        else:  # called by Optimizer.__init__
+            add()
 
-    # Overlap
+    # A step
 
-    def _build_hook(
-        self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
-    ) -> CommHook:
-        """See `ddp_zero.shard.hook_with_zero_step`."""
-        hook = self._hook
-        check_has_no_hook(self._takes_hook, hook is not None, hook is not None and hook.may_be_replaced)
-        check_model(ddp, self._sharded)
-        if hook is not None:
-            hook.detach()
-        side = SideStream()
-        sums_in_fp32 = self._decision.options.accumulate_in_fp32
-        gradients = gradients_of_stage(self._reduction, self._sharded, ddp, wrapped, side, self._passes, sums_in_fp32)
-        self._passes.watch([ddp])
-        self._decision.watch.is_on = self._decision.options.nonfinite != "step"
-        self._hook = OverlapHook(
-            self._sharded,
-            ddp,
-            gradients,
-            side,
-            split=split,
-            lag=lag,
-            joinable=self,
-            overlaps=self._overlaps,
-            why_wait=_weakly(self),
-            watch=self._decision.watch,
-            passes=self._passes,
-        )
-        self._hook.machine.user_calls_step = hook is not None and hook.machine.user_calls_step
-        self._know_model(ddp)
-        return self._hook.on_bucket
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step this rank's parameters and receive the others from their owners. A collective.
 
-    def _know_model(self, ddp: DistributedDataParallel) -> None:
-        """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
-        self._sharded.follow_order_of(ddp)
-        if self._decision.options.sync == "forward":
-            wait_before_forward(ddp, self._sharded)
+        ``last_step`` records the outcome.
 
-    def _build_watch(self, ddp: DistributedDataParallel, wrapped: CommHook | None) -> CommHook:
-        """A hook that checks gradients before they are averaged, to name the rank of a non-finite one."""
-        return watching(self._decision.watch, ddp.process_group, wrapped)
+        Args:
+            closure: evaluated once, with gradients enabled, before anything is stepped.
+            **kwargs: handed to the local optimizer's ``step``.
+
+        Returns:
+            The closure's result, or what the local optimizer returned for the last bucket it stepped.
+
+        Raises:
+            NotImplementedError: for a gradient that is not dense, naming the parameter.
+            RuntimeError: if gradients are not finite and ``nonfinite="raise"``, on every rank; or if a peer failed or
+                the group's time-out passed: parameters may then be half updated.
+        """
+        return self._engine.step(closure, kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients of all parameters, including those that wait to be added to the next sum.
+
+        A collective once, in a loop without ``step()`` that has not stepped yet: it takes the first step beforehand.
+        """
+        self._engine.take_due_step()
+        with untouched() if set_to_none else nullcontext():  # zeroing must reach `AbsentGradient`
+            super().zero_grad(set_to_none)
+        self._engine.forget_gradients()
+
+    def reset(self) -> None:
+        """Drop the iteration, after an exception in forward or backward of an overlapped step.
+
+        Buckets that were stepped before the exception stay stepped; with `hook_with_zero_step` none is. If DDP itself
+        cannot continue, as after an exception in the middle of backward, wrap the model again and build a new hook.
+        """
+        self._engine.reset()
+
+    def finish_sync(self) -> None:
+        """Wait for all parameters that other ranks have stepped and that ``sync="forward"`` has left in flight.
+
+        Modules wait for their own parameters, and nearly every torch function for its arguments. Call this before other
+        code reads or writes parameters: pointers or views kept from before, extensions, methods of a process group,
+        functions of `torch.jit.script` and ``trace``, and of torch ``torch.Tensor(param)``, ``torch.tensor(param)``,
+        ``torch.as_tensor`` and ``torch.asarray`` into a different dtype, ``tensor.new_tensor(param)``,
+        ``tensor.new(param)``, ``torch.autograd.Variable(param)``, ``torch.nested.nested_tensor``,
+        ``torch.sparse_coo_tensor``, ``torch.func.grad`` and ``vmap`` of functions of parameters.
+
+        Raises:
+            RuntimeError: if a peer failed or the group's time-out passed.
+        """
+        self._engine.sharded.binding.sync.complete()
 
     @property
-    def overlap_status(self) -> OverlapStatus:
-        """The status of the plan of the overlapped step; UNINITIALIZED without overlap."""
-        return OverlapStatus.UNINITIALIZED if self._hook is None else self._hook.machine.status
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step, the same on every rank; None before the first."""
+        return self._engine.sharded.last_step
+
+    # Gradients
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Within this context backward passes only average gradients; the step is left to a later one.
+
+        In stage 2 a rank keeps only the sums of what it owns; ``ddp.no_sync()`` keeps gradients of full size but sends
+        nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
+
+        Stage 2 averages each pass on its own and adds up the averages, those of fp16 and bf16 in fp32. Stage 1 averages
+        what ``param.grad`` holds, in its dtype, as DDP does without ``no_sync()``; with ``accumulate_in_fp32`` it adds
+        up averages as stage 2 does. Last bits differ from ``ddp.no_sync()``, which adds up each rank's own gradients
+        and averages once; that also works here, and matches DDP bit for bit.
+
+        Raises:
+            RuntimeError: under Join, since a rank that has joined would take a step.
+        """
+        return accumulating(self._engine)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: Tensor | Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, between backward and step. A collective in stage 2.
+
+        With overlap it must be called from the first step on; then all steps wait for ``opt.step()``. Norms of fp16
+        and bf16 gradients are fp32; norms of scaled gradients are those of the unscaled ones.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: order of the p-norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: raise if the norm is not finite; if False, clip by it, as torch does.
+            parameters: some of the optimizer's parameters, the same on every rank, such as a group's, whose norms
+                add up in this order; None: all, in the order documented for ``max_grad_norm``.
+
+        Returns:
+            The norm of all gradients before clipping, a scalar, the same on every rank.
+
+        Raises:
+            ValueError: for a parameter that is not in the optimizer.
+            RuntimeError: if gradients were used by a step inside backward or not averaged; see ``error_if_nonfinite``.
+        """
+        return clip_grad_norm(self._engine, max_norm, norm_type, error_if_nonfinite, parameters)
+
+    def full_grad(self, param: Tensor) -> Tensor | None:
+        """The whole averaged gradient of a parameter, on every rank. A collective in stage 2.
+
+        Args:
+            param: one of the optimizer's parameters, the same on every rank.
+
+        Returns:
+            A new tensor in the parameter's shape and dtype; None if the parameter has no gradient.
+
+        Raises:
+            ValueError: if the parameter is not in the optimizer.
+            RuntimeError: if the step inside backward has used the gradient up, or if no reduction has averaged it.
+        """
+        return full_grad(self._engine, param)
+
+    # Loss scale and masters
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, to call ``backward()`` on; the step divides the scale out again.
+
+        Raises:
+            RuntimeError: without ``loss_scale=``.
+        """
+        if self.loss_scale is None:
+            raise RuntimeError(
+                "Expected a loss scale, got none. Build the optimizer with loss_scale=DynamicLossScale()."
+            )
+        return loss * self.loss_scale
 
     @property
-    def overlap_phase(self) -> Phase:
-        """Where the current iteration of the overlapped step is; REST without overlap."""
-        return Phase.REST if self._hook is None else self._hook.machine.phase
+    def loss_scale(self) -> float | None:
+        """What `scale` multiplies by now; None without ``loss_scale=``."""
+        scale = self._engine.decision.loss_scale
+        return None if scale is None else scale.value
+
+    @property
+    def master_weights(self) -> dict[Tensor, Tensor]:
+        """The fp32 masters of parameters that this rank owns, by parameter; empty without ``master_weights=True``."""
+        return self._engine.sharded.master_weights()
+
+    def refresh_master_weights(self) -> None:
+        """Copy the model's parameters to the masters, after writing to the model. Never communicates.
+
+        Raises:
+            RuntimeError: without ``master_weights=True``; between a backward pass that has stepped and ``opt.step()``.
+        """
+        self._engine.check_before_step("opt.refresh_master_weights()")
+        self._engine.sharded.refresh_masters()
+
+    # State dicts
+
+    @property  # type: ignore[override]
+    def state(self) -> State:
+        """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer.
+
+        With master weights, which are in ``master_weights``, a new dict at each access.
+        """
+        return self._whole.state() if hasattr(self, "_whole") else self.optim.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if hasattr(self, "optim"):  # Optimizer.__init__ sets an empty one before there is a local optimizer
+            self.optim.state = state  # type: ignore[assignment]
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on one rank, whose `state_dict` then returns it until the next step. A collective.
+
+        Args:
+            to: rank in the group that receives. It holds the whole state afterwards, on the devices where the unsharded
+                optimizer would; the other ranks send one parameter's state at a time. After one call for each rank, all
+                hold it, as `torch.distributed.checkpoint.state_dict` expects.
+
+        Raises:
+            ValueError: if ``to`` is not a rank of the group or differs between ranks.
+            TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
+        """
+        self._whole.gather(to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
+
+        With one rank, and before the first step, no consolidation is needed: every rank knows the whole state.
+
+        Raises:
+            RuntimeError: if the state as it is now was not consolidated to this rank.
+        """
+        return self._whole.pack(super().state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the unsharded optimizer's state dict, of which this rank keeps what it owns. Never communicates.
+
+        Args:
+            state_dict: from the plain optimizer, from torch's ZeroRedundancyOptimizer or from this one, at any number
+                of ranks. Every rank loads the same. It is not modified, and later steps do not change its tensors.
+
+        Raises:
+            ValueError: if it does not fit, naming the group or the parameter and why. Nothing is changed then.
+            RuntimeError: between a backward pass that has stepped and ``opt.step()``.
+        """
+        self._engine.check_before_step("opt.load_state_dict()")
+        self._whole.load(self, state_dict)
+
+    def sharded_state_dict(self, model: nn.Module | None = None, *, init_missing: bool = False) -> dict[str, Any]:
+        """This rank's part of the state, by fully qualified name, for direct use of `torch.distributed.checkpoint`.
+
+        Ranks have different keys, which `torch.distributed.checkpoint.save` joins. Never communicates.
+        `ddp_zero.checkpoint` does all of it, and loads without unpickling.
+
+        Args:
+            model: whose names to use; may be left out if the optimizer was built from named parameters.
+            init_missing: add zeros for states that do not exist yet, as before the first step, so that
+                `torch.distributed.checkpoint.load` has tensors to read into.
+
+        Returns:
+            ``{"state": {name: state}, "param_groups": [...]}``; tensors are the optimizer's own, masters included.
+
+        Raises:
+            ValueError: if a parameter has no name.
+        """
+        return self._shard.pack(model, init_missing)
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module | None = None) -> None:
+        """Load what `sharded_state_dict` returned, for this rank's parameters at least. Never communicates.
+
+        Args:
+            state_dict: as read by `torch.distributed.checkpoint.load`; it is copied.
+            model: as for ``sharded_state_dict``; load its parameters before.
+
+        Raises:
+            ValueError: if it does not fit, naming the parameter; nothing is changed then.
+        """
+        self.load_state_dict(self._shard.by_index(state_dict, model))
+        self._shard.loaded()
 
     # Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What `torch.distributed.algorithms.Join` runs on ranks that have joined; see `ddp_zero.step.join`."""
-        return ZeroJoinHook(self)
+        return ZeroJoinHook(self, self._engine.step_joined)
 
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._sharded.table.params[0].device
+        return self._engine.sharded.table.params[0].device
 
     @property
     def join_process_group(self) -> Any:
         """The group whose ranks may run out of inputs at different times."""
-        return self._comm.process_group
+        return self.process_group
 
     # Copies
 
@@ -281,31 +447,14 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
         """A copy over copied parameters, on the same process group; copy model and optimizer together to link them."""
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
-        clone._comm = self._comm
+        sharded = self._engine.sharded
         clone.parameters_as_bucket_view = self.parameters_as_bucket_view
-        clone._overlaps = self._overlaps
-        clone._reduction = self._reduction
-        clone._waits_because = self._waits_because
         clone._build = self._build
-        clone._hook = None
-        clone._passes = ForwardPasses(_weakly_before(clone))
         Joinable.__init__(clone)
         clone.optim = copy.deepcopy(self.optim, memo)
         groups = copy.deepcopy(self.param_groups, memo)
         Optimizer.__setstate__(clone, {"defaults": clone.optim.defaults, "param_groups": groups})
-        table = ParameterTable(groups)
-        binding = self._sharded.binding.extended(table)
-        stepped = SteppedTensors(table, self._sharded.stepped.has_masters)
-        for index, master in self._sharded.stepped.masters.items():
-            stepped.put(index, copy.deepcopy(master, memo))
-        if not self._sharded.stepped.are_fresh:
-            stepped.note_versions()
-        clone._sharded = ShardedStep(self._comm, table, binding, clone.optim, clone, stepped)
-        clone._decision = Decision(clone._sharded, self._decision.options)
-        clone._decision.loss_scale = copy.deepcopy(self._decision.loss_scale, memo)
-        clone._sharded.order = copy.deepcopy(self._sharded.order, memo)
-        clone._sharded.norm_order = self._sharded.norm_order
-        clone._sharded.extend(table, binding)
+        clone._assemble(self._engine.copied(clone, sharded.copied(clone, clone.optim, memo), memo))
         return clone
 
     def __getstate__(self) -> dict[str, Any]:
@@ -314,84 +463,66 @@ class ZeroRedundancyOptimizer(ShowsOwnState, ForwardsMethods):
             "consolidate_state_dict() followed by state_dict() instead."
         )
 
-    # Utilities
+    if not TYPE_CHECKING:  # so that a misspelt name is still an error
+
+        def __getattr__(self, name: str) -> Any:
+            """A public attribute of the inner optimizer that is not defined here; methods become collectives."""
+            return attribute_of_inner(self, name)
+
+    # Information
+
+    @property
+    def overlap_status(self) -> OverlapStatus:
+        """The status of the plan of the overlapped step; UNINITIALIZED without overlap."""
+        hook = self._engine.hook
+        return OverlapStatus.UNINITIALIZED if hook is None else hook.machine.status
+
+    @property
+    def overlap_phase(self) -> Phase:
+        """Where the current iteration of the overlapped step is; REST without overlap."""
+        hook = self._engine.hook
+        return Phase.REST if hook is None else hook.machine.phase
 
     def explain(self) -> str:
         """What each rank owns, how balanced it is and what a step sends, as text. Never communicates."""
-        flat = "flat storage" if self.parameters_as_bucket_view else "storage of their own"
-        mode = "overlapped with DDP" if self._overlaps else "standalone"
-        lines = [
-            f"ZeroRedundancyOptimizer({type(self.optim).__name__}), stage {self.stage}, {mode}: rank {self.rank} of "
-            f"{self.world_size}, parameters in {flat}"
-        ]
-        if self._hook is not None:
-            lines += self._hook.describe()
-        plan = self._sharded.binding.plan
-        if self._decision.options.sync == "forward":
-            where = "in the next forward pass" if self._sharded.leaves_syncs else "at the end of the step: see sync="
-            lines.append(f"parameters of others are waited for {where}")
-        lines += [describe_shards(plan, self.rank, state_bytes(self.optim.state)), draw_buckets(plan)]
-        return "\n".join(lines)
+        return explain(self._engine, self.parameters_as_bucket_view)
 
     def __repr__(self) -> str:
-        owned = len(self._sharded.binding.owned())
+        sharded = self._engine.sharded
+        owned = len(sharded.binding.owned())
         return (
             f"ZeroRedundancyOptimizer of {type(self.optim).__name__}, rank {self.rank} of {self.world_size}, "
-            f"{owned} of {len(self._sharded.table)} parameters owned\n{super().__repr__()}"
+            f"{owned} of {len(sharded.table)} parameters owned\n{super().__repr__()}"
         )
-
-    # Properties
 
     @property
     def stage(self) -> int:
         """1: optimizer state is sharded; 2: gradients too."""
-        return 1 if self._reduction is None else 2
+        return self._engine.stage
 
     @property
     def rank(self) -> GroupRank:
         """This process's rank in the group."""
-        return self._comm.group_rank
+        return self._engine.sharded.comm.group_rank
 
     @property
     def global_rank(self) -> GlobalRank:
         """This process's rank in the whole job."""
-        return self._comm.global_rank(self._comm.group_rank)
+        comm = self._engine.sharded.comm
+        return comm.global_rank(comm.group_rank)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
-        return self._comm.world_size
+        return self._engine.sharded.comm.world_size
 
     @property
     def process_group(self) -> ProcessGroup:
         """The group whose ranks share the optimizer."""
-        return self._comm.process_group
-
-
-def _weakly_before(optimizer: ZeroRedundancyOptimizer) -> BeforeForward:
-    """A callback for forward passes that holds the optimizer weakly and does nothing once that is gone."""
-    reference = weakref.ref(optimizer)
-
-    def before(ddp: DistributedDataParallel) -> None:
-        alive = reference()
-        if alive is not None:
-            alive._before_forward(ddp)
-
-    return before
+        return self._engine.sharded.comm.process_group
 
 
 def library_options() -> list[str]:
     """The names of this library's own options."""
     names = inspect.signature(ZeroRedundancyOptimizer.__init__).parameters
     return [name for name in names if name not in ("self", "params", "optimizer_class", "defaults")]
-
-
-def _weakly(optimizer: ZeroRedundancyOptimizer) -> Callable[[], str | None]:
-    """`_why_wait` for the optimizer's own hook, without a cycle that only the garbage collector could free."""
-    reference = weakref.ref(optimizer)
-
-    def why_wait() -> str | None:
-        alive = reference()
-        return None if alive is None else alive._why_wait()
-
-    return why_wait

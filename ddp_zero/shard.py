@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.backward.gradients import CommHook
+from ddp_zero.backward.gradients import CommHook, watching
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.local.arguments import Grouping, check_class, check_flags, check_known, grouped
@@ -45,7 +45,7 @@ def hook_with_zero_step(
         ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or has a
             hook already.
     """
-    return zero._build_hook(ddp, hook, split=shard_buckets, lag=None)
+    return zero._engine.build_hook(ddp, hook, split=shard_buckets, lag=None)
 
 
 def hook_with_zero_step_interleaved(
@@ -55,7 +55,7 @@ def hook_with_zero_step_interleaved(
 
     Bucket *i* is stepped when bucket *i + 1* arrives, so that its reduction has had time to resolve.
     """
-    return zero._build_hook(ddp, hook, split=shard_buckets, lag=_INTERLEAVED_LAG)
+    return zero._engine.build_hook(ddp, hook, split=shard_buckets, lag=_INTERLEAVED_LAG)
 
 
 def shard_optimizer(  # noqa: D417  # options that are those of the class are documented there
@@ -133,7 +133,7 @@ def _build(
     zero = ZeroRedundancyOptimizer(
         groups, optimizer_class, process_group=ddp.process_group, overlap_with_ddp=overlap, **own, **options
     )
-    zero._sharded.table.learn_names(named)
+    zero._engine.sharded.table.learn_names(named)
     return zero
 
 
@@ -147,14 +147,14 @@ def _connect(
 ) -> ZeroRedundancyOptimizer:
     """Register the hook that the optimizer needs on the model, and make the model known to the optimizer."""
     state = ddp.process_group if hook_state is None else hook_state
-    if zero._takes_hook:
+    if zero._engine.takes_hook:
         is_interleaved = zero.stage == 2 if interleaved is None else interleaved
         build = hook_with_zero_step_interleaved if is_interleaved else hook_with_zero_step
         ddp.register_comm_hook(state, build(hook, ddp, zero, shard_buckets))
         return zero
-    zero._know_model(ddp)
-    if hook is not None or zero._decision.watch.is_on:  # else DDP's own reduction suffices
-        ddp.register_comm_hook(state, zero._build_watch(ddp, hook))
+    zero._engine.know_model(ddp)
+    if hook is not None or zero._engine.decision.watch.is_on:  # else DDP's own reduction suffices
+        ddp.register_comm_hook(state, watching(zero._engine.decision.watch, ddp.process_group, hook))
     return zero
 
 

@@ -7,23 +7,57 @@ gradients themselves, or compute them from something that does not depend on dat
 
 from collections.abc import Sequence
 
+from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.local.absent import is_present
 from ddp_zero.local.digest import sum_of_bits
 from ddp_zero.step.sharded_step import ShardedStep
 
 _NONE = -1
 
-NO_PASS = (
+_NO_PASS = (
     "no backward pass since was reduced. Run the last backward pass before opt.step() outside ddp.no_sync() and "
     "through the DDP model, or drop left-over gradients with opt.zero_grad()."
 )
-NO_BUCKET = (
+_NO_BUCKET = (
     "DDP does not reduce it, since it was frozen when the model was wrapped or is not part of the model. Wrap the "
     "model again while it is trainable, average its gradient before the step, or freeze it."
 )
 
 
-def check_averaged(sharded: ShardedStep, indices: Sequence[int], why: str) -> None:
+def check_reduced(sharded: ShardedStep, passes: ForwardPasses, *, is_local: bool, has_hook: bool) -> None:
+    """Before gradients are used: have ranks compare those that no reduction is known to have averaged.
+
+    A collective only if there are any.
+
+    Args:
+        sharded: the step.
+        passes: the forward passes of the models over the parameters.
+        is_local: whether no gradient was reduced since the last step.
+        has_hook: whether the optimizer's hook has seen which parameters DDP reduces.
+
+    Raises:
+        RuntimeError: on every rank, naming a parameter.
+    """
+    params = sharded.table.params
+    if is_local:
+        _check_same(sharded, range(len(params)), _NO_PASS)
+    elif has_hook:
+        check_unreduced(sharded)
+    elif passes.reduces_fewer_than(sum(param.requires_grad for param in params)):
+        _check_same(sharded, range(len(params)), _NO_BUCKET)
+
+
+def check_unreduced(sharded: ShardedStep) -> None:
+    """Have ranks compare gradients of parameters that are in none of DDP's buckets. A collective if there are any.
+
+    Raises:
+        RuntimeError: on every rank, naming a parameter.
+    """
+    if sharded.binding.not_reduced:
+        _check_same(sharded, sharded.binding.not_reduced, _NO_BUCKET)
+
+
+def _check_same(sharded: ShardedStep, indices: Sequence[int], why: str) -> None:
     """Check that the gradients of some parameters are the same on every rank. A collective.
 
     Args:

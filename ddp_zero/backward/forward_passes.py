@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.backward.reducer import count_reduced, will_reduce
+from ddp_zero.backward.reducer import count_reduced, models_over, will_reduce
 
 BeforeForward = Callable[[DistributedDataParallel], None]
 
@@ -39,12 +39,17 @@ class ForwardPasses:
         self._is_expected = False
         self._misses = 0
 
-    def should_search(self) -> bool:
-        """Whether to look for models: if none is known, True at the first, second, fourth ... call."""
-        if any(reference() is not None for reference in self._models):
+    def find_models(self, params: Sequence[Tensor]) -> bool:
+        """Find the DDP models over some parameters, unless one is known, and watch them; not at every call.
+
+        Returns:
+            True if models were found.
+        """
+        if not self._should_search():
             return False
-        self._misses += 1
-        return self._misses & (self._misses - 1) == 0
+        models = models_over(params)
+        self.watch(models)
+        return bool(models)
 
     def watch(self, models: Sequence[DistributedDataParallel]) -> None:
         """Watch these models and no others from now on."""
@@ -90,6 +95,13 @@ class ForwardPasses:
             self.last_is_local = not will_reduce(model)
             self._is_expected |= not self.last_is_local
             self._before(model)
+
+    def _should_search(self) -> bool:
+        """If no model is known, True at the first, second, fourth ... call."""
+        if any(reference() is not None for reference in self._models):
+            return False
+        self._misses += 1
+        return self._misses & (self._misses - 1) == 0
 
 
 class _PreHook:

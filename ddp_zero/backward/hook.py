@@ -33,7 +33,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.backward.admission import UnusedParameters, check_bucket_of, check_none_unused, sparse_gradient
-from ddp_zero.backward.averaged import NO_BUCKET, check_averaged
+from ddp_zero.backward.averaged import check_unreduced
 from ddp_zero.backward.backward_step import BackwardStep
 from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.gradients import Gradients
@@ -342,9 +342,8 @@ class OverlapHook:
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
         """Step from published gradients, or from a peer's on a rank that has joined."""
-        unreduced = self._sharded.binding.not_reduced
-        if unreduced and self._choice.regime is Regime.DEFERRED and not self._step.join_is_on():
-            check_averaged(self._sharded, unreduced, NO_BUCKET)
+        if self._choice.regime is Regime.DEFERRED and not self._step.join_is_on():
+            check_unreduced(self._sharded)
         self.gradients.lend_all(has_joined)
         for action in self.machine.backward_finished():
             if isinstance(action, AdoptLayout):

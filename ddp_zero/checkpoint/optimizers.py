@@ -185,12 +185,13 @@ class ShardedState:
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.optimizer: Optimizer = optimizer
         self.inner = optimizer.optim
-        self.table = optimizer._sharded.table
+        self.table = optimizer._engine.sharded.table
         self._zero = optimizer
+        self._engine = optimizer._engine
 
     def check(self) -> None:
         """Check that no backward pass is under way and none waits for ``opt.step()``."""
-        self._zero._check_between_steps()
+        self._engine.check_between_steps()
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
         """The parameters that this rank owns by the plan."""
@@ -198,38 +199,38 @@ class ShardedState:
 
     def kept(self) -> list[int]:
         """The parameters that this rank owns by the plan."""
-        return self._zero._sharded.binding.owned()
+        return self._engine.sharded.binding.owned()
 
     def state(self) -> dict[int, dict[Any, Any]]:
         """The states of owned parameters, masters included."""
-        return self._zero._owned_state()
+        return self._zero._shard.owned_state()
 
     def births(self) -> Mapping[int, Birth]:
         """The creation key of each state, by step first, then by parameter; see `StateOrder`."""
-        sharded = self._zero._sharded
+        sharded = self._engine.sharded
         return {index: sharded.order.of(sharded.stepped[index], index) for index in self.state()}
 
     def scale(self) -> dict[str, float] | None:
         """The state of ``loss_scale=DynamicLossScale()``, or None."""
-        scale = self._zero._decision.loss_scale
+        scale = self._engine.decision.loss_scale
         return scale.state_dict() if scale is not None and scale.is_dynamic else None
 
     def master(self, index: int) -> Tensor | None:
         """The master of a parameter on its owner; else None."""
-        return self._zero._sharded.stepped.master(index)
+        return self._engine.sharded.stepped.master(index)
 
     def wants_master(self, index: int) -> bool:
         """True for low-precision parameters with ``master_weights=True``."""
-        return self._zero._sharded.stepped.wants_master(index)
+        return self._engine.sharded.stepped.wants_master(index)
 
     def check_fits(self, state_dict: StateDict) -> None:
         """Run the checks of ``load_state_dict``."""
-        self._zero._check_fits(state_dict)
+        self._zero._shard.check_fits(state_dict)
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """Drop the current iteration, if any, and load."""
         self._zero.reset()
-        self._zero._load_owned(state_dict, order)
+        self._zero._shard.load_owned(self._zero, state_dict, order)
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,70 +1,56 @@
 """A rank's part of the state, for sharded checkpoints: by index for this library's own, by name for others."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms.join import _JoinConfig
+from torch.optim import Optimizer
 
-from ddp_zero.backward.machine import Phase
 from ddp_zero.local.inner import fresh_state, rehearse_load
 from ddp_zero.local.live_model import LiveModel, by_group, clean
 from ddp_zero.local.masters import with_masters
-from ddp_zero.state.restrict import restrict_state_dict
-from ddp_zero.state.whole_dict import SCALE_KEY, ConsolidatesState, is_index
+from ddp_zero.state.whole_dict import WholeDict, is_index
+from ddp_zero.step.sharded_step import ShardedStep
 
 
-class ShowsOwnState(ConsolidatesState):
-    """An optimizer that gives and takes this rank's part of its state. Nothing here communicates."""
+class ShardDict:
+    """This rank's part of the state, given and taken. Nothing here communicates.
 
-    _join_config: _JoinConfig
+    Args:
+        sharded: the step.
+        whole: the whole state dict.
+    """
 
-    def sharded_state_dict(self, model: nn.Module | None = None, *, init_missing: bool = False) -> dict[str, Any]:
-        """This rank's part of the state, by fully qualified name, for direct use of `torch.distributed.checkpoint`.
+    def __init__(self, sharded: ShardedStep, whole: WholeDict) -> None:
+        self._sharded = sharded
+        self._whole = whole
 
-        Ranks have different keys, which `torch.distributed.checkpoint.save` joins. Never communicates.
-        `ddp_zero.checkpoint` does all of it, and loads without unpickling.
+    # By name
 
-        Args:
-            model: whose names to use; may be left out if the optimizer was built from named parameters.
-            init_missing: add zeros for states that do not exist yet, as before the first step, so that
-                `torch.distributed.checkpoint.load` has tensors to read into.
-
-        Returns:
-            ``{"state": {name: state}, "param_groups": [...]}``; tensors are the optimizer's own, masters included.
-
-        Raises:
-            ValueError: if a parameter has no name.
-        """
+    def pack(self, model: nn.Module | None, init_missing: bool) -> dict[str, Any]:
+        """See `ZeroRedundancyOptimizer.sharded_state_dict`."""
+        sharded = self._sharded
         names = self._qualified_names(model)
-        found = self._owned_state()
-        states: dict[str, Any] = {names[index]: dict(state) for index, state in found.items()}
-        whole: Mapping[Any, Any] = self.optim.state
+        states: dict[str, Any] = {names[index]: dict(state) for index, state in self.owned_state().items()}
+        whole: Mapping[Any, Any] = sharded.inner.state
         states.update({key: value for key, value in whole.items() if isinstance(key, str)})
         if init_missing:
-            for index in filter(self._is_trainable, self._sharded.binding.owned()):
-                if self._sharded.stepped[index] not in self.optim.state:
-                    fresh = fresh_state(self.optim, self._sharded.stepped[index])
+            for index in filter(self._is_trainable, sharded.binding.owned()):
+                if sharded.stepped[index] not in sharded.inner.state:
+                    fresh = fresh_state(sharded.inner, sharded.stepped[index])
                     states[names[index]] = {**fresh, **states.get(names[index], {})}
         groups = [
             {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
-            for group, params in zip(self.param_groups, by_group(names, self.param_groups), strict=True)
+            for group, params in zip(sharded.param_groups, by_group(names, sharded.param_groups), strict=True)
         ]
-        scale = self._decision.loss_scale
-        dynamic = {SCALE_KEY: scale.state_dict()} if scale is not None and scale.is_dynamic else {}
-        return {"state": states, "param_groups": groups, **dynamic}
+        return {"state": states, "param_groups": groups, **self._whole.scale_entry()}
 
-    def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module | None = None) -> None:
-        """Load what `sharded_state_dict` returned, for this rank's parameters at least. Never communicates.
-
-        Args:
-            state_dict: as read by `torch.distributed.checkpoint.load`; it is copied.
-            model: as for ``sharded_state_dict``; load its parameters before.
+    def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
+        """A state dict that refers to parameters by index, from one that refers to them by name.
 
         Raises:
-            ValueError: if it does not fit, naming the parameter; nothing is changed then.
+            ValueError: if it has other parameters, naming the first that differs.
         """
         names = self._qualified_names(model)
         saved = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -79,8 +65,11 @@ class ShowsOwnState(ConsolidatesState):
             {**group, "params": [index_of[name] for name in group["params"]]} for group in state_dict["param_groups"]
         ]
         states = {index_of.get(name, name): state for name, state in state_dict["state"].items()}
-        self.load_state_dict({**state_dict, "state": states, "param_groups": groups})
-        self._sharded.order.is_at_birth = False  # other ranks may have loaded states
+        return {**state_dict, "state": states, "param_groups": groups}
+
+    def loaded(self) -> None:
+        """After a load: other ranks may have loaded states of their own."""
+        self._sharded.order.is_at_birth = False
 
     def _is_trainable(self, index: int) -> bool:
         return self._sharded.table.params[index].requires_grad
@@ -89,7 +78,7 @@ class ShowsOwnState(ConsolidatesState):
         table = self._sharded.table
         if model is not None:
             return LiveModel(model).names_of(table)
-        given = [name for group in self.param_groups for name in group.get("param_names", [])]
+        given = [name for group in self._sharded.param_groups for name in group.get("param_names", [])]
         if len(given) != len(table):
             raise ValueError(
                 f"Expected a name for each of {len(table)} parameters, got {len(given)}. Give the model, or build the "
@@ -100,57 +89,31 @@ class ShowsOwnState(ConsolidatesState):
 
     # By index, for `ddp_zero.checkpoint`
 
-    def _check_between_steps(self) -> None:
-        """Check that no backward pass is under way and that no step is pending.
-
-        Raises:
-            RuntimeError: if one is, with the remedy.
-        """
-        if self._join_config.enable:
-            raise RuntimeError(
-                "Expected to be outside Join, got a save inside it: ranks that have joined would not take part. Save "
-                "after the Join context."
-            )
-        self._sharded.check_masters()
-        hook = self._hook
-        if hook is None or hook.machine.phase in (Phase.REST, Phase.STEPPED):
-            return
-        found = "gradients that wait for it" if hook.is_waiting else "a backward pass under way"
-        raise RuntimeError(
-            f"Expected to be between two steps, after opt.step(), got {found} ({hook.machine.where}). Call opt.step() "
-            "before saving."
-        )
-
-    def _owned_state(self) -> dict[int, dict[Any, Any]]:
+    def owned_state(self) -> dict[int, dict[Any, Any]]:
         """The states of what this rank owns, by parameter index, with masters, in the unsharded order. Not copied."""
         sharded = self._sharded
         sharded.stepped.follow_model()
-        sharded.order.note_new(self.optim.state, sharded.stepped.index_of)
-        by_index = with_masters(self.optim.state, sharded.stepped)
-        return {index: by_index[index] for index in sorted(filter(is_index, by_index), key=self._birth_of)}
+        sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of)
+        by_index = with_masters(sharded.inner.state, sharded.stepped)
+        return {index: by_index[index] for index in sorted(filter(is_index, by_index), key=self._whole.birth_of)}
 
-    def _check_fits(self, state_dict: dict[str, Any]) -> None:
-        """Check that `_load_owned` would accept a state dict, whose tensors may be without memory.
+    def check_fits(self, state_dict: dict[str, Any]) -> None:
+        """Check that `load_owned` would accept a state dict, whose tensors may be without memory.
 
         Raises:
             ValueError: if not, naming the group or the parameter and why; TypeError for a loss scale that is no number.
         """
-        scale = self._decision.loss_scale
-        if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
-            copy.copy(scale).load_state_dict(state_dict[SCALE_KEY])
-        sharded = self._sharded
-        local, *_ = restrict_state_dict(state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped)
-        rehearse_load(self.optim, local)
+        self._whole.check_scale(state_dict)
+        local, *_ = self._whole.restrict(state_dict)
+        rehearse_load(self._sharded.inner, local)
 
-    def _load_owned(self, state_dict: dict[str, Any], order: Sequence[int]) -> None:
-        """As `load_state_dict`, but states are taken over without a copy, and masters are not checked.
+    def load_owned(self, optimizer: Optimizer, state_dict: dict[str, Any], order: Sequence[int]) -> None:
+        """As ``load_state_dict``, but states are taken over without a copy, and masters are not checked.
 
         Args:
+            optimizer: the exposed one, for its hooks.
             state_dict: may leave out the states of parameters that this rank does not own.
             order: the parameters that have a state on any rank, as the unsharded optimizer would have them.
         """
-        sharded = self._sharded
-        local, _, masters = restrict_state_dict(
-            state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped
-        )
-        self._take_over(state_dict, local, order, masters)
+        local, _, masters = self._whole.restrict(state_dict)
+        self._whole.take_over(optimizer, state_dict, local, order, masters)

@@ -1,4 +1,4 @@
-"""The state-dict half of `ZeroRedundancyOptimizer`: the unsharded optimizer's ``state_dict``, from shards."""
+"""The unsharded optimizer's ``state_dict``, from shards, and back."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.backward.hook import OverlapHook
-from ddp_zero.comm.communicator import Communicator
 from ddp_zero.local.masters import MASTER_KEY, check_masters, with_masters
 from ddp_zero.local.tree import as_bytes, flatten
 from ddp_zero.plan.partition import GroupRank
@@ -22,61 +20,48 @@ from ddp_zero.step.state_order import State
 SCALE_KEY = "loss_scale"
 """The key of a dynamic loss scale in a state dict; plain optimizers ignore it."""
 
+BuildInner = Callable[[list[dict[str, Any]], Mapping[Tensor, Tensor]], Optimizer]
 
-class ConsolidatesState(Optimizer):
-    """An optimizer whose state is spread over ranks and consolidated on request.
+
+class WholeDict:
+    """The unsharded optimizer's state dict: gathered, shown and loaded.
+
+    Args:
+        sharded: the step.
+        decision: holds the loss scale.
+        build: builds the inner optimizer over given groups.
 
     Attributes:
-        optim: the local optimizer, over this rank's parameters.
+        is_packing: True while the state dict is being built: `state` is then that of all ranks.
     """
 
-    optim: Optimizer
-    _comm: Communicator
-    _sharded: ShardedStep
-    _decision: Decision
-    _hook: OverlapHook | None
-    _build: Callable[[list[dict[str, Any]], Mapping[Tensor, Tensor]], Optimizer]
-    _is_packing = False
+    def __init__(self, sharded: ShardedStep, decision: Decision, build: BuildInner) -> None:
+        self.is_packing = False
+        self._sharded = sharded
+        self._decision = decision
+        self._build = build
 
-    @property  # type: ignore[override]
     def state(self) -> State:
-        """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer.
-
-        With master weights, which are in ``master_weights``, a new dict at each access.
-        """
-        if self._is_packing:
+        """See `ZeroRedundancyOptimizer.state`."""
+        if self.is_packing:
             return self._whole_state()
-        if hasattr(self, "_sharded") and self._sharded.stepped.has_masters:
-            params, index_of = self._sharded.table.params, self._sharded.stepped.index_of
-            items = self.optim.state.items()
-            return {params[index_of(key)] if isinstance(key, Tensor) else key: value for key, value in items}
-        return self.optim.state
+        sharded = self._sharded
+        if not sharded.stepped.has_masters:
+            return sharded.inner.state
+        params, index_of = sharded.table.params, sharded.stepped.index_of
+        items = sharded.inner.state.items()
+        return {params[index_of(key)] if isinstance(key, Tensor) else key: value for key, value in items}
 
-    @state.setter
-    def state(self, state: State) -> None:
-        if hasattr(self, "optim"):  # Optimizer.__init__ sets an empty one before there is a local optimizer
-            self.optim.state = state  # type: ignore[assignment]
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on one rank, whose `state_dict` then returns it until the next step. A collective.
-
-        Args:
-            to: rank in the group that receives. It holds the whole state afterwards, on the devices where the unsharded
-                optimizer would; the other ranks send one parameter's state at a time. After one call for each rank, all
-                hold it, as `torch.distributed.checkpoint.state_dict` expects.
-
-        Raises:
-            ValueError: if ``to`` is not a rank of the group or differs between ranks.
-            TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
-        """
+    def gather(self, to: int) -> None:
+        """See `ZeroRedundancyOptimizer.consolidate_state_dict`."""
         sharded = self._sharded
         sharded.local_step.mirror_to_inner()
         sharded.stepped.follow_model()
         gathered = gather_state(
-            self._comm,
+            sharded.comm,
             sharded.table,
             sharded.binding.owners,
-            self.optim.state,
+            sharded.inner.state,
             sharded.order,
             sharded.stepped,
             GroupRank(to),
@@ -84,79 +69,105 @@ class ConsolidatesState(Optimizer):
         if gathered is not None:
             sharded.snapshot = gathered  # one that this rank received before is still current
 
-    def state_dict(self) -> dict[str, Any]:
-        """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
-
-        With one rank, and before the first step, no consolidation is needed: every rank knows the whole state.
-
-        Raises:
-            RuntimeError: if the state as it is now was not consolidated to this rank.
-        """
-        sharded = self._sharded
-        if sharded.snapshot is None and self._comm.world_size > 1 and not sharded.order.is_at_birth:
-            raise self._not_consolidated("the state after the last step")
-        self._is_packing = True
-        try:
-            packed = super().state_dict()
-        finally:
-            self._is_packing = False
-        scale = self._decision.loss_scale
-        return packed if scale is None or not scale.is_dynamic else {**packed, SCALE_KEY: scale.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the unsharded optimizer's state dict, of which this rank keeps what it owns. Never communicates.
+    def pack(self, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `ZeroRedundancyOptimizer.state_dict`.
 
         Args:
-            state_dict: from the plain optimizer, from torch's ZeroRedundancyOptimizer or from this one, at any number
-                of ranks. Every rank loads the same. It is not modified, and later steps do not change its tensors.
-
-        Raises:
-            ValueError: if it does not fit, naming the group or the parameter and why. Nothing is changed then.
-            RuntimeError: between a backward pass that has stepped and ``opt.step()``.
+            build: makes a state dict of the exposed groups and of `state`.
         """
-        if self._hook is not None:
-            self._hook.check_before_step("opt.load_state_dict()")
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
         sharded = self._sharded
-        local, indices, masters = restrict_state_dict(
-            state_dict, self.param_groups, sharded.table, self.optim, sharded.stepped
-        )
-        check_masters(sharded.table, masters)
-        local["state"] = copy.deepcopy(local["state"])
-        self._take_over(state_dict, local, indices, masters)
+        if sharded.snapshot is None and sharded.comm.world_size > 1 and not sharded.order.is_at_birth:
+            raise self._not_consolidated("the state after the last step")
+        self.is_packing = True
+        try:
+            packed = build()
+        finally:
+            self.is_packing = False
+        return {**packed, **self.scale_entry()}
 
-    def _take_over(
-        self, state_dict: dict[str, Any], local: dict[str, Any], indices: Sequence[int], masters: dict[int, Tensor]
+    def load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """See `ZeroRedundancyOptimizer.load_state_dict`.
+
+        Args:
+            optimizer: the exposed one, for its hooks.
+            state_dict: as documented there.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(optimizer, state_dict) or state_dict
+        local, indices, masters = self.restrict(state_dict)
+        check_masters(self._sharded.table, masters)
+        local["state"] = copy.deepcopy(local["state"])
+        self.take_over(optimizer, state_dict, local, indices, masters)
+
+    def restrict(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
+        """What a whole state dict holds for this rank; see `restrict_state_dict`."""
+        sharded = self._sharded
+        return restrict_state_dict(state_dict, sharded.param_groups, sharded.table, sharded.inner, sharded.stepped)
+
+    def take_over(
+        self,
+        optimizer: Optimizer,
+        state_dict: dict[str, Any],
+        local: dict[str, Any],
+        indices: Sequence[int],
+        masters: dict[int, Tensor],
     ) -> None:
+        """Load what this rank holds of a state dict, without copying its tensors.
+
+        Args:
+            optimizer: the exposed one, for its hooks.
+            state_dict: the whole one.
+            local: that of the inner optimizer.
+            indices: the parameters that have a state on any rank, as the unsharded optimizer would have them.
+            masters: by index.
+        """
         scale = self._decision.loss_scale
         if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
             scale.load_state_dict(state_dict[SCALE_KEY])
-        self.optim.load_state_dict(local)
         sharded = self._sharded
+        sharded.inner.load_state_dict(local)
         sharded.stepped.refresh(masters)
-        keep_limits(self.optim.param_groups, self.param_groups)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        keep_limits(sharded.inner.param_groups, sharded.param_groups)
+        for group, saved in zip(sharded.param_groups, state_dict["param_groups"], strict=True):
             if "param_names" in saved:
                 group["param_names"] = list(saved["param_names"])
         sharded.loaded(indices)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            post_hook(optimizer)
+
+    def scale_entry(self) -> dict[str, Any]:
+        """The entry of a dynamic loss scale in a state dict; empty without one."""
+        scale = self._decision.loss_scale
+        return {} if scale is None or not scale.is_dynamic else {SCALE_KEY: scale.state_dict()}
+
+    def check_scale(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state dict's loss scale, if it is dynamic, could be loaded.
+
+        Raises:
+            TypeError: for one that is no number; ValueError for one out of range.
+        """
+        scale = self._decision.loss_scale
+        if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
+            copy.copy(scale).load_state_dict(state_dict[SCALE_KEY])
+
+    def birth_of(self, index: int) -> tuple[int, int]:
+        """The key by which the unsharded optimizer orders a parameter's state."""
+        return self._sharded.order.of(self._sharded.stepped[index], index)
 
     def _whole_state(self) -> State:
         sharded = self._sharded
         if sharded.snapshot is not None:
             return sharded.snapshot
-        if self._comm.world_size > 1:
+        if sharded.comm.world_size > 1:
             return self._state_at_birth()
         sharded.stepped.follow_model()
-        sharded.order.note_new(self.optim.state, sharded.stepped.index_of)
+        sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of)
         if not sharded.stepped.has_masters:
-            return sharded.order.sorted(self.optim.state)
+            return sharded.order.sorted(sharded.inner.state)
         params = sharded.table.params
-        by_index = with_masters(self.optim.state, sharded.stepped)
-        born = sorted(filter(is_index, by_index), key=self._birth_of)
+        by_index = with_masters(sharded.inner.state, sharded.stepped)
+        born = sorted(filter(is_index, by_index), key=self.birth_of)
         others = {key: value for key, value in by_index.items() if not is_index(key)}
         return {**others, **{params[index]: by_index[index] for index in born}}
 
@@ -170,7 +181,7 @@ class ConsolidatesState(Optimizer):
         sharded.check_masters()
         params = sharded.table.params
         stepped = {param: sharded.stepped.as_on_owner(index) for index, param in enumerate(params)}
-        made = self._build(self.param_groups, stepped).state
+        made = self._build(sharded.param_groups, stepped).state
         if made and not sharded.order.is_as_built:  # only owners know which states exist now
             raise self._not_consolidated("the state after load_state_dict or add_param_group")
         whole = {}
@@ -178,22 +189,19 @@ class ConsolidatesState(Optimizer):
             master = {} if stand_in is param else {MASTER_KEY: stand_in.detach()}
             if state := {**made.get(stand_in, {}), **master}:
                 whole[param] = state
-        present = with_masters(self.optim.state, sharded.stepped)
+        present = with_masters(sharded.inner.state, sharded.stepped)
         for index in sharded.binding.owned():
             if not _are_equal(whole.get(params[index], {}), present.get(index, {})):
                 raise self._not_consolidated(f"the state of {sharded.table.label(index)}, which was there at once,")
         return {**{key: value for key, value in present.items() if not is_index(key)}, **whole}
 
     def _not_consolidated(self, what: str) -> RuntimeError:
-        rank = self._comm.group_rank
+        rank = self._sharded.comm.group_rank
         return RuntimeError(
             f"Expected {what} to be consolidated on rank {rank}, got only its own shard. Call "
             f"consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or add_param_group makes "
             "it stale."
         )
-
-    def _birth_of(self, index: int) -> tuple[int, int]:
-        return self._sharded.order.of(self._sharded.stepped[index], index)
 
 
 def _are_equal(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:

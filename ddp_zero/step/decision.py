@@ -27,25 +27,13 @@ from ddp_zero.local.masters import GradientFactors, GradientSource, ScaledGradie
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
 from ddp_zero.plan.partition import GroupRank
+from ddp_zero.step.amp import AmpState
 from ddp_zero.step.clipping import coefficient_of, gather_norms, norm_of, norms_of, total_norm
 from ddp_zero.step.record import Number, StepRecord, StepRegime
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.watch import LocalWatch, culprit
 
 _OWN_KEY = "max_grad_norm"
-
-
-@dataclass(frozen=True)
-class AmpState:
-    """What `torch.amp.GradScaler` reports to an optimizer whose ``step`` it calls even if gradients are not finite.
-
-    Attributes:
-        scale: what gradients must still be divided by; None if they have been.
-        found_nonfinite: above 0 if this rank has seen a gradient that is not finite.
-    """
-
-    scale: Tensor | None
-    found_nonfinite: Tensor
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ steps and syncs like all other ranks. Without Join none of this runs.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.local.local_step import ParamGroup, copy_options, options_of
@@ -20,23 +20,21 @@ from ddp_zero.step.binding import Binding
 from ddp_zero.step.sharded_step import ShardedStep
 
 
-class JoinsSteps(Protocol):
-    """What the join hook needs of an optimizer."""
-
-    _join_config: _JoinConfig
-
-    def _step_joined(self) -> None: ...
-
-
 class ZeroJoinHook(JoinHook):
-    """Shadows the communication of one ``opt.step()`` of the ranks that still train."""
+    """Shadows the communication of one ``opt.step()`` of the ranks that still train.
 
-    def __init__(self, optimizer: JoinsSteps) -> None:
+    Args:
+        optimizer: the one on which Join sets whether it is active.
+        step: steps what this rank owns with gradients from a rank that still trains, and syncs.
+    """
+
+    def __init__(self, optimizer: Joinable, step: Callable[[], None]) -> None:
         self._optimizer = optimizer
+        self._step = step
 
     def main_hook(self) -> None:
-        """Step what this rank owns with gradients from a rank that still trains, and sync."""
-        self._optimizer._step_joined()
+        """Take one step."""
+        self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Every rank has joined: turn off what Join adds to each step."""

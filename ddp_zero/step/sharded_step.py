@@ -1,10 +1,11 @@
 """One optimizer step over a plan: all buckets in one go, or bucket by bucket as backward delivers them."""
 
+import copy
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_zero.comm.communicator import Communicator
@@ -64,6 +65,26 @@ class ShardedStep:
         self.norm_order: Sequence[int] = range(len(table))
         self.snapshot: State | None = None
         self._model: weakref.ref[nn.Module] | None = None
+
+    def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "ShardedStep":
+        """A step for copies of both optimizers, over the copied parameters.
+
+        Args:
+            exposed: the copy that the user sees.
+            inner: the copy over this rank's parameters.
+            memo: of `copy.deepcopy`.
+        """
+        table = ParameterTable(exposed.param_groups)
+        stepped = SteppedTensors(table, self.stepped.has_masters)
+        for index, master in self.stepped.masters.items():
+            stepped.put(index, copy.deepcopy(master, memo))
+        if not self.stepped.are_fresh:
+            stepped.note_versions()
+        clone = ShardedStep(self.comm, table, self.binding.extended(table), inner, exposed, stepped)
+        clone.order = copy.deepcopy(self.order, memo)
+        clone.norm_order = self.norm_order
+        clone.extend(table, clone.binding)
+        return clone
 
     # A step
 
@@ -226,6 +247,22 @@ class ShardedStep:
         self.binding.adopt(layout, owners, moves_later)
         self.local_step.own(self.stepped.own(self.binding.owned()))
         self._bind()
+
+    def master_weights(self) -> dict[Tensor, Tensor]:
+        """The masters of parameters that this rank owns, by parameter."""
+        self.stepped.follow_model()
+        return {self.table.params[index]: master.detach() for index, master in self.stepped.masters.items()}
+
+    def refresh_masters(self) -> None:
+        """Copy the model's parameters to the masters.
+
+        Raises:
+            RuntimeError: without masters.
+        """
+        if not self.stepped.has_masters:
+            raise RuntimeError("Expected master weights, got none. Build the optimizer with master_weights=True.")
+        self.stepped.refresh()
+        self.snapshot = None
 
     def loaded(self, indices: Sequence[int]) -> None:
         """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""

@@ -149,7 +149,7 @@ def _text_labels_and_log(setup: Setup) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         twins.train(setup, 1, seed=1)
     names = [event.name for event in profile.events() or [] if event.name.startswith("ddp_zero::")]
-    buckets = len(twins.opt._sharded.binding.plan.buckets)
+    buckets = len(twins.opt._engine.sharded.binding.plan.buckets)
     assert buckets > 1
     for verb in ("local_step", "sync", "wait_sync"):
         expected = [] if verb != "local_step" and setup.world_size == 1 else list(range(buckets))
@@ -241,14 +241,14 @@ def _bytes_on_the_wire(setup: Setup, as_views: bool, through_broadcast: bool) ->
     params = [nn.Parameter(torch.randn(200_000 + index)) for index in range(24)]
     opt = ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=as_views, lr=0.1)
     if through_broadcast:
-        opt._comm._backends = {"cpu": "another backend"}
+        opt._engine.sharded.comm._backends = {"cpu": "another backend"}
     for param in params:
         param.grad = torch.ones_like(param)
     opt.step()
     dist.barrier()
-    counted, written = opt._comm.sent_bytes, _bytes_written()
+    counted, written = opt._engine.sharded.comm.sent_bytes, _bytes_written()
     opt.step()
-    return sum(p.numel() * 4 for p in params), opt._comm.sent_bytes - counted, _bytes_written() - written
+    return sum(p.numel() * 4 for p in params), opt._engine.sharded.comm.sent_bytes - counted, _bytes_written() - written
 
 
 @pytest.mark.parametrize("through_broadcast", [False, True], ids=["direct", "broadcast"])
@@ -270,7 +270,7 @@ def _equal_through_broadcast(setup: Setup) -> None:
     for name in ("AdamW foreach", "toy LAMB"):
         for as_views in (False, True):
             twins = build_twins(optimizer_case(name), parameters_as_bucket_view=as_views)
-            twins.opt._comm._backends = {"cpu": "another backend"}
+            twins.opt._engine.sharded.comm._backends = {"cpu": "another backend"}
             twins.train(setup, 5)
             twins.assert_moved()
 

@@ -462,7 +462,7 @@ def _nothing_keeps_models_or_optimizers_alive(setup: Setup) -> None:
     copied = copy.deepcopy(ddp.module)
     run_backward(setup, ddp, 0)
     opt.step()
-    assert not opt._passes.last_is_local
+    assert not opt._engine.passes.last_is_local
     del opt
     gc.collect()
     run_backward(setup, ddp, 1)  # its pre-hook is left behind and does nothing

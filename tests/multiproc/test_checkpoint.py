@@ -75,7 +75,7 @@ def train(setup: Setup, model: nn.Module, optimizer: Optimizer, seed: int = 0, s
 
 def everything(model: nn.Module, optimizer: Optimizer) -> Any:
     """Copies of all that a load may change on this rank."""
-    own = optimizer._owned_state() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state_dict()
+    own = optimizer._shard.owned_state() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state_dict()
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     return copy.deepcopy((dict(model.state_dict()), own, groups))
 
@@ -269,7 +269,7 @@ def _masters_and_loss_scale_come_back(setup: Setup, root: Path) -> None:
             checkpoint.save(root / f"{dtype} {stage}", other, resumed)
             again, twice = low(stage=3 - stage)
             checkpoint.load(root / f"{dtype} {stage}", again, twice)
-            expected = opt._owned_state()
+            expected = opt._shard.owned_state()
             for index, state in twice._owned_state().items():
                 if index in expected:
                     assert_identical(expected[index], state, f"state of {index}")
@@ -420,9 +420,9 @@ def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup, root: Path) -> None
     train(setup, other, resumed)
     before = copy.deepcopy(dict(other.module.state_dict()))
     names = [name for name, _ in other.module.named_parameters()]
-    states = {names[index]: state for index, state in copy.deepcopy(resumed._owned_state()).items()}
+    states = {names[index]: state for index, state in copy.deepcopy(resumed._shard.owned_state()).items()}
     checkpoint.load(root, other, resumed, strict=False)
-    for index, state in resumed._owned_state().items():
+    for index, state in resumed._shard.owned_state().items():
         if names[index] in ("3.bias", "3.weight", "5.weight", "8.bias", "8.weight"):
             assert_identical(states[names[index]], state, "what is left as it is keeps its state")
             assert_identical(before[names[index]], other.module.state_dict()[names[index]], names[index])
@@ -748,7 +748,7 @@ def check_memory(root: Path, masters: bool) -> None:
         return sharded(2, Wrapped(layers, dtype), master_weights=masters)
 
     def existing(model: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Tensor]:
-        state = [value for state in opt._owned_state().values() for value in state.values()]
+        state = [value for state in opt._shard.owned_state().values() for value in state.values()]
         return [
             *model.parameters(),
             *(value.grad for value in model.parameters() if value.grad is not None),
@@ -760,7 +760,7 @@ def check_memory(root: Path, masters: bool) -> None:
         opt.zero_grad()
         model(torch.randn(4, 100)).sum().backward()
         opt.step()
-    own = 2 * one * len(opt._owned_state())
+    own = 2 * one * len(opt._shard.owned_state())
     with LargestLiveBytes(existing(model, opt)) as memory:
         checkpoint.save(root, model, opt)
     assert memory.largest < 1.2 * one, "one tensor at a time leaves flat storage"
@@ -850,7 +850,7 @@ def _training_goes_on_while_it_writes(setup: Setup, root: Path) -> None:
         assert may_write.wait(30)
         return write_tensors(path, tensors)
 
-    comm = opt._comm
+    comm = opt._engine.sharded.comm
     with mock.patch.object(saving, "write_tensors", slowly):
         sent = comm.sent_bytes
         with mock.patch.object(dist, "all_gather", side_effect=AssertionError("on the training group")):

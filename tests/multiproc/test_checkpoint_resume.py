@@ -60,7 +60,7 @@ class Run:
     def state(self) -> dict[int, dict[str, Any]]:
         """This rank's optimizer state, by index."""
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            return self.optimizer._owned_state()
+            return self.optimizer._shard.owned_state()
         state: dict[int, dict[str, Any]] = self.optimizer.state_dict()["state"]
         return state
 

@@ -386,7 +386,7 @@ def _groups(setup: Setup, root: Path) -> None:
         assert all("param_names" in group for opt in opts[:2] for group in opt.param_groups)
         assert opts[0].state_dict()["param_groups"] == reference.state_dict()["param_groups"]
         assert "param_names" not in opts[2].state_dict()["param_groups"][0], "as the plain optimizer's would be"
-        assert "'module.0.weight'" in opts[2]._sharded.table.label(0), "names are known for messages"
+        assert "'module.0.weight'" in opts[2]._engine.sharded.table.label(0), "names are known for messages"
         for inputs, targets in batches(setup.rank, 4):
             train_step(expected, reference, inputs, targets)
             for ddp, opt in zip(models, opts, strict=True):

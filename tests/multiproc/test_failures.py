@@ -72,7 +72,7 @@ def _standalone(setup: Setup, failing: set[int]) -> None:
             torch.manual_seed(0)
             params = [nn.Parameter(torch.randn(20)) for _ in range(9)]
             opt = ZeroRedundancyOptimizer(params, Failing, parameters_as_bucket_view=as_views, lr=0.1)
-            owned = sum(1 for one in opt._sharded.binding.plan.buckets if one.segments[setup.rank].params)
+            owned = sum(1 for one in opt._engine.sharded.binding.plan.buckets if one.segments[setup.rank].params)
             assert owned > 1
             for param in params:
                 param.grad = torch.ones_like(param)
@@ -128,7 +128,7 @@ def _adafactor_on_an_empty_parameter(setup: Setup) -> None:
     opt = ZeroRedundancyOptimizer(params, torch.optim.Adafactor, lr=0.1)
     for param in params:
         param.grad = torch.zeros_like(param)
-    owner = opt._sharded.binding.owners[2]
+    owner = opt._engine.sharded.binding.owners[2]
     expected: Any = ZeroDivisionError if setup.rank == owner else RuntimeError
     with pytest.raises(expected, match="float division by zero"):
         opt.step()
@@ -169,8 +169,8 @@ def _under_ddp(setup: Setup, mode: str) -> None:
         Failing.fails_at = 0
         _train(ddp, opt, 4, setup.rank)
         opt.finish_sync()
-        owned = sum(1 for one in opt._sharded.binding.plan.buckets if one.segments[setup.rank].params)
-        assert len(opt._sharded.binding.plan.buckets) > 2
+        owned = sum(1 for one in opt._engine.sharded.binding.plan.buckets if one.segments[setup.rank].params)
+        assert len(opt._engine.sharded.binding.plan.buckets) > 2
         _fail_in(1, bucket % owned, owned)
         if setup.rank != 1:
             Failing.fails_at = 0
@@ -333,7 +333,7 @@ def _forked(setup: Setup, root: str) -> None:
     holds, ends = threading.Event(), threading.Event()
 
     def holding() -> None:
-        sync: Any = opt._sharded.binding.sync
+        sync: Any = opt._engine.sharded.binding.sync
         with sync._one_waits:
             holds.set()
             ends.wait(60)

@@ -93,7 +93,7 @@ def _buckets_of_any_size(setup: Setup) -> None:
         for split in BOTH:
             twins = build_overlapped_twins(ADAMW, split=split, interleaved=split, bucket_cap_mb=bucket_cap_mb)
             twins.train(setup, 4)
-            plan = twins.opt._sharded.binding.plan
+            plan = twins.opt._engine.sharded.binding.plan
             assert len(plan.buckets) == {1e-6: 10, 25: 1}.get(bucket_cap_mb, len(plan.buckets))
             if not split:
                 assert all(sum(bool(segment.params) for segment in b.segments) == 1 for b in plan.buckets)

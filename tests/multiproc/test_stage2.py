@@ -153,14 +153,14 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
 def _memory_of_ddps_buckets(opt: ZeroRedundancyOptimizer) -> set[int]:
     """Where the reducer's own buffers and views are."""
     tensors = []
-    for views in opt._hook.gradients._memory._views.values():  # type: ignore[union-attr]
+    for views in opt._engine.hook.gradients._memory._views.values():  # type: ignore[union-attr]
         tensors += [views.buffer, *views._views.values()]
     assert len(tensors) == 2 * Tower.depth
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _pools(opt: ZeroRedundancyOptimizer) -> list[Any]:
-    workshop = opt._hook.gradients._workshop  # type: ignore[union-attr]
+    workshop = opt._engine.hook.gradients._workshop  # type: ignore[union-attr]
     return [workshop.scratches, workshop.rooms]
 
 
@@ -192,10 +192,10 @@ def _wire(setup: Setup, **options: Any) -> tuple[int, int, int]:
     for _ in range(3):
         step()
     dist.barrier()
-    counted, written = opt._comm.sent_bytes, _bytes_written()
+    counted, written = opt._engine.sharded.comm.sent_bytes, _bytes_written()
     step()
     nbytes = sum(param.nbytes for param in model.parameters())
-    return nbytes, opt._comm.sent_bytes - counted, _bytes_written() - written
+    return nbytes, opt._engine.sharded.comm.sent_bytes - counted, _bytes_written() - written
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -1114,7 +1114,7 @@ def _a_reducer_that_does_not_follow(setup: Setup) -> None:
             twins.train(setup, 4, seed=1)
             twins.assert_moved()
         told.assert_called_once()
-        memory = twins.opt._hook.gradients._memory  # type: ignore[union-attr]
+        memory = twins.opt._engine.hook.gradients._memory  # type: ignore[union-attr]
         assert not memory.follows
         assert memory._freed
         assert all(storage.nbytes() == 0 for storage, _ in memory._freed)
@@ -1152,8 +1152,12 @@ def _nothing_is_kept_alive(setup: Setup) -> None:
     """No reference cycles: optimizer, buffers and hooks go with the last reference, without the garbage collector."""
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 4)
-    gone: list[weakref.ref[Any]] = [weakref.ref(twins.opt), weakref.ref(twins.opt._hook), weakref.ref(twins.model)]
-    gone.append(weakref.ref(twins.opt._hook.gradients._workshop))  # type: ignore[union-attr]
+    gone: list[weakref.ref[Any]] = [
+        weakref.ref(twins.opt),
+        weakref.ref(twins.opt._engine.hook),
+        weakref.ref(twins.model),
+    ]
+    gone.append(weakref.ref(twins.opt._engine.hook.gradients._workshop))  # type: ignore[union-attr]
     gc.collect()
     gc.disable()
     params = list(twins.model.module.parameters())

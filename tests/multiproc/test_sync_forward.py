@@ -78,7 +78,7 @@ def sharded(
 
 def left(opt: ZeroRedundancyOptimizer) -> list[int]:
     """Buckets that are on their way after a step."""
-    sync = opt._sharded.binding.sync
+    sync = opt._engine.sharded.binding.sync
     return list(sync._left) if isinstance(sync, ForwardSync) else []
 
 
@@ -464,8 +464,10 @@ def _recipes(setup: Setup) -> None:
             train_step(model, opt, inputs.bfloat16(), targets.bfloat16())
         if step < 3:  # parameters still move into buckets
             continue
-        with mock.patch.object(type(opts[1]._sharded.stepped), "diverged", side_effect=AssertionError("reads all")):
-            opts[1]._sharded.check_masters()
+        with mock.patch.object(
+            type(opts[1]._engine.sharded.stepped), "diverged", side_effect=AssertionError("reads all")
+        ):
+            opts[1]._engine.sharded.check_masters()
     assert left(opts[1])
     assert not left(opts[0])
     assert_same_values(models[0].module, models[1].module, "masters")
@@ -638,7 +640,7 @@ for step in range(3):
         time.sleep(2)  # what the other sends has nowhere to go before this rank steps
     opt.step()
     opt.zero_grad()
-assert opt._sharded.binding.sync._left, "nothing is on its way"
+assert opt._engine.sharded.binding.sync._left, "nothing is on its way"
 if rank == 0:
     print(sum(param.double().sum().item() for param in ddp.parameters()))
 """

@@ -1,0 +1,28 @@
+"""The text of `ZeroRedundancyOptimizer.explain`: what each rank owns, how balanced that is and what a step sends."""
+
+from ddp_zero.engine import Engine
+from ddp_zero.step.report import describe_shards, draw_buckets, state_bytes
+
+
+def explain(engine: Engine, flat: bool) -> str:
+    """Describe an optimizer. Never communicates.
+
+    Args:
+        engine: of the optimizer.
+        flat: whether parameters live in flat storage.
+    """
+    sharded, comm = engine.sharded, engine.sharded.comm
+    storage = "flat storage" if flat else "storage of their own"
+    mode = "overlapped with DDP" if engine.overlaps else "standalone"
+    lines = [
+        f"ZeroRedundancyOptimizer({type(sharded.inner).__name__}), stage {engine.stage}, {mode}: "
+        f"rank {comm.group_rank} of {comm.world_size}, parameters in {storage}"
+    ]
+    if engine.hook is not None:
+        lines += engine.hook.describe()
+    if engine.decision.options.sync == "forward":
+        where = "in the next forward pass" if sharded.leaves_syncs else "at the end of the step: see sync="
+        lines.append(f"parameters of others are waited for {where}")
+    plan = sharded.binding.plan
+    state = state_bytes(sharded.inner.state)
+    return "\n".join([*lines, describe_shards(plan, comm.group_rank, state), draw_buckets(plan)])

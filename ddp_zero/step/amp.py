@@ -1,0 +1,45 @@
+"""What `torch.amp.GradScaler` reports to an optimizer whose ``step`` it calls even if gradients are not finite."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AmpState:
+    """The report.
+
+    Attributes:
+        scale: what gradients must still be divided by; None if they have been.
+        found_nonfinite: above 0 if this rank has seen a gradient that is not finite.
+    """
+
+    scale: Tensor | None
+    found_nonfinite: Tensor
+
+
+def amp_state(optimizer: object, has_loss_scale: bool, joins: bool) -> AmpState | None:
+    """What a `GradScaler` has set on an optimizer before it calls ``step()``; None without one.
+
+    Args:
+        optimizer: the one that the scaler steps.
+        has_loss_scale: whether it has a loss scale of its own.
+        joins: whether ranks may have run out of inputs.
+
+    Raises:
+        RuntimeError: if the scaler cannot be followed.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    if found is None:
+        return None
+    if has_loss_scale:
+        raise RuntimeError(
+            "Expected one loss scale, got loss_scale= of the optimizer and a torch.amp.GradScaler. Use one of them."
+        )
+    if joins:
+        raise RuntimeError(
+            "Expected no torch.amp.GradScaler under Join, got one: a rank that has joined knows nothing of its "
+            "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
+        )
+    return AmpState(getattr(optimizer, "grad_scale", None), torch.as_tensor(found, dtype=torch.float32))
