@@ -73,7 +73,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
     doing = f"{type(inner).__name__}.{name}()"
     with Agreement(sharded.comm, doing):
         _check_between_steps(engine.hook, name)
-        sharded.binding.sync.complete()
+        sharded.binding.sync.left.complete()
         sharded.stepped.follow_model()
         sharded.check_masters()
     sharded.refresh()

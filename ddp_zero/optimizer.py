@@ -238,7 +238,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
-        self._engine.sharded.binding.sync.complete()
+        self._engine.sharded.binding.sync.left.complete()
 
     @property
     def last_step(self) -> StepRecord | None:

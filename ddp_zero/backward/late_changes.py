@@ -61,14 +61,14 @@ class LateChanges:
             self._kept = {index: grad for index, grad in grads if grad is not None and step_is_due}
             self._places = self._current_places()
             self._sums = self._current_sums()
-        sharded.binding.sync.when_arrived = partial(_note_arrived, weakref.ref(self))
+        sharded.binding.sync.left.when_arrived = partial(_note_arrived, weakref.ref(self))
         self._options = [_NotedOptions(group) for group in sharded.param_groups]
 
     def forget(self) -> None:
         """Forget what was noted, when the next iteration begins or this one is dropped."""
         self._grads, self._places, self._options = [], [], []
         self._sums, self._kept = {}, {}
-        self._sharded.binding.sync.when_arrived = None
+        self._sharded.binding.sync.left.when_arrived = None
 
     def note_arrived(self) -> None:
         """Note parameters that have arrived: from now on a change of their values is the user's."""

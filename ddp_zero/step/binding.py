@@ -17,7 +17,6 @@ from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.partition import GroupRank, partition_greedy
 from ddp_zero.plan.shapes import is_dense
 from ddp_zero.plan.shard_plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
-from ddp_zero.sync.forward_sync import ForwardSync
 from ddp_zero.sync.parameter_sync import ParameterSync
 from ddp_zero.sync.storage import PackedStorage, ViewStorage, release
 
@@ -146,7 +145,7 @@ class Binding:
             among: indices of the parameters to include.
         """
         for bucket in self.plan.buckets:
-            if self.sync.is_under_way(bucket.index):
+            if bucket.index in self.sync.left:
                 continue
             for segment in bucket.segments:
                 chosen = [index for index in segment.params if index in among]
@@ -161,7 +160,7 @@ class Binding:
 
     def _bind(self, specs: list[ParameterSpec]) -> None:
         if hasattr(self, "sync"):
-            self.sync.complete()
+            self.sync.left.complete()
         params = self._table.params
         ranks = self._comm.world_size
         if self.layout is None:
@@ -184,14 +183,15 @@ class Binding:
         )
 
     def _new_sync(self) -> ParameterSync:
-        plan, params = self.plan, self._table.params
+        plan, params, order = self.plan, self._table.params, self.plan.buckets
         if not (self._as_views and self._is_settled):
-            return ParameterSync(self._comm, PackedStorage(params), params, self.digest, _PACKED_IN_FLIGHT)
-        storage = ViewStorage(plan, params, self._table.label)
-        if not self._syncs_in_forward:
-            return ParameterSync(self._comm, storage, params, self.digest, max(1, len(plan.buckets)))
-        needed = plan.buckets if self.layout is None else plan.buckets[::-1]  # DDP's first bucket has the last layers
-        return ForwardSync(self._comm, storage, params, self.digest, needed)
+            packed = PackedStorage(params)
+            return ParameterSync(self._comm, packed, params, self.digest, order, max_in_flight=_PACKED_IN_FLIGHT)
+        outlasts = self._syncs_in_forward
+        if outlasts and self.layout is not None:
+            order = order[::-1]  # DDP's first bucket has the last layers, which the next forward pass needs last
+        views = ViewStorage(plan, params, self._table.label)
+        return ParameterSync(self._comm, views, params, self.digest, order, may_outlast=outlasts)
 
     def _places(self) -> list[int]:
         return [param.data_ptr() for param in self._table.params]

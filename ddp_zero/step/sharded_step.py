@@ -105,7 +105,7 @@ class ShardedStep:
                 rank owns is no longer its rounded master.
         """
         self.snapshot = None
-        self.binding.sync.complete()
+        self.binding.sync.left.complete()
         self.table.check_groups(self.param_groups)
         self.stepped.follow_model()
         self.check_masters()
@@ -179,7 +179,7 @@ class ShardedStep:
         """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
         self.binding.sync.finish()
         if not self.leaves_syncs:
-            self.binding.sync.complete()
+            self.binding.sync.left.complete()
 
     @property
     def param_groups(self) -> list[ParamGroup]:

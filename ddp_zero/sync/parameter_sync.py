@@ -1,52 +1,40 @@
 """Sends what this rank stepped and receives what other ranks stepped, bucket after bucket."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.exchange import Exchange
 from ddp_zero.comm.step_errors import StepErrors
 from ddp_zero.comm.tracing import label
 from ddp_zero.plan.shard_plan import Bucket
+from ddp_zero.sync.bucket_sync import BucketSync
+from ddp_zero.sync.left_in_flight import LeftInFlight
 from ddp_zero.sync.storage import ParameterStorage
 
 
-@dataclass(frozen=True)
-class BucketSync:
-    """A bucket whose exchange was started.
-
-    Attributes:
-        bucket: the bucket.
-        segments: what is sent and received, by rank.
-        exchange: the messages.
-        stepped: the bucket's parameters that other ranks step: those with a gradient.
-    """
-
-    bucket: Bucket
-    segments: Sequence[Tensor]
-    exchange: Exchange
-    stepped: Sequence[Tensor]
-
-
 class ParameterSync:
-    """Keeps a bounded number of bucket exchanges in flight, started and finished in plan order on every rank.
+    """Keeps bucket exchanges in flight, started and finished in the same order on every rank.
+
+    The link carries one message at a time, so a bucket that was stepped is sent when all that come before it in
+    ``order`` were. If backward steps the bucket that is needed first last, all are sent then, after the last reduction.
 
     Args:
         comm: the group.
-        storage: where segment tensors come from.
+        storage: where segment tensors come from. It must be the memory of the parameters if syncs may outlast a step.
         params: the parameters of the plan, by index.
         plan_digest: a number that differs if plans differ.
+        order: all buckets of the plan, in the order in which they are sent.
         max_in_flight: exchanges that may be in flight at once, at least 1; bounds the temporary memory of a packed
-            storage to that many buckets.
+            storage to that many buckets. None: no bound.
+        may_outlast: whether exchanges may still be in flight when a step ends; any use of a parameter then waits for
+            its bucket, see `LeftInFlight`.
 
     Attributes:
         storage: as given.
-        when_arrived: called when a bucket that a step left in flight has arrived.
         errors: errors of local steps, shared with all ranks at the end of a step.
+        left: what steps that have ended left in flight.
     """
 
     def __init__(
@@ -55,71 +43,92 @@ class ParameterSync:
         storage: ParameterStorage,
         params: Sequence[Tensor],
         plan_digest: int,
-        max_in_flight: int,
+        order: Sequence[Bucket],
+        *,
+        max_in_flight: int | None = None,
+        may_outlast: bool = False,
     ) -> None:
         self._comm = comm
         self.storage = storage
         self._params = params
         self._plan_digest = plan_digest
-        self._max_in_flight = max_in_flight
+        self._order = order
+        self._max_in_flight = len(order) if max_in_flight is None else max_in_flight
+        self._may_outlast = may_outlast
+        self._next = 0  # the place in `order` of the bucket whose turn it is
+        self._held: set[int] = set()  # stepped, but not sent yet
         self._in_flight: deque[BucketSync] = deque()
-        self.when_arrived: Callable[[], None] | None = None
         self.errors = StepErrors(comm, params, plan_digest)
+        self.left = LeftInFlight(comm, storage, params, self.errors)
 
     def start(self, bucket: Bucket) -> None:
-        """Start the exchange of a bucket whose owned segment has been stepped."""
+        """Start the exchange of a bucket whose owned segment has been stepped, and of those that waited only for it."""
         if self._comm.world_size == 1:
             return
-        while len(self._in_flight) >= self._max_in_flight:
-            self._finish(self._in_flight.popleft())
-        with label("sync", bucket=bucket.index):
-            segments = self.storage.segments_to_sync(bucket, self._comm.group_rank)
-            exchange = self._comm.start_exchange(segments, (self._plan_digest, bucket.index))
-            self._in_flight.append(BucketSync(bucket, segments, exchange, self._stepped_elsewhere(bucket)))
+        self._held.add(bucket.index)
+        while self._next < len(self._order) and self._order[self._next].index in self._held:
+            self._send(self._order[self._next])
+            self._next += 1
 
     def finish(self) -> None:
-        """End the step: wait for everything in flight and publish it.
+        """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
+        for bucket in self._order:
+            if bucket.index in self._held:
+                self._send(bucket)
+        self._next = 0
+        self.left.complete()
         self.errors.share()
+        if self._may_outlast:
+            syncs, self._in_flight = self._in_flight, deque()
+            self._comm.round += 1
+            self.left.take(syncs)
+            return
         while self._in_flight:
-            self._finish(self._in_flight.popleft())
+            self._receive(self._in_flight.popleft())
         self.errors.receive()
         self._comm.round += 1
 
     def raise_errors(self) -> None:
         """After `finish`: raise if the local step failed on any rank.
 
+        Other ranks' errors are raised when the step's last bucket has arrived, if it may outlast the step.
+
         Raises:
             Exception: this rank's own error.
             RuntimeError: with the errors of other ranks.
         """
-        self.errors.raise_any()
-
-    def complete(self) -> None:
-        """Wait for all parameters of finished steps."""
-
-    def is_under_way(self, bucket: int) -> bool:
-        """True if a finished step left the exchange of a bucket in flight."""
-        return False
+        if self.errors.has_own:
+            self.left.complete()
+        if not self.left:
+            self.errors.raise_any()
 
     def abandon(self) -> None:
-        """After an error: forget what is in flight without waiting for peers that may never answer."""
+        """After an error: forget what is in flight without waiting for peers that may never answer.
+
+        What earlier steps left in flight still arrives, unless it has failed.
+        """
         self._in_flight.clear()
-        self.errors.forget(sent_too=not self._has_left())
+        self._held.clear()
+        self._next = 0
+        self.errors.forget(sent_too=not self.left)
+        self.left.abandon_failed()
         self._comm.round += 1
 
-    def _has_left(self) -> bool:
-        """True if finished steps left anything in flight."""
-        return False
+    def _send(self, bucket: Bucket) -> None:
+        while len(self._in_flight) >= self._max_in_flight:
+            self._receive(self._in_flight.popleft())
+        self._held.discard(bucket.index)
+        with label("sync", bucket=bucket.index):
+            segments = self.storage.segments_to_sync(bucket, self._comm.group_rank)
+            exchange = self._comm.start_exchange(segments, (self._plan_digest, bucket.index))
+            self._in_flight.append(BucketSync(bucket, segments, exchange, self._stepped_elsewhere(bucket)))
 
-    def _finish(self, sync: BucketSync) -> None:
-        with label("wait_sync", bucket=sync.bucket.index):
-            sync.exchange.wait(f"the sync of bucket {sync.bucket.index}")
-        self.storage.publish(sync.bucket, sync.segments, self._comm.group_rank)
-        increment_version(sync.stepped)  # as an in-place step does on the owner
+    def _receive(self, sync: BucketSync) -> None:
+        sync.receive(self.storage, self._comm.group_rank)
 
     def _stepped_elsewhere(self, bucket: Bucket) -> list[Tensor]:
         """Parameters that others stepped: not those without a gradient, which a graph may still need in backward."""

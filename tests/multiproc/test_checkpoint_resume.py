@@ -286,7 +286,7 @@ def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_continues_as_if_no
         assert time.monotonic() - begin < 100, "the surviving rank did not notice within the group's time-out"
         for outcome in outcomes:
             told = outcome.error or ""
-            assert outcome.killed or outcome.result is not None or outcome.rank not in victims, told
+            assert outcome.result is not None or any(one.killed for one in outcomes), told
             assert "unbroken" not in told, told
         kills += any(outcome.killed for outcome in outcomes)
         torn += any(path.name.startswith(".step") for path in root.iterdir()) if root.is_dir() else 0

@@ -333,8 +333,8 @@ def _forked(setup: Setup, root: str) -> None:
     holds, ends = threading.Event(), threading.Event()
 
     def holding() -> None:
-        sync: Any = opt._engine.sharded.binding.sync
-        with sync._one_waits:
+        left: Any = opt._engine.sharded.binding.sync.left
+        with left._one_waits:
             holds.set()
             ends.wait(60)
 

@@ -29,7 +29,7 @@ from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.exchange import Exchange
 from ddp_zero.local.awaited import Awaited
 from ddp_zero.step import coupling
-from ddp_zero.sync.forward_sync import ForwardSync
+from ddp_zero.sync.bucket_sync import BucketSync
 from tests.multiproc.cases import (
     assert_identical,
     batches,
@@ -78,8 +78,7 @@ def sharded(
 
 def left(opt: ZeroRedundancyOptimizer) -> list[int]:
     """Buckets that are on their way after a step."""
-    sync = opt._engine.sharded.binding.sync
-    return list(sync._left) if isinstance(sync, ForwardSync) else []
+    return list(opt._engine.sharded.binding.sync.left._syncs)
 
 
 def assert_same_values(expected: nn.Module, actual: nn.Module, when: str) -> None:
@@ -541,19 +540,19 @@ def _order(setup: Setup) -> tuple[list[int], list[int]]:
     opt.finish_sync()
     sent: list[int] = []
     waited: list[int] = []
-    start, finish = Communicator.start_exchange, ForwardSync._finish
+    start, receive = Communicator.start_exchange, BucketSync.receive
 
     def sending(comm: Communicator, segments: Any, subject: tuple[int, ...]) -> Exchange:
         sent.append(subject[1])
         return start(comm, segments, subject)
 
-    def finishing(sync: ForwardSync, one: Any) -> None:
+    def receiving(one: BucketSync, *args: Any) -> None:
         waited.append(one.bucket.index)
-        finish(sync, one)
+        receive(one, *args)
 
     with (
         mock.patch.object(Communicator, "start_exchange", sending),
-        mock.patch.object(ForwardSync, "_finish", finishing),
+        mock.patch.object(BucketSync, "receive", receiving),
     ):
         ddp(torch.ones(2, 16)).sum().backward()
         opt.step()
@@ -640,7 +639,7 @@ for step in range(3):
         time.sleep(2)  # what the other sends has nowhere to go before this rank steps
     opt.step()
     opt.zero_grad()
-assert opt._engine.sharded.binding.sync._left, "nothing is on its way"
+assert opt._engine.sharded.binding.sync.left, "nothing is on its way"
 if rank == 0:
     print(sum(param.double().sum().item() for param in ddp.parameters()))
 """

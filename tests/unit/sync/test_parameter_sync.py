@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ddp_zero.local.awaited import Awaited, all_arrivals
 from ddp_zero.plan.shard_plan import ShardPlan
-from ddp_zero.sync.forward_sync import ForwardSync
 from ddp_zero.sync.parameter_sync import ParameterSync
 from ddp_zero.sync.storage import PackedStorage, ViewStorage
 from tests.unit.sync.test_storage import label, make_params, make_plan, set_gradients
@@ -56,7 +55,7 @@ class OneRank:
 
 def eager(comm: Any, plan: ShardPlan, params: Sequence[Tensor], as_views: bool) -> ParameterSync:
     storage = ViewStorage(plan, params, label) if as_views else PackedStorage(params)
-    return ParameterSync(comm, storage, params, 0, max_in_flight=2)
+    return ParameterSync(comm, storage, params, 0, plan.buckets, max_in_flight=2)
 
 
 def step(sync: ParameterSync, plan: ShardPlan) -> None:
@@ -110,7 +109,7 @@ class Stepped:
         comm: Any = self.comm
         storage = ViewStorage(self.plan, self.params, label)
         buckets = [self.plan.buckets[index] for index in needed]
-        self.sync = ForwardSync(comm, storage, self.params, 0, buckets)
+        self.sync = ParameterSync(comm, storage, self.params, 0, buckets, may_outlast=True)
 
     def received(self, bucket: int) -> nn.Parameter:
         return self.params[self.plan.buckets[bucket].segments[1].params[0]]
@@ -131,7 +130,7 @@ def test_buckets_are_sent_in_the_order_in_which_they_are_needed_whatever_the_ord
         mixed.sync.start(bucket)
     assert mixed.comm.sent == [1, 0, 2, 3]
     mixed.sync.finish()
-    mixed.sync.complete()
+    mixed.sync.left.complete()
 
 
 def test_a_step_ends_with_nothing_waited_for_and_each_use_waits_for_its_bucket() -> None:
@@ -157,7 +156,7 @@ def test_a_version_counts_up_when_values_come_if_there_was_a_gradient_at_the_ste
     before = with_gradient._version, without._version
     step(stepped.sync, stepped.plan)
     with_gradient.grad = None
-    stepped.sync.complete()
+    stepped.sync.left.complete()
     assert (with_gradient._version, without._version) == (before[0] + 1, before[1])
 
 
@@ -167,7 +166,7 @@ def test_buckets_that_were_not_stepped_are_not_sent() -> None:
         stepped.sync.start(stepped.plan.buckets[index])
     stepped.sync.finish()
     assert stepped.comm.sent == [2, 0]
-    stepped.sync.complete()
+    stepped.sync.left.complete()
     assert sorted(stepped.comm.waited) == [0, 2]
 
 
@@ -176,7 +175,7 @@ def test_abandoning_a_step_leaves_what_an_earlier_one_has_sent() -> None:
     step(stepped.sync, stepped.plan)
     stepped.sync.abandon()
     assert stepped.received(1).sum() == 0
-    stepped.sync.complete()
+    stepped.sync.left.complete()
     assert sorted(stepped.comm.waited) == [0, 1, 2, 3]
 
 
@@ -184,7 +183,7 @@ def test_a_failed_sync_raises_at_every_use_until_it_is_abandoned() -> None:
     stepped = Stepped()
     step(stepped.sync, stepped.plan)
     stepped.comm.peer_is_dead = True
-    for use in (lambda: stepped.received(1) + 1, lambda: stepped.own(3) + 1, stepped.sync.complete):
+    for use in (lambda: stepped.received(1) + 1, lambda: stepped.own(3) + 1, stepped.sync.left.complete):
         with pytest.raises(RuntimeError, match="Expected rank 1 to take part in the sync of bucket 1"):
             use()
     assert stepped.comm.waited == [1]
@@ -205,4 +204,4 @@ def test_a_bucket_with_a_parameter_whose_uses_cannot_be_noticed_is_waited_for_at
     step(stepped.sync, stepped.plan)
     assert stepped.comm.waited == [2]
     assert type(stepped.received(2)) is Own
-    stepped.sync.complete()
+    stepped.sync.left.complete()

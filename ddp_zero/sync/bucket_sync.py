@@ -1,0 +1,41 @@
+"""One bucket on its way: what its owners stepped is sent, and what other ranks stepped is received."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ddp_zero.comm.exchange import Exchange
+from ddp_zero.comm.tracing import label
+from ddp_zero.plan.partition import GroupRank
+from ddp_zero.plan.shard_plan import Bucket
+from ddp_zero.sync.storage import ParameterStorage
+
+
+@dataclass(frozen=True)
+class BucketSync:
+    """A bucket whose exchange was started.
+
+    Attributes:
+        bucket: the bucket.
+        segments: what is sent and received, by rank.
+        exchange: the messages.
+        changed: parameters that other ranks step, and that do not count as changed in place yet.
+    """
+
+    bucket: Bucket
+    segments: Sequence[Tensor]
+    exchange: Exchange
+    changed: Sequence[Tensor]
+
+    def receive(self, storage: ParameterStorage, me: GroupRank) -> None:
+        """Wait for the messages and show the parameters in the model.
+
+        Raises:
+            RuntimeError: if a peer failed or the group's time-out passed.
+        """
+        with label("wait_sync", bucket=self.bucket.index):
+            self.exchange.wait(f"the sync of bucket {self.bucket.index}")
+        storage.publish(self.bucket, self.segments, me)
+        increment_version(self.changed)  # as an in-place step does on the owner

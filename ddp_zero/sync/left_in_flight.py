@@ -1,0 +1,150 @@
+"""Exchanges that outlast their step: any use of a parameter waits for its bucket, see `ddp_zero.local.awaited`."""
+
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.step_errors import StepErrors
+from ddp_zero.local.awaited import all_arrivals, arrived, can_await, expect
+from ddp_zero.sync.bucket_sync import BucketSync
+from ddp_zero.sync.storage import ParameterStorage
+
+
+class LeftInFlight:
+    """What steps that have ended left in flight; false if that is nothing.
+
+    Args:
+        comm: the group.
+        storage: the memory of the parameters.
+        params: the parameters of the plan, by index.
+        errors: errors of local steps, raised when the last bucket of a step has arrived.
+
+    Attributes:
+        when_arrived: called when a bucket has arrived.
+    """
+
+    def __init__(
+        self, comm: Communicator, storage: ParameterStorage, params: Sequence[Tensor], errors: StepErrors
+    ) -> None:
+        self._comm = comm
+        self._storage = storage
+        self._params = params
+        self._errors = errors
+        self.when_arrived: Callable[[], None] | None = None
+        self._syncs: dict[int, BucketSync] = {}
+        self._error: RuntimeError | None = None
+        self._one_waits = threading.RLock()  # a message can be waited for once: other threads block here
+        self._process = os.getpid()  # the process that owns the messages
+
+    def __bool__(self) -> bool:
+        return bool(self._syncs)
+
+    def __contains__(self, bucket: int) -> bool:
+        return bucket in self._syncs
+
+    def take(self, syncs: Iterable[BucketSync]) -> None:
+        """At the end of a step: make any use of a parameter wait for its bucket; wait now where no use can be noticed.
+
+        Args:
+            syncs: of this step, in flight; those of earlier steps have arrived.
+        """
+        self._process = os.getpid()
+        unnoticed = []
+        for sync in syncs:
+            index, params = sync.bucket.index, self._params_of(sync)
+            increment_version(sync.changed)  # now: a graph from before the step must not read values still in flight
+            self._syncs[index] = replace(sync, changed=())
+            if can_await(params):
+                expect(params, _Arrival(self, index))
+            else:
+                unnoticed.append(index)
+        for index in unnoticed:
+            self.complete_bucket(index)
+
+    def complete(self) -> None:
+        """Wait for everything.
+
+        Raises:
+            RuntimeError: if a peer failed, in its local step or otherwise, or the group's time-out passed.
+        """
+        for index in list(self._syncs):
+            self.complete_bucket(index)
+
+    def complete_bucket(self, index: int) -> None:
+        """Wait for one bucket; returns at once if it has arrived.
+
+        Raises:
+            RuntimeError: if a peer failed or the group's time-out passed, at every call until `abandon_failed`; with
+                the last bucket of a step, if a local step failed; always in a process that was forked meanwhile.
+        """
+        self._check_process()
+        with self._one_waits:
+            if self._error is not None:
+                raise RuntimeError(f"{self._error}. Call opt.reset() to go on with what has arrived.") from self._error
+            if index not in self._syncs:
+                return
+            sync = self._syncs[index]
+            try:
+                sync.receive(self._storage, self._comm.group_rank)
+            except RuntimeError as error:
+                self._error = error
+                raise
+            arrived(self._params_of(sync))
+            del self._syncs[index]  # last: a process that is forked meanwhile must not reach the lock
+            if self.when_arrived is not None:
+                self.when_arrived()
+            if not self._syncs:
+                self._errors.raise_any()
+
+    def abandon_failed(self) -> None:
+        """If an exchange failed, forget it and all others: parameters keep the values that they have."""
+        if self._error is not None:
+            for sync in self._syncs.values():
+                arrived(self._params_of(sync))
+            self._syncs.clear()
+            self._error = None
+            self._errors.forget(sent_too=True)
+
+    def _check_process(self) -> None:
+        """Check for a fork. Runs outside the lock, which a different thread of the parent may have held at the fork.
+
+        Raises:
+            RuntimeError: in a process that was forked while buckets were in flight: they arrive in its parent only.
+        """
+        if self._syncs and os.getpid() != self._process:
+            raise RuntimeError(
+                f"Expected parameters that have arrived, got a process (pid {os.getpid()}) that was forked from rank "
+                f"{self._comm.group_rank} (pid {self._process}) with some in flight (sync='forward'). Call "
+                "opt.finish_sync() before forking, as before a DataLoader starts its workers."
+            )
+
+    def _params_of(self, sync: BucketSync) -> list[Tensor]:
+        """All parameters of a bucket, this rank's included: memory that is being sent must not be written to."""
+        return [self._params[param] for segment in sync.bucket.segments for param in segment.params]
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrival:
+    """Waits for a bucket. Keeps the syncs alive: messages arrive even if their optimizer is gone."""
+
+    left: LeftInFlight
+    bucket: int
+
+    def __call__(self) -> None:
+        self.left.complete_bucket(self.bucket)
+
+
+@atexit.register
+def _complete_all() -> None:
+    """Peers may still wait for what this process sends; exchanges of a parent that forked it are skipped."""
+    for arrival in all_arrivals():
+        if isinstance(arrival, _Arrival):
+            with contextlib.suppress(RuntimeError):
+                arrival()
