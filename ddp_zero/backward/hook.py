@@ -34,9 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.backward.admission import UnusedParameters, check_bucket_of, check_none_unused, sparse_gradient
 from ddp_zero.backward.averaged import check_unreduced
-from ddp_zero.backward.backward_step import BackwardStep
 from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.gradients import Gradients
+from ddp_zero.backward.iteration import Iteration
 from ddp_zero.backward.late_changes import LateChanges
 from ddp_zero.backward.machine import Action, AdoptLayout, FinishSyncs, OverlapMachine, Phase, StepAll, StepBucket
 from ddp_zero.backward.reducer import (
@@ -110,13 +110,13 @@ class OverlapHook:
         self._has_stepped = False
         self.step_is_due = False
         self.late = LateChanges(sharded)
-        self._step = BackwardStep(sharded, gradients, side, joinable)
+        self._side = side
+        self._joinable = weakref.ref(joinable)  # it holds the engine that holds this
+        self._iteration = self._new_iteration()
         self._compositions: list[tuple[int, ...]] = []
-        self._matching = 0
         self._has_accumulated = False
         self.may_be_replaced = False
         self._unused = UnusedParameters()
-        self._choice = Choice(Regime.DEFERRED, "no backward pass yet")
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
@@ -124,19 +124,17 @@ class OverlapHook:
         index, is_last = self._place_of(bucket)
         if index == 0 and self.machine.phase is not Phase.RUNNING:
             self._open_iteration()
-        matches = self._matching == index and self._matches_plan(index, params, is_last)
+        matches = self._iteration.matching == index and self._matches_plan(index, params, is_last)
         if not matches and bucket.buffer().layout is not torch.strided:
             raise sparse_gradient(self._table, params)
         if index == 0:
-            self._choice = choose(self._facts(params, matches))
-            if self._choice.regime is not Regime.REDUCE_ONLY and (wrong := self._sharded.wrong_master()) is not None:
-                self._choice = Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
-        actions = self.machine.bucket_arrived(index, is_last, matches, self._choice.regime)
-        self._matching += matches
+            self._iteration.choice = self._choose(params, matches)
+        actions = self.machine.bucket_arrived(index, is_last, matches, self._iteration.choice.regime)
+        self._iteration.matching += matches
         self._watch.note(params, bucket.buffer())
         with label("reduce", bucket=index):
             future, arrival = self.gradients.start(state, bucket, index, matches)
-        self._step.arrived.append(arrival)
+        self._iteration.arrived.append(arrival)
         self._carry_out(actions)
         self.gradients.settle()
         if is_last:
@@ -152,7 +150,7 @@ class OverlapHook:
             RuntimeError: if not, naming what is missing or was changed too late.
         """
         if self.machine.phase in (Phase.REST, Phase.RUNNING) and not self._passes.last_is_local:
-            arrived = {param for one in self._step.arrived for param in one.params}
+            arrived = {param for one in self._iteration.arrived for param in one.params}
             check_none_unused(self._ddp, self._table, arrived, self.machine.where)
         self.machine.step_called()
         self.late.check_none()
@@ -190,7 +188,7 @@ class OverlapHook:
     @property
     def deferred_because(self) -> str | None:
         """Why the last iteration was not stepped bucket by bucket, or None."""
-        return self._choice.reason
+        return self._iteration.choice.reason
 
     @property
     def is_waiting(self) -> bool:
@@ -207,19 +205,19 @@ class OverlapHook:
             self._finish_deferred(has_joined=True)
         self._sharded.binding.settle()  # as ranks that still train do: storage decides the order of what is sent
         if self.is_waiting:
-            take(borrow_gradients(self._sharded, self._step.reduced_gradient))
+            take(borrow_gradients(self._sharded, self._iteration.reduced_gradient))
         elif self.machine.phase is Phase.STEPPED:
             self._record()
         self.machine.step_shadowed()
         self.gradients.close()
-        self._step.arrived.clear()
+        self._iteration.close()
         self._sharded.raise_errors()
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.machine.reset()
         self.may_be_replaced = True
-        self._step.arrived.clear()
+        self._iteration.close()
         self.gradients.reset()
         self._watch.clear()
         self.step_is_due = False
@@ -250,12 +248,18 @@ class OverlapHook:
 
     def describe(self) -> list[str]:
         """The regime of the last iteration, and why; the memory of the gradients."""
-        until = "opt.step()" if self._choice.regime is Regime.REDUCE_ONLY else "the end of backward"
-        regime = f"deferred to {until}: {self.deferred_because}" if self.deferred_because else "overlapped"
-        line = f"regime: {regime} ({self.machine.status.name}, {self.machine.phase.name})"
+        line = f"regime: {self._iteration.choice} ({self.machine.status.name}, {self.machine.phase.name})"
         return [line, *self.gradients.describe()]
 
     # An iteration
+
+    def _new_iteration(self) -> Iteration:
+        return Iteration(self._sharded, self.gradients, self._side, self._joins)
+
+    def _joins(self) -> bool:
+        """Whether ranks may have run out of inputs."""
+        joinable = self._joinable()
+        return joinable is not None and bool(joinable._join_config.enable)
 
     def _open_iteration(self) -> None:
         accumulates = self.accumulates or not will_reduce(self._ddp)
@@ -271,15 +275,14 @@ class OverlapHook:
                 "Expected opt.step(), or a forward pass of the DDP model, before the second backward pass, got neither "
                 f"({self.machine.where}): the first step of all is due. Call opt.step() after backward()."
             )
-        self._step.open()
+        self._iteration = self._new_iteration()
         self.step_is_due = False
         self.late.check_earlier()
         self.late.forget()
         self.gradients.open(self._layout_is_final())
         self.may_be_replaced = False
-        self._matching = 0
-        self._sharded.refresh(not self._step.join_is_on(), held=self.gradients.held())
-        if self._step.join_is_on() and self.gradients.held():
+        self._sharded.refresh(not self._joins(), held=self.gradients.held())
+        if self._joins() and self.gradients.held():
             raise RuntimeError(
                 "Expected zero_grad() before every backward pass under Join with stage=2, got averaged gradients of an "
                 f"earlier one ({self.machine.where}): a rank that has joined cannot add to its own."
@@ -290,6 +293,11 @@ class OverlapHook:
         if self._table is not self._sharded.table or not self.gradients.fits_plan():
             return False
         return index < len(known) and known[index] == tuple(map(id, params)) and is_last == (index == len(known) - 1)
+
+    def _choose(self, params: list[Tensor], matches: bool) -> Choice:
+        choice = choose(self._facts(params, matches))
+        wrong = None if choice.regime is Regime.REDUCE_ONLY else self._sharded.wrong_master()
+        return choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
 
     def _facts(self, params: list[Tensor], matches: bool) -> Facts:
         """What this iteration's regime depends on; the same on every rank."""
@@ -302,7 +310,7 @@ class OverlapHook:
             waits_because=self._why_wait(),
             accumulates=self.accumulates,
             is_local=not will_reduce(self._ddp),
-            is_first=not (self._has_stepped or self._step.join_is_on()),  # joined ranks could not know that it waits
+            is_first=not (self._has_stepped or self._joins()),  # joined ranks could not know that it waits
             may_have_unused=self._unused.why(self._ddp),
             steps_whole=self._sharded.local_step.steps_whole,
             not_reduced=self._sharded.table.label(outside[0]) if outside else None,
@@ -311,27 +319,27 @@ class OverlapHook:
     def _carry_out(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
             if isinstance(action, StepBucket):
-                self._step.step_bucket(action.bucket)
+                self._iteration.step_bucket(action.bucket)
             elif isinstance(action, AdoptLayout):
                 self._adopt_layout()
             elif isinstance(action, FinishSyncs):
-                self._step.finish()
+                self._iteration.finish()
 
     def _finish_backward(self) -> None:
         """After the reducer has published the gradients."""
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred()
-        self.gradients.publish(was_consumed=self._step.has_begun and self.deferred_because is None)
-        self._step.arrived.clear()  # they hold reduced buckets
+        self.gradients.publish(was_consumed=self._iteration.has_begun and self.deferred_because is None)
+        self._iteration.close()  # they hold reduced buckets
         self._sharded.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         self._sharded.binding.settle()
         if self.machine.phase is Phase.STEPPED:
             self._record()
-        self.step_is_due = self.is_waiting and self._choice.is_due
+        self.step_is_due = self.is_waiting and self._iteration.choice.is_due
         if self.step_is_due or self.machine.phase is Phase.STEPPED:
             self.late.note(self.step_is_due)
-        if self._choice.is_refused:
-            raise RuntimeError(self._choice.reason)
+        if self._iteration.choice.is_refused:
+            raise RuntimeError(self._iteration.choice.reason)
 
     def _record(self) -> None:
         """Record a step that was taken inside backward."""
@@ -342,14 +350,14 @@ class OverlapHook:
 
     def _finish_deferred(self, has_joined: bool = False) -> None:
         """Step from published gradients, or from a peer's on a rank that has joined."""
-        if self._choice.regime is Regime.DEFERRED and not self._step.join_is_on():
+        if self._iteration.choice.regime is Regime.DEFERRED and not self._joins():
             check_unreduced(self._sharded)
         self.gradients.lend_all(has_joined)
         for action in self.machine.backward_finished():
             if isinstance(action, AdoptLayout):
                 self._adopt_layout()  # before gradients are lent: they go to the new owners
             elif isinstance(action, StepAll):
-                self._step.step_all(has_joined)
+                self._iteration.step_all(has_joined)
         self._unused.learn(self._ddp, self._sharded, has_run=not has_joined)
 
     # The layout
@@ -357,20 +365,20 @@ class OverlapHook:
     def _adopt_layout(self) -> None:
         """Plan for the buckets of this iteration. DDP's first layout is provisional, so owners stay as they are."""
         sharded, machine = self._sharded, self.machine
-        layout = self._step.layout()
+        layout = self._iteration.layout()
         is_final = self._layout_is_final()
         owners = list(sharded.binding.owners)
         if is_final:
             machine.buckets_rebuilt()
         if is_final and not sharded.local_step.steps_whole:  # state of an optimizer inside another could not move
-            sizes = [spec.nbytes for spec in sharded.binding.plan.specs]
-            owners = owners_by_bucket(sizes, owners, sharded.comm.world_size, layout, self._split, self._matching)
+            sizes, matching = [spec.nbytes for spec in sharded.binding.plan.specs], self._iteration.matching
+            owners = owners_by_bucket(sizes, owners, sharded.comm.world_size, layout, self._split, matching)
         logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
         sharded.adopt(layout, owners, moves_later=is_final)
         if self._table is not sharded.table:
             self._unused.forget()
         self._table = sharded.table
-        self._compositions = self._step.compositions()
+        self._compositions = self._iteration.compositions()
         if is_final:
             machine.layout_adopted()
             self.gradients.adopted()
@@ -379,7 +387,7 @@ class OverlapHook:
         if self._compositions or not has_static_graph(self._ddp):
             return bucket.index(), bucket.is_last()
         is_running = self.machine.phase is Phase.RUNNING
-        return place_of_bucket(self._ddp, bucket, self._step.sizes() if is_running else [])
+        return place_of_bucket(self._ddp, bucket, self._iteration.sizes() if is_running else [])
 
     def _layout_is_final(self) -> bool:
         return bool(self._compositions) or finds_unused(self._ddp)

@@ -64,6 +64,10 @@ class Choice:
     is_due: bool = False
     is_refused: bool = False
 
+    def __str__(self) -> str:
+        until = "opt.step()" if self.regime is Regime.REDUCE_ONLY else "the end of backward"
+        return f"deferred to {until}: {self.reason}" if self.reason else "overlapped"
+
 
 _REASONS: tuple[tuple[Callable[[Facts], bool | str | None], str | None], ...] = (
     (lambda facts: not facts.knows_buckets, "the first backward pass shows DDP's buckets"),

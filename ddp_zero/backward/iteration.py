@@ -1,16 +1,16 @@
-"""The step that a backward pass takes: bucket by bucket from reduced gradients, or all at once when they are published.
+"""One backward pass: how it steps, which buckets have arrived, and the step that it takes.
 
-`hook.py` decides when. On an accelerator the step runs on a stream of its own.
+The step is taken bucket by bucket from reduced gradients, or all at once when they are published; `hook.py` decides
+when. On an accelerator it runs on a stream of its own.
 """
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable
 
 from ddp_zero.backward.gradients import Arrival, Gradients
 from ddp_zero.backward.reducer import in_backward
+from ddp_zero.backward.regime import Choice, Regime
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.tracing import label
 from ddp_zero.local.masters import GradientSource
@@ -18,32 +18,35 @@ from ddp_zero.step.join import borrow_gradients, serve_joined, share_options
 from ddp_zero.step.sharded_step import ShardedStep
 
 
-class BackwardStep:
-    """Steps with the gradients of one backward pass.
+class Iteration:
+    """A backward pass whose gradients are reduced.
 
     Args:
         sharded: the step.
         gradients: where averaged gradients are.
         side: the stream that the step runs on.
-        joinable: the optimizer, on which Join sets whether it is active.
+        joins: whether ranks may have run out of inputs.
 
     Attributes:
-        arrived: the buckets whose reduction this backward pass has started, in order.
-        has_begun: whether a step by bucket has begun in this backward pass.
+        choice: how it steps, and why; chosen at its first bucket.
+        arrived: the buckets whose reduction it has started, in order; empty once it is closed.
+        matching: how many of them, from the first on, are the plan's.
+        has_begun: whether a step by bucket has begun.
     """
 
-    def __init__(self, sharded: ShardedStep, gradients: Gradients, side: SideStream, joinable: Joinable) -> None:
+    def __init__(self, sharded: ShardedStep, gradients: Gradients, side: SideStream, joins: Callable[[], bool]) -> None:
         self._sharded = sharded
         self._gradients = gradients
         self._side = side
-        self._joinable = weakref.ref(joinable)  # it holds the hook that holds this
+        self._joins = joins
+        self.choice = Choice(Regime.DEFERRED, "no backward pass yet")
         self.arrived: list[Arrival] = []
+        self.matching = 0
         self.has_begun = False
 
-    def open(self) -> None:
-        """Forget the buckets of the last backward pass; a new one begins."""
+    def close(self) -> None:
+        """Let go of reduced buckets."""
         self.arrived.clear()
-        self.has_begun = False
 
     def step_bucket(self, index: int) -> None:
         """Wait for a bucket's gradients, step what this rank owns of it, start its sync."""
@@ -68,7 +71,7 @@ class BackwardStep:
         source: GradientSource = self._gradients
         if has_joined:
             source = borrow_gradients(sharded, self.reduced_gradient)
-        elif self.join_is_on():
+        elif self._joins():
             serve_joined(sharded, self._gradients.reach_joined)
         sharded.begin()
         sharded.run(source)
@@ -91,14 +94,9 @@ class BackwardStep:
         """How many parameters each bucket has."""
         return [len(one.params) for one in self.arrived]
 
-    def join_is_on(self) -> bool:
-        """Whether ranks may have run out of inputs."""
-        joinable = self._joinable()
-        return joinable is not None and joinable._join_config.enable
-
     def _begin(self) -> None:
         if not self.has_begun:
-            if self.join_is_on():
+            if self._joins():
                 share_options(self._sharded, has_joined=not in_backward())
             self._sharded.begin()
             self.has_begun = True
