@@ -30,7 +30,7 @@ from ddp_zero.backward.hook import OverlapHook
 from ddp_zero.backward.machine import Phase
 from ddp_zero.backward.reducer import has_hook
 from ddp_zero.backward.side_stream import SideStream
-from ddp_zero.local.absent import tell_nonfinite
+from ddp_zero.local.absent import report_nonfinite
 from ddp_zero.local.masters import GradientSource, PublishedGradients
 from ddp_zero.options import StepOptions
 from ddp_zero.stage2.bucket import ReduceOptions
@@ -260,7 +260,7 @@ class Engine:
                 hook.machine.step_taken()
                 hook.first_step_taken()
             if amp is not None and sharded.last_step is not None and not sharded.last_step.stepped:
-                tell_nonfinite(param.grad for param in sharded.table.params)
+                report_nonfinite(param.grad for param in sharded.table.params)
 
     def _occasion(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> Occasion:
         hook = self.hook

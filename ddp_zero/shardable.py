@@ -165,7 +165,7 @@ class _Part:
         self._local.begin(None)
         for bucket in range(_BUCKETS):
             self._local.step(bucket)
-        self._local.finish()
+        self._local.end()
 
 
 class _Moment:

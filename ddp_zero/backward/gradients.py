@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from ddp_zero.backward.reducer import Place, places_in_bucket
+from ddp_zero.backward.reducer import Window, windows_in_bucket
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.communicator import average_as_ddp
 from ddp_zero.step.sharded_step import ShardedStep
@@ -20,7 +20,7 @@ from ddp_zero.step.watch import LocalWatch
 CommHook = Callable[[Any, GradBucket], Future[Any]]
 
 
-class Arrival(Protocol):
+class BucketGradients(Protocol):
     """A bucket whose reduction was started in this iteration."""
 
     params: list[Tensor]
@@ -54,7 +54,9 @@ class Gradients(Protocol):
     def held(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
 
-    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
+    def start(
+        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
+    ) -> tuple[Future[Any], BucketGradients]:
         """Start the reduction of a bucket.
 
         Args:
@@ -76,7 +78,7 @@ class Gradients(Protocol):
         Owned gradients are in ``param.grad`` then, except on a rank that has joined.
         """
 
-    def publish(self, was_consumed: bool) -> None:
+    def show(self, was_consumed: bool) -> None:
         """Close the iteration on this rank, and leave in ``param.grad`` what the user sees.
 
         Args:
@@ -118,17 +120,17 @@ class ReducedBucket:
     """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
 
     Args:
-        places: the bucket's parameters, and where DDP lays their gradients.
+        windows: the bucket's parameters, and where DDP lays their gradients.
         future: resolves to the averaged bucket.
         sharded: knows the optimizer's parameters.
         side: the stream that reads it.
     """
 
     def __init__(
-        self, places: Mapping[Tensor, Place], future: Future[Any], sharded: ShardedStep, side: SideStream
+        self, windows: Mapping[Tensor, Window], future: Future[Any], sharded: ShardedStep, side: SideStream
     ) -> None:
-        self.params = list(places)
-        self._places = places
+        self.params = list(windows)
+        self._windows = windows
         self._future = future
         self._sharded = sharded
         self._side = side
@@ -144,7 +146,7 @@ class ReducedBucket:
     def gradient(self, index: int) -> Tensor:
         """A window of the reduced bucket."""
         assert self._reduced is not None, "waited for first"
-        return self._places[self._sharded.table.params[index]].window(self._reduced)
+        return self._windows[self._sharded.table.params[index]].view(self._reduced)
 
     def exact(self, index: int) -> None:
         """None: the sum is in the parameter's dtype."""
@@ -169,7 +171,7 @@ class WholeGradients:
         self._sharded = sharded
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
         self._side = side
-        self._places: dict[int, dict[Tensor, Place]] = {}  # of each bucket when it was first seen
+        self._windows: dict[int, dict[Tensor, Window]] = {}  # of each bucket when it was first seen
 
     def open(self, shows_final_layout: bool) -> None:
         """Nothing is left of the last iteration."""
@@ -178,14 +180,16 @@ class WholeGradients:
         """None: the reducer adds to what is in ``param.grad``."""
         return ()
 
-    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
+    def start(
+        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
+    ) -> tuple[Future[Any], BucketGradients]:
         """Start the wrapped reduction."""
         future = self._wrapped(state, bucket)
         params = bucket.parameters()
-        places = self._places.get(index)
-        if places is None or list(map(id, places)) != list(map(id, params)):
-            places = self._places[index] = places_in_bucket(params)
-        return future, ReducedBucket(places, future, self._sharded, self._side)
+        windows = self._windows.get(index)
+        if windows is None or list(map(id, windows)) != list(map(id, params)):
+            windows = self._windows[index] = windows_in_bucket(params)
+        return future, ReducedBucket(windows, future, self._sharded, self._side)
 
     def settle(self) -> None:
         """The reducer keeps all gradients."""
@@ -193,7 +197,7 @@ class WholeGradients:
     def lend_all(self, has_joined: bool) -> None:
         """The reducer has published them."""
 
-    def publish(self, was_consumed: bool) -> None:
+    def show(self, was_consumed: bool) -> None:
         """The reducer has published them."""
 
     def close(self) -> None:
@@ -236,7 +240,7 @@ def watching(watch: LocalWatch, group: ProcessGroup, wrapped: CommHook | None) -
     """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one."""
 
     def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        watch.note(bucket.parameters(), bucket.buffer())
+        watch.screen(bucket.parameters(), bucket.buffer())
         return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
 
     return hook

@@ -131,7 +131,7 @@ class OverlapHook:
             self._iteration.choice = self._choose(params, matches)
         actions = self.machine.bucket_arrived(index, is_last, matches, self._iteration.choice.regime)
         self._iteration.matching += matches
-        self._watch.note(params, bucket.buffer())
+        self._watch.screen(params, bucket.buffer())
         with label("reduce", bucket=index):
             future, arrival = self.gradients.start(state, bucket, index, matches)
         self._iteration.arrived.append(arrival)
@@ -166,7 +166,7 @@ class OverlapHook:
         """After a step that was due: treat it as taken inside the last backward pass."""
         self.first_step_taken()
         self.machine.due_step_taken()
-        self.late.note()
+        self.late.remember()
 
     def check_before_step(self, what: str) -> None:
         """Check that no step was taken inside backward that ``opt.step()`` must still join.
@@ -323,13 +323,13 @@ class OverlapHook:
             elif isinstance(action, AdoptLayout):
                 self._adopt_layout()
             elif isinstance(action, FinishSyncs):
-                self._iteration.finish()
+                self._iteration.end_step()
 
     def _finish_backward(self) -> None:
         """After the reducer has published the gradients."""
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred()
-        self.gradients.publish(was_consumed=self._iteration.has_begun and self.deferred_because is None)
+        self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
         self._iteration.close()  # they hold reduced buckets
         self._sharded.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         self._sharded.binding.settle()
@@ -337,7 +337,7 @@ class OverlapHook:
             self._record()
         self.step_is_due = self.is_waiting and self._iteration.choice.is_due
         if self.step_is_due or self.machine.phase is Phase.STEPPED:
-            self.late.note(self.step_is_due)
+            self.late.remember(self.step_is_due)
         if self._iteration.choice.is_refused:
             raise RuntimeError(self._iteration.choice.reason)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ddp_zero.backward.gradients import Arrival, Gradients
+from ddp_zero.backward.gradients import BucketGradients, Gradients
 from ddp_zero.backward.reducer import in_backward
 from ddp_zero.backward.regime import Choice, Regime
 from ddp_zero.backward.side_stream import SideStream
@@ -40,7 +40,7 @@ class Iteration:
         self._side = side
         self._joins = joins
         self.choice = Choice(Regime.DEFERRED, "no backward pass yet")
-        self.arrived: list[Arrival] = []
+        self.arrived: list[BucketGradients] = []
         self.matching = 0
         self.has_begun = False
 
@@ -58,11 +58,11 @@ class Iteration:
             sharded.step_bucket(index, arrival)
         arrival.release()
 
-    def finish(self) -> None:
+    def end_step(self) -> None:
         """Finish the syncs, after every bucket was stepped."""
         self._begin()
         with self._side.running(self.arrived[0].params[0].device):
-            self._sharded.finish()
+            self._sharded.end()
         self._side.join()
 
     def step_all(self, has_joined: bool) -> None:

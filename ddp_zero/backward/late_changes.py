@@ -48,7 +48,7 @@ class LateChanges:
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
         self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
 
-    def note(self, step_is_due: bool = False) -> None:
+    def remember(self, step_is_due: bool = False) -> None:
         """Note the state after a backward pass: from now on a change is the user's.
 
         Args:

@@ -242,17 +242,17 @@ class OverlapMachine:
 
     def _finish(self) -> tuple[Action, ...]:
         first: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
-        steps = tuple(self._next_step() for _ in range(self._arrived - self._stepped))
+        steps = tuple(self._next_step() for _ in range(self._arrived - self._next))
         self._go(_Event.LAST_BUCKET)
         return (*first, *steps, FinishSyncs())
 
     def _next_step(self) -> StepBucket:
-        self._stepped += 1
-        return StepBucket(self._stepped - 1)
+        self._next += 1
+        return StepBucket(self._next - 1)
 
     def _clear(self) -> None:
         self._arrived = 0
-        self._stepped = 0
+        self._next = 0
         self._matches = True
         self._regime = Regime.OVERLAPPED
 

@@ -95,7 +95,7 @@ def count_reduced(ddp: DistributedDataParallel) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Window:
     """Where a parameter's gradient lies in a 1-D tensor; fixed when the layout is made, as DDP fixes its own.
 
     A parameter's strides may change later (``model.to(memory_format=...)``); those of its place do not.
@@ -111,20 +111,20 @@ class Place:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, param: Tensor, offset: int) -> "Place":
+    def of(cls, param: Tensor, offset: int) -> "Window":
         """A parameter's place at an offset, laid out as DDP does."""
         like = param if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta")
         return cls(offset, tuple(param.shape), tuple(like.stride()))
 
-    def window(self, flat: Tensor) -> Tensor:
+    def view(self, flat: Tensor) -> Tensor:
         """That part of a 1-D contiguous tensor."""
         return flat.as_strided(self.shape, self.stride, int(flat.storage_offset()) + self.offset)
 
 
-def places_in_bucket(params: Sequence[Tensor]) -> dict[Tensor, Place]:
+def windows_in_bucket(params: Sequence[Tensor]) -> dict[Tensor, Window]:
     """Where DDP lays the parameters of a bucket: end to end."""
     starts = accumulate((param.numel() for param in params), initial=0)
-    return {param: Place.of(param, start) for param, start in zip(params, starts, strict=False)}
+    return {param: Window.of(param, start) for param, start in zip(params, starts, strict=False)}
 
 
 class BucketViews:
@@ -132,21 +132,21 @@ class BucketViews:
 
     Args:
         buffer: what ``bucket.buffer()`` handed out.
-        places: where each parameter's gradient must lie in memory of the bucket's size.
-        earlier: the same bucket's views, captured with other places.
+        windows: where each parameter's gradient must lie in memory of the bucket's size.
+        earlier: the same bucket's views, captured with other windows.
 
     Attributes:
         buffer: as given.
         flat: where the reducer writes now, 1-D; None while that is memory of its own.
         scratch: the memory that ``flat`` is a part of.
-        places: as given.
+        windows: as given.
     """
 
-    def __init__(self, buffer: Tensor, places: Mapping[Tensor, Place], earlier: "BucketViews | None" = None) -> None:
+    def __init__(self, buffer: Tensor, windows: Mapping[Tensor, Window], earlier: "BucketViews | None" = None) -> None:
         self.flat: Tensor | None = None
         self.scratch: Tensor | None = None
         self.buffer = buffer
-        self.places = places
+        self.windows = windows
         self._views: dict[Tensor, Tensor] = {} if earlier is None else earlier._views
 
     def capture(self, param: Tensor, view: Tensor) -> None:
@@ -163,7 +163,7 @@ class BucketViews:
     @property
     def are_complete(self) -> bool:
         """Whether the reducer's view has been seen for every parameter."""
-        return len(self._views) == len(self.places)
+        return len(self._views) == len(self.windows)
 
     def is_captured(self, param: Tensor) -> bool:
         """Whether the reducer's view for this parameter has been seen."""
@@ -195,10 +195,10 @@ class BucketViews:
     def window(self, param: Tensor) -> Tensor:
         """Where a parameter's gradient lies in the memory that the reducer writes to."""
         assert self.flat is not None, "asked only once the bucket was pointed somewhere"
-        return self.places[param].window(self.flat)
+        return self.windows[param].view(self.flat)
 
     def _point(self, param: Tensor, view: Tensor, flat: Tensor) -> None:
-        view.data = self.places[param].window(flat)
+        view.data = self.windows[param].view(flat)
 
 
 def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Sequence[int]) -> tuple[int, bool]:

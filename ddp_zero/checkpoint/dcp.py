@@ -85,5 +85,5 @@ def _tensor_entry(key: str, stored: StoredTensor) -> tuple[TensorStorageMetadata
     origin = torch.Size([0] * len(size))
     chunk = ChunkStorageMetadata(offsets=origin, sizes=size)
     entry = TensorStorageMetadata(TensorProperties(dtype=stored.spec.dtype), size, [chunk])
-    info = _StorageInfo(stored.place.file, stored.place.begin, stored.place.length)
+    info = _StorageInfo(stored.span.file, stored.span.begin, stored.span.length)
     return entry, WriteResult(MetadataIndex(key, origin), info.length, info)

@@ -126,12 +126,12 @@ def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
     """A tensor whose memory is the file: the system reads it on use and can evict it at any time."""
     if not stored.nbytes:
         return torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
-    start = stored.place.offset - stored.place.offset % mmap.ALLOCATIONGRANULARITY
-    with open_regular(folder / stored.place.file) as file:
-        length = stored.place.offset + stored.nbytes - start
+    start = stored.span.offset - stored.span.offset % mmap.ALLOCATIONGRANULARITY
+    with open_regular(folder / stored.span.file) as file:
+        length = stored.span.offset + stored.nbytes - start
         memory = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
     count = stored.nbytes // stored.spec.dtype.itemsize
-    flat = torch.frombuffer(memory, dtype=stored.spec.dtype, count=count, offset=stored.place.offset - start)
+    flat = torch.frombuffer(memory, dtype=stored.spec.dtype, count=count, offset=stored.span.offset - start)
     return flat.view(stored.spec.shape)
 
 

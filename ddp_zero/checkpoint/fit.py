@@ -67,7 +67,7 @@ def fit_values(saved: Mapping[str, Value], live: Mapping[str, Value], fit: Fit) 
         if name not in saved:
             fit.misfits.append(f"{name!r} of the model is not in the checkpoint")
         elif saved[name].shape != value.shape:
-            fit.misfits.append(f"{name!r} has shape {_told(value.shape)}, saved is {_told(saved[name].shape)}")
+            fit.misfits.append(f"{name!r} has shape {_shown(value.shape)}, saved is {_shown(saved[name].shape)}")
         else:
             fit.values.append(name)
             if saved[name].dtype != value.dtype:
@@ -121,9 +121,9 @@ def fit_groups(
 
 def listed(lines: Sequence[str], most: int = 20) -> str:
     """Lines as a list for a message: at most the first ``most``, then the number of the others."""
-    told = [f"\n  - {line}" for line in lines[:most]]
-    return "".join(told) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
+    described = [f"\n  - {line}" for line in lines[:most]]
+    return "".join(described) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
 
 
-def _told(shape: Sequence[int] | None) -> str:
+def _shown(shape: Sequence[int] | None) -> str:
     return "none: it is no tensor" if shape is None else str(list(shape))

@@ -25,7 +25,7 @@ _MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class FileSpan:
     """Where a tensor lies in a checkpoint.
 
     Attributes:
@@ -48,7 +48,7 @@ class StoredTensor:
     """A tensor in a checkpoint: its shape, strides, dtype and device type, and its place."""
 
     spec: TensorSpec
-    place: Place
+    span: FileSpan
 
     @property
     def nbytes(self) -> int:
@@ -70,50 +70,52 @@ def tensor_file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def encode_part(text: str, places: Sequence[Place]) -> str:
+def encode_part(text: str, spans: Sequence[FileSpan]) -> str:
     """A part as JSON.
 
     Args:
         text: the tree as text, from `ddp_zero.local.tree.flatten`.
-        places: the places of its tensors, in order.
+        spans: the places of its tensors, in order.
     """
-    rows = [[place.file, place.begin, place.length, place.offset, place.sha256] for place in places]
+    rows = [[span.file, span.begin, span.length, span.offset, span.sha256] for span in spans]
     return f'{{"tensors": {json.dumps(rows)}, "tree": {text}}}'
 
 
-def decode_part(text: str, digest: str, told: object) -> Tree:
+def decode_part(text: str, digest: str, described: object) -> Tree:
     """The tree of a part, with a `StoredTensor` in the place of each tensor.
 
     Args:
         text: from `encode_part`, or from an untrusted source.
         digest: the SHA-256 that it must have.
-        told: the name of the part in messages.
+        described: the name of the part in messages.
 
     Raises:
         ValueError: if it is damaged, or not a part of a checkpoint.
     """
     if hashlib.sha256(text.encode()).hexdigest() != digest:
-        raise ValueError(f"Expected {told} to fit its checksum, got a damaged one.")
+        raise ValueError(f"Expected {described} to fit its checksum, got a damaged one.")
     try:
         content = json.loads(text)
         tree = json.dumps(content["tree"])
-        places = [_place(row) for row in content["tensors"]]
+        spans = [_span(row) for row in content["tensors"]]
         specs = [_checked(spec) for spec in specs_in(tree)]
-        stored = [StoredTensor(spec, place) for spec, place in zip(specs, places, strict=True)]
+        stored = [StoredTensor(spec, span) for spec, span in zip(specs, spans, strict=True)]
         decoded = unflatten(tree, stored)
         if len(stored_in(decoded)) != len(stored):
             raise ValueError("Expected every tensor at one place of the tree, got one at several.")
         return decoded
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
-        raise ValueError(f"Expected a part of a checkpoint in {told}, got {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"Expected a part of a checkpoint in {described}, got {type(error).__name__}: {error}"
+        ) from error
 
 
-def _place(row: Any) -> Place:
+def _span(row: Any) -> FileSpan:
     file, begin, length, offset, digest = row
     numbers_fit = all(type(number) is int and 0 <= number < _LARGEST for number in (begin, length, offset))
     if not (isinstance(file, str) and _FILE.fullmatch(file) and numbers_fit and _DIGEST.fullmatch(digest)):
         raise ValueError(f"Expected a file of this checkpoint, offsets and a SHA-256, got {row!r:.200}.")
-    return Place(file, begin, length, offset, digest)
+    return FileSpan(file, begin, length, offset, digest)
 
 
 def _checked(spec: TensorSpec) -> TensorSpec:

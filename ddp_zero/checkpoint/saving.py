@@ -59,8 +59,8 @@ def write(job: SaveJob, peers: Peers) -> Path:
                     f"Expected the folder that rank 0 created, got none on {peers.name(rank)}: {job.folder}. All "
                     "ranks must save to one file system."
                 )
-            places = write_tensors(job.folder / tensor_file_name(rank), job.tensors)
-            write_text(job.folder / part_name(rank), encode_part(job.text, places))
+            spans = write_tensors(job.folder / tensor_file_name(rank), job.tensors)
+            write_text(job.folder / part_name(rank), encode_part(job.text, spans))
         with Agreement(peers, "completing a checkpoint"):
             if rank == 0:
                 published = _complete(job, peers.world_size).name
@@ -88,7 +88,7 @@ class Saving:
 
     def __init__(self, future: "Future[Path]") -> None:
         self._future = future
-        self._is_told = False
+        self._is_reported = False
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete, and return its folder.
@@ -99,16 +99,16 @@ class Saving:
         try:
             return self._future.result()
         except Exception as error:
-            self._is_told = True
+            self._is_reported = True
             raise RuntimeError(f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}") from error
 
     def finish(self) -> None:
         """As `wait`, except that a failure that was already raised is not raised again."""
-        was_told = self._is_told
+        was_reported = self._is_reported
         try:
             self.wait()
         except RuntimeError:
-            if not was_told:
+            if not was_reported:
                 raise
 
     @property

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.checkpoint.folder import open_regular
-from ddp_zero.checkpoint.manifest import Place, StoredTensor
+from ddp_zero.checkpoint.manifest import FileSpan, StoredTensor
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20
@@ -28,7 +28,7 @@ _LOCAL_HEADER_BYTES = 30
 # Writing
 
 
-def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[Place]:
+def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[FileSpan]:
     """Write tensors to a new file and wait until it is on disk; at most one tensor is copied at a time, if needed.
 
     Args:
@@ -44,7 +44,7 @@ def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[Place]:
         os.fsync(file.fileno())
     with path.open("rb") as file:
         return [
-            Place(path.name, begin, length, _offset_of_elements(file, begin, length, nbytes), digest)
+            FileSpan(path.name, begin, length, _offset_of_elements(file, begin, length, nbytes), digest)
             for begin, length, nbytes, digest in written
         ]
 
@@ -127,7 +127,7 @@ def verify(folder: Path, tensors: Sequence[StoredTensor]) -> None:
     Raises:
         ValueError: naming the file, if one is missing, cut off or damaged.
     """
-    for stored in sorted(tensors, key=lambda stored: (stored.place.file, stored.place.offset)):
+    for stored in sorted(tensors, key=lambda stored: (stored.span.file, stored.span.offset)):
         for _ in pieces(folder, stored):
             pass
 
@@ -172,13 +172,13 @@ def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
     Raises:
         ValueError: naming the file, if it is missing, cut off or damaged.
     """
-    path, left, digest = folder / stored.place.file, stored.nbytes, hashlib.sha256()
+    path, left, digest = folder / stored.span.file, stored.nbytes, hashlib.sha256()
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, left)))
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if stored.place.offset + left > size:
-            raise ValueError(f"Expected at least {stored.place.offset + left} bytes, got {size} in {path}.")
-        file.seek(stored.place.offset)
+        if stored.span.offset + left > size:
+            raise ValueError(f"Expected at least {stored.span.offset + left} bytes, got {size} in {path}.")
+        file.seek(stored.span.offset)
         while left:
             piece = buffer[: min(len(buffer), left)]
             if file.readinto(piece) != len(piece):
@@ -186,5 +186,5 @@ def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
             digest.update(piece)
             yield piece
             left -= len(piece)
-    if digest.hexdigest() != stored.place.sha256:
+    if digest.hexdigest() != stored.span.sha256:
         raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}.")

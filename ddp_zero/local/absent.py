@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ddp_zero.local.stand_in import among
+
 _HARMLESS = {
     *("__get__", "zero_", "detach_", "requires_grad_", "size", "dim", "numel", "stride", "element_size", "data_ptr"),
     *("is_floating_point", "is_complex", "is_contiguous", "untyped_storage", "storage_offset", "nelement", "__hash__"),
@@ -28,12 +30,12 @@ class AbsentGradient(Tensor):
     Attributes:
         consumed: True if the step inside backward has used it up; if False, its owner has it.
         zeroed: how often it was set to zero, which has no effect.
-        told: the found-inf tensor of a `GradScaler`, set once ``unscale_`` has run; else None.
+        found_inf: the found-inf tensor of a `GradScaler`, set once ``unscale_`` has run; else None.
     """
 
     consumed: bool
     zeroed: int
-    told: Tensor | None
+    found_inf: Tensor | None
     _reason: str
 
     @classmethod
@@ -55,8 +57,7 @@ class AbsentGradient(Tensor):
             return None
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale_present(func, *args)
-        absent = _first_absent([*args, *(kwargs or {}).values()])
-        assert absent is not None, "torch calls this only if an argument is one"
+        absent = next(among(AbsentGradient, [args, kwargs]))  # torch calls this only if an argument is one
         return absent.refuse()
 
     def refuse(self) -> NoReturn:
@@ -80,7 +81,7 @@ def absent_gradient(param: Tensor, consumed: bool, reason: str) -> AbsentGradien
     absent = one_element.expand(param.shape).as_subclass(AbsentGradient)
     absent.consumed = consumed
     absent.zeroed = 0
-    absent.told = None
+    absent.found_inf = None
     absent._reason = reason
     return absent
 
@@ -90,14 +91,14 @@ def is_present(grad: Tensor | None) -> bool:
     return grad is not None and not isinstance(grad, AbsentGradient)
 
 
-def tell_nonfinite(grads: Iterable[Tensor | None]) -> None:
+def report_nonfinite(grads: Iterable[Tensor | None]) -> None:
     """Report to this rank's `GradScaler` that some rank found a non-finite gradient.
 
     On a rank where all gradients are present, the scaler has already checked them all.
     """
     for grad in grads:
-        if isinstance(grad, AbsentGradient) and grad.told is not None:
-            grad.told.fill_(1.0)
+        if isinstance(grad, AbsentGradient) and grad.found_inf is not None:
+            grad.found_inf.fill_(1.0)
 
 
 def _unscale_present(func: Any, grads: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
@@ -109,14 +110,6 @@ def _unscale_present(func: Any, grads: Sequence[Tensor], found: Tensor, inverse_
         elif grad.consumed:
             grad.refuse()
         else:
-            grad.told = found
+            grad.found_inf = found
     if present:
         func(present, found, inverse_scale)
-
-
-def _first_absent(value: Any) -> AbsentGradient | None:
-    if isinstance(value, AbsentGradient):
-        return value
-    if isinstance(value, list | tuple):
-        return next((found for item in value if (found := _first_absent(item)) is not None), None)
-    return None

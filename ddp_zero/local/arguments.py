@@ -74,8 +74,10 @@ def check_params(params: object) -> None:
     """
     if isinstance(params, nn.Module | Optimizer | type):
         remedy = {nn.Module: "Pass model.named_parameters().", Optimizer: "Pass its class, after the parameters."}
-        told = next((text for kind, text in remedy.items() if isinstance(params, kind)), "The parameters come first.")
-        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {told}")
+        described = next(
+            (text for kind, text in remedy.items() if isinstance(params, kind)), "The parameters come first."
+        )
+        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {described}")
 
 
 def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], library: Iterable[str]) -> None:

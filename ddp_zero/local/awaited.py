@@ -15,11 +15,13 @@ Alternatives considered: those pre-hooks alone (they miss tied weights, averages
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ddp_zero.local.stand_in import among
 
 _ATTRIBUTES = ("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "output_nr")
 _METHODS = ("size", "dim", "numel", "register_hook", "register_post_accumulate_grad_hook")
@@ -50,7 +52,7 @@ class Awaited:
         if func in _READS_NO_VALUES:
             with untouched():
                 return func(*args, **kwargs)
-        for tensor in _awaited_among([args, kwargs]):
+        for tensor in among(Awaited, [args, kwargs]):
             wait_for(tensor)
         return func(*args, **kwargs)
 
@@ -120,14 +122,3 @@ def _awaited_type(own: type) -> type:
     if own not in _types:
         _types[own] = type(own)(f"Awaited{own.__name__}", (Awaited, own), {"__slots__": ()})
     return _types[own]
-
-
-def _awaited_among(values: Iterable[Any]) -> Iterator[Any]:
-    """The awaited tensors in arguments of torch functions: tensors, and sequences and dicts of them."""
-    for value in values:
-        if isinstance(value, Awaited):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _awaited_among(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _awaited_among(value)

@@ -49,7 +49,7 @@ def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamG
 
 
 class LocalStep:
-    """Steps an inner optimizer bucket by bucket, `begin` to `finish`, as if it were one step.
+    """Steps an inner optimizer bucket by bucket, `begin` to `end`, as if it were one step.
 
     Args:
         inner: the optimizer over this rank's parameters, one group per exposed group.
@@ -72,7 +72,7 @@ class LocalStep:
         self._note = note
         self.steps_whole = any(isinstance(value, Optimizer) for value in vars(inner).values())
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
-        self._stepped: list[list[ParamGroup]] = []
+        self._groups_after: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
         self._plain_counters: dict[Any, Any] = {}
         self._shared_counters: dict[Any, Any] = {}
@@ -107,7 +107,7 @@ class LocalStep:
         if closure is not None:
             with torch.enable_grad():
                 self._loss = closure()
-        self._stepped = []
+        self._groups_after = []
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
         self._plain_counters = _counters_in(vars(self._inner))
@@ -128,7 +128,7 @@ class LocalStep:
         if bucket not in self._groups_of_bucket or self.is_done:
             return None
         groups = self._inner.param_groups if self.steps_whole else self._groups_of_bucket[bucket]
-        others = [] if self.steps_whole or self._stepped else self._versions_outside(bucket)
+        others = [] if self.steps_whole or self._groups_after else self._versions_outside(bucket)
         result = self._step_groups(groups, kwargs)
         if self._note is not None:
             self._note(bucket, groups)
@@ -144,18 +144,18 @@ class LocalStep:
     @property
     def is_done(self) -> bool:
         """True if the current step has already stepped everything; see ``steps_whole``."""
-        return self.steps_whole and bool(self._stepped)
+        return self.steps_whole and bool(self._groups_after)
 
     def step_empty(self, **kwargs: Any) -> None:
         """On a rank that owned nothing in this step: step empty groups, so that options change as on all ranks."""
-        if not self._stepped:
+        if not self._groups_after:
             self._step_groups([restrict_group(group, ()) for group in self._inner.param_groups], kwargs)
 
-    def finish(self, **kwargs: Any) -> None:
+    def end(self, **kwargs: Any) -> None:
         """End the step: copy the options it left to the inner and the exposed groups; see `step_empty`."""
         self.step_empty(**kwargs)
         for position, group in enumerate(self._inner.param_groups):
-            copies = [groups[position] for groups in self._stepped]
+            copies = [groups[position] for groups in self._groups_after]
             source = next((copy for copy in reversed(copies) if copy["params"]), copies[-1])
             if source is not group:
                 copy_options(source, group)
@@ -178,7 +178,7 @@ class LocalStep:
             for group, options in zip(groups, self._options, strict=True):
                 copy_options(options, group)
         vars(inner).update(self._plain_counters)
-        if self._stepped:
+        if self._groups_after:
             _drop_new_counters(vars(inner), self._plain_counters)
             _drop_new_counters(inner.state, self._shared_counters)
             inner.state.update(self._shared_counters)
@@ -186,7 +186,7 @@ class LocalStep:
                 tensor.copy_(before)
         inner.param_groups = groups
         try:
-            self._stepped.append(groups)
+            self._groups_after.append(groups)
             if self._has_closure:
                 return inner.step(closure=_once(self._loss), **kwargs)
             return inner.step(**kwargs)

@@ -15,7 +15,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.gradients import Arrival, CommHook, ReducedBucket, WholeGradients
+from ddp_zero.backward.gradients import BucketGradients, CommHook, ReducedBucket, WholeGradients
 from ddp_zero.backward.reducer import at_end_of_backward, backward_id, on_gradient, reduced_parameters, will_reduce
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.local.awaited import untouched
@@ -81,7 +81,9 @@ class SummedGradients(WholeGradients):
         """The sums that are added to the averages of this pass."""
         return self._carried
 
-    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
+    def start(
+        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
+    ) -> tuple[Future[Any], BucketGradients]:
         """Start the wrapped reduction."""
         self._reduces = True
         future, arrival = super().start(state, bucket, index, is_planned)
@@ -99,7 +101,7 @@ class SummedGradients(WholeGradients):
             self._visible.show(index, shown, total if total.dtype != shown.dtype else None)
         self._visible.forget_taken()
 
-    def publish(self, was_consumed: bool) -> None:
+    def show(self, was_consumed: bool) -> None:
         """Show the sums, and remember that they are averages."""
         with untouched():
             self.lend_all(has_joined=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_zero.backward.reducer import Place
+from ddp_zero.backward.reducer import Window
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import SegmentReduction, room_numel, scales_late, sum_dtype
@@ -92,22 +92,22 @@ class ScratchLayout:
         self.indices = [table.index_of[param] for param in params]
         self.numel = sum(param.numel() for param in params)
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.places: dict[Tensor, Place] = {}
+        self.windows: dict[Tensor, Window] = {}
         self.ranges: list[tuple[int, int]] = []
         start = 0
         for segment in bucket.segments:
             for index, offset in zip(segment.params, segment.offsets, strict=True):
-                self.places[table.params[index]] = Place.of(table.params[index], start + offset)
+                self.windows[table.params[index]] = Window.of(table.params[index], start + offset)
             self.ranges.append((start, start + segment.numel))
             start += segment.numel
         for param in params:
-            if param not in self.places:
-                self.places[param] = Place.of(param, start)
+            if param not in self.windows:
+                self.windows[param] = Window.of(param, start)
                 start += param.numel()
         own = bucket.segments[sharded.comm.group_rank]
         self.owned = own.params
-        self.own_places = {
-            index: Place.of(table.params[index], offset) for index, offset in zip(own.params, own.offsets, strict=True)
+        self.own_windows = {
+            index: Window.of(table.params[index], offset) for index, offset in zip(own.params, own.offsets, strict=True)
         }
 
     @property
@@ -269,7 +269,7 @@ class ReducedSegment:
 
     def _window(self, index: int) -> Tensor:
         assert self._sum is not None, "asked before it is released"
-        return self.layout.own_places[index].window(self._sum)
+        return self.layout.own_windows[index].view(self._sum)
 
 
 class WholeBucket:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ddp_zero.backward.reducer import BucketViews, Place, places_in_bucket
+from ddp_zero.backward.reducer import BucketViews, Window, windows_in_bucket
 from ddp_zero.comm.tracing import logger
 from ddp_zero.stage2.bucket import ScratchLayout, Workshop
 
@@ -63,13 +63,13 @@ class BucketMemory:
         """After a backward pass that DDP does not reduce: take back scratches into which no gradient was written."""
         for index, scratch in list(self._lent.items()):
             views = self._views[index]
-            if not any(param.grad is not None and views.is_view(param, param.grad) for param in views.places):
+            if not any(param.grad is not None and views.is_view(param, param.grad) for param in views.windows):
                 del self._lent[index]
                 self._workshop.give_back(scratch)
 
     # When a bucket is full
 
-    def note(self, index: int, buffer: Tensor) -> None:
+    def note_buffer(self, index: int, buffer: Tensor) -> None:
         """Note the buffer that DDP hands out for a bucket; a new one means that DDP has rebuilt its buckets."""
         self._buffers[index] = buffer
         if index in self._views and not self._views[index].are_of(buffer):
@@ -96,7 +96,7 @@ class BucketMemory:
         else:
             self._collect(layout, layout.flat(scratch), has_landed)
             if index not in self._views and self.follows:
-                self._move(index, self._buffers[index], layout.places, layout.flat(scratch), scratch)
+                self._move(index, self._buffers[index], layout.windows, layout.flat(scratch), scratch)
         return scratch
 
     def move_out(self, index: int, params: Sequence[Tensor], buffer: Tensor) -> BucketViews | None:
@@ -105,7 +105,7 @@ class BucketMemory:
             return self.collect_whole(index, buffer)
         moved = buffer.clone()
         self._emptied.append(moved)
-        return self._move(index, buffer, places_in_bucket(params), moved, moved)
+        return self._move(index, buffer, windows_in_bucket(params), moved, moved)
 
     def collect_whole(self, index: int, buffer: Tensor) -> BucketViews | None:
         """Copy all of a bucket into its buffer; returns the views if it is not in DDP's order there, else None."""
@@ -122,12 +122,12 @@ class BucketMemory:
         """Copy every gradient of the bucket into its scratch, unless it is there already."""
         views = self._views.get(layout.index)
         start, size = flat.data_ptr(), flat.element_size()
-        for param, place in layout.places.items():
+        for param, window in layout.windows.items():
             grad = param.grad
             if grad is None:
-                place.window(flat).zero_()
-            elif not has_landed or (grad.data_ptr() != start + place.offset * size and param.numel()):
-                place.window(flat).copy_(grad)
+                window.view(flat).zero_()
+            elif not has_landed or (grad.data_ptr() != start + window.offset * size and param.numel()):
+                window.view(flat).copy_(grad)
                 if views is not None and self.follows:
                     self._note_elsewhere(views, param, grad, has_landed)
 
@@ -151,15 +151,15 @@ class BucketMemory:
             )
 
     def _move(
-        self, index: int, buffer: Tensor, places: Mapping[Tensor, Place], flat: Tensor, scratch: Tensor
+        self, index: int, buffer: Tensor, windows: Mapping[Tensor, Window], flat: Tensor, scratch: Tensor
     ) -> BucketViews:
         """Capture a full bucket's views and point them at memory that has its gradients already."""
-        views = BucketViews(buffer, places)
-        for param in places:
+        views = BucketViews(buffer, windows)
+        for param in windows:
             if param.grad is not None:
                 views.capture(param, param.grad)
         views.point_at(flat, scratch)
-        for param in places:
+        for param in windows:
             param.grad = None  # the reducer will set it to what it takes for its view
         self._views[index] = views
         self._moved.append(views)
@@ -177,7 +177,7 @@ class BucketMemory:
             return
         for index, views in self._views.items():
             if index in self._buffers and not views.are_complete:
-                for param in views.places:
+                for param in views.windows:
                     if param.grad is not None:
                         views.capture(param, param.grad)
 
@@ -240,14 +240,14 @@ class BucketMemory:
         )
 
     def _has_other_layout(self, index: int) -> bool:
-        return index < len(self.layouts) and self._views[index].places is not self.layouts[index].places
+        return index < len(self.layouts) and self._views[index].windows is not self.layouts[index].windows
 
     def _park(self) -> None:
         """Point each bucket at the same scratch until its next iteration, so that none has memory of its own."""
         for index, layout in enumerate(self.layouts):
             if index not in self._views:
                 continue
-            views = BucketViews(self._views[index].buffer, layout.places, self._views[index])
+            views = BucketViews(self._views[index].buffer, layout.windows, self._views[index])
             self._views[index] = views
             scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
             views.point_at(layout.flat(scratch), scratch)

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.backward.admission import check_can_partition
 from ddp_zero.backward.forward_passes import ForwardPasses
-from ddp_zero.backward.gradients import Arrival, CommHook, Gradients, WholeGradients
+from ddp_zero.backward.gradients import BucketGradients, CommHook, Gradients, WholeGradients
 from ddp_zero.backward.reducer import (
     at_end_of_backward,
     backward_id,
@@ -43,9 +43,9 @@ from ddp_zero.backward.reducer import (
     has_static_graph,
     in_backward,
     on_gradient,
-    places_in_bucket,
     reduced_parameters,
     will_reduce,
+    windows_in_bucket,
 )
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.reduction import sum_whole
@@ -111,12 +111,14 @@ class PartitionedGradients:
         """The gradients that this rank carries over to the next sums."""
         return self._workshop.carried
 
-    def start(self, state: Any, bucket: GradBucket, index: int, is_planned: bool) -> tuple[Future[Any], Arrival]:
+    def start(
+        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
+    ) -> tuple[Future[Any], BucketGradients]:
         """Finish the reduction of the previous bucket, start that of this one."""
         for earlier in self._arrivals[-1:]:
             earlier.wait()
         if in_backward():
-            self._memory.note(index, bucket.buffer())
+            self._memory.note_buffer(index, bucket.buffer())
         if is_planned and self._memory.layouts:
             scratch = self._memory.take(index, is_joined=not in_backward())
             layout = self._memory.layouts[index]
@@ -150,7 +152,7 @@ class PartitionedGradients:
                 for index in taken.intersection(arrival.indices):
                     self._show_whole(arrival, index)
 
-    def publish(self, was_consumed: bool) -> None:
+    def show(self, was_consumed: bool) -> None:
         """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
         arrived = [index for arrival in self._arrivals for index in arrival.indices]
         is_first_layout = not self._memory.layouts  # of DDP, which has published whole gradients
@@ -297,8 +299,8 @@ class PartitionedGradients:
             after = workshop.predivide_factor / workshop.comm.world_size
             subject = (self._sharded.binding.digest, index)
             sum_whole(workshop.comm, buffer, subject, workshop.options.comm_dtype, after)
-        places = places_in_bucket(params) if views is None else {}
-        window_of = views.window if views is not None else lambda param: places[param].window(buffer)
+        windows = windows_in_bucket(params) if views is None else {}
+        window_of = views.window if views is not None else lambda param: windows[param].view(buffer)
         return WholeBucket(params, window_of, workshop)
 
     def _show_whole(self, bucket: WholeBucket, index: int) -> None:

@@ -119,7 +119,7 @@ class Binding:
                     [param for param, was, now in zip(params, self._active, active, strict=True) if was and not now]
                 )
             self._active = active
-        elif self._is_settled and self._places() == self._bound_places:
+        elif self._is_settled and self._addresses() == self._bound_addresses:
             return False
         self._is_settled = True
         self._bind(self._table.specs(self._active))
@@ -173,7 +173,7 @@ class Binding:
         followed = self.layout is not None
         self.not_reduced = [i for i, spec in enumerate(specs) if followed and spec.active and i not in reduced]
         self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
-        self._bound_places = self._places()
+        self._bound_addresses = self._addresses()
         logger.debug(
             "rank %d owns %d of %d parameters, %d buckets",
             self._comm.group_rank,
@@ -193,7 +193,7 @@ class Binding:
         views = ViewStorage(plan, params, self._table.label)
         return ParameterSync(self._comm, views, params, self.digest, order, may_outlast=outlasts)
 
-    def _places(self) -> list[int]:
+    def _addresses(self) -> list[int]:
         return [param.data_ptr() for param in self._table.params]
 
 

@@ -26,7 +26,7 @@ from ddp_zero.comm.peers import Peers
 from ddp_zero.local.local_step import ParamGroup, options_of
 from ddp_zero.plan.partition import GroupRank
 
-Place = int | None
+GroupIndex = int | None
 """Where a value is kept: in the group of that number, or outside of groups."""
 Values = dict[str, str]
 """Values by name, as text: equal texts are equal values."""
@@ -46,7 +46,7 @@ def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
     }
 
 
-def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tuple[Place, Values]]:
+def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupIndex, Values]]:
     """Values of groups with a gradient and, if there is such a group, of the optimizer and those that it wraps.
 
     Args:
@@ -75,7 +75,7 @@ class Witness:
     """
 
     who: str
-    values: dict[Place, Values] = field(default_factory=dict)
+    values: dict[GroupIndex, Values] = field(default_factory=dict)
 
     def contradiction(self, other: "Witness") -> "Contradiction | None":
         """The first value that both have and that differs, or None."""
@@ -91,7 +91,7 @@ class Witness:
 class Contradiction:
     """Two different values of one option."""
 
-    place: Place
+    place: GroupIndex
     name: str
     value: str
     who: str
@@ -176,18 +176,18 @@ class CouplingWatch:
     def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> bool:
         """Take options of groups of which this rank has stepped nothing from the first rank that has. A collective."""
         groups, me = self._inner.param_groups, self._comm.group_rank
-        told = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
+        described = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
         changed = [place for place, ranks in stale.items() if not ranks[me][0]]
         for place in changed:
             source = next(rank for rank, (speaks, *_) in enumerate(stale[place]) if speaks)
-            for name, value in json.loads(told[source])[str(place)].items():
+            for name, value in json.loads(described[source])[str(place)].items():
                 _set_counter(groups[place], name, value)
         return bool(changed)
 
-    def _raise_first(self, mine: dict[Place, Values], at_home: Contradiction | None) -> None:
-        told = [str(at_home or ""), [[place, values] for place, values in mine.items()]]
+    def _raise_first(self, mine: dict[GroupIndex, Values], at_home: Contradiction | None) -> None:
+        described = [str(at_home or ""), [[place, values] for place, values in mine.items()]]
         witnesses: list[Witness] = []
-        for rank, text in enumerate(self._comm.all_gather_text(json.dumps(told))):
+        for rank, text in enumerate(self._comm.all_gather_text(json.dumps(described))):
             message, values = json.loads(text)
             witnesses.append(Witness(self._comm.name(GroupRank(rank)), {place: kept for place, kept in values}))
             found = [one.contradiction(witnesses[-1]) for one in witnesses[:-1]]
@@ -205,9 +205,9 @@ class CouplingWatch:
         )
 
 
-def _merged(seen: Sequence[Witness]) -> dict[Place, Values]:
+def _merged(seen: Sequence[Witness]) -> dict[GroupIndex, Values]:
     """The values of this rank: those after all its buckets."""
-    merged: dict[Place, Values] = {}
+    merged: dict[GroupIndex, Values] = {}
     for witness in seen:
         for place, values in witness.values.items():
             merged[place] = merged.get(place, {}) | values

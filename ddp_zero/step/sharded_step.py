@@ -23,7 +23,7 @@ from ddp_zero.step.state_order import State, StateOrder, migrate_state
 class ShardedStep:
     """What a rank steps and syncs, and in which order.
 
-    `begin`, `step_bucket` for every bucket in plan order, `finish`, `raise_errors`; or `begin` and `run`.
+    `begin`, `step_bucket` for every bucket in plan order, `end`, `raise_errors`; or `begin` and `run`.
 
     Args:
         comm: the group.
@@ -93,7 +93,7 @@ class ShardedStep:
         result = None
         for bucket in self.binding.plan.buckets:
             result = self.step_bucket(bucket.index, source, **kwargs)
-        self.finish(**kwargs)
+        self.end(**kwargs)
         self.raise_errors()
         return result
 
@@ -116,7 +116,7 @@ class ShardedStep:
         """Step what this rank owns of a bucket and start its sync.
 
         If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
-        in this step and sends what it has; `raise_errors` follows `finish`.
+        in this step and sends what it has; `raise_errors` follows `end`.
         """
         self.order.is_at_birth = False
 
@@ -132,7 +132,7 @@ class ShardedStep:
             raise
         return result
 
-    def finish(self, **kwargs: Any) -> None:
+    def end(self, **kwargs: Any) -> None:
         """Finish the syncs, expose the options that the step changed, note the states that it created.
 
         Raises:
@@ -147,13 +147,13 @@ class ShardedStep:
             sync.abandon()
             raise
         if not has_failed:
-            self.local_step.finish(**kwargs)
+            self.local_step.end(**kwargs)
         self.coupling.end(has_failed)
         self.order.after_step(self.inner.state, self.stepped.index_of)
         self.stepped.note_versions()
 
     def raise_errors(self) -> None:
-        """After `finish`: raise on every rank if a local step has failed on any, or if ranks hold different options.
+        """After `end`: raise on every rank if a local step has failed on any, or if ranks hold different options.
 
         A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
         """
@@ -177,7 +177,7 @@ class ShardedStep:
 
     def end_syncs(self) -> None:
         """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
-        self.binding.sync.finish()
+        self.binding.sync.end_step()
         if not self.leaves_syncs:
             self.binding.sync.left.complete()
 
@@ -241,7 +241,7 @@ class ShardedStep:
         Raises:
             TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
-        self.binding.sync.finish()  # buckets that this iteration has stepped already: their memory is about to move
+        self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
         self.binding.sync.raise_errors()
         migrate_state(self.comm, self.table, self.inner.state, self.order, self.stepped, self.binding.owners, owners)
         self.binding.adopt(layout, owners, moves_later)

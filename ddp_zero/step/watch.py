@@ -20,7 +20,7 @@ class LocalWatch:
         self.is_on = False
         self._seen: deque[tuple[list[Tensor], Tensor]] = deque(maxlen=_REMEMBERED)
 
-    def note(self, params: list[Tensor], buffer: Tensor) -> None:
+    def screen(self, params: list[Tensor], buffer: Tensor) -> None:
         """Note the sum of a bucket that is about to be averaged."""
         if self.is_on and buffer.layout is torch.strided:
             self._seen.append((params, buffer.sum(dtype=torch.promote_types(buffer.dtype, torch.float32))))

@@ -37,5 +37,5 @@ class BucketSync:
         """
         with label("wait_sync", bucket=self.bucket.index):
             self.exchange.wait(f"the sync of bucket {self.bucket.index}")
-        storage.publish(self.bucket, self.segments, me)
+        storage.write_back(self.bucket, self.segments, me)
         increment_version(self.changed)  # as an in-place step does on the owner

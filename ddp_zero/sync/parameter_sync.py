@@ -70,7 +70,7 @@ class ParameterSync:
             self._send(self._order[self._next])
             self._next += 1
 
-    def finish(self) -> None:
+    def end_step(self) -> None:
         """End the step: wait for everything in flight and publish it, or leave it in flight if it may outlast the step.
 
         Raises:
@@ -93,7 +93,7 @@ class ParameterSync:
         self._comm.round += 1
 
     def raise_errors(self) -> None:
-        """After `finish`: raise if the local step failed on any rank.
+        """After `end_step`: raise if the local step failed on any rank.
 
         Other ranks' errors are raised when the step's last bucket has arrived, if it may outlast the step.
 

@@ -33,7 +33,7 @@ class ParameterStorage(Protocol):
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
         """The segment tensors of a bucket, in rank order: this rank's filled, the others' as receive buffers."""
 
-    def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
+    def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Make what was received visible in the parameters of the other owners."""
 
     def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
@@ -66,7 +66,7 @@ class ViewStorage:
         flats = enumerate(self._flats[bucket.index])
         return [flat.packed() if rank == group_rank else flat.room() for rank, flat in flats]
 
-    def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
+    def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Unpack what the other owners sent packed."""
         for rank, (flat, tensor) in enumerate(zip(self._flats[bucket.index], segments, strict=True)):
             if rank != group_rank:
@@ -142,7 +142,7 @@ class PackedStorage:
         return segments
 
     @torch.no_grad()
-    def publish(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
+    def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Unpack what the other owners sent."""
         for segment, tensor in zip(bucket.segments, segments, strict=True):
             if segment.owner != group_rank and segment.params and not self._is_alias(segment):

@@ -44,7 +44,7 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
             ShardedStep, "step_bucket", logged("step", ShardedStep.step_bucket, lambda _, index, *__, **___: index)
         ),
         mock.patch.object(ParameterSync, "start", logged("sync", ParameterSync.start, lambda _, b: b.index)),
-        mock.patch.object(ParameterSync, "finish", logged("finish", ParameterSync.finish, lambda *_: None)),
+        mock.patch.object(ParameterSync, "end_step", logged("finish", ParameterSync.end_step, lambda *_: None)),
         mock.patch.object(
             dist.ProcessGroup,
             "send",

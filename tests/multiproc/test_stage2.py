@@ -123,13 +123,13 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
 
     step()
     ddps_own: list[StorageWeakRef] = []
-    note = BucketMemory.note
+    note = BucketMemory.note_buffer
 
     def noted(self: BucketMemory, index: int, buffer: Tensor) -> None:
         ddps_own.append(StorageWeakRef(buffer.untyped_storage()))
         note(self, index, buffer)
 
-    with mock.patch.object(BucketMemory, "note", noted):
+    with mock.patch.object(BucketMemory, "note_buffer", noted):
         step()
     assert len(ddps_own) == model.depth
     assert all(storage.expired() for storage in ddps_own), "DDP's own buckets are gone after the second iteration"

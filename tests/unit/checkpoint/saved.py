@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import checkpoint
 from ddp_zero.checkpoint.folder import MARKER
-from ddp_zero.checkpoint.manifest import Place, encode_part, part_name, tensor_file_name
+from ddp_zero.checkpoint.manifest import FileSpan, encode_part, part_name, tensor_file_name
 from ddp_zero.local.tree import Tree, flatten
 
 
@@ -132,8 +132,8 @@ def forge(folder: Path, *trees: Tree) -> Path:
     texts = []
     for rank, tree in enumerate(trees):
         text, tensors = flatten(tree)
-        places = [Place(tensor_file_name(rank), 0, 1, 64 * at, "0" * 64) for at in range(len(tensors))]
-        texts.append(encode_part(text, places))
+        spans = [FileSpan(tensor_file_name(rank), 0, 1, 64 * at, "0" * 64) for at in range(len(tensors))]
+        texts.append(encode_part(text, spans))
     return forge_texts(folder, texts)
 
 

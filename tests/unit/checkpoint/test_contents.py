@@ -143,7 +143,7 @@ def test_parts_are_joined_and_states_are_in_the_order_of_their_births(tmp_path: 
     saved = SavedCheckpoint.open(forge(tmp_path / "forged", early, late))
     assert list(saved.state) == ["w", "c", "d", "b"]
     assert sorted(saved.model) == ["_extra_state", "b", "c", "tied", "w"]
-    assert saved.model["c"].place.file == "__1_0.distcp"
+    assert saved.model["c"].span.file == "__1_0.distcp"
     assert saved.rank_extras[1] == "one"
     assert saved.state["c"] == {"n": 1}
 
@@ -416,7 +416,7 @@ def test_a_part_says_of_its_tensors_where_they_lie_and_what_they_hash_to(tmp_pat
     saved = SavedCheckpoint.open(folder)
     stored = [one for name, one in saved.model.items() if isinstance(one, StoredTensor) and name != "head.weight"]
     for one, (file, begin, length, offset, digest) in zip(stored, rows, strict=True):
-        place = one.place
+        place = one.span
         assert [place.file, place.begin, place.length, place.offset, place.sha256] == [
             *(file, begin, length, offset, digest)
         ]

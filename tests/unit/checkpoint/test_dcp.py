@@ -26,7 +26,7 @@ def stored(folder: Path, tree: Tree, rank: int = 0) -> Tree:
     """Write the tensors of a tree, and put where they lie in their places."""
     text, tensors = flatten(tree)
     written = write_tensors(folder / tensor_file_name(rank), tensors)
-    return unflatten(text, [StoredTensor(spec, place) for spec, place in zip(specs_in(text), written, strict=True)])
+    return unflatten(text, [StoredTensor(spec, span) for spec, span in zip(specs_in(text), written, strict=True)])
 
 
 def keys(folder: Path) -> dict[str, Any]:

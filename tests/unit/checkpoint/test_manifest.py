@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_zero.checkpoint.manifest import (
-    Place,
+    FileSpan,
     StoredTensor,
     as_meta,
     decode_part,
@@ -35,12 +35,12 @@ def sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def places(count: int) -> list[Place]:
-    return [Place("__0_0.distcp", 64 * number, 60, 64 * number + 8, FITTING) for number in range(count)]
+def places(count: int) -> list[FileSpan]:
+    return [FileSpan("__0_0.distcp", 64 * number, 60, 64 * number + 8, FITTING) for number in range(count)]
 
 
 def stored(shape: Sequence[int] = (2,), dtype: torch.dtype = torch.float32, offset: int = 8) -> StoredTensor:
-    return StoredTensor(TensorSpec(tuple(shape), None, dtype, "cpu"), Place("__0_0.distcp", 0, 60, offset, FITTING))
+    return StoredTensor(TensorSpec(tuple(shape), None, dtype, "cpu"), FileSpan("__0_0.distcp", 0, 60, offset, FITTING))
 
 
 def decode(text: str) -> Tree:
@@ -78,9 +78,9 @@ def test_any_tree_comes_back_with_its_tensors_stored(tree: Any) -> None:
     text, tensors = text_and_tensors(tree, "here")
     lying = places(len(tensors))
     decoded = decode(encode_part(text, lying))
-    assert [one.place for one in stored_in(decoded)] == lying
+    assert [one.span for one in stored_in(decoded)] == lying
     assert [one.spec for one in stored_in(decoded)] == specs_in(text)
-    assert_same(tree, fill(decoded, lambda one: tensors[lying.index(one.place)]))
+    assert_same(tree, fill(decoded, lambda one: tensors[lying.index(one.span)]))
 
 
 def test_a_part_is_json_that_any_reader_takes_apart() -> None:
@@ -103,7 +103,7 @@ def test_files_are_called_by_rank() -> None:
 
 def test_any_rank_may_name_its_file() -> None:
     row = [tensor_file_name(123_456_789), *ROW[1:]]
-    assert decode(part_of(leaf(), [row])).place.file == "__123456789_0.distcp"
+    assert decode(part_of(leaf(), [row])).span.file == "__123456789_0.distcp"
 
 
 def test_a_digest_that_does_not_fit_is_refused() -> None:
@@ -186,7 +186,7 @@ def test_begin_length_and_offset_are_numbers_of_bytes(position: int, number: Any
 
 def test_the_largest_offset_is_one_that_no_sum_overflows() -> None:
     row = ["__0_0.distcp", (1 << 62) - 1, (1 << 62) - 1, (1 << 62) - 1, FITTING]
-    assert decode(part_of(leaf(), [row])).place.offset == (1 << 62) - 1
+    assert decode(part_of(leaf(), [row])).span.offset == (1 << 62) - 1
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def assert_value_error_or_sound(text: str) -> None:
     assert "part-3.json" in told
     assert peak < 4 << 20
     for one in stored_in(tree):
-        spec, place = one.spec, one.place
+        spec, place = one.spec, one.span
         numbers = [*spec.shape, *(spec.stride or ()), place.begin, place.length, place.offset]
         assert all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
         assert "/" not in place.file
@@ -506,7 +506,7 @@ def test_filling_replaces_stored_tensors_in_order_and_nothing_else() -> None:
         "size": torch.Size([2]),
         "plain": [1.5, "text", torch.float16],
     }
-    filled = fill(tree, lambda found: found.place.offset)
+    filled = fill(tree, lambda found: found.span.offset)
     assert filled == {"a": (0, [1, None]), 3: {"b": 2}, "size": torch.Size([2]), "plain": [1.5, "text", torch.float16]}
     assert [type(filled["a"]), type(filled["size"])] == [tuple, torch.Size]
     assert stored_in(tree) == [one, two, three]

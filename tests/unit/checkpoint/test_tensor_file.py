@@ -60,12 +60,12 @@ def store(folder: Path, *tensors: Tensor) -> list[StoredTensor]:
     """Write tensors to the file of rank 0."""
     text, _ = flatten(list(tensors))
     written = write_tensors(folder / FILE, tensors)
-    return [StoredTensor(spec, place) for spec, place in zip(specs_in(text), written, strict=True)]
+    return [StoredTensor(spec, span) for spec, span in zip(specs_in(text), written, strict=True)]
 
 
 def moved(stored: StoredTensor, **fields: Any) -> StoredTensor:
     """The tensor said to lie elsewhere."""
-    return replace(stored, place=replace(stored.place, **fields))
+    return replace(stored, span=replace(stored.span, **fields))
 
 
 def of_shape(stored: StoredTensor, *shape: int) -> StoredTensor:
@@ -111,15 +111,15 @@ def test_a_tensor_of_any_dtype_and_layout_comes_back_bit_for_bit(dtype: torch.dt
         assert b"".join(bytes(piece) for piece in pieces(tmp_path, stored)) == bits(tensor), layout
         came = read(tmp_path, stored, CPU)
         assert (came.dtype, came.shape, bits(came)) == (dtype, tensor.shape, bits(tensor)), layout
-        assert stored.place.sha256 == hashlib.sha256(bits(tensor)).hexdigest(), layout
+        assert stored.span.sha256 == hashlib.sha256(bits(tensor)).hexdigest(), layout
 
 
 @every_dtype
 def test_torch_loads_a_tensor_from_its_slice_of_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {layout: make(dtype) for layout, make in LAYOUTS.items()}
-    places = [stored.place for stored in store(tmp_path, *tensors.values())]
+    spans = [stored.span for stored in store(tmp_path, *tensors.values())]
     raw = (tmp_path / FILE).read_bytes()
-    for (layout, tensor), place in zip(tensors.items(), places, strict=True):
+    for (layout, tensor), place in zip(tensors.items(), spans, strict=True):
         loaded = torch.load(io.BytesIO(raw[place.begin : place.begin + place.length]), weights_only=True)
         assert (type(loaded), loaded.dtype, loaded.shape) == (Tensor, dtype, tensor.shape), layout
         assert bits(loaded) == bits(tensor), layout
@@ -180,10 +180,10 @@ def test_any_tensors_lie_beside_each_other(several: list[Tensor], chunk: int) ->
         size = (folder / FILE).stat().st_size
     end = 0
     for one in stored:
-        assert one.place.begin >= end
-        assert one.place.begin < one.place.offset
-        end = one.place.begin + one.place.length
-        assert one.place.offset + one.nbytes < end
+        assert one.span.begin >= end
+        assert one.span.begin < one.span.offset
+        end = one.span.begin + one.span.length
+        assert one.span.offset + one.nbytes < end
     assert end == size
 
 
@@ -217,12 +217,12 @@ def test_of_a_view_only_its_elements_are_written(tmp_path: Path) -> None:
     large = torch.zeros(1 << 18)
     stored = store(tmp_path, large[5:9], large.view(512, 512)[3], large.view(512, 512).t()[:2, :2], large[:0])
     assert (tmp_path / FILE).stat().st_size < 16_000
-    assert [one.place.length < 4096 for one in stored] == [True] * 4
+    assert [one.span.length < 4096 for one in stored] == [True] * 4
 
 
 def test_elements_lie_at_multiples_of_64_bytes(tmp_path: Path) -> None:
     stored = store(tmp_path, *(torch.zeros(count, dtype=torch.uint8) for count in range(70)))
-    assert {one.place.offset % 64 for one in stored} == {one.place.begin % 64 for one in stored} == {0}
+    assert {one.span.offset % 64 for one in stored} == {one.span.begin % 64 for one in stored} == {0}
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])
@@ -232,7 +232,7 @@ def test_options_of_torch_save_make_no_difference(alignment: int, checks: bool, 
     options: Any = config
     with options.patch({"save.storage_alignment": alignment, "save.compute_crc32": checks}):
         stored = store(tmp_path, *several)
-    assert (stored[1].place.length > 4096) == (alignment == 4096)
+    assert (stored[1].span.length > 4096) == (alignment == 4096)
     assert [read(tmp_path, one, CPU).tolist() for one in stored] == [tensor.tolist() for tensor in several]
 
 
@@ -356,7 +356,7 @@ def test_a_target_in_a_graph_stays_a_leaf_and_counts_the_change(tmp_path: Path) 
 
 def test_each_damaged_byte_of_the_elements_is_found_and_no_other(tmp_path: Path) -> None:
     first, second, empty = store(tmp_path, torch.arange(5.0), torch.arange(7, dtype=torch.int8), torch.ones(0))
-    elements = [range(one.place.offset, one.place.offset + one.nbytes) for one in (first, second)]
+    elements = [range(one.span.offset, one.span.offset + one.nbytes) for one in (first, second)]
     whole = (tmp_path / FILE).read_bytes()
     with (tmp_path / FILE).open("r+b", buffering=0) as file:
         for position, byte in enumerate(whole):
@@ -378,7 +378,7 @@ def test_damage_anywhere_in_a_large_tensor_is_found(tmp_path: Path) -> None:
     (stored,) = store(tmp_path, torch.arange(100.0))
     for position in (0, CHUNK - 1, CHUNK, 200, 399):
         with (tmp_path / FILE).open("r+b") as file:
-            file.seek(stored.place.offset + position)
+            file.seek(stored.span.offset + position)
             (byte,) = file.read(1)
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 0x80]))
@@ -408,15 +408,15 @@ def test_all_tensors_are_verified_in_whatever_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("offset", "shape"), [(4, (4,)), (-4, (4,)), (0, (3,)), (0, (5,)), (64, (4,)), (0, (0,))])
 def test_another_place_or_size_does_not_fit_the_checksum(offset: int, shape: tuple[int, ...], tmp_path: Path) -> None:
     (stored,) = store(tmp_path, torch.arange(1.0, 5.0))
-    elsewhere = of_shape(moved(stored, offset=stored.place.offset + offset), *shape)
+    elsewhere = of_shape(moved(stored, offset=stored.span.offset + offset), *shape)
     with pytest.raises(ValueError, match="fit its checksum"):
         verify(tmp_path, [elsewhere])
 
 
 def test_a_file_that_is_cut_off_within_the_elements_is_refused(tmp_path: Path) -> None:
     (stored,) = store(tmp_path, torch.arange(6.0))
-    end = stored.place.offset + stored.nbytes
-    for size in [*range(end - 1, stored.place.offset - 2, -1), 1, 0]:
+    end = stored.span.offset + stored.nbytes
+    for size in [*range(end - 1, stored.span.offset - 2, -1), 1, 0]:
         os.truncate(tmp_path / FILE, size)
         with pytest.raises(ValueError, match=rf"Expected at least {end} bytes, got {size} in .*{FILE}"):
             verify(tmp_path, [stored])
@@ -447,7 +447,7 @@ def test_a_tensor_of_a_petabyte_is_refused_without_memory_for_it(dtype: torch.dt
     huge = of_shape(stored, (1 << 50) // dtype.itemsize)
     assert huge.nbytes == 1 << 50
     tracemalloc.start()
-    with pytest.raises(ValueError, match=rf"Expected at least {stored.place.offset + (1 << 50)} bytes"):
+    with pytest.raises(ValueError, match=rf"Expected at least {stored.span.offset + (1 << 50)} bytes"):
         verify(tmp_path, [huge])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Optimizer
 
-from ddp_zero.local.absent import AbsentGradient, absent_gradient, tell_nonfinite
+from ddp_zero.local.absent import AbsentGradient, absent_gradient, report_nonfinite
 
 
 def layer(dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -146,12 +146,12 @@ def test_an_absent_gradient_knows_where_the_scaler_notes_what_it_has_found() -> 
     model, optimizer = partly_absent()
     grad = model.weight.grad
     assert isinstance(grad, AbsentGradient)
-    assert grad.told is None
+    assert grad.found_inf is None
     scaler = scaler_of_4()
     scaler.unscale_(optimizer)
-    assert isinstance(grad.told, Tensor)
-    assert grad.told.item() == 0
-    tell_nonfinite([grad])
+    assert isinstance(grad.found_inf, Tensor)
+    assert grad.found_inf.item() == 0
+    report_nonfinite([grad])
     assert noted_by(scaler, optimizer) > 0
 
 
@@ -161,7 +161,7 @@ def test_a_scaler_that_is_told_of_another_ranks_overflow_backs_off_at_its_update
     scaler = scaler_of_4()
     scaler.unscale_(optimizer)
     if is_told:
-        tell_nonfinite([param.grad for param in model.parameters()])
+        report_nonfinite([param.grad for param in model.parameters()])
     scaler.update()
     assert scaler.get_scale() == (2.0 if is_told else 4.0)
 
@@ -172,7 +172,7 @@ def test_a_rank_without_any_gradient_can_be_told_too() -> None:
     scaler = scaler_of_4()
     scaler.unscale_(optimizer)
     assert noted_by(scaler, optimizer) == 0
-    tell_nonfinite([param.grad for param in model.parameters()])
+    report_nonfinite([param.grad for param in model.parameters()])
     scaler.update()
     assert scaler.get_scale() == 2.0
 
@@ -187,7 +187,7 @@ def test_an_optimizer_that_scales_by_itself_can_tell_the_scaler_inside_its_step(
             grads = [param.grad for group in self.param_groups for param in group["params"]]
             assert grads[1] is not None
             assert torch.equal(grads[1], torch.full((4,), 6.0))
-            tell_nonfinite(grads)
+            report_nonfinite(grads)
             return "told"
 
     model, _ = partly_absent()
@@ -199,11 +199,11 @@ def test_an_optimizer_that_scales_by_itself_can_tell_the_scaler_inside_its_step(
 
 def test_telling_is_nothing_where_no_scaler_has_looked_or_every_gradient_is_here() -> None:
     model, _ = partly_absent()
-    tell_nonfinite([param.grad for param in model.parameters()])
-    tell_nonfinite([None, torch.ones(2)])
-    tell_nonfinite([])
+    report_nonfinite([param.grad for param in model.parameters()])
+    report_nonfinite([None, torch.ones(2)])
+    report_nonfinite([])
     assert isinstance(model.weight.grad, AbsentGradient)
-    assert model.weight.grad.told is None
+    assert model.weight.grad.found_inf is None
 
 
 def test_unscaling_a_gradient_that_was_used_up_says_where_it_went() -> None:

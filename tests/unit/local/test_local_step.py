@@ -128,7 +128,7 @@ class Sharded:
     def step(self, closure: Callable[[], Any] | None = None) -> list[Any]:
         self.local.begin(closure)
         results = [self.local.step(bucket) for bucket in self.buckets]
-        self.local.finish()
+        self.local.end()
         return results
 
 
@@ -300,7 +300,7 @@ def test_the_closure_is_evaluated_once_with_gradients_and_its_loss_reaches_every
     with torch.no_grad():
         assert sharded.local.begin(closure) == 2.5
         assert [sharded.local.step(bucket) for bucket in sharded.buckets] == [2.5, 2.5, 2.5]
-        sharded.local.finish()
+        sharded.local.end()
     assert calls == [True]
 
 
@@ -403,7 +403,7 @@ def test_names_follow_their_parameters_into_buckets_and_stay_outside() -> None:
     local.begin(None)
     local.step(0)
     local.step(1)
-    local.finish()
+    local.end()
     assert [groups[0]["param_names"] for groups in inner.seen] == [["w1", "w5"], ["w3"]]
     assert inner.param_groups[0]["param_names"] == ["w1", "w3", "w5"]
     assert exposed[0]["param_names"] == [f"w{index}" for index in range(7)]
@@ -469,6 +469,6 @@ def test_counters_that_the_first_step_makes_count_once_however_many_buckets() ->
         for bucket in range(3):
             params[bucket].grad = torch.ones(2)
             local.step(bucket)
-        local.finish()
+        local.end()
         assert (inner.calls, inner.mean.item(), inner.state["k"]) == (step, step / 2, step)  # type: ignore[index]
     assert all(torch.equal(param, params[0]) and not torch.equal(param, torch.ones(2)) for param in params)

@@ -61,7 +61,7 @@ def eager(comm: Any, plan: ShardPlan, params: Sequence[Tensor], as_views: bool) 
 def step(sync: ParameterSync, plan: ShardPlan) -> None:
     for bucket in plan.buckets:
         sync.start(bucket)
-    sync.finish()
+    sync.end_step()
 
 
 STORAGES = pytest.mark.parametrize("as_views", [True, False], ids=["as_views", "packed"])
@@ -129,7 +129,7 @@ def test_buckets_are_sent_in_the_order_in_which_they_are_needed_whatever_the_ord
     for bucket in mixed.plan.buckets:
         mixed.sync.start(bucket)
     assert mixed.comm.sent == [1, 0, 2, 3]
-    mixed.sync.finish()
+    mixed.sync.end_step()
     mixed.sync.left.complete()
 
 
@@ -164,7 +164,7 @@ def test_buckets_that_were_not_stepped_are_not_sent() -> None:
     stepped = Stepped()
     for index in (0, 2):
         stepped.sync.start(stepped.plan.buckets[index])
-    stepped.sync.finish()
+    stepped.sync.end_step()
     assert stepped.comm.sent == [2, 0]
     stepped.sync.left.complete()
     assert sorted(stepped.comm.waited) == [0, 2]

@@ -70,7 +70,7 @@ def exchange(plan: ShardPlan, storages: Sequence[ParameterStorage]) -> None:
                 if receiver != owner:
                     of_rank[receiver][owner].data.view(torch.uint8).copy_(of_rank[owner][owner].view(torch.uint8))
         for rank, storage in enumerate(storages):
-            storage.publish(bucket, of_rank[rank], GroupRank(rank))
+            storage.write_back(bucket, of_rank[rank], GroupRank(rank))
 
 
 def assert_segments_fit(plan: ShardPlan, storage: ParameterStorage) -> None:
