@@ -121,8 +121,8 @@ def fit_groups(
 
 def listed(lines: Sequence[str], most: int = 20) -> str:
     """Lines as a list for a message: at most the first ``most``, then the number of the others."""
-    described = [f"\n  - {line}" for line in lines[:most]]
-    return "".join(described) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
+    shown = [f"\n  - {line}" for line in lines[:most]]
+    return "".join(shown) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
 
 
 def _shown(shape: Sequence[int] | None) -> str:

@@ -188,10 +188,8 @@ def read_marker(checkpoint: Path) -> Marker:
         raise ValueError(f"Expected a marker that fits its checksum, got a damaged one: {checkpoint / MARKER}.")
     content = parse_json(line, checkpoint / MARKER)
     if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
-        described = {key: content.get(key) for key in ("format", "version")} if isinstance(content, dict) else content
-        raise ValueError(
-            f"Expected format {_FORMAT!r} of version {_VERSION}, got {described} in {checkpoint / MARKER}."
-        )
+        shown = {key: content.get(key) for key in ("format", "version")} if isinstance(content, dict) else content
+        raise ValueError(f"Expected format {_FORMAT!r} of version {_VERSION}, got {shown} in {checkpoint / MARKER}.")
     step, parts = content.get("step"), content.get("parts")
     if type(step) is not int or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"Expected a step and checksums of parts, got {content!r:.200} in {checkpoint / MARKER}.")

@@ -81,19 +81,19 @@ def encode_part(text: str, spans: Sequence[FileSpan]) -> str:
     return f'{{"tensors": {json.dumps(rows)}, "tree": {text}}}'
 
 
-def decode_part(text: str, digest: str, described: object) -> Tree:
+def decode_part(text: str, digest: str, shown: object) -> Tree:
     """The tree of a part, with a `StoredTensor` in the place of each tensor.
 
     Args:
         text: from `encode_part`, or from an untrusted source.
         digest: the SHA-256 that it must have.
-        described: the name of the part in messages.
+        shown: the name of the part in messages.
 
     Raises:
         ValueError: if it is damaged, or not a part of a checkpoint.
     """
     if hashlib.sha256(text.encode()).hexdigest() != digest:
-        raise ValueError(f"Expected {described} to fit its checksum, got a damaged one.")
+        raise ValueError(f"Expected {shown} to fit its checksum, got a damaged one.")
     try:
         content = json.loads(text)
         tree = json.dumps(content["tree"])
@@ -105,9 +105,7 @@ def decode_part(text: str, digest: str, described: object) -> Tree:
             raise ValueError("Expected every tensor at one place of the tree, got one at several.")
         return decoded
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
-        raise ValueError(
-            f"Expected a part of a checkpoint in {described}, got {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}") from error
 
 
 def _span(row: Any) -> FileSpan:

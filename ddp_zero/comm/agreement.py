@@ -65,8 +65,8 @@ class Agreement:
         mine = "" if error is None else f"{type(error).__name__}: {error}"
         messages = self._comm.all_gather_text(mine)
         if error is None:
-            described = "; ".join(f"rank {rank}: {messages[rank]}" for rank, flag in enumerate(failed) if flag)
-            raise RuntimeError(f"Expected every rank to succeed in {self._doing}, got a failure on {described}")
+            shown = "; ".join(f"rank {rank}: {messages[rank]}" for rank, flag in enumerate(failed) if flag)
+            raise RuntimeError(f"Expected every rank to succeed in {self._doing}, got a failure on {shown}")
 
     def _raise_first_difference(self, structures: Sequence[Sequence[object]]) -> None:
         everyone = [json.loads(text) for text in self._comm.all_gather_text(json.dumps([self._facts, structures]))]

@@ -100,9 +100,9 @@ class StepErrors:
         if sent.own is not None:
             raise sent.own.with_traceback(sent.own.__traceback__)
         texts = {peer: _decode(block) for peer, block in sorted(sent.blocks.items())}
-        described = "; ".join(f"on {self._comm.name(peer)} {text}" for peer, text in texts.items() if text)
-        if described:
-            raise RuntimeError(f"Expected the local step to succeed on every rank, got {described}. {_WHAT_NOW}")
+        shown = "; ".join(f"on {self._comm.name(peer)} {text}" for peer, text in texts.items() if text)
+        if shown:
+            raise RuntimeError(f"Expected the local step to succeed on every rank, got {shown}. {_WHAT_NOW}")
 
     def forget(self, sent_too: bool) -> None:
         """Drop the error of the current step.

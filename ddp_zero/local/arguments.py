@@ -74,10 +74,8 @@ def check_params(params: object) -> None:
     """
     if isinstance(params, nn.Module | Optimizer | type):
         remedy = {nn.Module: "Pass model.named_parameters().", Optimizer: "Pass its class, after the parameters."}
-        described = next(
-            (text for kind, text in remedy.items() if isinstance(params, kind)), "The parameters come first."
-        )
-        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {described}")
+        shown = next((text for kind, text in remedy.items() if isinstance(params, kind)), "The parameters come first.")
+        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {shown}")
 
 
 def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], library: Iterable[str]) -> None:

@@ -110,8 +110,8 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
     try:
         scratch.load_state_dict(state_dict)
     except Exception as error:
-        described = f"{type(error).__name__}: {error}"
-        raise ValueError(f"Expected state that {type(inner).__name__} can load, got {described}.") from error
+        shown = f"{type(error).__name__}: {error}"
+        raise ValueError(f"Expected state that {type(inner).__name__} can load, got {shown}.") from error
 
 
 def fresh_state(inner: Optimizer, stepped: torch.Tensor) -> dict[str, Any]:

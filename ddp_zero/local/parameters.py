@@ -131,17 +131,17 @@ class ParameterTable:
     def _check_dense(self) -> None:
         for index, param in enumerate(self.params):
             given = self._names[index]
-            described = f"parameter {index}" if given is None else f"parameter {index} {given!r}"
+            shown = f"parameter {index}" if given is None else f"parameter {index} {given!r}"
             if is_lazy(param):
                 raise ValueError(
-                    f"Expected parameters with data, got {described}, of a lazy module that was not run yet. Run the model "
+                    f"Expected parameters with data, got {shown}, of a lazy module that was not run yet. Run the model "
                     "once before building the optimizer."
                 )
             if param.is_nested or param.layout is not torch.strided:
                 kind = "a nested tensor" if param.is_nested else f"of layout {param.layout}"
                 raise NotImplementedError(
-                    f"Expected dense parameters, got {described}, which is {kind}. Keep it in a plain optimizer of its own, "
-                    "on every rank."
+                    f"Expected dense parameters, got {shown}, which is {kind}. Keep it in a plain optimizer of its "
+                    "own, on every rank."
                 )
 
     def _check_distinct(self) -> None:

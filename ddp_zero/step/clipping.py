@@ -58,11 +58,11 @@ def gather_norms(
     size = max(map(len, owned_by))
     device = next(iter(norms.values())).device if norms else table.accelerator()
     absent = torch.full((), _NO_GRADIENT, dtype=torch.float64, device=device)
-    described = [
+    shown = [
         norms[index].to(device, torch.float64) if index in norms else absent for index in owned_by[comm.group_rank]
     ]
-    described += [absent] * (size - len(described))
-    mine = torch.stack([torch.full_like(absent, 0.0) + flag, *described])
+    shown += [absent] * (size - len(shown))
+    mine = torch.stack([torch.full_like(absent, 0.0) + flag, *shown])
     gathered = torch.stack(comm.all_gather_tensor(mine))
     has_gradient = None
     if may_have_joined or any(param.grad is None for param in table.params):

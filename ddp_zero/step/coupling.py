@@ -176,18 +176,18 @@ class CouplingWatch:
     def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> bool:
         """Take options of groups of which this rank has stepped nothing from the first rank that has. A collective."""
         groups, me = self._inner.param_groups, self._comm.group_rank
-        described = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
+        shown = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
         changed = [place for place, ranks in stale.items() if not ranks[me][0]]
         for place in changed:
             source = next(rank for rank, (speaks, *_) in enumerate(stale[place]) if speaks)
-            for name, value in json.loads(described[source])[str(place)].items():
+            for name, value in json.loads(shown[source])[str(place)].items():
                 _set_counter(groups[place], name, value)
         return bool(changed)
 
     def _raise_first(self, mine: dict[GroupIndex, Values], at_home: Contradiction | None) -> None:
-        described = [str(at_home or ""), [[place, values] for place, values in mine.items()]]
+        shown = [str(at_home or ""), [[place, values] for place, values in mine.items()]]
         witnesses: list[Witness] = []
-        for rank, text in enumerate(self._comm.all_gather_text(json.dumps(described))):
+        for rank, text in enumerate(self._comm.all_gather_text(json.dumps(shown))):
             message, values = json.loads(text)
             witnesses.append(Witness(self._comm.name(GroupRank(rank)), {place: kept for place, kept in values}))
             found = [one.contradiction(witnesses[-1]) for one in witnesses[:-1]]

@@ -66,9 +66,9 @@ class StepRecord:
     def __str__(self) -> str:
         """The record in one line, with its numbers. Waits for the device."""
         numbers = {name: getattr(self, name) for name in ("grad_norm", "clip_coefficient", "loss_scale")}
-        described = "stepped" if self.stepped else f"not stepped: {self.reason}"
+        shown = "stepped" if self.stepped else f"not stepped: {self.reason}"
         facts = [self.regime.value, *(f"{name} {value:g}" for name, value in numbers.items() if value is not None)]
-        return f"{described} ({', '.join(facts)})"
+        return f"{shown} ({', '.join(facts)})"
 
 
 def _read(number: Number) -> float | None:
