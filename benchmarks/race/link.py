@@ -19,7 +19,7 @@ from types import TracebackType
 
 INTERFACE = "lan"
 PREFIX = "ddpzero"
-RATES = {"1gbit": 1.0, "100mbit": 0.1}  # Gbit/s
+RATES = {"1gbit": 1.0, "500mbit": 0.5, "200mbit": 0.2, "100mbit": 0.1}  # Gbit/s
 QUEUE = "50ms"  # how long a packet may wait for tokens
 SHORTEST_BURST = 65536  # bytes; the kernel hands over as much at once
 BURST_SECONDS = 0.01

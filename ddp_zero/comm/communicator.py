@@ -4,15 +4,16 @@ Everything is sent as bytes, so any dtype works on any backend (Gloo has no bflo
 `GroupRank` everywhere; the one conversion to `GlobalRank` is `Communicator.global_rank`, for messages to people.
 
 The parameter sync is an all-gather of segments of unequal size. On Gloo with CPU memory it is a direct exchange: every
-receive is posted, then every send, in chunks; each rank sends (N - 1) times its own segments and nothing else. On other
-backends it is one broadcast per owner.
+receive is posted, then every send, in chunks; each rank sends (N - 1) times its own segments and nothing else. From
+`RING_RANKS` ranks and `RING_BYTES` on it is a ring instead, which sends as much. On other backends it is one broadcast
+per owner.
 
 Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, so a rank with a small segment would
 send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of it).
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -26,14 +27,20 @@ from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from ddp_zero.comm.exchange import Exchange, Pending
+from ddp_zero.comm.exchange import Exchange, InFlight, Pending
 from ddp_zero.comm.groups import check_not_forked, count_built
 from ddp_zero.comm.peers import gather_text
+from ddp_zero.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
 from ddp_zero.plan.partition import GlobalRank, GroupRank
+from ddp_zero.plan.ring import RingSchedule, gather_schedule, sum_schedule
 
 _TREE_TAG = 0x7EE0
 _CHUNK_BYTES = 4 << 20
+
+RING_RANKS = 4
+RING_BYTES = 1 << 20
+"""Where rings are faster than a direct exchange: see docs/performance.md."""
 
 
 def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
@@ -90,6 +97,7 @@ class Communicator:
         self.control_bytes = 0
         self._generation = generation
         self.round = 0
+        self._ring_worker: RingWorker | None = None
         self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
 
     @property
@@ -113,7 +121,7 @@ class Communicator:
 
     # Parameter sync
 
-    def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Exchange:
+    def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
         """Start an all-gather of segments of unequal size.
 
         Where the backend has tags, a rank at a different round or with a different subject matches no message: its
@@ -131,6 +139,10 @@ class Communicator:
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
         if self.world_size == 1:
             return Exchange([], segments)
+        if self.has_rings(device, sum(segment.nbytes for segment in segments)):
+            return self._start_ring(
+                gather_schedule, [segment.detach().view(torch.uint8) for segment in segments], subject
+            )
         if self.has_direct_messages(device):
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
             return self.start_messages({peer: [mine] for peer in received}, received, subject)
@@ -185,6 +197,53 @@ class Communicator:
         else:
             self.sent_bytes += nbytes
         return Exchange(works, [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors])
+
+    # Rings
+
+    def has_rings(self, device: torch.device, nbytes: int) -> bool:
+        """True if as many bytes of all ranks together travel around a ring instead of from each rank to each."""
+        return self.world_size >= RING_RANKS and nbytes >= RING_BYTES and self.has_direct_messages(device)
+
+    def start_ring_sum(
+        self, parts: Sequence[Tensor], room: Tensor, factor: float, subject: tuple[int, ...]
+    ) -> RingTransfer:
+        """Start a sum over ranks, of which each rank gets its own part, in ring order; see `ddp_zero.plan.ring`.
+
+        Args:
+            parts: 1-D contiguous, one per rank in rank order; destroyed. This rank's then holds its sum.
+            room: `ring_room_numel` elements to receive into.
+            factor: multiplies every rank's contribution before the sum.
+            subject: see `start_exchange`.
+        """
+        return self._start_ring(sum_schedule, parts, subject, room, factor)
+
+    def leave_rings(self) -> None:
+        """After an error: let later transfers not wait for those that may never end."""
+        self._ring_worker = None
+
+    def _start_ring(
+        self,
+        schedule_of: Callable[[Sequence[int], int, int], RingSchedule],
+        segments: Sequence[Tensor],
+        subject: tuple[int, ...],
+        room: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> RingTransfer:
+        group, tag = self.process_group, _tag(self._generation, self.round, *subject)
+        before, after = self.peers()[-1], self.peers()[0]
+        sizes, itemsize = [segment.numel() for segment in segments], segments[0].element_size()
+        schedule = schedule_of(sizes, self.group_rank, ring_chunk(sizes, itemsize))
+        neighbours = Neighbours(
+            receive=lambda tensor: group.recv([tensor], before, tag),
+            send=lambda tensor: group.send([tensor], after, tag),
+            before=partial(self.name, before),
+            after=partial(self.name, after),
+        )
+        sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
+        self.sent_bytes += sum(chunk.stop - chunk.start for chunk in sent) * itemsize
+        if self._ring_worker is None:
+            self._ring_worker = RingWorker()
+        return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, room, factor))
 
     # Sums
 

@@ -1,12 +1,20 @@
 """Messages in flight, from posting to completion. `communicator` posts them."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 from torch.distributed import Work
 
 Pending = tuple[Callable[[], str], Work]
 """A message in flight, and a function that names the peer."""
+
+
+class InFlight(Protocol):
+    """What was started and must be waited for."""
+
+    def wait(self, what: str) -> None:
+        """Block until it is complete; see `Exchange.wait`."""
 
 
 class Exchange:

@@ -4,7 +4,11 @@ On Gloo each rank sends every owner the owner's slice, and the owner sums the sl
 neither on timing nor on which rank is the owner. Received slices are held in a bounded buffer: if those of all peers do
 not fit at once, they are received window by window. A rank sends (N - 1)/N of the bucket on average, the lower bound.
 
-Gradients of less than 32 bits are summed in fp32, and so are slices that are sent in less.
+Many ranks send large buckets around a ring instead, as many bytes, and sum *in ring order*: from the owner's right
+neighbour on, the owner last; see `ddp_zero.plan.ring`. The result depends on the owner, not on timing.
+
+Gradients of less than 32 bits are summed in fp32, and so are slices that are sent in less. They do not travel around
+rings: partial sums in fp32 would be twice the bytes.
 """
 
 from collections.abc import Sequence
@@ -14,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.exchange import Exchange
+from ddp_zero.comm.exchange import Exchange, InFlight
+from ddp_zero.comm.ring import ring_room_numel
 from ddp_zero.plan.partition import GroupRank
 
 _REDUCE, _REDUCE_WHOLE = 1, 2  # in the tags, distinguish these from the syncs of a bucket
@@ -27,14 +32,20 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def room_numel(sizes: Sequence[int], group_rank: GroupRank) -> int:
-    """Elements of room that `SegmentReduction` needs: never more than the whole bucket, except for tiny buckets.
+def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
+    """Elements of room that `SegmentReduction` needs: never more than the limit, except for tiny buckets.
 
     Args:
-        sizes: elements of each rank's segment.
-        group_rank: the rank that receives.
+        comm: the group.
+        parts: what each rank contributes, in rank order.
+        limit: see `SegmentReduction`.
     """
-    return _window(sizes[group_rank], len(sizes), sum(sizes)) * (len(sizes) - 1)
+    sizes = [part.numel() for part in parts]
+    if _sums_in_ring_order(comm, parts):
+        return ring_room_numel(sizes, parts[0].element_size())
+    if not comm.has_direct_messages(parts[0].device):
+        return 0
+    return _window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
 
 
 class SegmentReduction:
@@ -72,9 +83,12 @@ class SegmentReduction:
         self._sum: Tensor | None = None
         self._is_done = False
         self._windows = [_cut(part.numel(), _window(part.numel(), comm.world_size, limit)) for part in parts]
-        self._sent: Exchange | None = None
+        self._sent: InFlight | None = None
         self._received: Exchange | None = None
         if comm.world_size == 1:
+            return
+        if _sums_in_ring_order(comm, parts):
+            self._sent, self._sum = comm.start_ring_sum(parts, room, factor, self._subject), self._own
             return
         if not comm.has_direct_messages(whole.device):
             self._sent, self._sum = comm.start_sum(whole, parts)
@@ -131,6 +145,11 @@ class SegmentReduction:
             _sum_in_order(pieces, total, rank)
 
 
+def _sums_in_ring_order(comm: Communicator, parts: Sequence[Tensor]) -> bool:
+    nbytes, dtype = sum(part.nbytes for part in parts), parts[0].dtype
+    return sum_dtype(dtype) == dtype and comm.has_rings(parts[0].device, nbytes)
+
+
 def scales_late(comm: Communicator, wire: Tensor) -> bool:
     """True if the owner can scale contributions while it sums them, instead of in a separate pass before.
 
@@ -175,7 +194,7 @@ def sum_whole(
     pieces, parts = whole.tensor_split(comm.world_size), wire.tensor_split(comm.world_size)
     own = pieces[comm.group_rank]
     limit = min(whole.numel(), max(comm.world_size, _WHOLE_ROOM_BYTES // whole.element_size()))
-    room = wire.new_empty(_window(own.numel(), comm.world_size, limit) * (comm.world_size - 1))
+    room = wire.new_empty(room_numel(comm, parts, limit))
     out = own if sum_dtype(whole.dtype) == whole.dtype else own.to(sum_dtype(whole.dtype))
     total = SegmentReduction(comm, wire, parts, out, room, subject, limit).wait()
     own.copy_(total if after == 1.0 else total.mul_(after))

@@ -197,12 +197,11 @@ class ReducedSegment:
             out = torch.empty_like(out, dtype=sum_dtype(out.dtype))
         self._sum = out
         parts = [wire[begin:end] for begin, end in layout.ranges]
-        numel = room_numel([part.numel() for part in parts], comm.group_rank)
-        room = wire.new_empty(0)
-        if numel and comm.has_direct_messages(layout.device):
+        whole, room = wire[: layout.ranges[-1][1]], wire.new_empty(0)
+        numel = room_numel(comm, parts, whole.numel())
+        if numel:
             nbytes = numel * wire.element_size()
             room = self._lend_room(nbytes)[:nbytes].view(wire.dtype)
-        whole = wire[: layout.ranges[-1][1]]
         subject = (workshop.sharded.binding.digest, layout.index)
         return SegmentReduction(comm, whole, parts, out, room, subject, whole.numel(), factor)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp_zero.comm.exchange import Exchange
+from ddp_zero.comm.exchange import InFlight
 from ddp_zero.comm.tracing import label
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.plan.shard_plan import Bucket
@@ -26,7 +26,7 @@ class BucketSync:
 
     bucket: Bucket
     segments: Sequence[Tensor]
-    exchange: Exchange
+    exchange: InFlight
     changed: Sequence[Tensor]
 
     def receive(self, storage: ParameterStorage, me: GroupRank) -> None:

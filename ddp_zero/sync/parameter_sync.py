@@ -116,6 +116,7 @@ class ParameterSync:
         self._next = 0
         self.errors.forget(sent_too=not self.left)
         self.left.abandon_failed()
+        self._comm.leave_rings()
         self._comm.round += 1
 
     def _send(self, bucket: Bucket) -> None:

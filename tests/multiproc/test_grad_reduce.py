@@ -1,6 +1,8 @@
-"""The reduce-scatter of unequal slices: any sizes, dtypes and room, always the sum in rank order, bit for bit."""
+"""The reduce-scatter of unequal slices: any sizes, dtypes and room, always the documented order of a sum, bitwise."""
 
 import random
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -8,19 +10,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.comm import communicator, reduction
+from ddp_zero.comm import communicator, reduction, ring
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import SegmentReduction, room_numel, sum_dtype, sum_whole
 from tests.multiproc.harness import Setup, run_ranks
 
 
-def _expected(mine: Tensor) -> Tensor:
+def _expected(mine: Tensor, first: int = 0) -> Tensor:
+    """The sum over ranks in rank order, beginning with ``first`` and going around."""
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine)
+    parts = [*parts[first:], *parts[:first]]
     total = parts[0].to(sum_dtype(mine.dtype))
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def rings_for_all() -> AbstractContextManager[Any]:
+    """Rings at any number of ranks, for any size, with chunks of 64 bytes."""
+    patches = ExitStack()
+    patches.enter_context(mock.patch.multiple(communicator, RING_RANKS=2, RING_BYTES=0))
+    patches.enter_context(mock.patch.object(ring, "_LEAST_BYTES", 64))
+    return patches
 
 
 def _random_reductions(setup: Setup) -> int:
@@ -37,7 +49,7 @@ def _random_reductions(setup: Setup) -> int:
         start = sum(sizes[: setup.rank])
         own = parts[setup.rank]
         out = own if sum_dtype(dtype) == dtype else torch.empty(own.numel(), dtype=sum_dtype(dtype))
-        needed = room_numel(sizes, comm.group_rank)
+        needed = room_numel(comm, parts, numel)
         assert needed <= max(numel, setup.world_size - 1), "never more than the bucket"
         with mock.patch.object(communicator, "_CHUNK_BYTES", chunk):
             room = torch.empty(needed, dtype=dtype)
@@ -63,6 +75,41 @@ def _whole_sums(setup: Setup) -> int:
     sum_whole(comm, rounded, (3, 99), comm_dtype=torch.bfloat16, after=1.0)
     assert torch.equal(rounded, torch.full((10,), float(setup.world_size))), "lost on the wire"
     return 10
+
+
+def _random_rings(setup: Setup) -> int:
+    """Sums of which some are not waited for at once, between gathers."""
+    comm = Communicator(None)
+    everywhere = random.Random(1)
+    pending: list[tuple[SegmentReduction, Tensor, Tensor]] = []
+    for trial in range(40):
+        sizes = [everywhere.choice([0, 0, 1, 3, 50, 3000]) for _ in range(setup.world_size)]
+        numel, dtype = sum(sizes), everywhere.choice([torch.float32, torch.float64, torch.complex64])
+        factor = everywhere.choice([1.0, 0.3])
+        whole = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(100 * trial + setup.rank))
+        expected = _expected(whole * factor, first=(setup.rank + 1) % setup.world_size).split(sizes)[setup.rank]
+        parts = list(whole.split(sizes))
+        out = everywhere.choice([parts[setup.rank], torch.empty(sizes[setup.rank], dtype=dtype)])
+        with rings_for_all():
+            room = torch.empty(room_numel(comm, parts, numel), dtype=dtype)
+            sent = comm.sent_bytes
+            pending.append((SegmentReduction(comm, whole, parts, out, room, (7, trial), numel, factor), out, expected))
+            assert comm.sent_bytes - sent == (numel - sizes[setup.rank]) * dtype.itemsize, "all but this rank's own"
+            segments = [torch.full((size,), rank if rank == setup.rank else -1) for rank, size in enumerate(sizes)]
+            gather = comm.start_exchange(segments, (8, trial))
+        if everywhere.random() < 0.5:
+            gather.wait("a gather")
+            assert all(bool((segment == rank).all()) for rank, segment in enumerate(segments)), f"{trial}: {sizes}"
+            while pending:
+                reduction, place, total = pending.pop()
+                assert torch.equal(reduction.wait(), total), f"trial {trial}: {sizes} {dtype}"
+                assert reduction.wait().data_ptr() == place.data_ptr()
+    return 40
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_sums_in_ring_order_and_gathers(world_size: int) -> None:
+    assert run_ranks(_random_rings, world_size) == [40] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.exchange import Exchange
+from ddp_zero.comm.exchange import Exchange, InFlight
 from ddp_zero.local.awaited import Awaited
 from ddp_zero.step import coupling
 from ddp_zero.sync.bucket_sync import BucketSync
@@ -324,7 +324,7 @@ def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
     """The other rank is late with everything it sends."""
     start = Communicator.start_exchange
 
-    def late(comm: Communicator, *args: Any) -> Exchange:
+    def late(comm: Communicator, *args: Any) -> InFlight:
         if setup.rank == 1:
             time.sleep(0.01)
         return start(comm, *args)
@@ -542,7 +542,7 @@ def _order(setup: Setup) -> tuple[list[int], list[int]]:
     waited: list[int] = []
     start, receive = Communicator.start_exchange, BucketSync.receive
 
-    def sending(comm: Communicator, segments: Any, subject: tuple[int, ...]) -> Exchange:
+    def sending(comm: Communicator, segments: Any, subject: tuple[int, ...]) -> InFlight:
         sent.append(subject[1])
         return start(comm, segments, subject)
 
@@ -706,7 +706,7 @@ def _late(rank: int, seconds: float) -> Iterator[None]:
     """A rank sends its parameters late, once; no step meanwhile ends with a collective that would wait for them."""
     start, sleeps = Communicator.start_exchange, [seconds]
 
-    def late(comm: Communicator, *args: Any) -> Exchange:
+    def late(comm: Communicator, *args: Any) -> InFlight:
         if comm.group_rank == rank and sleeps:
             time.sleep(sleeps.pop())
         return start(comm, *args)
