@@ -84,6 +84,7 @@ def many_small(blocks: int, layers: int, width: int) -> Task:
 MODELS = {
     "26m": gpt(context=64, layers=8, width=512, heads=8),
     "87m": gpt(context=64, layers=12, width=768, heads=12),
+    "8m": gpt(context=64, layers=4, width=400, heads=8),
     "small": gpt(context=32, layers=2, width=64, heads=2),
     "many": many_small(blocks=20, layers=50, width=32),
     "tiny": gpt(context=16, layers=1, width=32, heads=2),

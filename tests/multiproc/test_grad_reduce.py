@@ -1,8 +1,6 @@
 """The reduce-scatter of unequal slices: any sizes, dtypes and room, always the documented order of a sum, bitwise."""
 
 import random
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.comm import communicator, reduction, ring
+from ddp_zero.comm import communicator, reduction
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import SegmentReduction, room_numel, sum_dtype, sum_whole
 from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.rings import rings_for_all
 
 
 def _expected(mine: Tensor, first: int = 0) -> Tensor:
@@ -25,14 +24,6 @@ def _expected(mine: Tensor, first: int = 0) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
-
-
-def rings_for_all() -> AbstractContextManager[Any]:
-    """Rings at any number of ranks, for any size, with chunks of 64 bytes."""
-    patches = ExitStack()
-    patches.enter_context(mock.patch.multiple(communicator, RING_RANKS=2, RING_BYTES=0))
-    patches.enter_context(mock.patch.object(ring, "_LEAST_BYTES", 64))
-    return patches
 
 
 def _random_reductions(setup: Setup) -> int:

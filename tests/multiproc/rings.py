@@ -1,0 +1,78 @@
+"""Rings at any number of ranks, and the reference for what is summed around them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.comm import communicator, ring
+from ddp_zero.comm.ring import RingTransfer
+
+
+@contextmanager
+def rings_for_all() -> Iterator[list[RingTransfer]]:
+    """Rings whatever the size, with chunks of at least 64 bytes; the transfers that were run."""
+    run, transfers = RingTransfer.run, []
+
+    def noted(transfer: RingTransfer) -> None:
+        transfers.append(transfer)
+        run(transfer)
+
+    with (
+        mock.patch.multiple(communicator, RING_RANKS=2, RING_BYTES=0),
+        mock.patch.object(ring, "_LEAST_BYTES", 64),
+        mock.patch.object(RingTransfer, "run", noted),
+    ):
+        yield transfers
+
+
+class SumInRingOrder:
+    """`average` is a hook for the plain twin of a sharded model: DDP's averaging, with sums in the order of stage 2.
+
+    Each backward pass of the twin must come before that of the sharded model.
+
+    Args:
+        twin: the model that it is registered on.
+        opt: the sharded optimizer, of stage 2.
+    """
+
+    def __init__(self, twin: DistributedDataParallel, opt: ZeroRedundancyOptimizer) -> None:
+        self._index_of: dict[Tensor, int] = {param: index for index, param in enumerate(twin.parameters())}
+        self._opt = opt
+
+    def average(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        ranks = dist.get_world_size()
+        mine = bucket.buffer().mul_(1.0 / ranks)
+        parts = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(parts, mine)
+        total = torch.empty_like(mine)
+        for owner, (start, stop) in self._pieces(bucket, mine.numel(), ranks):
+            order = [parts[(owner + 1 + place) % ranks][start:stop] for place in range(ranks)]
+            summed = order[0].clone()
+            for part in order[1:]:
+                summed.add_(part)
+            total[start:stop] = summed
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(total)
+        return future
+
+    def _pieces(self, bucket: GradBucket, numel: int, ranks: int) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Who sums which part of a bucket: its owner, once the layout is known; before, each rank an equal piece."""
+        engine = self._opt._engine
+        gradients: Any = engine.needed_hook().gradients
+        if gradients._memory.layouts:
+            params = bucket.parameters()
+            ends = list(accumulate((param.numel() for param in params), initial=0))
+            owners = [int(engine.sharded.binding.owners[self._index_of[param]]) for param in params]
+            yield from zip(owners, pairwise(ends), strict=True)
+        else:
+            sizes = [len(piece) for piece in torch.arange(numel).tensor_split(ranks)]
+            yield from enumerate(pairwise(accumulate(sizes, initial=0)))
