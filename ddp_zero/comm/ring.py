@@ -2,8 +2,11 @@
 
 In a direct exchange N - 1 flows meet at each link, which slows them down from about four ranks on; in a ring there is
 one in each direction. Chunks must be passed on while the training loop computes, so a thread does it; see
-`ddp_zero.plan.ring` for what it does. Transfers of one worker run one after the other, in the order in which they were
-started, which is the same on every rank.
+`ddp_zero.plan.ring` for what it does.
+
+Two threads take turns, so that a link is not idle at the end of a transfer: one begins the next one while the other
+still receives. Each runs its own transfers one after the other, in the order in which they were started, which is the
+same on every rank.
 """
 
 import queue
@@ -19,8 +22,9 @@ from torch.distributed import Work
 
 from ddp_zero.plan.ring import Chunk, RingSchedule, chunk_numel
 
-_RECEIVES_AHEAD = 4  # Gloo begins to send a message when its receive is posted
-_LEAST_BYTES, _MOST_BYTES = 64 << 10, 1 << 20  # of a chunk
+_RECEIVES_AHEAD = 8  # Gloo begins to send a message when its receive is posted
+_LEAST_BYTES, _MOST_BYTES = 64 << 10, 256 << 10  # of a chunk
+_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -143,17 +147,21 @@ class RingTransfer:
 
 
 class RingWorker:
-    """Runs transfers in a thread, one after the other. After an error all that follow fail with it."""
+    """Runs transfers in threads. After an error in one, all that follow it in its thread fail with it."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[RingTransfer | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._queue,), name="ddp_zero ring", daemon=True).start()
-        weakref.finalize(self, self._queue.put, None)
+        self._queues: deque[queue.SimpleQueue[RingTransfer | None]] = deque()
+        for _ in range(_THREADS):
+            transfers: queue.SimpleQueue[RingTransfer | None] = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(transfers,), name="ddp_zero ring", daemon=True).start()
+            weakref.finalize(self, transfers.put, None)
+            self._queues.append(transfers)
 
     def start(self, transfer: RingTransfer) -> RingTransfer:
-        """Start a transfer behind those started before; returns it."""
+        """Start a transfer, behind those started before in the same thread; returns it."""
         _unfinished.add(transfer)
-        self._queue.put(transfer)
+        self._queues[0].put(transfer)
+        self._queues.rotate()
         return transfer
 
 
