@@ -4,7 +4,8 @@
 
 A ring moves all ranks together, at the pace of the busiest; an all-reduce has 2 (N - 1) rounds. A direct exchange has
 one round, in which a rank sends its segment N - 1 times (the sync) or receives it N - 1 times (the reduction): N - 1
-messages for everyone, and many bytes for whoever owns much. `Transport` says which is assumed.
+messages for everyone, and many bytes for whoever owns much. `Transport` says which is assumed. That N - 1 flows meet at
+each link is not in the model.
 """
 
 import math
@@ -15,6 +16,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from ddp_zero.comm.communicator import RING_BYTES, RING_RANKS
 
 GOODPUT = 1448 / 1514  # payload of an Ethernet frame of TCP with time stamps, over its bytes
 CHUNK_BYTES = 4 << 20  # of a direct exchange, see ddp_zero/comm/communicator.py
@@ -44,8 +47,9 @@ class Transport(Enum):
     """How collectives are carried out."""
 
     GLOO = "Gloo"
-    """Ring all-reduce; direct exchange for ddp_zero; a binomial tree per broadcast, one broadcast after the other;
-    FSDP2's collectives block, and its reduce-scatter sends as much as an all-reduce."""
+    """Ring all-reduce; for ddp_zero rings of large buckets of many ranks, else a direct exchange; a binomial tree per
+    broadcast, one broadcast after the other; FSDP2's collectives block, and its reduce-scatter sends as much as an
+    all-reduce."""
     RING = "rings"
     """Rings for everything, of unequal parts where they are unequal, and nothing blocks."""
 
@@ -139,7 +143,7 @@ def ring(cut: Cut) -> Together:
 
 def sync(cut: Cut, transport: Transport) -> Transfer:
     """Every rank gets every segment from its owner."""
-    if transport is Transport.RING:
+    if transport is Transport.RING or (cut.ranks >= RING_RANKS and cut.total >= RING_BYTES):
         return ring(cut)
     others = cut.ranks - 1
     chunks = cut.chunks
