@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -21,10 +22,13 @@ def all_reduce(comm: Communicator, whole: torch.Tensor) -> None:
     dist.all_reduce(whole)
 
 
-def sum_and_gather(comm: Communicator, whole: torch.Tensor) -> None:
-    """Stage 2's reduction and sync of a bucket with equal segments."""
+def sum_and_gather(comm: Communicator, whole: torch.Tensor, spread: float = 0.0) -> None:
+    """Stage 2's reduction and sync of a bucket, in segments that differ from their mean by up to a part of it."""
     comm.round += 1
-    parts = list(whole.tensor_split(comm.world_size))
+    last, mean = comm.world_size - 1, whole.numel() / comm.world_size
+    places = sorted(range(comm.world_size), key=lambda rank: (rank * 5) % comm.world_size)  # large ones among small
+    ends = accumulate(mean * (1 + spread * (2 * place / last - 1)) for place in places)
+    parts = list(whole.tensor_split([round(end) for end in ends][:-1]))
     room = whole.new_empty(room_numel(comm, parts, whole.numel()))
     SegmentReduction(comm, whole, parts, parts[comm.group_rank], room, (0, 0), whole.numel()).wait()
     comm.start_exchange(parts, (0, 1)).wait("the gather")
@@ -42,7 +46,18 @@ def around_rings(comm: Communicator, whole: torch.Tensor) -> None:
         sum_and_gather(comm, whole)
 
 
-WAYS: Mapping[str, Exchange] = {"all-reduce": all_reduce, "direct": directly, "ring": around_rings}
+def around_uneven_rings(comm: Communicator, whole: torch.Tensor) -> None:
+    """As `around_rings`, with segments as whole parameters make them."""
+    with mock.patch.multiple(communicator, RING_BYTES=0, RING_RANKS=2):
+        sum_and_gather(comm, whole, spread=0.25)
+
+
+WAYS: Mapping[str, Exchange] = {
+    "all-reduce": all_reduce,
+    "direct": directly,
+    "ring": around_rings,
+    "ring, segments of 0.75 to 1.25": around_uneven_rings,
+}
 
 
 def measure_wire(job: Mapping[str, Any]) -> dict[str, list[list[float]]]:

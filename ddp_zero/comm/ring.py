@@ -84,15 +84,14 @@ class RingTransfer:
             RuntimeError: naming the neighbour, if a rank failed or the group's time-out passed.
         """
         self._has_received.wait()
-        peer = self._neighbours.before
+        error, peer = self._error, self._neighbours.before
         try:
-            if self._error is not None:
-                raise self._error
-            peer = self._neighbours.after
-            while self._sends:
+            while self._sends and error is None:
                 self._sends[0].wait()
                 self._sends.popleft()
-        except RuntimeError as error:
+        except RuntimeError as found:
+            error, peer = found, self._neighbours.after
+        if error is not None:
             raise RuntimeError(
                 f"Expected {peer()}, or through it another rank of the ring, to take part in {what}, got: {error}"
             ) from error

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddp_zero.backward.reducer import BucketViews, Window, windows_in_bucket
 from ddp_zero.comm.tracing import logger
+from ddp_zero.heap import return_freed_memory
 from ddp_zero.stage2.bucket import ScratchLayout, Workshop
 
 
@@ -40,11 +41,18 @@ class BucketMemory:
         self._moved: list[BucketViews] = []  # in this iteration
         self._emptied: list[Tensor] = []  # memory of whole buckets that were moved, needed until the iteration ends
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
+        self._freed_bytes = 0  # of whole buckets, for good
 
     # Before gradients land
 
     def prepare(self) -> None:
-        """Restore freed memory of the reducer before a backward pass that will be reduced."""
+        """Restore freed memory of the reducer before a backward pass that will be reduced.
+
+        What whole buckets needed goes back to the system only here: the first steps keep copies of gradients until they
+        are zeroed.
+        """
+        return_freed_memory(self._freed_bytes)
+        self._freed_bytes = 0
         for storage, nbytes in self._freed:
             storage.resize_(nbytes)
         self._freed.clear()
@@ -208,6 +216,7 @@ class BucketMemory:
         if self.follows and any(self._has_other_layout(index) for index in self._views):
             self._workshop.furnish(self.layouts)
             self._park()
+            self._freed_bytes += sum(moved.nbytes for moved in self._emptied)
             for moved in self._emptied:
                 moved.untyped_storage().resize_(0)  # the reducer holds views of it until the end of the next iteration
         self._emptied.clear()

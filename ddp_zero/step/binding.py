@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.tracing import logger
+from ddp_zero.heap import return_freed_memory
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.partition import GroupRank, partition_greedy
 from ddp_zero.plan.shapes import is_dense
@@ -191,6 +192,7 @@ class Binding:
         if outlasts and self.layout is not None:
             order = order[::-1]  # DDP's first bucket has the last layers, which the next forward pass needs last
         views = ViewStorage(plan, params, self._table.label)
+        return_freed_memory(sum(param.nbytes for param in params))
         return ParameterSync(self._comm, views, params, self.digest, order, may_outlast=outlasts)
 
     def _addresses(self) -> list[int]:

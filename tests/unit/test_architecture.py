@@ -35,12 +35,12 @@ FLOORS = {
     "front": 7,
     "checkpoint": 8,
 }
-"""The packages; `options` and `loss_scale`, the ground; and every other file at the root, the front.
+"""The packages; `options`, `loss_scale` and `heap`, the ground; and every other file at the root, the front.
 
 Imports between them go down.
 """
 
-GROUND = {"options", "loss_scale"}
+GROUND = {"options", "loss_scale", "heap"}
 
 WITHOUT_TORCH = {"backward.machine", "backward.regime", "checkpoint.fit"}
 """Files above floor 0 that are pure as well."""

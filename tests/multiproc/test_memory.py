@@ -1,0 +1,43 @@
+"""Resident memory of training processes, with the C library's default settings."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from ddp_zero import shard_optimizer
+from tests.multiproc.harness import Setup, run_ranks
+
+MIB = 1 << 20
+LAYERS, WIDTH = 128, 512  # 128 MiB of parameters
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _grows_by(setup: Setup, stage: int) -> int:
+    """Bytes above what the model alone needs, after a few steps; stage 0 is DDP with the plain optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    before = resident()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=4)
+    opt = shard_optimizer(ddp, SGD, stage=stage, lr=0.1) if stage else SGD(ddp.parameters(), lr=0.1)
+    for _ in range(5):
+        ddp(torch.randn(2, WIDTH)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return resident() - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_what_the_first_iterations_of_stage_2_need_goes_back_to_the_system() -> None:
+    """At first whole gradients are kept, and parameters move: 2 x 128 MiB. glibc would keep nearly all of that."""
+    plain = max(run_ranks(_grows_by, 2, 0))
+    sharded = max(run_ranks(_grows_by, 2, 2))
+    assert sharded < plain - 80 * MIB, f"{sharded / MIB:.0f} MiB, DDP {plain / MIB:.0f}"
