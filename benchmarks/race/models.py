@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from train_gpt import GPT, VOCABULARY
+from gpt.model import GPT, VOCABULARY
 
 Batch = tuple[Tensor, ...]
 

@@ -36,7 +36,7 @@ def _undo(source: str, diff: str) -> str:
 
 def _final_parameters(source: str, folder: Path, name: str) -> dict[str, torch.Tensor]:
     script, result = folder / f"{name}.py", folder / f"{name}.pt"
-    # torch aborts some exits where Gloo's threads outlive the group, see examples/train_gpt.py: leave nothing behind
+    # torch aborts some exits where Gloo's threads outlive the group, see comm/communicator.py: leave nothing behind
     save = f"if dist.get_rank() == 1: torch.save(model.state_dict(), {str(result)!r})"
     leave = "import gc\ndel model, opt\ngc.collect()\ndist.destroy_process_group()"
     script.write_text(f"import torch.distributed.nn\n{source}\n{save}\n{leave}\n")

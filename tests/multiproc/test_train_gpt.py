@@ -295,8 +295,10 @@ def test_options_that_cannot_be_resumed_with_are_refused(
     arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments.split()])
+    monkeypatch.syspath_prepend(Path(EXAMPLE).parent)  # as for a script
+    example = runpy.run_path(EXAMPLE)
     with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(EXAMPLE)["parse_options"]()
+        example["parse_options"](example["MODES"])
     assert told in capsys.readouterr().err
 
 

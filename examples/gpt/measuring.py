@@ -1,0 +1,82 @@
+"""What is measured: the loss on held-out text, and the memory that every rank uses."""
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_zero import ZeroRedundancyOptimizer
+from gpt.corpus import EVAL_WINDOWS, Corpus
+from gpt.world import World
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one rank holds at the end.
+
+    Attributes:
+        parameters: how many parameters its optimizer steps.
+        elements: the elements of those.
+        state: bytes of optimizer state, masters included.
+        gradients: bytes of gradients.
+        peak: bytes of memory at its peak.
+    """
+
+    parameters: int
+    elements: int
+    state: int
+    gradients: int
+    peak: int
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batch_size: int, corpus: Corpus, world: World) -> float:
+    """Compute the mean loss on held-out text, of which every rank reads a share. A collective."""
+    total = torch.zeros((), device=world.device)
+    for inputs, targets in corpus.held_out(batch_size, world):
+        total += model(inputs, targets) * len(inputs)
+    return world.gather(total / EVAL_WINDOWS).sum().item()
+
+
+def measure(model: nn.Module, optimizer: Optimizer, gradients: int, world: World) -> list[Usage]:
+    """Measure what every rank holds. A collective."""
+    local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer  # owns a part, or all
+    params = [param for group in local.param_groups for param in group["params"]]
+    state = [value for values in local.state.values() for value in values.values() if isinstance(value, Tensor)]
+    masters = set(params).difference(model.parameters())
+    mine = [
+        len(params),
+        sum(param.numel() for param in params),
+        sum(value.numel() * value.element_size() for value in [*state, *masters]),
+        gradients,
+        peak_memory(world.device),
+    ]
+    return [Usage(*row) for row in world.gather(torch.tensor(mine)).tolist()]
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Count the bytes that ``param.grad`` keeps alive, each storage once."""
+    storages = [param.grad.untyped_storage() for param in model.parameters() if param.grad is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Begin to measure the peak anew where that is possible, which is on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak in bytes: of what was allocated on the GPU, or without one of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def copy_parameters(model: nn.Module) -> list[Tensor]:
+    """Copy the parameters to the CPU as they are now."""
+    return [param.detach().cpu().clone() for param in model.parameters()]

@@ -1,0 +1,67 @@
+"""The processes that train together."""
+
+import gc
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process and its place among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls) -> "World":
+        """Join the job that torchrun started, or start a job of one process."""
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus, device = torch.cuda.device_count(), torch.device("cpu")
+        if gpus:
+            device = torch.device("cuda", local_rank % gpus)
+            torch.cuda.set_device(device)
+        backend = "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    def leave(self) -> None:
+        """Leave the job, once nothing refers to the model and the optimizer any more."""
+        # With a hook they form a reference cycle that keeps the group alive. Gloo's threads would outlive it, and some
+        # exits would abort ("terminate called without an active exception").
+        gc.collect()
+        dist.destroy_process_group()
+
+    def be_deterministic(self) -> None:
+        """Make two trainings on a GPU compute the same numbers; on the CPU they do anyway."""
+        if self.device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+            torch.use_deterministic_algorithms(True)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Stack the values of all ranks on the CPU, in a new first dimension. A collective."""
+        mine = values.to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return torch.stack(parts).cpu()
+
+    def say(self, text: str) -> None:
+        """Print a text on rank 0. On a terminal it overwrites the line of progress."""
+        if self.rank == 0:
+            print(f"\r{text:<79}" if sys.stdout.isatty() else text, flush=True)
+
+    def update(self, text: str, is_due: bool) -> None:
+        """Show progress on rank 0: on a terminal as one line that changes, in a log as a line whenever one is due."""
+        if self.rank == 0 and sys.stdout.isatty():
+            print(f"\r{text[:79]:<79}", end="", flush=True)
+        elif is_due:
+            self.say(text)
