@@ -270,7 +270,7 @@ def _masters_and_loss_scale_come_back(setup: Setup, root: Path) -> None:
             again, twice = low(stage=3 - stage)
             checkpoint.load(root / f"{dtype} {stage}", again, twice)
             expected = opt._shard.owned_state()
-            for index, state in twice._owned_state().items():
+            for index, state in twice._shard.owned_state().items():
                 if index in expected:
                     assert_identical(expected[index], state, f"state of {index}")
         train(setup, model, opt, 1)
