@@ -31,11 +31,19 @@ _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.optim", "ddp_zero",
 
 @dataclass(frozen=True)
 class Setup:
-    """Who this process is."""
+    """Who this process is, and where it may write.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of ranks.
+        device: of tensors.
+        folder: one that all ranks of the job share, empty at first, and removed some time after the job.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    folder: Path
 
 
 Body = Callable[..., Any]
@@ -120,7 +128,7 @@ def _run_rank(
     pipe: Connection, body: Body, rank: int, world_size: int, folder: str, group_timeout: float, args: tuple[Any, ...]
 ) -> None:
     _settle_in()
-    pipe.send(_run_body(body, rank, world_size, Path(folder) / "rendezvous", group_timeout, args))
+    pipe.send(_run_body(body, rank, world_size, Path(folder), group_timeout, args))
 
 
 def _settle_in() -> None:
@@ -130,20 +138,22 @@ def _settle_in() -> None:
 
 
 def _run_body(
-    body: Body, rank: int, world_size: int, rendezvous: Path, group_timeout: float, args: tuple[Any, ...]
+    body: Body, rank: int, world_size: int, folder: Path, group_timeout: float, args: tuple[Any, ...]
 ) -> Outcome:
     warnings.resetwarnings()
     warnings.simplefilter("error")
     torch.manual_seed(1234 + rank)
+    setup = Setup(rank, world_size, torch.device("cpu"), folder / "shared")
     try:
+        setup.folder.mkdir(exist_ok=True)
         dist.init_process_group(
             "gloo",
-            init_method=rendezvous.as_uri(),
+            init_method=(folder / "rendezvous").as_uri(),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=group_timeout),
         )
-        outcome = Outcome(rank, result=body(Setup(rank, world_size, torch.device("cpu")), *args))
+        outcome = Outcome(rank, result=body(setup, *args))
         with contextlib.suppress(RuntimeError):  # wait for ranks that still talk; some tests have lost one
             dist.barrier()
         dist.destroy_process_group()
@@ -164,12 +174,11 @@ class Pool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
-        self._bodies = 0
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, world_size, self._folder.name), daemon=True)
+            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, world_size), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -177,10 +186,10 @@ class Pool:
 
     def run(self, body: Body, *args: Any, timeout: float, group_timeout: float) -> None:
         """As `run_ranks`; the pool is closed if a rank fails."""
-        self._bodies += 1
+        folder = tempfile.mkdtemp(dir=self._folder.name)  # kept: what a body leaves behind may still look for its files
         try:
             for pipe in self._pipes:
-                pipe.send((body, self._bodies, group_timeout, args))
+                pipe.send((body, folder, group_timeout, args))
             _check(_collect(self._pipes, timeout, body.__name__), self.world_size, body.__name__)
         except BaseException:
             self.close()
@@ -200,15 +209,16 @@ class Pool:
         return bool(self._processes)
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int) -> None:
     _settle_in()
     while True:
         try:
-            body, number, group_timeout, args = pipe.recv()
+            body, folder, group_timeout, args = pipe.recv()
         except EOFError:
             return
-        pipe.send(_run_body(body, rank, world_size, Path(folder) / f"rendezvous-{number}", group_timeout, args))
+        pipe.send(_run_body(body, rank, world_size, Path(folder), group_timeout, args))
         gc.collect()
+        gc.freeze()  # what outlives a body, such as modules it has imported, need not be looked at after every other
 
 
 class Cases:

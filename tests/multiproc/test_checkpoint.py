@@ -42,9 +42,9 @@ from tests.multiproc.cases import (
     loss_of,
     split_groups,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup
 
-Case = Callable[[Setup, Path], None]
+case = Cases()
 OPTIONS: dict[str, Any] = {"lr": 1e-2}
 
 
@@ -92,15 +92,16 @@ def refused(kind: type[Exception], match: str, model: nn.Module, optimizer: Opti
 # What is saved
 
 
-def _every_optimizer_resumes(setup: Setup, root: Path) -> None:
+@case(1, 2, 3)
+def _every_optimizer_resumes(setup: Setup) -> None:
     for place, case in enumerate(OPTIMIZERS):
         if setup.world_size > 2 and place % 4:
             continue  # the sums of three ranks depend on buckets, so only what is loaded is compared
         model, opt = sharded(1 + place % 2, build_model(matrices_only=case.matrices_only), case.build, **case.options)
         train(setup, model, opt)
-        checkpoint.save(root / case.name, model, opt)
+        checkpoint.save(setup.folder / case.name, model, opt)
         other, resumed = sharded(2 - place % 2, build_model(1, case.matrices_only), case.build, **case.options)
-        checkpoint.load(root / case.name, other, resumed)
+        checkpoint.load(setup.folder / case.name, other, resumed)
         assert_equal_models(model, other, case.name)
         if case.name == "toy 8-bit Adam":
             resumed.optim.calls = opt.optim.calls  # type: ignore[attr-defined]  # on the optimizer, not in its state
@@ -136,7 +137,8 @@ class Odd(nn.Module):
         self.notes = state["notes"]
 
 
-def _odd_models_are_saved_whole(setup: Setup, root: Path) -> None:
+@case(1, 2, 3)
+def _odd_models_are_saved_whole(setup: Setup) -> None:
     def build(seed: int) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
         torch.manual_seed(seed)
         model = Odd()
@@ -148,9 +150,9 @@ def _odd_models_are_saved_whole(setup: Setup, root: Path) -> None:
     model.module.notes = {"epoch": 3, "names": ("a", None)}
     train(setup, model, opt)
     assert int(model.module.norm.num_batches_tracked) == 3
-    checkpoint.save(root, model, opt)
+    checkpoint.save(setup.folder, model, opt)
     other, resumed = build(1)
-    checkpoint.load(root, other, resumed)
+    checkpoint.load(setup.folder, other, resumed)
     wrong = [name for name, one in model.state_dict().items() if isinstance(one, Tensor) and "running" not in name]
     for name in wrong:
         assert_identical(model.state_dict()[name], other.state_dict()[name], name)
@@ -174,25 +176,27 @@ class Counter(nn.Linear):
         self.count = int(state)
 
 
-def _state_of_modules_and_of_no_parameter_comes_back(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _state_of_modules_and_of_no_parameter_comes_back(setup: Setup) -> None:
     for stage in (1, 2):
         model, opt = sharded(stage, nn.Sequential(Counter(8, 3)))
         train(setup, model, opt)
         model.module[0].count = 7
         opt.optim.state["calls"] = {"seen": torch.ones(2)}  # type: ignore[index]
-        checkpoint.save(root / str(stage), model, opt)
+        checkpoint.save(setup.folder / str(stage), model, opt)
         plain_model = wrap(nn.Sequential(Counter(8, 3)))
         plain = AdamW(plain_model.parameters(), lr=0.1)
-        checkpoint.load(root / str(stage), plain_model, plain)
-        checkpoint.save(root / f"plain {stage}", plain_model, plain)
+        checkpoint.load(setup.folder / str(stage), plain_model, plain)
+        checkpoint.save(setup.folder / f"plain {stage}", plain_model, plain)
         other, resumed = sharded(stage, nn.Sequential(Counter(8, 3)))
-        checkpoint.load(root / f"plain {stage}", other, resumed)
+        checkpoint.load(setup.folder / f"plain {stage}", other, resumed)
         for one, optimizer in ((plain_model, plain), (other, resumed.optim)):
             assert one.module[0].count == 7
             assert optimizer.state["calls"]["seen"].tolist() == [1, 1]  # type: ignore[index]
 
 
-def _what_the_user_adds_comes_back(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _what_the_user_adds_comes_back(setup: Setup) -> None:
     model, opt = sharded()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 2, 5])  # its state has a Counter
     train(setup, model, opt)
@@ -205,24 +209,25 @@ def _what_the_user_adds_comes_back(setup: Setup, root: Path) -> None:
         "average": model.module.state_dict(),  # an OrderedDict
     }
     torch.manual_seed(setup.rank)
-    saved = checkpoint.save(root, model, opt, extra=extra, rank_extra=torch.get_rng_state(), step=12)
-    assert saved.wait() == root / "step-00000012"
+    saved = checkpoint.save(setup.folder, model, opt, extra=extra, rank_extra=torch.get_rng_state(), step=12)
+    assert saved.wait() == setup.folder / "step-00000012"
     drawn = torch.rand(3)
-    loaded = checkpoint.load(root, model, opt)
-    assert (loaded.step, loaded.folder) == (12, root / "step-00000012")
+    loaded = checkpoint.load(setup.folder, model, opt)
+    assert (loaded.step, loaded.folder) == (12, setup.folder / "step-00000012")
     assert_identical(extra, loaded.extra, "extra")
     assert [type(loaded.extra[key]) for key in ("scheduler", "average")] == [dict, OrderedDict]
     scheduler.load_state_dict(loaded.extra["scheduler"])
     torch.set_rng_state(loaded.rank_extra)
     assert torch.equal(torch.rand(3), drawn)
     if setup.rank == 0:
-        alone = checkpoint.load(root, build_model())
+        alone = checkpoint.load(setup.folder, build_model())
         assert_identical(extra, alone.extra, "extra, read by one process")
         assert (alone.rank_extra is None) == (setup.world_size > 1)
     dist.barrier()
 
 
-def _states_come_back_in_their_order(setup: Setup, root: Path) -> None:
+@case(1, 2, 3)
+def _states_come_back_in_their_order(setup: Setup) -> None:
     """That of the plain optimizer: by step and then by parameter, whoever owns it."""
     ddp = wrap()
     params = list(ddp.parameters())
@@ -235,13 +240,13 @@ def _states_come_back_in_their_order(setup: Setup, root: Path) -> None:
         param.requires_grad_(True)
     ddp = wrap(ddp.module)
     train(setup, ddp, opt, 0, 1)
-    checkpoint.save(root, ddp, opt)
+    checkpoint.save(setup.folder, ddp, opt)
     other_model = wrap(build_model(1))
     other = ZeroRedundancyOptimizer(other_model.parameters(), AdamW, lr=0.1)
-    checkpoint.load(root, other_model, other)
+    checkpoint.load(setup.folder, other_model, other)
     plain_model = wrap(build_model(1))
     plain = AdamW(plain_model.parameters(), lr=0.1)
-    checkpoint.load(root, plain_model, plain)
+    checkpoint.load(setup.folder, plain_model, plain)
     for one in (opt, other):
         one.consolidate_state_dict()
     if setup.rank == 0:
@@ -249,7 +254,8 @@ def _states_come_back_in_their_order(setup: Setup, root: Path) -> None:
         assert orders == [[4, 5, 6, 7, 8, 9, 0, 1, 2, 3]] * 3
 
 
-def _masters_and_loss_scale_come_back(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _masters_and_loss_scale_come_back(setup: Setup) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         own = {"master_weights": True, "loss_scale": DynamicLossScale(initial=64.0, growth_interval=2)}
 
@@ -261,16 +267,16 @@ def _masters_and_loss_scale_come_back(setup: Setup, root: Path) -> None:
         model, opt = low()
         train(setup, model, opt)
         assert opt.loss_scale == 128
-        checkpoint.save(root / str(dtype), model, opt)
+        checkpoint.save(setup.folder / str(dtype), model, opt)
         for stage in (1, 2):
             other, resumed = low(stage=stage)
-            checkpoint.load(root / str(dtype), other, resumed)
+            checkpoint.load(setup.folder / str(dtype), other, resumed)
             assert resumed.loss_scale == 128
-            checkpoint.save(root / f"{dtype} {stage}", other, resumed)
+            checkpoint.save(setup.folder / f"{dtype} {stage}", other, resumed)
             again, twice = low(stage=3 - stage)
-            checkpoint.load(root / f"{dtype} {stage}", again, twice)
+            checkpoint.load(setup.folder / f"{dtype} {stage}", again, twice)
             expected = opt._shard.owned_state()
-            for index, state in twice._owned_state().items():
+            for index, state in twice._shard.owned_state().items():
                 if index in expected:
                     assert_identical(expected[index], state, f"state of {index}")
         train(setup, model, opt, 1)
@@ -296,7 +302,8 @@ class Wrapped(nn.Module):
         return hidden.float()
 
 
-def _any_moment_between_steps_is_saved(setup: Setup, root: Path) -> None:
+@case(1, 2, 3)
+def _any_moment_between_steps_is_saved(setup: Setup) -> None:
     """Before the first step, in the provisional plan, after DDP's buckets are final, after a group was added."""
     for stage in (1, 2):
         for steps in (0, 1, 2):
@@ -304,9 +311,9 @@ def _any_moment_between_steps_is_saved(setup: Setup, root: Path) -> None:
             unbroken, reference = sharded(stage)
             train(setup, model, opt, 0, steps)
             train(setup, unbroken, reference, 0, steps)
-            checkpoint.save(root / f"{stage} {steps}", model, opt)
+            checkpoint.save(setup.folder / f"{stage} {steps}", model, opt)
             other, resumed = sharded(3 - stage, build_model(1))
-            checkpoint.load(root / f"{stage} {steps}", other, resumed)
+            checkpoint.load(setup.folder / f"{stage} {steps}", other, resumed)
             for one, optimizer in ((model, opt), (unbroken, reference), (other, resumed)):
                 train(setup, one, optimizer, 1)
             assert_equal_models(unbroken, model, f"after saving at step {steps} in stage {stage}")
@@ -314,7 +321,8 @@ def _any_moment_between_steps_is_saved(setup: Setup, root: Path) -> None:
                 assert_equal_models(unbroken, other, f"resumed from step {steps} in stage {stage}")
 
 
-def _added_groups_are_saved(setup: Setup, root: Path) -> None:
+@case(1, 2, 3)
+def _added_groups_are_saved(setup: Setup) -> None:
     def build(seed: int) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer, list[nn.Parameter]]:
         ddp = wrap(build_model(seed))
         params = list(ddp.parameters())
@@ -323,13 +331,13 @@ def _added_groups_are_saved(setup: Setup, root: Path) -> None:
     model, opt, rest = build(0)
     train(setup, model, opt)
     opt.add_param_group({"params": rest, "lr": 0.03})
-    checkpoint.save(root / "fresh", model, opt)
+    checkpoint.save(setup.folder / "fresh", model, opt)
     train(setup, model, opt)
-    checkpoint.save(root / "later", model, opt)
+    checkpoint.save(setup.folder / "later", model, opt)
     for name in ("fresh", "later"):
         other, resumed, others = build(1)
         resumed.add_param_group({"params": others, "lr": 0.7})
-        checkpoint.load(root / name, other, resumed)
+        checkpoint.load(setup.folder / name, other, resumed)
         assert [group["lr"] for group in resumed.param_groups] == [0.1, 0.03]
     train(setup, model, opt, 1)
     train(setup, other, resumed, 1)
@@ -337,7 +345,8 @@ def _added_groups_are_saved(setup: Setup, root: Path) -> None:
         assert_equal_models(model, other, "with an added group")
 
 
-def _gradients_are_not_part_of_a_checkpoint(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _gradients_are_not_part_of_a_checkpoint(setup: Setup) -> None:
     """Saved in the middle of accumulation, it is that of the last step; a load drops what was accumulated."""
     for stage in (1, 2):
         model, opt = sharded(stage)
@@ -349,7 +358,7 @@ def _gradients_are_not_part_of_a_checkpoint(setup: Setup, root: Path) -> None:
             optimizer.zero_grad()
             with one.no_sync():
                 loss_of(one, inputs, targets).backward()
-        checkpoint.save(root / str(stage), model, opt)
+        checkpoint.save(setup.folder / str(stage), model, opt)
         for one, optimizer in ((model, opt), (unbroken, reference)):
             loss_of(one, *last).backward()
             optimizer.step()
@@ -357,7 +366,7 @@ def _gradients_are_not_part_of_a_checkpoint(setup: Setup, root: Path) -> None:
         other, resumed = sharded(stage, build_model(1))
         with other.no_sync():
             loss_of(other, *last).backward()
-        checkpoint.load(root / str(stage), other, resumed)
+        checkpoint.load(setup.folder / str(stage), other, resumed)
         with other.no_sync():
             loss_of(other, inputs, targets).backward()
         loss_of(other, *last).backward()
@@ -365,34 +374,36 @@ def _gradients_are_not_part_of_a_checkpoint(setup: Setup, root: Path) -> None:
         assert_equal_models(unbroken, other, "the whole accumulation again")
 
 
-def _between_backward_and_step_it_is_refused(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _between_backward_and_step_it_is_refused(setup: Setup) -> None:
     ((inputs, targets),) = batches(setup.rank, 1)
     waiting, opt = sharded(2, max_grad_norm=1.0)
     loss_of(waiting, inputs, targets).backward()
     with pytest.raises(RuntimeError, match=r"after opt.step\(\), got gradients that wait for it .*Call opt.step\(\)"):
-        checkpoint.save(root, waiting, opt)
+        checkpoint.save(setup.folder, waiting, opt)
     opt.step()
-    checkpoint.save(root, waiting, opt)
+    checkpoint.save(setup.folder, waiting, opt)
     first, other = sharded(1)
     loss_of(first, inputs, targets).backward()
     with pytest.raises(RuntimeError, match="got gradients that wait for it"):
-        checkpoint.save(root, first, other)
+        checkpoint.save(setup.folder, first, other)
     other.step()
-    checkpoint.save(root, first, other)
+    checkpoint.save(setup.folder, first, other)
     with torch.distributed.algorithms.join.Join([first, other]), pytest.raises(RuntimeError, match="outside Join"):
-        checkpoint.save(root, first, other)
+        checkpoint.save(setup.folder, first, other)
     loss_of(waiting, inputs, targets).backward()
-    checkpoint.load(root, waiting, opt, strict=False)  # drops the iteration
+    checkpoint.load(setup.folder, waiting, opt, strict=False)  # drops the iteration
     train(setup, waiting, opt, 1)
 
 
 # What fits
 
 
-def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup) -> None:
     model, opt = sharded()
     train(setup, model, opt)
-    checkpoint.save(root, model, opt)
+    checkpoint.save(setup.folder, model, opt)
 
     layers = list(build_model(1).children())
     layers[3], layers[5] = nn.Linear(31, 16), nn.Linear(16, 5)
@@ -401,9 +412,9 @@ def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup, root: Path) -> None
     with refused(
         ValueError, r"(?s)'3.weight' has shape \[16, 31\], saved is \[17, 31\].*'8.bias' .* not in the", other, resumed
     ):
-        checkpoint.load(root, other, resumed)
+        checkpoint.load(setup.folder, other, resumed)
     before = copy.deepcopy(dict(other.state_dict()))
-    loaded = checkpoint.load(root, other, resumed, strict=False)
+    loaded = checkpoint.load(setup.folder, other, resumed, strict=False)
     assert sorted(line.split("'")[1] for line in loaded.skipped) == [
         "3.bias",
         "3.weight",
@@ -421,7 +432,7 @@ def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup, root: Path) -> None
     before = copy.deepcopy(dict(other.module.state_dict()))
     names = [name for name, _ in other.module.named_parameters()]
     states = {names[index]: state for index, state in copy.deepcopy(resumed._shard.owned_state()).items()}
-    checkpoint.load(root, other, resumed, strict=False)
+    checkpoint.load(setup.folder, other, resumed, strict=False)
     for index, state in resumed._shard.owned_state().items():
         if names[index] in ("3.bias", "3.weight", "5.weight", "8.bias", "8.weight"):
             assert_identical(states[names[index]], state, "what is left as it is keeps its state")
@@ -430,33 +441,35 @@ def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup, root: Path) -> None
             assert state["step"] == 3
 
 
-def _renamed_parameters_are_found(setup: Setup, root: Path) -> None:
+@case(2)
+def _renamed_parameters_are_found(setup: Setup) -> None:
     model, opt = sharded()
     train(setup, model, opt)
-    checkpoint.save(root, model, opt)
+    checkpoint.save(setup.folder, model, opt)
     other, resumed = sharded(1, nn.ModuleDict({"body": build_model(1)}))
     body: nn.Module = other.module.body
     other.module.forward = body.forward
     rename = {name.split(".")[0]: f"body.{name.split('.')[0]}" for name in model.module.state_dict()}
     with refused(ValueError, "'body.0.weight' of the model is not in the checkpoint", other, resumed):
-        checkpoint.load(root, other, resumed)
+        checkpoint.load(setup.folder, other, resumed)
     with refused(ValueError, r"Expected names in rename= that the checkpoint has, got \['nine'\]", other, resumed):
-        checkpoint.load(root, other, resumed, rename={**rename, "nine": "ten"})
-    assert checkpoint.load(root, other, resumed, rename=rename).skipped == ()
+        checkpoint.load(setup.folder, other, resumed, rename={**rename, "nine": "ten"})
+    assert checkpoint.load(setup.folder, other, resumed, rename=rename).skipped == ()
     train(setup, model, opt, 1)
     train(setup, other, resumed, 1)
     if setup.world_size <= 2:
         assert_equal_models(model, other, "renamed")
 
 
-def _another_class_is_refused_and_the_model_loaded(setup: Setup, root: Path) -> None:
+@case(2)
+def _another_class_is_refused_and_the_model_loaded(setup: Setup) -> None:
     model, opt = sharded()
     train(setup, model, opt)
-    checkpoint.save(root, model, opt)
+    checkpoint.save(setup.folder, model, opt)
     other, resumed = sharded(2, build_model(1), SGD, momentum=0.9)
     with refused(ValueError, r"the optimizer is torch.optim.sgd.SGD, saved is torch.optim.adamw.AdamW", other, resumed):
-        checkpoint.load(root, other, resumed)
-    loaded = checkpoint.load(root, other, resumed, strict=False)
+        checkpoint.load(setup.folder, other, resumed)
+    loaded = checkpoint.load(setup.folder, other, resumed, strict=False)
     assert len(loaded.skipped) == 1
     assert not resumed.state
     assert resumed.param_groups[0]["momentum"] == 0.9
@@ -464,15 +477,16 @@ def _another_class_is_refused_and_the_model_loaded(setup: Setup, root: Path) -> 
     train(setup, other, resumed)
 
 
-def _dtypes_are_converted_when_lenient(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _dtypes_are_converted_when_lenient(setup: Setup) -> None:
     fp32, opt = sharded()
     train(setup, fp32, opt)
-    checkpoint.save(root / "fp32", fp32, opt)
+    checkpoint.save(setup.folder / "fp32", fp32, opt)
     low, masters = sharded(2, Wrapped(build_model(1).bfloat16(), torch.bfloat16), master_weights=True)
     rename = {str(place): f"layers.{place}" for place in (0, 2, 3, 5, 7)}
     with refused(ValueError, "'layers.0.weight' has dtype bfloat16, saved is float32", low, masters):
-        checkpoint.load(root / "fp32", low, masters, rename=rename)
-    checkpoint.load(root / "fp32", low, masters, rename=rename, strict=False)
+        checkpoint.load(setup.folder / "fp32", low, masters, rename=rename)
+    checkpoint.load(setup.folder / "fp32", low, masters, rename=rename, strict=False)
     exact = dict(fp32.module.named_parameters())
     names = {param: name.removeprefix("layers.") for name, param in low.module.named_parameters()}
     assert masters.master_weights
@@ -480,20 +494,21 @@ def _dtypes_are_converted_when_lenient(setup: Setup, root: Path) -> None:
         assert_identical(exact[names[param]].detach(), master, "a master is the saved fp32 value")
     train(setup, low, masters)
 
-    checkpoint.save(root / "low", low, masters)
+    checkpoint.save(setup.folder / "low", low, masters)
     back, plain = sharded(1, Wrapped(build_model(1), torch.float32))
-    checkpoint.load(root / "low", back, plain, strict=False)
+    checkpoint.load(setup.folder / "low", back, plain, strict=False)
     values = dict(back.module.named_parameters())
     for param, master in masters.master_weights.items():
         assert_identical(master, values[f"layers.{names[param]}"].detach(), "a parameter is the saved master")
     without, opt = sharded(2, Wrapped(build_model(1).bfloat16(), torch.bfloat16))
     with refused(ValueError, "the saved master weight of 'layers.0.weight' has no place", without, opt):
-        checkpoint.load(root / "low", without, opt)
-    checkpoint.load(root / "low", without, opt, strict=False)
+        checkpoint.load(setup.folder / "low", without, opt)
+    checkpoint.load(setup.folder / "low", without, opt, strict=False)
     assert_equal_models(low, without, "without masters")
 
 
-def _freezing_may_change_in_between(setup: Setup, root: Path) -> None:
+@case(2)
+def _freezing_may_change_in_between(setup: Setup) -> None:
     def build(frozen: int, seed: int = 0) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
         module = build_model(seed)
         for param in list(module.parameters())[:frozen]:
@@ -503,20 +518,21 @@ def _freezing_may_change_in_between(setup: Setup, root: Path) -> None:
 
     few, opt = build(4)
     train(setup, few, opt)
-    checkpoint.save(root / "few", few, opt)
+    checkpoint.save(setup.folder / "few", few, opt)
     model, resumed = build(0, 1)
-    loaded = checkpoint.load(root / "few", model, resumed)
+    loaded = checkpoint.load(setup.folder / "few", model, resumed)
     assert (loaded.skipped, len(loaded.notes)) == ((), 4)
     train(setup, model, resumed)
-    checkpoint.save(root / "all", model, resumed)
+    checkpoint.save(setup.folder / "all", model, resumed)
     again, last = build(4, 1)
-    loaded = checkpoint.load(root / "all", again, last)
+    loaded = checkpoint.load(setup.folder / "all", again, last)
     assert (loaded.skipped, len(loaded.notes)) == ((), 4)
     assert_equal_models(model, again, "weights")
     train(setup, again, last)
 
 
-def _ties_may_come_and_go(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _ties_may_come_and_go(setup: Setup) -> None:
     """Tied by either name, untied: states go where they belong, and what cannot be is a misfit."""
 
     def build(tie: str | None, seed: int = 0) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
@@ -532,9 +548,9 @@ def _ties_may_come_and_go(setup: Setup, root: Path) -> None:
 
     model, opt = build("a first")
     train(setup, model, opt)
-    checkpoint.save(root / "tied", model, opt)
+    checkpoint.save(setup.folder / "tied", model, opt)
     other, resumed = build("b first", 1)
-    loaded = checkpoint.load(root / "tied", other, resumed)
+    loaded = checkpoint.load(setup.folder / "tied", other, resumed)
     assert (loaded.skipped, loaded.notes) == ((), ())
     shared = {param: state["exp_avg"] for param, state in resumed.state.items() if param is other.module.a.weight}
     mine = {param: state["exp_avg"] for param, state in opt.state.items() if param is model.module.a.weight}
@@ -542,16 +558,17 @@ def _ties_may_come_and_go(setup: Setup, root: Path) -> None:
         assert_identical(next(iter(mine.values())), next(iter(shared.values())), "state of the tied weight")
     apart, free = build(None, 1)
     with refused(ValueError, "'b.weight' of the optimizer is not in the saved one", apart, free):
-        checkpoint.load(root / "tied", apart, free)
-    checkpoint.load(root / "tied", apart, free, strict=False)
+        checkpoint.load(setup.folder / "tied", apart, free)
+    checkpoint.load(setup.folder / "tied", apart, free, strict=False)
     assert_identical(apart.module.a.weight.detach(), apart.module.b.weight.detach(), "both have the value")
     train(setup, apart, free)
-    checkpoint.save(root / "apart", apart, free)
+    checkpoint.save(setup.folder / "apart", apart, free)
     with refused(ValueError, "'b.weight' is tied to 'a.weight' in the model, saved are two values", model, opt):
-        checkpoint.load(root / "apart", model, opt)
+        checkpoint.load(setup.folder / "apart", model, opt)
 
 
-def _unfreezing_makes_masters(setup: Setup, root: Path) -> None:
+@case(2)
+def _unfreezing_makes_masters(setup: Setup) -> None:
     def build(frozen: int) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
         module = Wrapped(build_model().bfloat16(), torch.bfloat16)
         for param in list(module.parameters())[:frozen]:
@@ -562,9 +579,9 @@ def _unfreezing_makes_masters(setup: Setup, root: Path) -> None:
 
     model, opt = build(4)
     train(setup, model, opt)
-    checkpoint.save(root, model, opt)
+    checkpoint.save(setup.folder, model, opt)
     other, resumed = build(0)
-    assert checkpoint.load(root, other, resumed).skipped == ()
+    assert checkpoint.load(setup.folder, other, resumed).skipped == ()
     for param, master in resumed.master_weights.items():
         assert torch.equal(master.bfloat16(), param)
     train(setup, other, resumed)
@@ -573,26 +590,27 @@ def _unfreezing_makes_masters(setup: Setup, root: Path) -> None:
             param.add_(1)
     if resumed.master_weights:
         with pytest.raises(RuntimeError, match=r"to be its fp32 master weight rounded|a failure on rank"):
-            checkpoint.save(root, other, resumed)
+            checkpoint.save(setup.folder, other, resumed)
 
 
 # Others' formats and optimizers
 
 
-def _goes_to_and_comes_from_torchs_own(setup: Setup, root: Path) -> None:
+@case(1, 2, 3)
+def _goes_to_and_comes_from_torchs_own(setup: Setup) -> None:
     def theirs(seed: int) -> tuple[DistributedDataParallel, TorchZero]:
         ddp = wrap(build_model(seed))
         return ddp, TorchZero(split_groups(ddp, 2), AdamW, lr=0.1)
 
     model, torchs = theirs(0)
     train(setup, model, torchs)
-    checkpoint.save(root / "theirs", model, torchs)
+    checkpoint.save(setup.folder / "theirs", model, torchs)
     ours_model = wrap(build_model(1))
     ours = ZeroRedundancyOptimizer(split_groups(ours_model, 2), AdamW, lr=0.5)
-    assert checkpoint.load(root / "theirs", ours_model, ours).skipped == ()
-    checkpoint.save(root / "ours", ours_model, ours)
+    assert checkpoint.load(setup.folder / "theirs", ours_model, ours).skipped == ()
+    checkpoint.save(setup.folder / "ours", ours_model, ours)
     again_model, again = theirs(1)
-    assert checkpoint.load(root / "ours", again_model, again).skipped == ()
+    assert checkpoint.load(setup.folder / "ours", again_model, again).skipped == ()
     assert [group["lr"] for group in again.param_groups] == [0.1, 3e-3]
     for one, optimizer in ((model, torchs), (ours_model, ours), (again_model, again)):
         train(setup, one, optimizer, 1)
@@ -601,10 +619,11 @@ def _goes_to_and_comes_from_torchs_own(setup: Setup, root: Path) -> None:
         assert_equal_models(model, again_model, "theirs, from ours")
 
 
-def _torchs_tools_read_it(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _torchs_tools_read_it(setup: Setup) -> None:
     model, opt = sharded()
     train(setup, model, opt)
-    folder = checkpoint.save(root, model, opt, extra={"epoch": 3}).wait()
+    folder = checkpoint.save(setup.folder, model, opt, extra={"epoch": 3}).wait()
     plain_model = wrap(build_model(1))
     template: dict[str, Any] = {
         "model": get_model_state_dict(plain_model),
@@ -616,16 +635,17 @@ def _torchs_tools_read_it(setup: Setup, root: Path) -> None:
     assert template["extra"] == {"epoch": 3}
 
 
-def _drives_torch_distributed_checkpoint(setup: Setup, root: Path) -> None:
+@case(1, 2, 3)
+def _drives_torch_distributed_checkpoint(setup: Setup) -> None:
     model, opt = sharded(master_weights=True, loss_scale=DynamicLossScale(initial=64.0))
     train(setup, model, opt)
     state_dict_saver.save(
-        {"model": get_model_state_dict(model), "optim": opt.sharded_state_dict()}, checkpoint_id=root / "dcp"
+        {"model": get_model_state_dict(model), "optim": opt.sharded_state_dict()}, checkpoint_id=setup.folder / "dcp"
     )
     other, resumed = sharded(1, build_model(1), loss_scale=DynamicLossScale(initial=2.0))
     state = {"model": get_model_state_dict(other), "optim": resumed.sharded_state_dict(other, init_missing=True)}
     assert not resumed.state
-    state_dict_loader.load(state, checkpoint_id=root / "dcp")
+    state_dict_loader.load(state, checkpoint_id=setup.folder / "dcp")
     other.module.load_state_dict(state["model"])
     resumed.load_sharded_state_dict(state["optim"])
     assert resumed.loss_scale == 64
@@ -638,7 +658,8 @@ def _drives_torch_distributed_checkpoint(setup: Setup, root: Path) -> None:
         nameless.sharded_state_dict()
 
 
-def _torchs_helpers_work_once_all_ranks_have_everything(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _torchs_helpers_work_once_all_ranks_have_everything(setup: Setup) -> None:
     model, opt = sharded()
     train(setup, model, opt)
     if setup.world_size > 1:
@@ -668,75 +689,81 @@ def _torchs_helpers_work_once_all_ranks_have_everything(setup: Setup, root: Path
 # Ranks
 
 
-def _ranks_that_give_different_things_are_told(setup: Setup, root: Path) -> None:
+@case(2, 3)
+def _ranks_that_give_different_things_are_told(setup: Setup) -> None:
     model, opt = sharded()
     train(setup, model, opt)
     with pytest.raises(ValueError, match=r"Expected the same optimizer on every rank in checkpoint\.save"):
-        checkpoint.save(root, model, None if setup.rank else opt)
+        checkpoint.save(setup.folder, model, None if setup.rank else opt)
     with pytest.raises(ValueError, match="Expected a model in DistributedDataParallel or a sharded optimizer in a job"):
-        checkpoint.save(root, model.module, AdamW(model.parameters()))
-    checkpoint.save(root, model, opt)
+        checkpoint.save(setup.folder, model.module, AdamW(model.parameters()))
+    checkpoint.save(setup.folder, model, opt)
     with refused(ValueError, "Expected the same optimizer on every rank in checkpoint.load, got", model, opt):
-        checkpoint.load(root, model, None if setup.rank else opt)
+        checkpoint.load(setup.folder, model, None if setup.rank else opt)
     with refused(ValueError, "Expected the same strict and rename on every rank", model, opt):
-        checkpoint.load(root, model, opt, strict=False, rename={"0": "0"} if setup.rank else {"2": "2"})
+        checkpoint.load(setup.folder, model, opt, strict=False, rename={"0": "0"} if setup.rank else {"2": "2"})
     pairs = dist.new_group([setup.rank], use_local_synchronization=True)
     alone = ZeroRedundancyOptimizer(model.module.parameters(), AdamW, process_group=pairs)
     with pytest.raises(ValueError, match="sharded over the ranks of the DDP model, got one over different ranks"):
-        checkpoint.save(root, model, alone)
+        checkpoint.save(setup.folder, model, alone)
 
 
-def _one_save_at_a_time_whoever_asks(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _one_save_at_a_time_whoever_asks(setup: Setup) -> None:
     """Two models in one folder, and one under another wrapper."""
     model, opt = sharded()
     other, second = sharded(1, build_model(1))
     compiled: Any = torch.compile(model, backend="eager")
     for one, optimizer in ((model, opt), (other, second), (compiled, opt)):
-        checkpoint.save(root, one, optimizer, background=True)
+        checkpoint.save(setup.folder, one, optimizer, background=True)
     checkpoint.wait()
-    assert len(list(root.glob("step-*"))) == 3
-    assert checkpoint.load(root / "step-00000002", other, second).step == 2
+    assert len(list(setup.folder.glob("step-*"))) == 3
+    assert checkpoint.load(setup.folder / "step-00000002", other, second).step == 2
 
 
-def _a_rank_that_never_came_is_missed_in_time(setup: Setup, root: Path) -> None:
+@case(2)
+def _a_rank_that_never_came_is_missed_in_time(setup: Setup) -> None:
     group = dist.new_group(list(range(setup.world_size)), timeout=timedelta(seconds=3))
     ddp = DistributedDataParallel(build_model(), process_group=group)
     opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, process_group=group)
     if setup.rank == 0:
         with pytest.raises(RuntimeError, match=r"to reach their first save or load within 0:00:03, got"):
-            checkpoint.save(root, ddp, opt)
+            checkpoint.save(setup.folder, ddp, opt)
     dist.barrier()
 
 
-def _a_rank_that_does_not_come_is_missed_in_time(setup: Setup, root: Path) -> None:
+@case(2)
+def _a_rank_that_does_not_come_is_missed_in_time(setup: Setup) -> None:
     group = dist.new_group(list(range(setup.world_size)), timeout=timedelta(seconds=3))
     ddp = DistributedDataParallel(build_model(), process_group=group)
     opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, process_group=group)
-    checkpoint.save(root, ddp, opt)
+    checkpoint.save(setup.folder, ddp, opt)
     begin = time.monotonic()
     if setup.rank == 0:
         with pytest.raises(RuntimeError, match="Expected all ranks to take part in a save or load"):
-            checkpoint.save(root, ddp, opt)
+            checkpoint.save(setup.folder, ddp, opt)
         assert time.monotonic() - begin < 30  # ten times the group's time-out
     dist.barrier()
 
 
-def _each_rank_writes_its_share(setup: Setup, root: Path) -> None:
+@case(2, 4)
+def _each_rank_writes_its_share(setup: Setup) -> None:
     model, opt = sharded(2, nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)]))
     for _ in range(2):
         opt.zero_grad()
         model(torch.randn(4, 64)).sum().backward()
         opt.step()
-    folder = checkpoint.save(root, model, opt).wait()
+    folder = checkpoint.save(setup.folder, model, opt).wait()
     sizes = [(folder / tensor_file_name(rank)).stat().st_size for rank in range(setup.world_size)]
     whole = 3 * sum(param.nbytes for param in model.parameters())
     assert sum(sizes) > whole
     assert max(sizes) - min(sizes) < 0.15 * whole / setup.world_size, sizes
 
 
-def _memory_is_the_shard_and_one_tensor(setup: Setup, root: Path) -> None:
+@case(2, 3)
+def _memory_is_the_shard_and_one_tensor(setup: Setup) -> None:
     for masters in (False, True):
-        check_memory(root / str(masters), masters)
+        check_memory(setup.folder / str(masters), masters)
 
 
 def check_memory(root: Path, masters: bool) -> None:
@@ -783,31 +810,33 @@ def check_memory(root: Path, masters: bool) -> None:
     assert alive[-1] == 0, "the old state had been dropped"
 
 
-def _a_subgroup_saves_by_itself(setup: Setup, root: Path) -> None:
+@case(3)
+def _a_subgroup_saves_by_itself(setup: Setup) -> None:
     members = list(range(1, setup.world_size))
     group = dist.new_group(members)
     if setup.rank in members:
         ddp = DistributedDataParallel(build_model(), process_group=group, gradient_as_bucket_view=True)
         opt = shard_optimizer(ddp, AdamW, lr=0.1)
         train(setup, ddp, opt)
-        checkpoint.save(root, ddp, opt)
-        checkpoint.load(root, ddp, opt)
+        checkpoint.save(setup.folder, ddp, opt)
+        checkpoint.load(setup.folder, ddp, opt)
     dist.barrier()
 
 
-def _one_ranks_failure_is_everybodys(setup: Setup, root: Path) -> None:
+@case(2, 3)
+def _one_ranks_failure_is_everybodys(setup: Setup) -> None:
     model, opt = sharded()
     train(setup, model, opt)
-    checkpoint.save(root, model, opt, step=1)
+    checkpoint.save(setup.folder, model, opt, step=1)
     train(setup, model, opt)
     last = setup.rank == setup.world_size - 1
     kind: type[Exception] = TypeError if last else RuntimeError
     with pytest.raises(kind, match=r"pickle in a checkpoint.* got builtins.object at \['rank_extra'\]\['it'\]"):
-        checkpoint.save(root, model, opt, rank_extra={"it": object() if last else 1})
+        checkpoint.save(setup.folder, model, opt, rank_extra={"it": object() if last else 1})
     with pytest.raises(ValueError, match="the same step on every rank"):
-        checkpoint.save(root, model, opt, step=2 + setup.rank)
+        checkpoint.save(setup.folder, model, opt, step=2 + setup.rank)
     with pytest.raises(ValueError, match="keep to be an int of at least 1, got 0"):
-        checkpoint.save(root, model, opt, keep=0)
+        checkpoint.save(setup.folder, model, opt, keep=0)
 
     def fail(path: Path, tensors: Any) -> Any:
         write_tensors(path, tensors)
@@ -817,28 +846,29 @@ def _one_ranks_failure_is_everybodys(setup: Setup, root: Path) -> None:
         with mock.patch.object(saving, "write_tensors", fail if last else write_tensors):
             kind = OSError if last else RuntimeError
             if background:
-                pending = checkpoint.save(root, model, opt, step=2, background=True)
+                pending = checkpoint.save(setup.folder, model, opt, step=2, background=True)
                 kind, before = RuntimeError, time.monotonic()
                 while not pending.is_done:
                     assert time.monotonic() < before + 30
                     time.sleep(0.01)
                 with pytest.raises(kind, match="No space left on device"):
-                    checkpoint.save(root, model, opt, step=3)
+                    checkpoint.save(setup.folder, model, opt, step=3)
             else:
                 with pytest.raises(kind, match="No space left on device"):
-                    checkpoint.save(root, model, opt, step=2)
+                    checkpoint.save(setup.folder, model, opt, step=2)
         dist.barrier()  # rank 0 has removed what there was
-        assert os.listdir(root) == ["step-00000001"]
+        assert os.listdir(setup.folder) == ["step-00000001"]
         dist.barrier()
     with refused(ValueError if last else RuntimeError, "Expected", model, opt):
-        checkpoint.load(root, model, opt, rename={"nine": "ten"} if last else {})
+        checkpoint.load(setup.folder, model, opt, rename={"nine": "ten"} if last else {})
     with refused(FileNotFoundError, "a folder of them, at .*nowhere, got no complete one", model, opt):
-        checkpoint.load(root / "nowhere", model, opt)
-    checkpoint.load(root, model, opt)
+        checkpoint.load(setup.folder / "nowhere", model, opt)
+    checkpoint.load(setup.folder, model, opt)
     train(setup, model, opt)
 
 
-def _training_goes_on_while_it_writes(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _training_goes_on_while_it_writes(setup: Setup) -> None:
     """The snapshot is of the moment; the training group carries nothing for it; a second save waits for the first."""
     model, opt = sharded()
     train(setup, model, opt)
@@ -854,88 +884,47 @@ def _training_goes_on_while_it_writes(setup: Setup, root: Path) -> None:
     with mock.patch.object(saving, "write_tensors", slowly):
         sent = comm.sent_bytes
         with mock.patch.object(dist, "all_gather", side_effect=AssertionError("on the training group")):
-            pending = checkpoint.save(root, model, opt, background=True)
+            pending = checkpoint.save(setup.folder, model, opt, background=True)
         assert comm.sent_bytes == sent
         train(setup, model, opt, 1)
         assert not pending.is_done
-        assert not list(root.glob("step-*"))
+        assert not list(setup.folder.glob("step-*"))
         threading.Timer(0.3, may_write.set).start()
-        second = checkpoint.save(root, model, opt, background=True)
+        second = checkpoint.save(setup.folder, model, opt, background=True)
         assert pending.is_done
         second.wait()
     assert threading.main_thread() not in threads
     other, resumed = sharded(1, build_model(1))
-    checkpoint.load(root / "step-00000001", other, resumed)
+    checkpoint.load(setup.folder / "step-00000001", other, resumed)
     assert_identical(unbroken, dict(other.module.state_dict()), "the moment of the save")
-    checkpoint.load(root, other, resumed)
+    checkpoint.load(setup.folder, other, resumed)
     assert_equal_models(model, other, "the second save")
 
 
-def _old_checkpoints_go(setup: Setup, root: Path) -> None:
+@case(1, 2)
+def _old_checkpoints_go(setup: Setup) -> None:
     def visible() -> list[str]:
-        names = sorted(path.name for path in root.glob("step-*"))
+        names = sorted(path.name for path in setup.folder.glob("step-*"))
         dist.barrier()
         return names
 
     model, opt = sharded()
     for step in (1, 2, 3):
-        checkpoint.save(root, model, opt, keep=2)
+        checkpoint.save(setup.folder, model, opt, keep=2)
         assert len(visible()) == min(step, 2)
     assert visible() == ["step-00000002", "step-00000003"]
     with pytest.raises(
         ValueError if setup.rank == 0 else RuntimeError, match="a step of at least 3, that of the newest"
     ):
-        checkpoint.save(root, model, opt, step=1)
+        checkpoint.save(setup.folder, model, opt, step=1)
     with pytest.raises(
         ValueError if setup.rank == 0 else RuntimeError, match="a folder of checkpoints, got one of them"
     ):
-        checkpoint.save(root / "step-00000003", model, opt)
-    checkpoint.save(root, model, opt, step=3)
-    assert checkpoint.load(root, model, opt).folder.name == "step-00000003-1"
+        checkpoint.save(setup.folder / "step-00000003", model, opt)
+    checkpoint.save(setup.folder, model, opt, step=3)
+    assert checkpoint.load(setup.folder, model, opt).folder.name == "step-00000003-1"
 
 
-CASES: list[tuple[Case, tuple[int, ...]]] = [
-    (_every_optimizer_resumes, (1, 2, 3)),
-    (_odd_models_are_saved_whole, (1, 2, 3)),
-    (_state_of_modules_and_of_no_parameter_comes_back, (1, 2)),
-    (_what_the_user_adds_comes_back, (1, 2)),
-    (_states_come_back_in_their_order, (1, 2, 3)),
-    (_masters_and_loss_scale_come_back, (1, 2)),
-    (_any_moment_between_steps_is_saved, (1, 2, 3)),
-    (_added_groups_are_saved, (1, 2, 3)),
-    (_gradients_are_not_part_of_a_checkpoint, (1, 2)),
-    (_between_backward_and_step_it_is_refused, (1, 2)),
-    (_misfits_are_listed_and_the_rest_is_loaded, (1, 2)),
-    (_ties_may_come_and_go, (1, 2)),
-    (_unfreezing_makes_masters, (2,)),
-    (_ranks_that_give_different_things_are_told, (2, 3)),
-    (_one_save_at_a_time_whoever_asks, (1, 2)),
-    (_a_rank_that_never_came_is_missed_in_time, (2,)),
-    (_a_rank_that_does_not_come_is_missed_in_time, (2,)),
-    (_renamed_parameters_are_found, (2,)),
-    (_another_class_is_refused_and_the_model_loaded, (2,)),
-    (_dtypes_are_converted_when_lenient, (1, 2)),
-    (_freezing_may_change_in_between, (2,)),
-    (_goes_to_and_comes_from_torchs_own, (1, 2, 3)),
-    (_torchs_tools_read_it, (1, 2)),
-    (_drives_torch_distributed_checkpoint, (1, 2, 3)),
-    (_torchs_helpers_work_once_all_ranks_have_everything, (1, 2)),
-    (_each_rank_writes_its_share, (2, 4)),
-    (_memory_is_the_shard_and_one_tensor, (2, 3)),
-    (_a_subgroup_saves_by_itself, (3,)),
-    (_one_ranks_failure_is_everybodys, (2, 3)),
-    (_training_goes_on_while_it_writes, (1, 2)),
-    (_old_checkpoints_go, (1, 2)),
-]
-
-
-def _all_of_them(setup: Setup, folder: str) -> None:
-    """One spawn for all cases of a number of ranks; a failure says which case."""
-    for case, sizes in CASES:
-        if setup.world_size in sizes:
-            case(setup, Path(folder) / case.__name__)  # its name is in the traceback
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_checkpoint(world_size: int, tmp_path: Path) -> None:
-    run_ranks(_all_of_them, world_size, str(tmp_path))
+@case.each
+def test_checkpoint(run: Callable[[], None]) -> None:
+    run()

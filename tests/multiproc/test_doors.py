@@ -33,7 +33,7 @@ from tests.multiproc.cases import (
     loss_of,
     sum_in_rank_order,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.test_sync_forward import (
     MODES,
     OPTIONS,
@@ -45,18 +45,14 @@ from tests.multiproc.test_sync_forward import (
     wrapped,
 )
 
-Case = Callable[[Setup, Path], None]
-
-
-def _all_cases(setup: Setup, cases: list[Case], root: Path) -> None:
-    for case in cases:
-        case(setup, root / case.__name__)
+case = Cases()
 
 
 # sync="forward" and checkpoints
 
 
-def _saved_after_every_step(setup: Setup, root: Path) -> None:
+@case(2)
+def _parameters_on_their_way_are_saved_after_every_step(setup: Setup) -> None:
     for name in ("stage 1, standalone", "stage 1, overlapped", "stage 2, interleaved", "stage 2, after backward"):
         expected, ddp = plain(build_model()), wrapped(build_model())
         reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES[name])
@@ -65,7 +61,7 @@ def _saved_after_every_step(setup: Setup, root: Path) -> None:
             train_step(expected, reference, inputs, targets)
             train_step(ddp, opt, inputs, targets)
             on_their_way += bool(left(opt))
-            checkpoint.save(root / name, ddp, opt, background=step % 2 == 1)
+            checkpoint.save(setup.folder / name, ddp, opt, background=step % 2 == 1)
         assert on_their_way >= 4, f"{name} waits at the end of a step"
         assert_same_values(expected.module, ddp.module, f"saved after every step, {name}")
         assert not any(map(torch.equal, before.parameters(), ddp.module.parameters())), "nothing moved"
@@ -75,14 +71,15 @@ def _saved_after_every_step(setup: Setup, root: Path) -> None:
         for inputs, targets in batches(setup.rank, 4, seed=2):
             train_step(other, resumed, inputs, targets)
         assert left(resumed), "to be loaded over parameters that are on their way"
-        checkpoint.load(root / name, other, resumed)
+        checkpoint.load(setup.folder / name, other, resumed)
         for inputs, targets in batches(setup.rank, 3, seed=1):
             train_step(expected, reference, inputs, targets)
             train_step(other, resumed, inputs, targets)
         assert_same_values(expected.module, other.module, f"resumed, {name}")
 
 
-def _whatever_is_saved_waits(setup: Setup, root: Path) -> None:
+@case(2)
+def _whatever_is_saved_waits_for_parameters_on_their_way(setup: Setup) -> None:
     expected, ddp = plain(build_model()), wrapped(build_model())
     reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES["stage 2, interleaved"])
     data = batches(setup.rank, 100)
@@ -96,16 +93,16 @@ def _whatever_is_saved_waits(setup: Setup, root: Path) -> None:
 
     for model in (ddp, ddp.module):
         train()
-        checkpoint.save(root / type(model).__name__, ddp, None) if model is ddp else checkpoint.save(
-            root / type(model).__name__, model, opt
+        checkpoint.save(setup.folder / type(model).__name__, ddp, None) if model is ddp else checkpoint.save(
+            setup.folder / type(model).__name__, model, opt
         )
         fresh = build_model(1)
-        checkpoint.load(root / type(model).__name__, fresh)
+        checkpoint.load(setup.folder / type(model).__name__, fresh)
         assert_equal_models(expected, fresh, "the model alone")
     train()
     weights = {"average": dict(ddp.module.named_parameters()), "last": [ddp.module[-1].weight]}
-    checkpoint.save(root / "extra", build_model_in_ddp(), extra=weights)
-    loaded = checkpoint.load(root / "extra", build_model_in_ddp())
+    checkpoint.save(setup.folder / "extra", build_model_in_ddp(), extra=weights)
+    loaded = checkpoint.load(setup.folder / "extra", build_model_in_ddp())
     assert_identical({k: v.detach() for k, v in expected.module.named_parameters()}, loaded.extra["average"], "extra")
     train()
     own = opt.sharded_state_dict(ddp)
@@ -120,17 +117,11 @@ def build_model_in_ddp() -> nn.Module:
     return wrapped(build_model(2))
 
 
-FORWARD: list[Case] = [_saved_after_every_step, _whatever_is_saved_waits]
-
-
-def test_checkpoints_wait_for_parameters_on_their_way(tmp_path: Path) -> None:
-    run_ranks(_all_cases, 2, FORWARD, tmp_path)
-
-
 # A state dict before the first step
 
 
-def _before_the_first_step(setup: Setup, root: Path) -> None:
+@case(2, 3)
+def _a_state_dict_before_the_first_step_is_the_plain_optimizers(setup: Setup) -> None:
     for position, case in enumerate(OPTIMIZERS):
         twins = build_twins(case, groups=1 + position % 2, parameters_as_bucket_view=bool(position % 2))
         _same_at_birth(twins, case.name)
@@ -154,7 +145,8 @@ def _same_at_birth(twins: Twins, what: str) -> None:
     assert [list(group) for group in found["param_groups"]] == [list(group) for group in expected["param_groups"]]
 
 
-def _a_rank_that_owns_nothing_answers_too(setup: Setup, root: Path) -> None:
+@case(2, 3)
+def _a_rank_that_owns_nothing_answers_too(setup: Setup) -> None:
     for build in (AdamW, torch.optim.Adagrad):
         model = nn.Linear(3, 3, bias=False)
         with torch.no_grad():
@@ -176,7 +168,8 @@ def _a_rank_that_owns_nothing_answers_too(setup: Setup, root: Path) -> None:
                     changed.state_dict()
 
 
-def _masters_and_loss_scale_before_the_first_step(setup: Setup, root: Path) -> None:
+@case(2, 3)
+def _masters_and_loss_scale_before_the_first_step(setup: Setup) -> None:
     for build in (AdamW, torch.optim.Adagrad):
         ddp = wrapped(build_model().to(torch.bfloat16))
         opt = shard_optimizer(ddp, build, lr=0.1, master_weights=True, loss_scale=DynamicLossScale())
@@ -200,25 +193,13 @@ def _masters_and_loss_scale_before_the_first_step(setup: Setup, root: Path) -> N
         assert_equal_models(ddp, other, "loaded from before the first step")
 
 
-def _what_only_one_rank_knows_is_not_left_out(setup: Setup, root: Path) -> None:
+@case(2, 3)
+def _what_only_one_rank_knows_is_not_left_out(setup: Setup) -> None:
     ddp = wrapped(build_model())
     opt = shard_optimizer(ddp, AdamW, lr=0.1, overlap=False)
     opt.load_sharded_state_dict(opt.sharded_state_dict(ddp, init_missing=setup.rank == 0), ddp)
     with pytest.raises(RuntimeError, match="consolidate"):
         opt.state_dict()
-
-
-BIRTH: list[Case] = [
-    _before_the_first_step,
-    _a_rank_that_owns_nothing_answers_too,
-    _masters_and_loss_scale_before_the_first_step,
-    _what_only_one_rank_knows_is_not_left_out,
-]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_state_dict_before_the_first_step_is_the_plain_optimizers(world_size: int, tmp_path: Path) -> None:
-    run_ranks(_all_cases, world_size, BIRTH, tmp_path)
 
 
 # Wrappers in checkpoints
@@ -274,21 +255,22 @@ def in_one_bucket(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def _wrappers_are_saved_as_what_they_hold(setup: Setup, root: Path) -> None:
+@case(2)
+def _wrappers_are_saved_as_what_they_hold(setup: Setup) -> None:
     ddp = wrapped(build_model())
     opt = shard_optimizer(ddp, AdamW, lr=0.1, stage=2)
     model, optimizer = Holder(ddp), Accelerated(Accelerated(opt))
     for inputs, targets in batches(setup.rank, 3):
         train_step(model, optimizer, inputs, targets)
-    checkpoint.save(root / "wrapped", model, optimizer)
+    checkpoint.save(setup.folder / "wrapped", model, optimizer)
     other = wrapped(build_model(1))
     resumed = shard_optimizer(other, AdamW, lr=0.1, stage=1)
-    loaded = checkpoint.load(root / "wrapped", other, resumed)
+    loaded = checkpoint.load(setup.folder / "wrapped", other, resumed)
     assert not loaded.skipped
     bare = in_one_bucket(build_model(2))
     compiled: Any = torch.compile(bare, backend="eager")
     third = shard_optimizer(compiled, AdamW, lr=0.1, stage=2)
-    checkpoint.load(root / "wrapped", compiled, Accelerated(third))
+    checkpoint.load(setup.folder / "wrapped", compiled, Accelerated(third))
     for inputs, targets in batches(setup.rank, 3, seed=1):
         for one, by in ((model, optimizer), (other, resumed), (compiled, third)):
             train_step(one, by, inputs, targets)
@@ -297,44 +279,38 @@ def _wrappers_are_saved_as_what_they_hold(setup: Setup, root: Path) -> None:
 
     holder = Holder(ddp, buffer=True)
     count = holder.get_buffer("count")
-    checkpoint.save(root / "holder", holder, optimizer)
+    checkpoint.save(setup.folder / "holder", holder, optimizer)
     count.fill_(3)
-    checkpoint.load(root / "holder", holder, optimizer)
+    checkpoint.load(setup.folder / "holder", holder, optimizer)
     assert count.tolist() == [0, 0], "a holder with state of its own is saved whole"
     plain_one = AdamW(ddp.parameters(), lr=0.1)
-    checkpoint.save(root / "plain", ddp, Accelerated(plain_one))
-    checkpoint.load(root / "plain", ddp, plain_one)
+    checkpoint.save(setup.folder / "plain", ddp, Accelerated(plain_one))
+    checkpoint.load(setup.folder / "plain", ddp, plain_one)
     with pytest.raises(TypeError, match=r"got Ahead, which has state of its own. Give its .optimizer"):
-        checkpoint.save(root / "ahead", ddp, Ahead(plain_one))
+        checkpoint.save(setup.folder / "ahead", ddp, Ahead(plain_one))
 
 
-def _an_empty_path_is_refused(setup: Setup, root: Path) -> None:
-    root.mkdir(exist_ok=True)
+@case(2)
+def _an_empty_path_is_refused(setup: Setup) -> None:
     ddp = wrapped(build_model())
     before = os.getcwd()
     try:
-        os.chdir(root)
+        os.chdir(setup.folder)
         for act in (checkpoint.save, checkpoint.load):
             with pytest.raises(ValueError, match=r"Expected the path of a folder, got ''. Pass '\.'"):
                 act("", ddp)
-            assert list(root.iterdir()) == []
+            assert list(setup.folder.iterdir()) == []
         checkpoint.save(".", ddp, step=1)
         assert checkpoint.load(Path(), ddp).step == 1
     finally:
         os.chdir(before)
 
 
-SAVED: list[Case] = [_wrappers_are_saved_as_what_they_hold, _an_empty_path_is_refused]
-
-
-def test_wrappers_and_paths_in_checkpoints(tmp_path: Path) -> None:
-    run_ranks(_all_cases, 2, SAVED, tmp_path)
-
-
 # What shard_optimizer takes
 
 
-def _compiled_and_held_models(setup: Setup, root: Path) -> None:
+@case(2)
+def _compiled_and_held_models(setup: Setup) -> None:
     for stage, hold in ((1, "compiled"), (2, "compiled"), (2, "held")):
         expected, ddp = plain(build_model()), in_one_bucket(build_model())
         reference = AdamW(expected.parameters(), **OPTIONS)
@@ -362,7 +338,8 @@ def _decays(name: str, param: nn.Parameter) -> dict[str, Any] | None:
     return {"weight_decay": 0.0} if param.ndim < 2 else None
 
 
-def _groups(setup: Setup, root: Path) -> None:
+@case(2)
+def _groups_in_all_forms(setup: Setup) -> None:
     for stage in (1, 2):
         expected = plain(build_model())
         named = list(expected.named_parameters())
@@ -405,7 +382,8 @@ def _frozen_answers(name: str, param: nn.Parameter) -> Any:
     return 0.1 if "bias" in name else {}
 
 
-def _arguments_in_the_users_terms(setup: Setup, root: Path) -> None:
+@case(2)
+def _arguments_are_refused_in_the_users_terms(setup: Setup) -> None:
     ddp = wrapped(build_model())
     params = list(ddp.parameters())
     sparse = nn.Parameter(torch.eye(3).to_sparse())
@@ -478,13 +456,6 @@ def _arguments_in_the_users_terms(setup: Setup, root: Path) -> None:
         train_step(ddp, opt, inputs, targets)
 
 
-TAKEN: list[Case] = [_compiled_and_held_models, _groups, _arguments_in_the_users_terms]
-
-
-def test_what_shard_optimizer_and_the_class_take_and_refuse(tmp_path: Path) -> None:
-    run_ranks(_all_cases, 2, TAKEN, tmp_path)
-
-
 # refresh_master_weights() forgotten
 
 MASTERS: list[dict[str, Any]] = [
@@ -500,7 +471,8 @@ MASTERS: list[dict[str, Any]] = [
 ]
 
 
-def _masters_that_were_not_refreshed(setup: Setup, root: Path) -> None:
+@case(2)
+def _a_forgotten_refresh_of_masters_breaks_nothing(setup: Setup) -> None:
     for mode in MASTERS:
         for goes_on in ("with these gradients", "with the next batch"):
             _forgets(setup, dict(mode), goes_on)
@@ -537,13 +509,6 @@ def _forgets(setup: Setup, mode: dict[str, Any], goes_on: str) -> None:
             train_step(ddp, opt, inputs, targets)
     assert_same_values(models[0].module, models[1].module, f"{mode}, {goes_on}")
     assert not any(map(torch.equal, other.values(), forgetful.module.state_dict().values())), "nothing moved"
-
-
-REFRESHED: list[Case] = [_masters_that_were_not_refreshed]
-
-
-def test_forgotten_refresh_of_masters_breaks_nothing(tmp_path: Path) -> None:
-    run_ranks(_all_cases, 2, REFRESHED, tmp_path)
 
 
 # Who reads a parameter on its way
@@ -594,7 +559,8 @@ def _on_its_way(param: Tensor) -> bool:
     return isinstance(param, Awaited)
 
 
-def _readers(setup: Setup, root: Path) -> None:
+@case(2)
+def _who_waits_for_a_parameter_and_who_is_named_in_the_limits(setup: Setup) -> None:
     expected, ddp = plain(build_model()), wrapped(build_model())
     reference, opt = AdamW(expected.parameters(), **OPTIONS), sharded(ddp, MODES["stage 2, interleaved"])
     data = batches(setup.rank, 1000)
@@ -632,13 +598,6 @@ def _readers(setup: Setup, root: Path) -> None:
     assert_same_values(expected.module, ddp.module, "after all of it")
 
 
-READ: list[Case] = [_readers]
-
-
-def test_who_waits_for_a_parameter_and_who_is_named_in_the_limits(tmp_path: Path) -> None:
-    run_ranks(_all_cases, 2, READ, tmp_path)
-
-
 # State dicts for torch.save
 
 
@@ -665,7 +624,8 @@ def _bytes(value: Any) -> int:
     return file.tell()
 
 
-def _files_hold_what_they_are_asked_to(setup: Setup, root: Path) -> None:
+@case(2)
+def _compact_state_dicts_hold_their_own_bytes(setup: Setup) -> None:
     torch.manual_seed(0)
     fresh = Adapted()
     for options in ({}, {"sync": "forward"}, {"stage": 2}):
@@ -705,8 +665,6 @@ def _files_hold_what_they_are_asked_to(setup: Setup, root: Path) -> None:
         assert_same_values(ddp.module, fresh_one, "loaded")
 
 
-SMALL: list[Case] = [_files_hold_what_they_are_asked_to]
-
-
-def test_compact_state_dicts_hold_their_own_bytes(tmp_path: Path) -> None:
-    run_ranks(_all_cases, 2, SMALL, tmp_path)
+@case.each
+def test_doors(run: Callable[[], None]) -> None:
+    run()

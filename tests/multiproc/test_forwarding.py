@@ -25,7 +25,9 @@ from tests.multiproc.cases import (
     build_twins,
     loss_of,
 )
-from tests.multiproc.harness import Setup, run_ranks
+from tests.multiproc.harness import Cases, Setup, run_ranks
+
+case = Cases(group_timeout=30)
 
 
 class ToyScheduleFree(Optimizer):
@@ -139,8 +141,18 @@ def _train(twins: Twins, setup: Setup, steps: int, seed: int) -> None:
         _assert_equal(twins.plain_model, twins.model, f"after step {step}")
 
 
-def _epochs(setup: Setup, stage: int) -> int:
-    for name, build in (MODES if stage == 1 else STAGE_2).items():
+@case(2, 3)
+def _train_and_eval_equal_the_plain_optimizers_in_stage_1(setup: Setup) -> None:
+    _epochs(setup, 1, MODES)
+
+
+@case(2, 3)
+def _train_and_eval_equal_the_plain_optimizers_in_stage_2(setup: Setup) -> None:
+    _epochs(setup, 2, STAGE_2)
+
+
+def _epochs(setup: Setup, stage: int, modes: dict[str, Callable[[], Twins]]) -> None:
+    for name, build in modes.items():
         with at_stage(stage):
             twins = build()
         for epoch in range(3):
@@ -153,7 +165,6 @@ def _epochs(setup: Setup, stage: int) -> int:
             assert [group["train_mode"] for group in twins.opt.param_groups] == [False] * len(twins.opt.param_groups)
             _same_state(setup, twins, f"{name}, epoch {epoch}")
         twins.assert_moved()
-    return stage
 
 
 def _same_state(setup: Setup, twins: Twins, where: str) -> None:
@@ -165,11 +176,6 @@ def _same_state(setup: Setup, twins: Twins, where: str) -> None:
     saved = copy.deepcopy(twins.plain.state_dict())
     twins.opt.load_state_dict(saved)
     _assert_equal(twins.plain_model, twins.model, f"loaded, {where}")
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 1), (2, 2), (3, 2)])
-def test_train_and_eval_equal_the_plain_optimizers(world_size: int, stage: int) -> None:
-    assert run_ranks(_epochs, world_size, stage) == [stage] * world_size
 
 
 # Masters
@@ -186,7 +192,8 @@ def _compare_masters(
         assert torch.equal(master, copies[opt._engine.sharded.table.index_of[param]]), when
 
 
-def _masters(setup: Setup) -> None:
+@case(2, 3)
+def _masters_are_what_is_switched(setup: Setup) -> None:
     """A bf16 model: DDP and the optimizer over fp32 copies by hand, against master weights."""
     for overlap in (False, True):
         plain_model = DistributedDataParallel(build_model().bfloat16())
@@ -213,6 +220,7 @@ def _masters(setup: Setup) -> None:
             _compare_masters(plain_model, copies, model, opt, "after eval()")
 
 
+@case(2, 3)
 def _masters_before_the_first_step(setup: Setup) -> None:
     """What a method writes to masters is kept, whole, although the model was the truth until then."""
     model = DistributedDataParallel(build_model().bfloat16())
@@ -240,7 +248,8 @@ def _same_on_every_rank(model: nn.Module) -> None:
         assert all(torch.equal(param, other) for other in everyone)
 
 
-def _names(setup: Setup) -> None:
+@case(2, 3)
+def _public_methods_are_found_by_name(setup: Setup) -> None:
     twins = MODES["overlapped"]()
     opt: Any = twins.opt
     _switch(twins, "train")
@@ -270,7 +279,8 @@ def _names(setup: Setup) -> None:
         assert [name for name in ("train", "eval", "found_inf", "grad_scale") if hasattr(plain, name)] == []
 
 
-def _fails_on_one_rank(setup: Setup) -> None:
+@case(2, 3)
+def _a_method_that_fails_on_one_rank(setup: Setup) -> None:
     """Every rank raises, and what was written until then is the same on all."""
     for build in MODES.values():
         twins = build()
@@ -291,7 +301,8 @@ def _fails_on_one_rank(setup: Setup) -> None:
         _same_on_every_rank(twins.model)
 
 
-def _different_methods(setup: Setup) -> None:
+@case(2, 3)
+def _different_methods_on_different_ranks(setup: Setup) -> None:
     twins = MODES["standalone"]()
     opt: Any = twins.opt
     with pytest.raises(ValueError, match=r"same operation.*ToyScheduleFree.(train|eval)\(\)"):
@@ -299,6 +310,7 @@ def _different_methods(setup: Setup) -> None:
     assert opt.param_groups[0]["train_mode"] is False  # nothing was called
 
 
+@case(2, 3)
 def _between_backward_and_step(setup: Setup) -> None:
     twins = MODES["overlapped"]()
     opt: Any = twins.opt
@@ -330,6 +342,7 @@ def _between_backward_and_step(setup: Setup) -> None:
         _assert_equal(twins.plain_model, twins.model, "after the step")
 
 
+@case(2, 3)
 def _frozen_since(setup: Setup) -> None:
     """A parameter that does not travel any more is written to all the same."""
     for name in ("standalone", "copied"):
@@ -346,6 +359,7 @@ def _frozen_since(setup: Setup) -> None:
         _assert_equal(twins.plain_model, twins.model, f"frozen, {name}")
 
 
+@case(2, 3)
 def _moved_since(setup: Setup) -> None:
     """Parameters that have left their flat storage are sent from where they are now."""
     twins = MODES["standalone"]()
@@ -357,6 +371,7 @@ def _moved_since(setup: Setup) -> None:
     _assert_equal(twins.plain_model, twins.model, "moved")
 
 
+@case(2, 3)
 def _under_join(setup: Setup) -> None:
     twins = MODES["standalone"]()
     opt: Any = twins.opt
@@ -371,6 +386,7 @@ def _under_join(setup: Setup) -> None:
     _same_on_every_rank(twins.model)
 
 
+@case(2, 3)
 def _stale_state(setup: Setup) -> None:
     twins = MODES["standalone"]()
     opt: Any = twins.opt
@@ -384,28 +400,9 @@ def _stale_state(setup: Setup) -> None:
         opt.state_dict()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_around_a_call(world_size: int) -> None:
-    run_ranks(_all_around, world_size, group_timeout=30)
-
-
-def _all_around(setup: Setup) -> None:
-    for case in (
-        _masters,
-        _masters_before_the_first_step,
-        _names,
-        _fails_on_one_rank,
-        _different_methods,
-        _between_backward_and_step,
-        _frozen_since,
-        _moved_since,
-        _under_join,
-        _stale_state,
-    ):
-        try:
-            case(setup)
-        except Exception as error:
-            raise AssertionError(f"in {case.__name__}") from error
+@case.each
+def test_forwarding(run: Callable[[], None]) -> None:
+    run()
 
 
 # The real ones
