@@ -36,7 +36,7 @@ from ddp_zero.backward.admission import UnusedParameters, check_bucket_of, check
 from ddp_zero.backward.averaged import check_unreduced
 from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.gradients import Gradients
-from ddp_zero.backward.iteration import Iteration
+from ddp_zero.backward.iteration import Iteration, asks_whether_it_joins
 from ddp_zero.backward.late_changes import LateChanges
 from ddp_zero.backward.machine import Action, AdoptLayout, FinishSyncs, OverlapMachine, Phase, StepAll, StepBucket
 from ddp_zero.backward.reducer import (
@@ -111,7 +111,7 @@ class OverlapHook:
         self.step_is_due = False
         self.late = LateChanges(sharded)
         self._side = side
-        self._joinable = weakref.ref(joinable)  # it holds the engine that holds this
+        self._joins = asks_whether_it_joins(joinable)
         self._iteration = self._new_iteration()
         self._compositions: list[tuple[int, ...]] = []
         self._has_accumulated = False
@@ -255,11 +255,6 @@ class OverlapHook:
 
     def _new_iteration(self) -> Iteration:
         return Iteration(self._sharded, self.gradients, self._side, self._joins)
-
-    def _joins(self) -> bool:
-        """Whether ranks may have run out of inputs."""
-        joinable = self._joinable()
-        return joinable is not None and bool(joinable._join_config.enable)
 
     def _open_iteration(self) -> None:
         accumulates = self.accumulates or not will_reduce(self._ddp)

@@ -4,9 +4,11 @@ The step is taken bucket by bucket from reduced gradients, or all at once when t
 when. On an accelerator it runs on a stream of its own.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 
 from ddp_zero.backward.gradients import BucketGradients, Gradients
 from ddp_zero.backward.reducer import in_backward
@@ -100,3 +102,17 @@ class Iteration:
                 share_options(self._sharded, has_joined=not in_backward())
             self._sharded.begin()
             self.has_begun = True
+
+
+def asks_whether_it_joins(joinable: Joinable) -> Callable[[], bool]:
+    """A function that returns whether ranks may have run out of inputs.
+
+    It refers to nothing that holds the hook, so that no cycle keeps the process group alive.
+    """
+    reference = weakref.ref(joinable)
+
+    def joins() -> bool:
+        alive = reference()
+        return alive is not None and bool(alive._join_config.enable)
+
+    return joins
