@@ -3,6 +3,7 @@
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_what_the_first_iterations_of_stage_2_need_goes_back_to_the_system() -> 
 
 
 def _leaves_nothing(setup: Setup) -> None:
-    def train(stage: int, **options: object) -> None:
+    def train(stage: int, **options: Any) -> None:
         ddp = DistributedDataParallel(nn.Linear(8, 8), gradient_as_bucket_view=True)
         opt = shard_optimizer(ddp, SGD, stage=stage, lr=0.1, **options) if stage else SGD(ddp.parameters(), lr=0.1)
         for _ in range(4):
@@ -57,13 +58,8 @@ def _leaves_nothing(setup: Setup) -> None:
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
-    for stage, options in (
-        (1, {}),
-        (2, {}),
-        (2, {"overlap": False}),
-        (1, {"overlap": False}),
-        (2, {"sync": "forward"}),
-    ):
+    waits: dict[str, Any] = {"overlap": False}
+    for stage, options in ((1, {}), (2, {}), (1, waits), (2, waits), (2, {"sync": "forward"})):
         train(stage, **options)
         gc.collect()
         kinds = sorted({f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.garbage})
@@ -71,5 +67,5 @@ def _leaves_nothing(setup: Setup) -> None:
 
 
 def test_a_model_and_its_optimizer_form_no_cycle() -> None:
-    """A cycle keeps the process group alive, whose threads then race with the end of the interpreter: some exits abort."""
+    """A cycle keeps the process group alive. Its threads then race with the end of the interpreter: some exits abort."""
     run_ranks(_leaves_nothing, 1)
