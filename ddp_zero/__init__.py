@@ -4,7 +4,7 @@ from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.local.compacting import compact
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.shard import hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer
+from ddp_zero.shard import hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer, wrap
 from ddp_zero.shardable import check_shardable
 from ddp_zero.step.record import StepRecord, StepRegime
 
@@ -20,5 +20,6 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "shard_optimizer",
+    "wrap",
 ]
 __version__ = "0.1.0.dev0"

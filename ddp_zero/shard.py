@@ -1,11 +1,12 @@
-"""Functions that connect an optimizer to DDP: two hook builders with torch's signatures, and `shard_optimizer`."""
+"""Functions that connect an optimizer to DDP: hook builders with torch's signatures, `shard_optimizer` and `wrap`."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import get_world_size
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -17,6 +18,7 @@ from ddp_zero.local.arguments import Grouping, check_class, check_flags, check_k
 from ddp_zero.local.live_model import ddp_models_in
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.plan.buckets import bucket_mb
 
 _INTERLEAVED_LAG = 1
 
@@ -112,6 +114,43 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     hooks = {name: given.pop(name) for name in ("hook", "hook_state", "interleaved", "shard_buckets")}
     zero = _build(model, hooks, overlap=given.pop("overlap"), options=given.pop("defaults"), **given)
     return _connect(model, zero, **hooks)
+
+
+def wrap(
+    module: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    *,
+    ddp: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+    """Wrap a module in `DistributedDataParallel` and shard an optimizer over its ranks.
+
+    The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB: three
+    of them are what gradients need in stage 2. A collective, as the construction of DDP is.
+
+    Args:
+        module: the model, not wrapped, on the device where it trains.
+        optimizer_class: the class to shard, such as `torch.optim.AdamW`.
+        ddp: options of `DistributedDataParallel`, such as ``{"find_unused_parameters": True}``; they take precedence.
+        **options: of `shard_optimizer`, among them those of ``optimizer_class``.
+
+    Returns:
+        The wrapped model and its optimizer.
+
+    Raises:
+        TypeError: for a module that is wrapped already, or as `shard_optimizer` does.
+        ValueError: as `shard_optimizer` does.
+    """
+    if isinstance(module, DistributedDataParallel) or not isinstance(module, nn.Module):
+        raise TypeError(
+            f"Expected a module that is not wrapped yet, got {type(module).__name__}. Call shard_optimizer(model, "
+            "optimizer_class, ...) for a model that is."
+        )
+    given = dict(ddp or {})
+    sizes = [param.nbytes for param in module.parameters() if param.requires_grad]
+    cap = bucket_mb(sizes, get_world_size(given.get("process_group")))
+    model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True, bucket_cap_mb=cap) | given))
+    return model, shard_optimizer(model, optimizer_class, **options)
 
 
 def _build(

@@ -48,6 +48,41 @@ from tests.multiproc.test_sync_forward import (
 case = Cases()
 
 
+# Model and optimizer in one line
+
+
+@case(2)
+def _wrap_equals_ddp_with_the_plain_optimizer(setup: Setup) -> None:
+    for options in ({}, {"stage": 2}, {"stage": 2, "max_grad_norm": 0.1}, {"stage": 2, "overlap": False}):
+        expected = DistributedDataParallel(build_model(), bucket_cap_mb=1, gradient_as_bucket_view=True)
+        reference = AdamW(expected.parameters(), **OPTIONS)
+        ddp, opt = ddp_zero.wrap(build_model(), AdamW, **options, **OPTIONS)
+        before = copy.deepcopy(expected.module)
+        for inputs, targets in batches(setup.rank, 5):
+            loss_of(expected, inputs, targets).backward()
+            if "max_grad_norm" in options:
+                nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+            reference.step()
+            reference.zero_grad()
+            train_step(ddp, opt, inputs, targets)
+        assert_equal_models(expected.module, ddp.module, f"{options}")
+        pairs = zip(before.parameters(), ddp.module.parameters(), strict=True)
+        assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"
+
+
+@case(2)
+def _wrap_hands_options_to_ddp_and_refuses_what_is_wrapped(setup: Setup) -> None:
+    ddp, opt = ddp_zero.wrap(build_model(), AdamW, ddp={"find_unused_parameters": True, "bucket_cap_mb": 3}, **OPTIONS)
+    assert ddp.find_unused_parameters
+    assert ddp.gradient_as_bucket_view
+    assert ddp.bucket_bytes_cap == 3 << 20
+    assert opt.stage == 1
+    with pytest.raises(TypeError, match="Expected a module that is not wrapped yet, got Distributed"):
+        ddp_zero.wrap(ddp, AdamW, **OPTIONS)
+    with pytest.raises(TypeError, match="learning_rate"):
+        ddp_zero.wrap(build_model(), AdamW, learning_rate=1.0)
+
+
 # sync="forward" and checkpoints
 
 

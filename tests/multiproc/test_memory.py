@@ -67,5 +67,5 @@ def _leaves_nothing(setup: Setup) -> None:
 
 
 def test_a_model_and_its_optimizer_form_no_cycle() -> None:
-    """A cycle keeps the process group alive. Its threads then race with the end of the interpreter: some exits abort."""
+    """A cycle keeps the process group alive: its threads race with the end of the interpreter, and some exits abort."""
     run_ranks(_leaves_nothing, 1)
