@@ -125,8 +125,8 @@ def wrap(
 ) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     """Wrap a module in `DistributedDataParallel` and shard an optimizer over its ranks.
 
-    The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB: three
-    of them are what gradients need in stage 2. A collective, as the construction of DDP is.
+    The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB:
+    three of them are what gradients need in stage 2. A collective, as the construction of DDP is.
 
     Args:
         module: the model, not wrapped, on the device where it trains.

@@ -11,7 +11,11 @@ from torch import Tensor
 from ddp_zero.backward.reducer import BucketViews, Window, windows_in_bucket
 from ddp_zero.comm.tracing import logger
 from ddp_zero.heap import return_freed_memory
+from ddp_zero.plan.buckets import bucket_mb
 from ddp_zero.stage2.bucket import ScratchLayout, Workshop
+
+_MIB = 1 << 20
+_BUFFERS = 3  # one being filled, one being reduced, one to receive into
 
 
 class BucketMemory:
@@ -245,8 +249,19 @@ class BucketMemory:
         most = scratches.most_bytes + rooms.most_bytes
         return (
             f"gradients: at most {scratches.most_lent} scratch buffers {how}, {rooms.most_lent} to receive into, "
-            f"{most:,} bytes in all"
+            f"{most:,} bytes in all{self._advice()}"
         )
+
+    def _advice(self) -> str:
+        """How much smaller buckets would save, in words."""
+        sizes = [param.nbytes for layout in self.layouts for param in layout.params]
+        largest = max((layout.nbytes for layout in self.layouts), default=0)
+        cap = bucket_mb(sizes, self._workshop.comm.world_size)
+        saved = _BUFFERS * (largest - max(int(cap * _MIB), *sizes, 0)) if sizes else 0
+        if saved < _MIB:
+            return ""
+        advice = f"DistributedDataParallel(bucket_cap_mb={cap:.3g}) would save {saved:,}"
+        return f", by formula {_BUFFERS} x {largest:,}; {advice}"
 
     def _has_other_layout(self, index: int) -> bool:
         return index < len(self.layouts) and self._views[index].windows is not self.layouts[index].windows

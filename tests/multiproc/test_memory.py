@@ -69,3 +69,24 @@ def _leaves_nothing(setup: Setup) -> None:
 def test_a_model_and_its_optimizer_form_no_cycle() -> None:
     """A cycle keeps the process group alive: its threads race with the end of the interpreter, and some exits abort."""
     run_ranks(_leaves_nothing, 1)
+
+
+def _advice(setup: Setup) -> list[str]:
+    lines = []
+    for cap in (25, 4):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(64)])
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
+        opt = shard_optimizer(ddp, SGD, stage=2, lr=0.1)
+        for _ in range(3):
+            ddp(torch.randn(2, WIDTH)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        lines.append(next(line for line in opt.explain().splitlines() if line.startswith("gradients")))
+    return lines
+
+
+def test_explain_says_what_smaller_buckets_would_save() -> None:
+    (large, small), *_ = run_ranks(_advice, 2)
+    saved = 3 * (25 - 4) * MIB
+    assert f"by formula 3 x {25 * MIB:,}; DistributedDataParallel(bucket_cap_mb=4) would save {saved:,}" in large
+    assert "would save" not in small
