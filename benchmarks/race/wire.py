@@ -52,11 +52,31 @@ def around_uneven_rings(comm: Communicator, whole: torch.Tensor) -> None:
         sum_and_gather(comm, whole, spread=0.25)
 
 
+def sum_of_bf16_directly(comm: Communicator, whole: torch.Tensor) -> None:
+    """A sum alone, of as many elements in half the bytes; owners add them up in fp32."""
+    comm.round += 1
+    parts = list(whole.bfloat16().tensor_split(comm.world_size))
+    out = whole.new_empty(parts[comm.group_rank].numel())
+    room = parts[0].new_empty(room_numel(comm, parts, whole.numel()))
+    SegmentReduction(comm, torch.cat(parts), parts, out, room, (0, 0), whole.numel()).wait()
+
+
+def sum_around_rings(comm: Communicator, whole: torch.Tensor) -> None:
+    """A sum alone, in fp32: how partial sums of bf16 gradients would have to travel around a ring."""
+    comm.round += 1
+    with mock.patch.multiple(communicator, RING_BYTES=0, RING_RANKS=2):
+        parts = list(whole.tensor_split(comm.world_size))
+        room = whole.new_empty(room_numel(comm, parts, whole.numel()))
+        SegmentReduction(comm, whole, parts, parts[comm.group_rank], room, (0, 0), whole.numel()).wait()
+
+
 WAYS: Mapping[str, Exchange] = {
     "all-reduce": all_reduce,
     "direct": directly,
     "ring": around_rings,
     "ring, segments of 0.75 to 1.25": around_uneven_rings,
+    "sum of bf16, direct": sum_of_bf16_directly,
+    "sum in fp32, ring": sum_around_rings,
 }
 
 

@@ -41,12 +41,16 @@ class OneRank:
         self.sent: list[int] = []
         self.waited: list[int] = []
         self.peer_is_dead = False
+        self.has_left_rings = False
 
     def has_direct_messages(self, device: torch.device) -> bool:
         return False
 
     def name(self, group_rank: int) -> str:
         return f"rank {group_rank} (global rank {group_rank})"
+
+    def leave_rings(self) -> None:
+        self.has_left_rings = True
 
     def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Arriving:
         self.sent.append(subject[1])
@@ -174,6 +178,7 @@ def test_abandoning_a_step_leaves_what_an_earlier_one_has_sent() -> None:
     stepped = Stepped()
     step(stepped.sync, stepped.plan)
     stepped.sync.abandon()
+    assert stepped.comm.has_left_rings, "what was started may never end"
     assert stepped.received(1).sum() == 0
     stepped.sync.left.complete()
     assert sorted(stepped.comm.waited) == [0, 1, 2, 3]
