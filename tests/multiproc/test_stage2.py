@@ -200,10 +200,12 @@ def _wire(setup: Setup, **options: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes(world_size: int) -> None:
-    for nbytes, counted, written in run_ranks(_wire, world_size):
-        bound = 2 * (world_size - 1) / world_size * nbytes
-        assert counted == pytest.approx(bound, rel=0.001)
-        assert written == pytest.approx(bound, rel=0.01)
+    """On average: where segments differ in size, ranks of a ring send different amounts."""
+    sizes, counted, written = zip(*run_ranks(_wire, world_size), strict=True)
+    bound = 2 * (world_size - 1) / world_size * sizes[0]
+    assert sum(counted) / world_size == pytest.approx(bound, rel=0.001)
+    assert sum(written) / world_size == pytest.approx(bound, rel=0.01)
+    assert max(counted) <= 1.05 * bound
 
 
 def _wire_of_torchs_own(setup: Setup) -> tuple[int, int]:
