@@ -76,7 +76,7 @@ def assert_moved(before: nn.Module, after: nn.Module) -> None:
 @case(2, 3, 4)
 def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup) -> None:
     for name, mode in MODES.items():
-        for build in (AdamW, SGD):
+        for build in (AdamW, SGD) if name == "stage 2, interleaved" else (AdamW,):
             plain, (ddp, opt) = twins(mode, build)
             before = copy.deepcopy(ddp.module)
             with rings_for_all() as transfers:
