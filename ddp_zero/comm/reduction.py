@@ -33,7 +33,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
-    """Elements of room that `SegmentReduction` needs: never more than the limit, except for tiny buckets.
+    """Elements of room that `SegmentReduction` needs: at most the limit, or 2 MiB around a ring; more for tiny buckets.
 
     Args:
         comm: the group.

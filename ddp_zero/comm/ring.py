@@ -52,8 +52,8 @@ class RingTransfer:
         schedule: what to send and receive.
         segments: 1-D contiguous, one per rank. A gather writes those of other ranks. A sum destroys them; this rank's
             then holds the sum.
-        room: what a sum receives into, 1-D, of the dtype of the segments, at least `room_numel` elements; None for a
-            gather, which receives in place.
+        room: what a sum receives into, 1-D, of the dtype of the segments, at least `ring_room_numel` elements; None for
+            a gather, which receives in place.
         factor: a sum multiplies this rank's part by it beforehand.
     """
 

@@ -253,14 +253,14 @@ class BucketMemory:
         )
 
     def _advice(self) -> str:
-        """How much smaller buckets would save, in words."""
+        """How much smaller buckets would save at most, in words: DDP overfills a bucket by up to one parameter."""
         sizes = [param.nbytes for layout in self.layouts for param in layout.params]
         largest = max((layout.nbytes for layout in self.layouts), default=0)
         cap = bucket_mb(sizes, self._workshop.comm.world_size)
         saved = _BUFFERS * (largest - max(int(cap * _MIB), *sizes, 0)) if sizes else 0
         if saved < _MIB:
             return ""
-        advice = f"DistributedDataParallel(bucket_cap_mb={cap:.3g}) would save {saved:,}"
+        advice = f"DistributedDataParallel(bucket_cap_mb={cap:.3g}) would save up to {saved:,}"
         return f", by formula {_BUFFERS} x {largest:,}; {advice}"
 
     def _has_other_layout(self, index: int) -> bool:

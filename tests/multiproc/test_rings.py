@@ -147,6 +147,7 @@ def _uneven_inputs(setup: Setup) -> None:
 @case(3)
 def _transfers_that_never_end_do_not_keep_later_ones_waiting(setup: Setup) -> None:
     plain, (ddp, opt) = twins(MODES["stage 2, last bucket"])
+    before = copy.deepcopy(ddp.module)
     with rings_for_all():
         for step, batch in enumerate(batches(setup.rank, STEPS)):
             train_step(plain, batch)
@@ -157,6 +158,7 @@ def _transfers_that_never_end_do_not_keep_later_ones_waiting(setup: Setup) -> No
                     comm.start_exchange([torch.zeros(8) for _ in range(3)], (9, 9))
                 opt.reset()
     assert_equal_models(plain[0].module, ddp.module, "after a new start")
+    assert_moved(before, ddp.module)
 
 
 @case.each
