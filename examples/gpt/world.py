@@ -36,8 +36,8 @@ class World:
 
     def leave(self) -> None:
         """Leave the job, once nothing refers to the model and the optimizer any more."""
-        # torch leaves the first DDP model of a process, and the group with it, to the garbage collector (seen with torch
-        # 2.13.0). Gloo's threads would outlive the group, and some exits abort.
+        # torch leaves the first DDP model of a process, and the group with it, to the garbage collector (seen with
+        # torch 2.13.0). Gloo's threads would outlive the group, and some exits abort.
         gc.collect()
         dist.destroy_process_group()
 
