@@ -126,7 +126,9 @@ def wrap(
     """Wrap a module in `DistributedDataParallel` and shard an optimizer over its ranks.
 
     The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB:
-    three of them are what gradients need in stage 2. A collective, as the construction of DDP is.
+    three of them are what gradients need in stage 2. They are given as ``bucket_cap_mb_list``, which holds from the
+    first iteration on; with ``bucket_cap_mb`` the first one has a single bucket of all parameters. A collective, as the
+    construction of DDP is.
 
     Args:
         module: the model, not wrapped, on the device where it trains.
@@ -146,10 +148,11 @@ def wrap(
             f"Expected a module that is not wrapped yet, got {type(module).__name__}. Call shard_optimizer(model, "
             "optimizer_class, ...) for a model that is."
         )
-    given = dict(ddp or {})
+    given: dict[str, Any] = dict(ddp or {})
     sizes = [param.nbytes for param in module.parameters() if param.requires_grad]
     cap = bucket_mb(sizes, get_world_size(given.get("process_group")))
-    model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True, bucket_cap_mb=cap) | given))
+    caps: dict[str, Any] = {} if "bucket_cap_mb" in given else dict(bucket_cap_mb_list=[cap])
+    model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, shard_optimizer(model, optimizer_class, **options)
 
 

@@ -4,14 +4,15 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 `stage2/partitioned.py` is stage 2.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.reducer import Window, windows_in_bucket
+from ddp_zero.backward.reducer import NewBucket, Window, rebuild_buckets, windows_in_bucket
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.communicator import average_as_ddp
 from ddp_zero.step.sharded_step import ShardedStep
@@ -44,12 +45,8 @@ class Gradients(Protocol):
     reach_joined: bool
     """Whether a rank that has joined gets averaged gradients of what it owns from the reduction itself."""
 
-    def open(self, shows_final_layout: bool) -> None:
-        """Open an iteration, and drop what the one before it left.
-
-        Args:
-            shows_final_layout: True if DDP's buckets, should they differ from the plan's, will not change again.
-        """
+    def open(self) -> None:
+        """Open an iteration, and drop what the one before it left."""
 
     def held(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
@@ -88,8 +85,16 @@ class Gradients(Protocol):
     def close(self) -> None:
         """Close the iteration on a rank that has joined, which publishes nothing."""
 
-    def adopted(self) -> None:
-        """Follow the final plan, for the buckets of this iteration, which is now in force."""
+    def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
+        """Have DDP build its final buckets; see `rebuild_buckets`. A collective."""
+
+    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
+        """Follow the plan, which is now in force, from the next iteration on. A collective.
+
+        Args:
+            built: the buckets that DDP has just built, if the plan is for them; else none: it is for this iteration's.
+            publishes: whether ``param.grad`` holds the gradients of this iteration.
+        """
 
     def fits_plan(self) -> bool:
         """Whether buckets can be reduced for the plan that is in force."""
@@ -173,7 +178,7 @@ class WholeGradients:
         self._side = side
         self._windows: dict[int, dict[Tensor, Window]] = {}  # of each bucket when it was first seen
 
-    def open(self, shows_final_layout: bool) -> None:
+    def open(self) -> None:
         """Nothing is left of the last iteration."""
 
     def held(self) -> Collection[int]:
@@ -203,7 +208,11 @@ class WholeGradients:
     def close(self) -> None:
         """Nothing is held."""
 
-    def adopted(self) -> None:
+    def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
+        """They have memory of their own."""
+        return rebuild_buckets(ddp)
+
+    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Gradients stay where they are, whichever rank owns them."""
 
     def fits_plan(self) -> bool:
@@ -240,7 +249,8 @@ def watching(watch: LocalWatch, group: ProcessGroup, wrapped: CommHook | None) -
     """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one."""
 
     def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        watch.screen(bucket.parameters(), bucket.buffer())
+        if watch.is_on:
+            watch.screen(bucket.parameters(), bucket.buffer())
         return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
 
     return hook

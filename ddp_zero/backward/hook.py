@@ -16,13 +16,11 @@ after the hook for the last bucket returns, and the engine runs callbacks in the
 The very first step waits, too: only then is it known whether a loop clips, unscales or changes anything else between
 ``backward()`` and ``opt.step()``. It is *due*: taken by ``opt.step()``, or before the next forward pass of the DDP
 model in loops that leave ``opt.step()`` out.
-
-On a rank that has joined (`torch.distributed.algorithms.Join`) there is no backward; DDP calls the hook with zeros.
 """
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +36,18 @@ from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.gradients import Gradients
 from ddp_zero.backward.iteration import Iteration, asks_whether_it_joins
 from ddp_zero.backward.late_changes import LateChanges
-from ddp_zero.backward.machine import Action, AdoptLayout, FinishSyncs, OverlapMachine, Phase, StepAll, StepBucket
+from ddp_zero.backward.machine import (
+    Action,
+    AdoptLayout,
+    FinishSyncs,
+    OverlapMachine,
+    OverlapStatus,
+    Phase,
+    StepAll,
+    StepBucket,
+)
 from ddp_zero.backward.reducer import (
+    NewBucket,
     after_the_reducer,
     finds_unused,
     has_static_graph,
@@ -97,7 +105,7 @@ class OverlapHook:
         passes: ForwardPasses,
     ) -> None:
         self.machine = OverlapMachine(lag, sharded.comm.name(sharded.comm.group_rank))
-        self.accumulates = False
+        self.accumulates = self._has_accumulated = False
         self._sharded = sharded
         self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
         self.gradients = gradients
@@ -107,14 +115,13 @@ class OverlapHook:
         self._why_wait = why_wait
         self._watch = watch
         self._passes = passes
-        self._has_stepped = False
-        self.step_is_due = False
+        self._has_stepped = self.step_is_due = False
         self.late = LateChanges(sharded)
         self._side = side
         self._joins = asks_whether_it_joins(joinable)
-        self._iteration = self._new_iteration()
+        self._iteration = Iteration(self._sharded, self.gradients, self._side, self._joins)
         self._compositions: list[tuple[int, ...]] = []
-        self._has_accumulated = False
+        self._provisional = 0  # layouts adopted that DDP has replaced since
         self.may_be_replaced = False
         self._unused = UnusedParameters()
 
@@ -131,7 +138,8 @@ class OverlapHook:
             self._iteration.choice = self._choose(params, matches)
         actions = self.machine.bucket_arrived(index, is_last, matches, self._iteration.choice.regime)
         self._iteration.matching += matches
-        self._watch.screen(params, bucket.buffer())
+        if self._watch.is_on:
+            self._watch.screen(params, bucket.buffer())
         with label("reduce", bucket=index):
             future, arrival = self.gradients.start(state, bucket, index, matches)
         self._iteration.arrived.append(arrival)
@@ -253,9 +261,6 @@ class OverlapHook:
 
     # An iteration
 
-    def _new_iteration(self) -> Iteration:
-        return Iteration(self._sharded, self.gradients, self._side, self._joins)
-
     def _open_iteration(self) -> None:
         accumulates = self.accumulates or not will_reduce(self._ddp)
         adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
@@ -270,11 +275,11 @@ class OverlapHook:
                 "Expected opt.step(), or a forward pass of the DDP model, before the second backward pass, got neither "
                 f"({self.machine.where}): the first step of all is due. Call opt.step() after backward()."
             )
-        self._iteration = self._new_iteration()
+        self._iteration = Iteration(self._sharded, self.gradients, self._side, self._joins)
         self.step_is_due = False
         self.late.check_earlier()
         self.late.forget()
-        self.gradients.open(self._layout_is_final())
+        self.gradients.open()
         self.may_be_replaced = False
         self._sharded.refresh(not self._joins(), held=self.gradients.held())
         if self._joins() and self.gradients.held():
@@ -284,8 +289,8 @@ class OverlapHook:
             )
 
     def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
-        known = self._compositions
-        if self._table is not self._sharded.table or not self.gradients.fits_plan():
+        known, is_final = self._compositions, self.machine.status is OverlapStatus.INITIALIZED
+        if not is_final or self._table is not self._sharded.table or not self.gradients.fits_plan():
             return False
         return index < len(known) and known[index] == tuple(map(id, params)) and is_last == (index == len(known) - 1)
 
@@ -298,7 +303,6 @@ class OverlapHook:
         """What this iteration's regime depends on; the same on every rank."""
         if not self._compositions:
             check_bucket_of(self._ddp, params)
-        outside = self._sharded.binding.not_reduced[:1]
         return Facts(
             knows_buckets=bool(self._compositions),
             fits_plan=matches,
@@ -308,7 +312,7 @@ class OverlapHook:
             is_first=not (self._has_stepped or self._joins()),  # joined ranks could not know that it waits
             may_have_unused=self._unused.why(self._ddp),
             steps_whole=self._sharded.local_step.steps_whole,
-            not_reduced=self._sharded.table.label(outside[0]) if outside else None,
+            not_reduced=next(map(self._sharded.table.label, self._sharded.binding.not_reduced), None),
         )
 
     def _carry_out(self, actions: tuple[Action, ...]) -> None:
@@ -316,7 +320,7 @@ class OverlapHook:
             if isinstance(action, StepBucket):
                 self._iteration.step_bucket(action.bucket)
             elif isinstance(action, AdoptLayout):
-                self._adopt_layout()
+                self._adopt_layout([], publishes=False)
             elif isinstance(action, FinishSyncs):
                 self._iteration.end_step()
 
@@ -350,42 +354,44 @@ class OverlapHook:
         self.gradients.lend_all(has_joined)
         for action in self.machine.backward_finished():
             if isinstance(action, AdoptLayout):
-                self._adopt_layout()  # before gradients are lent: they go to the new owners
+                built = [] if self._has_final_layout() or self._joins() else self.gradients.rebuild(self._ddp)
+                self._adopt_layout(built, publishes=not has_joined)
             elif isinstance(action, StepAll):
                 self._iteration.step_all(has_joined)
         self._unused.learn(self._ddp, self._sharded, has_run=not has_joined)
 
     # The layout
 
-    def _adopt_layout(self) -> None:
-        """Plan for the buckets of this iteration. DDP's first layout is provisional, so owners stay as they are."""
+    def _has_final_layout(self) -> bool:
+        """Whether DDP will keep the buckets of this iteration, if it is not made to build others."""
+        return finds_unused(self._ddp) or self._provisional > has_static_graph(self._ddp)
+
+    def _adopt_layout(self, built: Sequence[NewBucket], publishes: bool) -> None:
+        """Plan for buckets that DDP has just built, or this iteration's; owners stay if DDP will replace those."""
         sharded, machine = self._sharded, self.machine
-        layout = self._iteration.layout()
-        is_final = self._layout_is_final()
+        is_final = bool(built) or self._has_final_layout()
+        buckets, index_of = [one.params for one in built or self._iteration.arrived], sharded.table.index_of
+        layout = [[index_of[param] for param in params if param in index_of] for params in buckets]
         owners = list(sharded.binding.owners)
-        if is_final:
-            machine.buckets_rebuilt()
         if is_final and not sharded.local_step.steps_whole:  # state of an optimizer inside another could not move
             sizes, matching = [spec.nbytes for spec in sharded.binding.plan.specs], self._iteration.matching
             owners = owners_by_bucket(sizes, owners, sharded.comm.world_size, layout, self._split, matching)
         logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
         sharded.adopt(layout, owners, moves_later=is_final)
-        if self._table is not sharded.table:
-            self._unused.forget()
+        self._unused.forget()
         self._table = sharded.table
-        self._compositions = self._iteration.compositions()
+        self._compositions = [tuple(map(id, params)) for params in buckets]
         if is_final:
+            machine.buckets_rebuilt()
             machine.layout_adopted()
-            self.gradients.adopted()
+        self._provisional += not is_final
+        self.gradients.adopted(built, publishes)
 
     def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
         if self._compositions or not has_static_graph(self._ddp):
             return bucket.index(), bucket.is_last()
         is_running = self.machine.phase is Phase.RUNNING
         return place_of_bucket(self._ddp, bucket, self._iteration.sizes() if is_running else [])
-
-    def _layout_is_final(self) -> bool:
-        return bool(self._compositions) or finds_unused(self._ddp)
 
     @property
     def _ddp(self) -> DistributedDataParallel:

@@ -83,15 +83,6 @@ class Iteration:
         param = self._sharded.table.params[index]
         return next(one for one in self.arrived if any(param is member for member in one.params)).gradient(index)
 
-    def layout(self) -> list[list[int]]:
-        """The optimizer's parameters in each bucket, by index."""
-        index_of = self._sharded.table.index_of
-        return [[index_of[param] for param in one.params if param in index_of] for one in self.arrived]
-
-    def compositions(self) -> list[tuple[int, ...]]:
-        """The parameters of each bucket, by ``id``."""
-        return [tuple(map(id, one.params)) for one in self.arrived]
-
     def sizes(self) -> Sequence[int]:
         """How many parameters each bucket has."""
         return [len(one.params) for one in self.arrived]

@@ -15,19 +15,27 @@ The callers depend on these facts, measured on torch 2.13.0:
 5. The reducer queues that for the end of backward after the hook for the last bucket has returned, and the engine runs
    callbacks in the order in which they were queued, so a callback queued by a callback runs after the reducer.
 6. Under `torch.distributed.algorithms.Join` a joined rank has no backward; DDP calls the hook with zeros of its own.
+7. DDP rebuilds its buckets once, before the forward pass that follows the first reduced backward pass (in a static
+   graph the second); never if it looks for unused parameters. It can be made to do so as soon as that backward pass is
+   over. For each new bucket it allocates one flat tensor and then makes one view per parameter, in order, into which it
+   copies what is in ``param.grad`` (`rebuild_buckets`).
 """
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from ddp_zero.local.awaited import untouched
 from ddp_zero.plan.shapes import is_dense
 
 
@@ -133,7 +141,7 @@ class BucketViews:
     Args:
         buffer: what ``bucket.buffer()`` handed out.
         windows: where each parameter's gradient must lie in memory of the bucket's size.
-        earlier: the same bucket's views, captured with other windows.
+        views: the reducer's views of the bucket that are known already, by parameter.
 
     Attributes:
         buffer: as given.
@@ -142,12 +150,14 @@ class BucketViews:
         windows: as given.
     """
 
-    def __init__(self, buffer: Tensor, windows: Mapping[Tensor, Window], earlier: "BucketViews | None" = None) -> None:
+    def __init__(
+        self, buffer: Tensor, windows: Mapping[Tensor, Window], views: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
         self.flat: Tensor | None = None
         self.scratch: Tensor | None = None
         self.buffer = buffer
         self.windows = windows
-        self._views: dict[Tensor, Tensor] = {} if earlier is None else earlier._views
+        self._views = dict(views or {})
 
     def capture(self, param: Tensor, view: Tensor) -> None:
         """Note the reducer's view for a parameter: its ``grad`` once it has been marked ready."""
@@ -156,9 +166,10 @@ class BucketViews:
             if self.flat is not None:
                 self._point(param, view, self.flat)
 
-    def captured(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Parameters whose view was captured, with that view."""
-        return self._views.items()
+    @property
+    def captured(self) -> Mapping[Tensor, Tensor]:
+        """The views that were captured, by parameter."""
+        return self._views
 
     @property
     def are_complete(self) -> bool:
@@ -199,6 +210,92 @@ class BucketViews:
 
     def _point(self, param: Tensor, view: Tensor, flat: Tensor) -> None:
         view.data = self.windows[param].view(flat)
+
+
+@dataclass(frozen=True)
+class NewBucket:
+    """A bucket that DDP has just built.
+
+    Attributes:
+        params: its parameters, in DDP's order.
+        buffer: what ``bucket.buffer()`` hands to hooks.
+        views: the reducer's view for each parameter; empty if a version of torch makes them in a different way.
+    """
+
+    params: list[Tensor]
+    buffer: Tensor
+    views: Mapping[Tensor, Tensor]
+
+
+def rebuild_buckets(ddp: DistributedDataParallel, frees_memory: bool = False) -> list[NewBucket]:
+    """Have DDP rebuild its buckets after a backward pass instead of in its next forward pass. A collective.
+
+    Gradients stay where they are. Not to be called under Join, or in the hook: the reducer is locked there.
+
+    Args:
+        ddp: the model.
+        frees_memory: whether buckets whose views are known are left without memory, also while others are built.
+
+    Returns:
+        The new buckets, or none if DDP keeps those that it has.
+    """
+    with _no_gradients(ddp), _Construction(frees_memory) as construction:
+        if not ddp.reducer._rebuild_buckets():
+            return []
+    with _NoZeros():  # type: ignore[no-untyped-call]
+        built = ddp.reducer._get_zeros_like_grad_buckets()
+    return [construction.bucket(one.parameters(), one.buffer()) for one in built]
+
+
+@contextmanager
+def _no_gradients(ddp: DistributedDataParallel) -> Iterator[None]:
+    params = list(ddp.module.parameters())
+    with untouched():
+        grads = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        try:
+            yield
+        finally:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+
+
+class _NoZeros(TorchDispatchMode):
+    """Hands out the tensor itself where zeros like it are asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.zeros_like.default else func(*args, **(kwargs or {}))
+
+
+class _Construction(TorchDispatchMode):
+    """Sees the tensors that the reducer builds its buckets from."""
+
+    def __init__(self, frees_memory: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._frees_memory = frees_memory
+        self._storages: list[torch.UntypedStorage] = []
+        self._views: dict[int, list[Tensor]] = {}  # by storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
+            for storage in self._storages[-1:] if self._frees_memory else ():
+                storage.resize_(0)
+            self._storages.append(result.untyped_storage())
+        elif func in (torch.ops.aten.as_strided.default, torch.ops.aten.view.default):
+            self._views.setdefault(result.untyped_storage()._cdata, []).append(result)
+        return result
+
+    def bucket(self, params: list[Tensor], buffer: Tensor) -> NewBucket:
+        """A bucket with the views that were made of it; its memory is freed or restored."""
+        storage = buffer.untyped_storage()
+        views = self._views.get(storage._cdata, [])
+        windows = windows_in_bucket(params).values()
+        seen = [(tuple(view.shape), view.storage_offset()) for view in views]
+        is_complete = seen == [(window.shape, window.offset) for window in windows]
+        storage.resize_(0 if self._frees_memory and is_complete else buffer.nbytes)
+        return NewBucket(params, buffer, dict(zip(params, views, strict=True)) if is_complete else {})
 
 
 def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Sequence[int]) -> tuple[int, bool]:

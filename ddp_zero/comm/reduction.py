@@ -22,8 +22,7 @@ from ddp_zero.comm.exchange import Exchange, InFlight
 from ddp_zero.comm.ring import ring_room_numel
 from ddp_zero.plan.partition import GroupRank
 
-_REDUCE, _REDUCE_WHOLE = 1, 2  # in the tags, distinguish these from the syncs of a bucket
-_WHOLE_ROOM_BYTES = 32 << 20
+_REDUCE = 1  # in the tags, distinguishes this from the sync of a bucket
 _PIECE_NUMEL = 1 << 17  # elements scaled and summed at a time, so that they are read from memory once
 
 
@@ -174,31 +173,6 @@ def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
         out.copy_(own)
     for part in parts[rank + 1 :]:
         out.add_(part)
-
-
-def sum_whole(
-    comm: Communicator, whole: Tensor, subject: tuple[int, int], comm_dtype: torch.dtype | None, after: float
-) -> None:
-    """Sum a 1-D contiguous tensor over the ranks, in rank order, in place. A collective; blocks.
-
-    Each rank sums one piece and sends it to the others: 2 (N - 1)/N of the bytes per rank, the same as an all-reduce.
-
-    Args:
-        comm: the group.
-        whole: this rank's contribution, then the sum.
-        subject: the plan and the bucket.
-        comm_dtype: dtype of contributions on the wire, if smaller than that of ``whole``.
-        after: multiplies the sum.
-    """
-    wire = whole if comm_dtype is None or comm_dtype.itemsize >= whole.element_size() else whole.to(comm_dtype)
-    pieces, parts = whole.tensor_split(comm.world_size), wire.tensor_split(comm.world_size)
-    own = pieces[comm.group_rank]
-    limit = min(whole.numel(), max(comm.world_size, _WHOLE_ROOM_BYTES // whole.element_size()))
-    room = wire.new_empty(room_numel(comm, parts, limit))
-    out = own if sum_dtype(whole.dtype) == whole.dtype else own.to(sum_dtype(whole.dtype))
-    total = SegmentReduction(comm, wire, parts, out, room, subject, limit).wait()
-    own.copy_(total if after == 1.0 else total.mul_(after))
-    comm.start_exchange(pieces, (*subject, _REDUCE_WHOLE)).wait(f"the reduction of bucket {subject[1]}")
 
 
 def _window(numel: int, world_size: int, limit: int) -> int:

@@ -209,16 +209,30 @@ def plan_for_ddp(
     outside = [replace(spec, active=spec.active and param not in reduced) for param, spec in enumerate(specs)]
     buckets = []
     for index, params in enumerate(layout):
-        of_rank: list[list[int]] = [[] for _ in range(world_size)]
-        for param in sorted(params):
-            if specs[param].active:
-                of_rank[owners[param]].append(param)
-        segments = tuple(_segment(GroupRank(rank), of_rank[rank], specs) for rank in range(world_size))
-        kind = specs[params[0]].kind if params else ""
-        buckets.append(Bucket(index, kind, segments))
+        buckets.append(plan_bucket(index, params, specs, owners, world_size))
     for bucket in plan_standalone(outside, owners, world_size, bucket_cap_bytes).buckets:
         buckets.append(replace(bucket, index=len(buckets)))
     return ShardPlan(world_size, tuple(specs), tuple(owners), tuple(buckets))
+
+
+def plan_bucket(
+    index: int, params: Sequence[int], specs: Sequence[ParameterSpec], owners: Sequence[GroupRank], world_size: int
+) -> Bucket:
+    """Build the bucket for one of DDP's: its active parameters, in one segment per rank.
+
+    Args:
+        index: the bucket's.
+        params: parameter indices, of one kind, in any order; possibly none.
+        specs: one per parameter of the optimizer.
+        owners: one per parameter of the optimizer.
+        world_size: number of ranks.
+    """
+    of_rank: list[list[int]] = [[] for _ in range(world_size)]
+    for param in sorted(params):
+        if specs[param].active:
+            of_rank[owners[param]].append(param)
+    segments = tuple(_segment(GroupRank(rank), of_rank[rank], specs) for rank in range(world_size))
+    return Bucket(index, specs[params[0]].kind if params else "", segments)
 
 
 def owners_by_bucket(

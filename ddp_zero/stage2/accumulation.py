@@ -66,8 +66,8 @@ class SummedGradients(WholeGradients):
         self, sharded: ShardedStep, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream
     ) -> None:
         super().__init__(sharded, ddp.process_group, wrapped, side)
-        workshop = Workshop(sharded, side, ReduceOptions())
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
+        workshop = Workshop(sharded, side, ReduceOptions())
         self._carried = workshop.carried
         self._visible = VisibleGradients(workshop)
         self._backward = -1

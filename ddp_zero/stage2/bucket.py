@@ -3,7 +3,7 @@
 Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import SegmentReduction, room_numel, scales_late, sum_dtype
 from ddp_zero.comm.tracing import label
+from ddp_zero.plan.partition import GroupRank
 from ddp_zero.plan.shard_plan import Bucket
 from ddp_zero.stage2.buffers import BufferPool
 from ddp_zero.step.sharded_step import ShardedStep
@@ -81,8 +82,11 @@ class ScratchLayout:
 
     Args:
         params: the bucket's parameters, in DDP's order.
-        bucket: the plan's.
+        bucket: which of them each rank owns.
         sharded: knows the optimizer's parameters.
+
+    Attributes:
+        owners: the ranks that get sums, by index of the parameter.
     """
 
     def __init__(self, params: list[Tensor], bucket: Bucket, sharded: ShardedStep) -> None:
@@ -94,10 +98,12 @@ class ScratchLayout:
         self.dtype, self.device = params[0].dtype, params[0].device
         self.windows: dict[Tensor, Window] = {}
         self.ranges: list[tuple[int, int]] = []
+        self.owners: dict[int, GroupRank] = {}
         start = 0
         for segment in bucket.segments:
             for index, offset in zip(segment.params, segment.offsets, strict=True):
                 self.windows[table.params[index]] = Window.of(table.params[index], start + offset)
+                self.owners[index] = segment.owner
             self.ranges.append((start, start + segment.numel))
             start += segment.numel
         for param in params:
@@ -178,6 +184,7 @@ class ReducedSegment:
         self._scratch: Tensor | None = scratch
         self._rooms: list[Tensor] = []
         self._sum: Tensor | None = None
+        self._received: dict[int, Tensor] = {}
         self._reduction: SegmentReduction | None = self._start(layout.flat(scratch))
 
     def _start(self, flat: Tensor) -> SegmentReduction:
@@ -219,7 +226,7 @@ class ReducedSegment:
             for index in self.layout.owned:
                 carried = workshop.carried.pop(index, None)
                 if carried is not None:
-                    self._window(index).add_(carried)
+                    self.total(index).add_(carried)
         for room in self._rooms:
             workshop.side.leave(room)
             workshop.rooms.give_back(room)
@@ -239,21 +246,44 @@ class ReducedSegment:
     def gradient(self, index: int) -> Tensor:
         """The averaged gradient of an owned parameter, in its shape and dtype."""
         param = self._workshop.sharded.table.params[index]
-        found = self._window(index)
+        found = self.total(index)
         return found if found.dtype == param.dtype else found.to(param.dtype)
 
     def exact(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, or None if that does not differ."""
         param = self._workshop.sharded.table.params[index]
-        found = self._window(index)
+        found = self.total(index)
         return None if found.dtype == param.dtype else found
+
+    def total(self, index: int) -> Tensor:
+        """The averaged gradient of an owned parameter, in its shape and the dtype of the sum."""
+        received = self._received.get(index)
+        if received is not None:
+            return received
+        assert self._sum is not None, "asked before it is released"
+        return self.layout.own_windows[index].view(self._sum)
+
+    def receive(self, index: int, total: Tensor) -> None:
+        """Take over the averaged gradient of a parameter that this rank owns from now on."""
+        self._received[index] = total
 
     def release(self) -> None:
         """Free the sum and the scratch, after the step has used them."""
         self._sum = None
+        self._received.clear()
         if self._scratch is not None:
             self._workshop.give_back(self._scratch)
             self._scratch = None
+
+    @property
+    def owners(self) -> Mapping[int, GroupRank]:
+        """The rank that gets the sum of each parameter, by index."""
+        return self.layout.owners
+
+    @property
+    def owned(self) -> Sequence[int]:
+        """The parameters whose sums this rank gets."""
+        return self.layout.owned
 
     @property
     def is_summed(self) -> bool:
@@ -266,53 +296,46 @@ class ReducedSegment:
         self._rooms.append(room)
         return room
 
-    def _window(self, index: int) -> Tensor:
-        assert self._sum is not None, "asked before it is released"
-        return self.layout.own_windows[index].view(self._sum)
 
-
-class WholeBucket:
-    """A bucket that is not in the plan: averaged on every rank, in the memory that the reducer filled.
+class ReducedPieces:
+    """A bucket that is too large for one scratch: reduced in pieces, whose sums are kept.
 
     Args:
-        params: its parameters.
-        window_of: where a parameter's gradient lies.
-        workshop: holds what was accumulated before.
+        pieces: complete reductions, of all the bucket's parameters.
     """
 
-    def __init__(self, params: list[Tensor], window_of: Callable[[Tensor], Tensor], workshop: Workshop) -> None:
-        index_of = workshop.sharded.table.index_of
-        self.params, self.indices = params, [index_of[param] for param in params]
-        self._window_of = window_of
-        self._workshop = workshop
-        self._exact: dict[int, Tensor] = {}
+    def __init__(self, pieces: Sequence[ReducedSegment]) -> None:
+        self.params = [param for piece in pieces for param in piece.params]
+        self.indices = [index for piece in pieces for index in piece.indices]
+        self.owners = {index: owner for piece in pieces for index, owner in piece.owners.items()}
+        self.owned = [index for piece in pieces for index in piece.owned]
+        self.is_summed = True
+        self._pieces = pieces
+        self._piece_of = {index: piece for piece in pieces for index in piece.indices}
 
     def wait(self) -> None:
-        """Add what was accumulated before, on the rank that owns it; the reduction itself is complete."""
-        for index in self.indices:
-            carried = self._workshop.carried.pop(index, None)
-            if carried is not None:
-                self.replace(index, self.total(index).add_(carried))
+        """Nothing is in flight."""
 
-    def total(self, index: int) -> Tensor:
-        """A copy of a gradient, in the dtype of its sum."""
-        window = self._exact.get(index, self.gradient(index))
-        return window.to(sum_dtype(window.dtype), copy=True)
-
-    def replace(self, index: int, total: Tensor) -> None:
-        """Replace the gradient of a parameter; the new one is in the dtype of its sum."""
-        window = self.gradient(index)
-        window.copy_(total)
-        if total.dtype != window.dtype:
-            self._exact[index] = total
+    def keep(self) -> None:
+        """The sums are kept."""
 
     def gradient(self, index: int) -> Tensor:
-        """A window of the bucket."""
-        return self._window_of(self._workshop.sharded.table.params[index])
+        """As `ReducedSegment.gradient`."""
+        return self._piece_of[index].gradient(index)
 
     def exact(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, if several passes add up and that differs; else None."""
-        return self._exact.get(index)
+        """As `ReducedSegment.exact`."""
+        return self._piece_of[index].exact(index)
+
+    def total(self, index: int) -> Tensor:
+        """As `ReducedSegment.total`."""
+        return self._piece_of[index].total(index)
+
+    def receive(self, index: int, total: Tensor) -> None:
+        """As `ReducedSegment.receive`."""
+        self._piece_of[index].receive(index, total)
 
     def release(self) -> None:
-        """The reducer still needs it."""
+        """Free the sums."""
+        for piece in self._pieces:
+            piece.release()

@@ -3,14 +3,14 @@
 Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ddp_zero.backward.reducer import BucketViews, Window, windows_in_bucket
+from ddp_zero.backward.reducer import BucketViews, NewBucket, windows_in_bucket
 from ddp_zero.comm.tracing import logger
-from ddp_zero.heap import return_freed_memory
+from ddp_zero.heap import FreedMemory
 from ddp_zero.plan.buckets import bucket_mb
 from ddp_zero.stage2.bucket import ScratchLayout, Workshop
 
@@ -21,11 +21,11 @@ _BUFFERS = 3  # one being filled, one being reduced, one to receive into
 class BucketMemory:
     """The reducer's buckets and the scratches that they are pointed at.
 
-    A bucket's views are seen only when its gradients are ready. In the iteration that shows DDP's final layout each
-    bucket is moved out of the reducer's own memory when it is full (`move_out`); at the end of backward the reducer
-    puts its view into ``param.grad``, and if that is not where it was moved, the reducer does not follow its views
-    (`capture`). A parameter that no rank has used by then is captured once one does; until then its view keeps the
-    bucket's own memory alive.
+    The views of DDP's first buckets are seen only when their gradients are ready. Each bucket is then moved out of the
+    reducer's own memory (`take`); at the end of backward the reducer puts its view into ``param.grad``, and if that is
+    not where it was moved, the reducer does not follow its views (`capture`). A parameter that no rank has used by then
+    is captured once one does; until then its view keeps the bucket's own memory alive. When DDP is made to build its
+    final buckets, all views are seen, and no memory is ever allocated for them (`lay_out`).
 
     Args:
         workshop: lends scratches.
@@ -42,21 +42,14 @@ class BucketMemory:
         self._views: dict[int, BucketViews] = {}  # by bucket, once captured
         self._lent: dict[int, Tensor] = {}  # scratches of buckets that are being filled
         self._buffers: dict[int, Tensor] = {}  # the reducer's own, of this iteration
-        self._moved: list[BucketViews] = []  # in this iteration
-        self._emptied: list[Tensor] = []  # memory of whole buckets that were moved, needed until the iteration ends
+        self._moved: list[tuple[BucketViews, list[Tensor]]] = []  # in this iteration, with the gradients taken out
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
-        self._freed_bytes = 0  # of whole buckets, for good
+        self._heap = FreedMemory()
 
     # Before gradients land
 
     def prepare(self) -> None:
-        """Restore freed memory of the reducer before a backward pass that will be reduced.
-
-        What whole buckets needed goes back to the system only here: the first steps keep copies of gradients until they
-        are zeroed.
-        """
-        return_freed_memory(self._freed_bytes)
-        self._freed_bytes = 0
+        """Restore freed memory of the reducer before a backward pass that will be reduced."""
         for storage, nbytes in self._freed:
             storage.resize_(nbytes)
         self._freed.clear()
@@ -66,8 +59,7 @@ class BucketMemory:
         if index in self._lent or index not in self._views or not self.follows:
             return
         layout, views = self.layouts[index], self._views[index]
-        scratch = self._workshop.scratches.lend(layout.nbytes, layout.device, like=views.scratch)
-        self._workshop.side.wait_for(scratch)
+        scratch = self._lend(layout, like=views.scratch)
         views.point_at(layout.flat(scratch), scratch)
         self._lent[index] = scratch
 
@@ -85,105 +77,100 @@ class BucketMemory:
         """Note the buffer that DDP hands out for a bucket; a new one means that DDP has rebuilt its buckets."""
         self._buffers[index] = buffer
         if index in self._views and not self._views[index].are_of(buffer):
-            for scratch in self._lent.values():
-                self._workshop.give_back(scratch)
-            self._lent.clear()
-            self._views.clear()
+            self._forget_views()
 
-    def take(self, index: int, is_joined: bool) -> Tensor:
+    def take(self, layout: ScratchLayout, is_joined: bool) -> Tensor:
         """The scratch with a bucket's gradients; the caller gives it back.
 
         Args:
-            index: the bucket.
+            layout: where gradients must lie; not that of ``layouts`` if the plan does not have the bucket.
             is_joined: whether this rank has joined, and has no gradients.
         """
-        layout = self.layouts[index]
-        scratch = self._lent.pop(index, None)
-        has_landed = scratch is not None
-        if scratch is None:
-            scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
-            self._workshop.side.wait_for(scratch)
-        if is_joined:
-            layout.flat(scratch).zero_()
-        else:
-            self._collect(layout, layout.flat(scratch), has_landed)
-            if index not in self._views and self.follows:
-                self._move(index, self._buffers[index], layout.windows, layout.flat(scratch), scratch)
+        landed = self._lent.pop(layout.index, None)
+        is_planned = layout.index < len(self.layouts) and self.layouts[layout.index] is layout
+        if landed is not None and is_planned:
+            self._complete(layout, layout.flat(landed))
+            return landed
+        if landed is None and not is_joined:
+            self._check_prepared(layout)
+        scratch = self.copy(layout, is_joined)
+        if not is_joined and self.follows and not (is_planned and layout.index in self._views):
+            self._move(layout, scratch)
+        if landed is not None:
+            self._workshop.give_back(landed)
         return scratch
 
-    def move_out(self, index: int, params: Sequence[Tensor], buffer: Tensor) -> BucketViews | None:
-        """Move a full bucket out of the reducer's own memory, in DDP's order, unless it was; returns its views."""
-        if index in self._views or not self.follows:
-            return self.collect_whole(index, buffer)
-        moved = buffer.clone()
-        self._emptied.append(moved)
-        return self._move(index, buffer, windows_in_bucket(params), moved, moved)
+    def is_in_own_memory(self, index: int) -> bool:
+        """Whether the reducer has written a bucket into memory of its own, of which no view was captured."""
+        return index not in self._views
 
-    def collect_whole(self, index: int, buffer: Tensor) -> BucketViews | None:
-        """Copy all of a bucket into its buffer; returns the views if it is not in DDP's order there, else None."""
-        views = self._views.get(index) if self.follows else None
-        if views is not None:
-            # Averages stay where they are until the iteration ends. Views that still point into the same scratch would
-            # set them to zero for unused parameters.
-            for other in range(index, len(self.layouts)):
-                self.point(other)
-            self._collect(self.layouts[index], buffer, has_landed=True)
-        return views
+    def copy(self, layout: ScratchLayout, is_joined: bool) -> Tensor:
+        """A scratch with a copy of a bucket's gradients, or of some of them; the caller gives it back."""
+        scratch = self._lend(layout)
+        for param, window in layout.windows.items():
+            _fill(window.view(layout.flat(scratch)), None if is_joined else param.grad)
+        return scratch
 
-    def _collect(self, layout: ScratchLayout, flat: Tensor, has_landed: bool) -> None:
-        """Copy every gradient of the bucket into its scratch, unless it is there already."""
-        views = self._views.get(layout.index)
+    def _lend(self, layout: ScratchLayout, like: Tensor | None = None) -> Tensor:
+        scratch = self._workshop.scratches.lend(layout.nbytes, layout.device, like)
+        self._workshop.side.wait_for(scratch)
+        return scratch
+
+    def _complete(self, layout: ScratchLayout, flat: Tensor) -> None:
+        """Add to a scratch what the reducer has not written there: zeros, gradients in views not captured so far."""
+        views = self._views[layout.index]
         start, size = flat.data_ptr(), flat.element_size()
         for param, window in layout.windows.items():
             grad = param.grad
-            if grad is None:
-                window.view(flat).zero_()
-            elif not has_landed or (grad.data_ptr() != start + window.offset * size and param.numel()):
-                window.view(flat).copy_(grad)
-                if views is not None and self.follows:
-                    self._note_elsewhere(views, param, grad, has_landed)
+            if grad is not None and (grad.data_ptr() == start + window.offset * size or not param.numel()):
+                continue
+            _fill(window.view(flat), grad)
+            if grad is not None and views.is_captured(param):
+                self._give_up()
+            elif grad is not None:
+                views.capture(param, grad)
 
-    def _note_elsewhere(self, views: BucketViews, param: Tensor, grad: Tensor, has_landed: bool) -> None:
-        """Handle a gradient elsewhere: in a new view, in memory given back, or since the reducer follows no views.
+    def _check_prepared(self, layout: ScratchLayout) -> None:
+        """Check that no gradient has landed in a scratch that was given back, where it may have been overwritten since.
 
         Raises:
-            RuntimeError: if it may have been overwritten since.
+            RuntimeError: naming the parameter.
         """
-        if not views.is_captured(param):
-            if has_landed:
-                views.capture(param, grad)
-        elif has_landed:
-            self._give_up()
-        else:
-            table = self._workshop.sharded.table
-            raise RuntimeError(
-                f"Expected backward() outside ddp.no_sync() where forward was, got a gradient of "
-                f"{table.label(table.index_of[param])} in memory that was not prepared "
-                f"({self._workshop.where}). Run forward and backward in the same context."
-            )
+        if layout.index not in self._views or not self.follows:
+            return
+        views, table = self._views[layout.index], self._workshop.sharded.table
+        for param in layout.windows:
+            if param.grad is not None and param.numel() and views.is_captured(param):
+                raise RuntimeError(
+                    f"Expected backward() outside ddp.no_sync() where forward was, got a gradient of "
+                    f"{table.label(table.index_of[param])} in memory that was not prepared "
+                    f"({self._workshop.where}). Run forward and backward in the same context."
+                )
 
-    def _move(
-        self, index: int, buffer: Tensor, windows: Mapping[Tensor, Window], flat: Tensor, scratch: Tensor
-    ) -> BucketViews:
-        """Capture a full bucket's views and point them at memory that has its gradients already."""
-        views = BucketViews(buffer, windows)
-        for param in windows:
-            if param.grad is not None:
-                views.capture(param, param.grad)
-        views.point_at(flat, scratch)
-        for param in windows:
+    def _move(self, layout: ScratchLayout, scratch: Tensor) -> None:
+        """Capture a full bucket's views and point them at the scratch, which has its gradients already."""
+        earlier = self._views.get(layout.index)
+        views = BucketViews(self._buffers[layout.index], layout.windows, earlier.captured if earlier else None)
+        found = {param: param.grad for param in layout.windows if param.grad is not None}
+        for param, grad in found.items():
+            views.capture(param, grad)
+        views.point_at(layout.flat(scratch), scratch)
+        for param in found:
             param.grad = None  # the reducer will set it to what it takes for its view
-        self._views[index] = views
-        self._moved.append(views)
-        return views
+        self._views[layout.index] = views
+        self._moved.append((views, list(found)))
+        if earlier is None:
+            self._heap.add(layout.nbytes)
 
     # After backward
 
     def capture(self) -> None:
         """After the reducer, which has put its views into ``param.grad``: capture those not seen before."""
-        for views in self._moved:
-            self._check_follows(views)
+        for views, params in self._moved:
+            self._check_follows(views, params)
         self._moved.clear()
+        if not self._buffers:
+            return
         if not self.follows:
             self._note_own_memory()
             return
@@ -193,11 +180,11 @@ class BucketMemory:
                     if param.grad is not None:
                         views.capture(param, param.grad)
 
-    def _check_follows(self, views: BucketViews) -> None:
+    def _check_follows(self, views: BucketViews, params: Sequence[Tensor]) -> None:
         """Check that the reducer has found its views where they were moved; if not, give up sharing scratches."""
-        for param, view in views.captured():
+        for param in params:
             if param.grad is None:
-                param.grad = view  # from an earlier pass, unused in this one: the reducer leaves it alone
+                param.grad = views.captured[param]  # from an earlier pass: the reducer leaves what is unused alone
             elif param.numel() and param.grad.data_ptr() != views.window(param).data_ptr():
                 self._give_up()
                 return
@@ -211,6 +198,30 @@ class BucketMemory:
             )
         self.follows = False
 
+    def lay_out(self, layouts: list[ScratchLayout], built: Sequence[NewBucket]) -> None:
+        """Follow a plan from the next iteration on.
+
+        Args:
+            layouts: of its buckets.
+            built: the buckets that the reducer has just built for it, or none if it keeps its own.
+        """
+        self.layouts = layouts
+        self._buffers.clear()  # gradients of this iteration were captured, and may be published in other memory now
+        windows = [set(layout.windows) for layout in layouts]
+        if built or any([set(views.windows)] != windows[index : index + 1] for index, views in self._views.items()):
+            self._forget_views()
+        for index, bucket in enumerate(built):
+            if bucket.views:
+                self._views[index] = BucketViews(bucket.buffer, windows_in_bucket(bucket.params), bucket.views)
+
+    def _forget_views(self) -> None:
+        """The reducer has replaced its buckets."""
+        for scratch in self._lent.values():
+            self._workshop.give_back(scratch)
+        self._lent.clear()
+        self._views.clear()
+        self._freed.clear()
+
     def end_iteration(self, buckets: int) -> None:
         """Give back what the iteration's buckets, from the first on, still hold."""
         for index in range(buckets):
@@ -220,10 +231,6 @@ class BucketMemory:
         if self.follows and any(self._has_other_layout(index) for index in self._views):
             self._workshop.furnish(self.layouts)
             self._park()
-            self._freed_bytes += sum(moved.nbytes for moved in self._emptied)
-            for moved in self._emptied:
-                moved.untyped_storage().resize_(0)  # the reducer holds views of it until the end of the next iteration
-        self._emptied.clear()
         for storage, _ in self._freed:
             storage.resize_(0)
         self._buffers.clear()
@@ -235,7 +242,6 @@ class BucketMemory:
         self._lent.clear()
         self._buffers.clear()
         self._moved.clear()
-        self._emptied.clear()
         self._workshop.furnish(self.layouts)
 
     def is_view(self, param: Tensor, grad: Tensor) -> bool:
@@ -260,18 +266,18 @@ class BucketMemory:
         saved = _BUFFERS * (largest - max(int(cap * _MIB), *sizes, 0)) if sizes else 0
         if saved < _MIB:
             return ""
-        advice = f"DistributedDataParallel(bucket_cap_mb={cap:.3g}) would save up to {saved:,}"
+        advice = f"DistributedDataParallel(bucket_cap_mb_list=[{cap:.3g}]) would save up to {saved:,}"
         return f", by formula {_BUFFERS} x {largest:,}; {advice}"
 
     def _has_other_layout(self, index: int) -> bool:
-        return index < len(self.layouts) and self._views[index].windows is not self.layouts[index].windows
+        return index >= len(self.layouts) or self._views[index].windows is not self.layouts[index].windows
 
     def _park(self) -> None:
         """Point each bucket at the same scratch until its next iteration, so that none has memory of its own."""
         for index, layout in enumerate(self.layouts):
             if index not in self._views:
                 continue
-            views = BucketViews(self._views[index].buffer, layout.windows, self._views[index])
+            views = BucketViews(self._views[index].buffer, layout.windows, self._views[index].captured)
             self._views[index] = views
             scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
             views.point_at(layout.flat(scratch), scratch)
@@ -286,3 +292,10 @@ class BucketMemory:
         self._freed = [
             (storage, storage.nbytes()) for storage in {storage.data_ptr(): storage for storage in storages}.values()
         ]
+
+
+def _fill(window: Tensor, grad: Tensor | None) -> None:
+    if grad is None:
+        window.zero_()
+    else:
+        window.copy_(grad)

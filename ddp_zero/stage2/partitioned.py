@@ -5,7 +5,7 @@
 *slice*: one owner's part of it. *sum*: this rank's slice, averaged over the ranks; in place in the scratch where dtypes
 allow it. *kept*: the sum copied out, so that the scratch is free while the step still waits.
 
-An iteration, from the third on (the first two show DDP's layouts, and reduce whole buckets):
+An iteration:
 
 1. the first gradient of a bucket is about to be accumulated: lend a scratch, point the reducer's views at it;
 2. the bucket is full: wait for the one before it, then send the slices of this one to their owners;
@@ -14,6 +14,11 @@ An iteration, from the third on (the first two show DDP's layouts, and reduce wh
    `AbsentGradient`, which raises with the reason when used.
 
 So besides what is kept, at most three buffers exist: one being filled, one being reduced, one to receive into.
+
+In the first iteration, DDP's buckets are not known before they arrive, nor their views: gradients land in the reducer's
+own memory, and are moved to a scratch that is laid out for the owners so far. At its end DDP is made to build its final
+buckets at once. If owners change with them, sums travel from the old ones to the new ones. Where DDP builds them later
+(in a static graph, under Join), or the plan changes, one more iteration is such a first one.
 
 Gradients accumulate on their owner: what ``param.grad`` shows at the start of a backward pass is taken out and added
 to the next sum, unless `zero_grad` has dropped it.
@@ -37,27 +42,28 @@ from ddp_zero.backward.admission import check_can_partition
 from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.gradients import BucketGradients, CommHook, Gradients, WholeGradients
 from ddp_zero.backward.reducer import (
+    NewBucket,
     at_end_of_backward,
     backward_id,
     finds_unused,
     has_static_graph,
     in_backward,
     on_gradient,
+    rebuild_buckets,
     reduced_parameters,
     will_reduce,
-    windows_in_bucket,
 )
 from ddp_zero.backward.side_stream import SideStream
-from ddp_zero.comm.reduction import sum_whole
-from ddp_zero.comm.tracing import label
 from ddp_zero.local.awaited import untouched
+from ddp_zero.plan.buckets import cut
 from ddp_zero.stage2.accumulation import SummedGradients
-from ddp_zero.stage2.bucket import ReducedSegment, ReduceOptions, ScratchLayout, WholeBucket, Workshop
+from ddp_zero.stage2.bucket import ReducedPieces, ReducedSegment, ReduceOptions, ScratchLayout, Workshop
 from ddp_zero.stage2.memory import BucketMemory
 from ddp_zero.stage2.visible import VisibleGradients
 from ddp_zero.step.sharded_step import ShardedStep
 
-_FINAL_IN_STATIC_GRAPH = 3  # the iteration
+_PIECE_BYTES = 8 << 20
+_BUCKET_PIECES = 4  # a bucket of at most as many is reduced at once
 
 
 class PartitionedGradients:
@@ -88,22 +94,17 @@ class PartitionedGradients:
         self._memory = BucketMemory(self._workshop)
         self._visible = VisibleGradients(self._workshop)
         self._digest: int | None = None
-        self._owners = list(sharded.binding.owners)
-        self._arrivals: list[ReducedSegment | WholeBucket] = []
+        self._arrivals: list[ReducedSegment | ReducedPieces] = []
         self._hooks: list[RemovableHandle] = []
         self._backward = -1
-        self._iterations = 0
         self._reduces = False
         self._saw_local_pass = False
-        self._shows_final_layout = False
         self._watch_gradients({None: [param for _, param in reduced_parameters(ddp)]})
 
     # An iteration, in the order in which the hook asks
 
-    def open(self, shows_final_layout: bool) -> None:
+    def open(self) -> None:
         """Forget the buckets of the last iteration."""
-        self._iterations += 1
-        self._shows_final_layout = shows_final_layout
         if self._arrivals:
             self._end_iteration()
 
@@ -117,14 +118,11 @@ class PartitionedGradients:
         """Finish the reduction of the previous bucket, start that of this one."""
         for earlier in self._arrivals[-1:]:
             earlier.wait()
+            if not is_planned:
+                earlier.keep()  # nothing is stepped before the last bucket has arrived
         if in_backward():
             self._memory.note_buffer(index, bucket.buffer())
-        if is_planned and self._memory.layouts:
-            scratch = self._memory.take(index, is_joined=not in_backward())
-            layout = self._memory.layouts[index]
-            arrival: ReducedSegment | WholeBucket = ReducedSegment(self._workshop, layout, scratch)
-        else:
-            arrival = self._start_whole(bucket, index, moves_out=self._shows_final_layout and not is_planned)
+        arrival = self._start_planned(index) if is_planned else self._start_unplanned(index, bucket.parameters())
         self._arrivals.append(arrival)
         published: Future[Tensor] = Future()
         published.set_result(bucket.buffer())  # the reducer copies nothing: it is in its own memory
@@ -133,7 +131,7 @@ class PartitionedGradients:
     def settle(self) -> None:
         """Keep sums that no step has used yet."""
         for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
-            if isinstance(arrival, ReducedSegment) and arrival.is_summed:
+            if arrival.is_summed:
                 arrival.keep()
 
     def lend_all(self, has_joined: bool) -> None:
@@ -143,29 +141,19 @@ class PartitionedGradients:
         params = table.params
         for arrival in self._arrivals:
             arrival.wait()
-            if isinstance(arrival, ReducedSegment):
-                arrival.keep()
-                for index in () if has_joined else arrival.layout.owned:
-                    if params[index].grad is not None or index in taken:
-                        self._visible.show(index, arrival.gradient(index), arrival.exact(index))
-            elif not has_joined:
-                for index in taken.intersection(arrival.indices):
-                    self._show_whole(arrival, index)
+            arrival.keep()
+            for index in () if has_joined else arrival.owned:
+                if params[index].grad is not None or index in taken:
+                    self._visible.show(index, arrival.gradient(index), arrival.exact(index))
 
     def show(self, was_consumed: bool) -> None:
         """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
         arrived = [index for arrival in self._arrivals for index in arrival.indices]
-        is_first_layout = not self._memory.layouts  # of DDP, which has published whole gradients
-        whole = {} if was_consumed or is_first_layout else self._copies_of_owned()
         params = self._sharded.table.params
         with untouched():
             self._memory.capture()
             for index in arrived:
-                if is_first_layout:
-                    self._visible.leave(index, self._is_owned(index))
-                elif index in whole:
-                    self._visible.show(index, *whole[index])
-                elif params[index].grad is not None and (was_consumed or not self._is_owned(index)):
+                if params[index].grad is not None and (was_consumed or not self._is_owned(index)):
                     self._visible.hide(index, was_consumed)
         self._end_iteration()
 
@@ -173,24 +161,23 @@ class PartitionedGradients:
         """Give back what the iteration holds."""
         self._end_iteration()
 
-    def adopted(self) -> None:
+    def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
+        """They have no memory of their own if they will lie in scratches."""
+        return rebuild_buckets(ddp, frees_memory=self._memory.follows)
+
+    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
-        self._hand_over()
+        self._hand_over(publishes)
+        params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
         buckets = self._sharded.binding.plan.buckets
-        self._memory.layouts = [
-            ScratchLayout(arrival.params, buckets[index], self._sharded) for index, arrival in enumerate(self._arrivals)
-        ]
+        layouts = [ScratchLayout(params, buckets[index], self._sharded) for index, params in enumerate(params_of)]
+        self._memory.lay_out(layouts, built)
         self._digest = self._sharded.binding.digest
         self._visible.forget()
         self._watch_gradients({layout.index: layout.params for layout in self._memory.layouts})
 
     def fits_plan(self) -> bool:
-        """Whether scratches are laid out for the plan: not at first, nor after parameters were frozen or added.
-
-        DDP's layout is final in the second iteration, with a static graph in the third.
-        """
-        if not self._memory.layouts and has_static_graph(self._ddp) and self._iterations < _FINAL_IN_STATIC_GRAPH:
-            return True  # whole buckets fit any plan
+        """Whether scratches are laid out for the plan: not at first, nor after parameters were frozen or added."""
         return self._digest == self._sharded.binding.digest
 
     def has_local(self) -> bool:
@@ -281,64 +268,62 @@ class PartitionedGradients:
 
     # A bucket
 
-    def _start_whole(self, bucket: GradBucket, index: int, moves_out: bool) -> WholeBucket:
-        """Average a bucket on every rank: it is not in the plan yet.
+    def _start_planned(self, index: int) -> ReducedSegment:
+        layout = self._memory.layouts[index]
+        return ReducedSegment(self._workshop, layout, self._memory.take(layout, is_joined=not in_backward()))
+
+    def _start_unplanned(self, index: int, params: list[Tensor]) -> ReducedSegment | ReducedPieces:
+        """Reduce a bucket that is not in the plan to the owners so far.
+
+        Before DDP builds its final buckets it has a single one, unless it was given ``bucket_cap_mb_list`` or looks for
+        unused parameters. A second copy of that would be as large as all gradients.
+        """
+        is_joined, pieces = not in_backward(), cut([param.nbytes for param in params], _PIECE_BYTES)
+        if len(pieces) <= _BUCKET_PIECES or not self._memory.is_in_own_memory(index):
+            layout = self._new_layout(index, params)
+            return ReducedSegment(self._workshop, layout, self._memory.take(layout, is_joined))
+        segments = []
+        for start, stop in pieces:
+            layout = self._new_layout(index, params[start:stop])
+            segments.append(ReducedSegment(self._workshop, layout, self._memory.copy(layout, is_joined)))
+            segments[-1].wait()
+            segments[-1].keep()
+        return ReducedPieces(segments)
+
+    def _new_layout(self, index: int, params: list[Tensor]) -> ScratchLayout:
+        """Lay out parameters of a bucket that is not in the plan, for the owners so far."""
+        index_of, binding = self._sharded.table.index_of, self._sharded.binding
+        bucket = binding.bucket_over(index, [index_of[param] for param in params])
+        return ScratchLayout(params, bucket, self._sharded)
+
+    def _hand_over(self, publishes: bool) -> None:
+        """Where owners have changed, send the sums from the old ones to the new ones. Then a collective.
+
+        Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
 
         Args:
-            bucket: what DDP hands to a hook.
-            index: the bucket's.
-            moves_out: whether its layout is final, and the reducer's own memory can be given up.
+            publishes: whether gradients are shown on this rank.
         """
-        params, buffer, workshop = bucket.parameters(), bucket.buffer(), self._workshop
-        views = None
-        if in_backward():
-            memory = self._memory
-            views = memory.move_out(index, params, buffer) if moves_out else memory.collect_whole(index, buffer)
-        with label("reduce_whole", bucket=index):
-            buffer.mul_(1.0 / workshop.predivide_factor)
-            after = workshop.predivide_factor / workshop.comm.world_size
-            subject = (self._sharded.binding.digest, index)
-            sum_whole(workshop.comm, buffer, subject, workshop.options.comm_dtype, after)
-        windows = windows_in_bucket(params) if views is None else {}
-        window_of = views.window if views is not None else lambda param: windows[param].view(buffer)
-        return WholeBucket(params, window_of, workshop)
-
-    def _show_whole(self, bucket: WholeBucket, index: int) -> None:
-        """Show a gradient to which earlier passes have added."""
-        grad = self._sharded.table.params[index].grad
-        if grad is None:  # unused in this iteration
-            grad = bucket.gradient(index).clone()
-        self._visible.show(index, grad, bucket.exact(index))
-
-    def _hand_over(self) -> None:
-        """If owners have changed, send them what earlier passes have added up on the old ones. Then a collective."""
-        before, owners, comm = self._owners, self._sharded.binding.owners, self._sharded.comm
-        self._owners = list(owners)
-        bucket_of = {index: one for one in self._arrivals if isinstance(one, WholeBucket) for index in one.indices}
-        moved = [index for index in bucket_of if index < len(before) and before[index] != owners[index]]
+        comm, owners, table = self._sharded.comm, self._sharded.binding.owners, self._sharded.table
+        pairs = ((arrival, index) for arrival in self._arrivals for index in arrival.owners)
+        moved = [(arrival, index) for arrival, index in pairs if arrival.owners[index] != owners[index]]
         if not moved:
             return
-        for bucket in bucket_of.values():
-            bucket.wait()
-        was_taken = comm.all_gather_ints([int(index in self._visible.taken) for index in moved])
-        for place, index in enumerate(moved):
-            if was_taken[before[index]][place]:
-                total = bucket_of[index].total(index).contiguous()
-                comm.send_to_all(total, before[index])
-                if owners[index] == comm.group_rank:
-                    bucket_of[index].replace(index, total)
+        was_taken = comm.all_gather_ints([int(index in self._visible.taken) for _, index in moved])
+        for place, (arrival, index) in enumerate(moved):
+            before, device = arrival.owners[index], table.params[index].device
+            if before == comm.group_rank:
+                arrival.wait()
+                comm.send_tree(arrival.total(index), owners[index])
+            elif owners[index] == comm.group_rank:
+                total = comm.receive_tree(before, device)
+                arrival.receive(index, total)
+                if was_taken[before][place]:
                     self._visible.taken.add(index)
-                    self._show_whole(bucket_of[index], index)
+                if publishes and (table.params[index].grad is not None or index in self._visible.taken):
+                    self._visible.show(index, arrival.gradient(index), arrival.exact(index))
 
     # The end of an iteration
-
-    def _copies_of_owned(self) -> dict[int, tuple[Tensor, Tensor | None]]:
-        """Copies of owned gradients of buckets that were averaged whole, and their sums, by index."""
-        table = self._sharded.table
-        whole = (arrival for arrival in self._arrivals if isinstance(arrival, WholeBucket))
-        grads = {table.index_of[param]: param.grad for arrival in whole for param in arrival.params}
-        owned = {index: grad for index, grad in grads.items() if grad is not None and self._is_owned(index)}
-        return {index: (grad.clone(), self._visible.exact(grad)) for index, grad in owned.items()}
 
     def _end_iteration(self) -> None:
         self._saw_local_pass = False
@@ -352,12 +337,6 @@ class PartitionedGradients:
 
     def _is_owned(self, index: int) -> bool:
         return self._sharded.binding.owners[index] == self._sharded.comm.group_rank
-
-    @property
-    def _ddp(self) -> DistributedDataParallel:
-        ddp = self._ddp_reference()
-        assert ddp is not None, "the model in whose backward this is called is alive"
-        return ddp
 
 
 def gradients_of_stage(

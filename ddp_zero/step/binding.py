@@ -17,7 +17,7 @@ from ddp_zero.heap import return_freed_memory
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.partition import GroupRank, partition_greedy
 from ddp_zero.plan.shapes import is_dense
-from ddp_zero.plan.shard_plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
+from ddp_zero.plan.shard_plan import Bucket, ParameterSpec, ShardPlan, plan_bucket, plan_for_ddp, plan_standalone
 from ddp_zero.sync.parameter_sync import ParameterSync
 from ddp_zero.sync.storage import PackedStorage, ViewStorage, release
 
@@ -88,6 +88,10 @@ class Binding:
         self.owners = owners
         self._is_settled = not (self._as_views and moves_later)
         self._bind(self._table.specs(self._active))
+
+    def bucket_over(self, index: int, params: Sequence[int]) -> Bucket:
+        """A bucket of DDP's that the plan does not have, cut among the owners as they are now."""
+        return plan_bucket(index, params, self.plan.specs, self.owners, self._comm.world_size)
 
     def settle(self) -> None:
         """Move the parameters into flat storage if that was postponed."""

@@ -13,7 +13,7 @@ class LocalWatch:
     """One sum per bucket and backward pass since the last step: it is not finite if any of the gradients is not.
 
     Attributes:
-        is_on: False if no step will need the sums; none are computed then.
+        is_on: False if no step will need the sums; `screen` is not called then.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class LocalWatch:
 
     def screen(self, params: list[Tensor], buffer: Tensor) -> None:
         """Note the sum of a bucket that is about to be averaged."""
-        if self.is_on and buffer.layout is torch.strided:
+        if buffer.layout is torch.strided:
             self._seen.append((params, buffer.sum(dtype=torch.promote_types(buffer.dtype, torch.float32))))
 
     def flags(self, param: Tensor) -> list[int]:

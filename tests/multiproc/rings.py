@@ -54,7 +54,7 @@ class SumInRingOrder:
         parts = [torch.empty_like(mine) for _ in range(ranks)]
         dist.all_gather(parts, mine)
         total = torch.empty_like(mine)
-        for owner, (start, stop) in self._pieces(bucket, mine.numel(), ranks):
+        for owner, (start, stop) in self._owned(bucket):
             order = [parts[(owner + 1 + place) % ranks][start:stop] for place in range(ranks)]
             summed = order[0].clone()
             for part in order[1:]:
@@ -64,15 +64,8 @@ class SumInRingOrder:
         future.set_result(total)
         return future
 
-    def _pieces(self, bucket: GradBucket, numel: int, ranks: int) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Who sums which part of a bucket: its owner, once the layout is known; before, each rank an equal piece."""
-        engine = self._opt._engine
-        gradients: Any = engine.needed_hook().gradients
-        if gradients._memory.layouts:
-            params = bucket.parameters()
-            ends = list(accumulate((param.numel() for param in params), initial=0))
-            owners = [int(engine.sharded.binding.owners[self._index_of[param]]) for param in params]
-            yield from zip(owners, pairwise(ends), strict=True)
-        else:
-            sizes = [len(piece) for piece in torch.arange(numel).tensor_split(ranks)]
-            yield from enumerate(pairwise(accumulate(sizes, initial=0)))
+    def _owned(self, bucket: GradBucket) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Who sums which part of a bucket: the owner as it is now, whose own part comes last."""
+        params, owners = bucket.parameters(), self._opt._engine.sharded.binding.owners
+        ends = list(accumulate((param.numel() for param in params), initial=0))
+        yield from zip([int(owners[self._index_of[param]]) for param in params], pairwise(ends), strict=True)

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.comm import communicator, reduction
+from ddp_zero.comm import communicator
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.reduction import SegmentReduction, room_numel, sum_dtype, sum_whole
+from ddp_zero.comm.reduction import SegmentReduction, room_numel, sum_dtype
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.rings import rings_for_all
 
@@ -52,22 +52,6 @@ def _random_reductions(setup: Setup) -> int:
     return 40
 
 
-def _whole_sums(setup: Setup) -> int:
-    comm = Communicator(None)
-    for trial, (numel, dtype) in enumerate(
-        (numel, dtype) for numel in (0, 1, 2, 5, 4097) for dtype in (torch.float32, torch.bfloat16)
-    ):
-        whole = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(10 * trial + setup.rank))
-        expected = (_expected(whole) * 0.5).to(dtype)
-        with mock.patch.object(reduction, "_WHOLE_ROOM_BYTES", 64):
-            sum_whole(comm, whole, (3, trial), comm_dtype=None, after=0.5)
-        assert torch.equal(whole, expected), f"{numel} {dtype}"
-    rounded = torch.full((10,), 1.0 + 2**-12)
-    sum_whole(comm, rounded, (3, 99), comm_dtype=torch.bfloat16, after=1.0)
-    assert torch.equal(rounded, torch.full((10,), float(setup.world_size))), "lost on the wire"
-    return 10
-
-
 def _random_rings(setup: Setup) -> int:
     """Sums of which some are not waited for at once, between gathers."""
     comm = Communicator(None)
@@ -106,7 +90,6 @@ def test_sums_in_ring_order_and_gathers(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sums_in_rank_order(world_size: int) -> None:
     assert run_ranks(_random_reductions, world_size) == [40] * world_size
-    assert run_ranks(_whole_sums, world_size) == [10] * world_size
 
 
 def _without_direct_messages(setup: Setup) -> None:
@@ -118,9 +101,6 @@ def _without_direct_messages(setup: Setup) -> None:
     out = parts[setup.rank].clone()
     reduction = SegmentReduction(comm, whole, parts, out, whole.new_empty(0), (1, 1), limit=10)
     assert torch.equal(reduction.wait(), expected)
-    whole = torch.arange(10.0) * (setup.rank + 1)
-    sum_whole(comm, whole, (1, 2), None, 1.0)
-    assert torch.equal(whole, torch.arange(10.0) * 3)
 
 
 def test_backends_without_direct_messages_sum_all_the_same() -> None:

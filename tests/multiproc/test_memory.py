@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
-from ddp_zero import shard_optimizer
+from ddp_zero import shard_optimizer, wrap
 from tests.multiproc.harness import Setup, run_ranks
 
 MIB = 1 << 20
@@ -39,10 +39,59 @@ def _grows_by(setup: Setup, stage: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_what_the_first_iterations_of_stage_2_need_goes_back_to_the_system() -> None:
-    """At first whole gradients are kept, and parameters move: 2 x 128 MiB. glibc would keep nearly all of that."""
+    """At first DDP has one bucket, and parameters move: 2 x 128 MiB. glibc would keep nearly all of that."""
     plain = max(run_ranks(_grows_by, 2, 0))
     sharded = max(run_ranks(_grows_by, 2, 2))
     assert sharded < plain - 80 * MIB, f"{sharded / MIB:.0f} MiB, DDP {plain / MIB:.0f}"
+
+
+def most_since_reset() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def _peaks(setup: Setup, build: Any) -> tuple[int, int]:
+    """The peaks of resident memory in the first two steps, and after, above what there was before the model."""
+
+    def reset_peak() -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+    before = resident()
+    reset_peak()
+    torch.manual_seed(0)
+    ddp, opt = build(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]))
+    peaks = []
+    for step in range(6):
+        if step in (2, 4):
+            peaks.append(most_since_reset() - before)
+            reset_peak()
+        ddp(torch.randn(2, WIDTH)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return peaks[0], most_since_reset() - before
+
+
+def _wrapped(model: nn.Module) -> Any:
+    return wrap(model, AdamW, stage=2, lr=1e-3, fused=True)
+
+
+def _in_one_bucket_at_first(model: nn.Module) -> Any:
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=8)
+    return ddp, shard_optimizer(ddp, AdamW, stage=2, lr=1e-3, fused=True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_iteration_needs_more_memory_than_later_ones(world_size: int) -> None:
+    """128 MiB of parameters; whole gradients would be as much, a second copy of parameters as well."""
+    for first, later in run_ranks(_peaks, world_size, _wrapped):
+        assert first < 1.05 * later, f"{first / MIB:.0f} MiB, later {later / MIB:.0f}"
+
+
+def test_a_single_first_bucket_is_not_copied_as_a_whole() -> None:
+    """Parameters, DDP's bucket, and the gradients that the rank owns: 2.5 x 128 MiB; a copy would be 128 more."""
+    for first, _ in run_ranks(_peaks, 2, _in_one_bucket_at_first):
+        assert first < (2.5 + 0.75) * 128 * MIB, f"{first / MIB:.0f} MiB"
 
 
 def _leaves_nothing(setup: Setup) -> None:
@@ -88,5 +137,6 @@ def _advice(setup: Setup) -> list[str]:
 def test_explain_says_what_smaller_buckets_would_save() -> None:
     (large, small), *_ = run_ranks(_advice, 2)
     saved = 3 * (25 - 4) * MIB
-    assert f"by formula 3 x {25 * MIB:,}; DistributedDataParallel(bucket_cap_mb=4) would save up to {saved:,}" in large
+    advice = f"DistributedDataParallel(bucket_cap_mb_list=[4]) would save up to {saved:,}"
+    assert f"by formula 3 x {25 * MIB:,}; {advice}" in large
     assert "would save" not in small

@@ -1,11 +1,14 @@
 """Remembering, per bucket and backward pass, whether this rank's own gradients were finite."""
 
 import math
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from ddp_zero.backward.gradients import watching
 from ddp_zero.step.watch import LocalWatch, culprit
 
 
@@ -26,13 +29,15 @@ def buffer_with(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return buffer
 
 
-def test_it_is_off_until_somebody_will_ask_and_then_remembers_nothing() -> None:
+def test_a_hook_screens_no_bucket_until_somebody_will_ask() -> None:
     off, params = LocalWatch(), three_params()
-    assert not off.is_on
-    off.screen(params, buffer_with(math.inf))
+    bucket = mock.Mock(**{"parameters.return_value": params, "buffer.return_value": buffer_with(math.inf)})
+    reduce = mock.Mock()
+    hook: Any = watching(off, mock.Mock(), reduce)
+    assert hook(None, bucket) is reduce.return_value
     assert off.flags(params[0]) == []
     off.is_on = True
-    off.screen(params, buffer_with(math.nan))
+    hook(None, bucket)
     assert off.flags(params[0]) == [1]
 
 
