@@ -13,11 +13,11 @@ the bytes that ranks really send (the kernel's counters, not the library's).
 
 Memory is measured in processes of each mode's own: the kernel's high-water mark of resident memory, above what was
 resident before there was a model. Memory that is freed goes back to the kernel at once (glibc's
-``MALLOC_MMAP_THRESHOLD_`` is 1 MiB). The formula beside it adds up what the mode keeps: parameters, the rank's own
-optimizer state, its gradients and buckets, and activations. Those are the same peak of the model alone, in forward and
-backward without DDP and optimizer, into gradients that stay, less parameters and gradients; they include what the
-libraries of matrix products and the threads of a first backward need, some 40 MiB here. In stage 2 and FSDP activations
-and gradients are not at their highest together, which the formula takes for granted.
+``MALLOC_MMAP_THRESHOLD_`` is 1 MiB), except with ``--keep-malloc``. The formula beside it adds up what the mode keeps:
+parameters, the rank's own optimizer state, its gradients and buckets, and activations. Those are the same peak of the
+model alone, in forward and backward without DDP and optimizer, into gradients that stay, less parameters and gradients;
+they include what the libraries of matrix products and the threads of a first backward need, some 40 MiB here. In stage
+2 and FSDP activations and gradients are not at their highest together, which the formula takes for granted.
 
 ``--link`` gives every rank a network namespace behind a link of that rate, see `link`; it needs root, and Linux.
 Where that is not to be had the run is skipped. ``--modes`` takes parts of names; the reference always runs. Modes that
@@ -48,7 +48,7 @@ from benchmarks.race.report import MIB, PROGRAM, Found, table, tell_facts
 RESULTS = Path(__file__).parent.parent / "results"
 LONGEST_STEM = 43  # with .json, names of 48 characters
 LARGE = ("87m",)
-MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+FREES_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
 
 Launcher = Callable[..., list[Any]]
 """`run_ranks` on the network of this run."""
@@ -67,6 +67,7 @@ def parse_options() -> Namespace:
     parser.add_argument("--modes", action="append", default=[], metavar="TEXT", help="part of a name; repeatable")
     parser.add_argument("--link", choices=RATES, help="rate of each rank's network link")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave the memory phase out")
+    parser.add_argument("--keep-malloc", action="store_true", help="measure memory with glibc's default settings")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.rounds < 2 or options.ranks < 2 or options.steps < 1:
@@ -140,7 +141,7 @@ def measure(options: Namespace, launch: Launcher) -> tuple[Found, float | None]:
     memory = {}
     for name in [ALONE_NAME, *options.names] if options.memory else []:
         say(f"memory of {name}")
-        memory[name] = launch({**job, "phase": "memory", "mode": name}, MEMORY_ENVIRONMENT)
+        memory[name] = launch({**job, "phase": "memory", "mode": name}, {} if options.keep_malloc else FREES_AT_ONCE)
     add_memory(found, memory)
     return found, raced["rate"]
 
@@ -179,7 +180,8 @@ def write(options: Namespace, found: Found) -> None:
 
 def stem_of(options: Namespace) -> str:
     """The files' name; runs of some of the modes have one of their own, with a hash where filters are too long."""
-    whole = "-".join([f"compare-{options.model}-{options.ranks}ranks", *([options.link] if options.link else [])])
+    more = [*([options.link] if options.link else []), *(["malloc"] if options.keep_malloc else [])]
+    whole = "-".join([f"compare-{options.model}-{options.ranks}ranks", *more])
     filters = "-".join(re.sub("[^a-z0-9]+", "-", text.lower()).strip("-") for text in options.modes)
     if len(whole) + 1 + len(filters) > LONGEST_STEM:
         filters = f"modes-{hashlib.sha256(filters.encode()).hexdigest()[:8]}"

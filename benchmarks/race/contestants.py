@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from benchmarks.race.models import Batch
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer, wrap
 
 LR = 1e-4
 OPTIONS: dict[str, Any] = {"lr": LR, "fused": True}
@@ -238,6 +238,11 @@ def ours(bucket_mib: int | None = None, **options: Any) -> Callable[[nn.Module],
     return ddp_with(lambda ddp: shard_optimizer(ddp, AdamW, **options, **OPTIONS), bucket_mib=bucket_mib)
 
 
+def wrapped(**options: Any) -> Callable[[nn.Module], Contestant]:
+    """By `wrap`, which chooses the size of DDP's buckets."""
+    return lambda model: Contestant(*wrap(model, AdamW, stage=2, **options, **OPTIONS))
+
+
 def deepspeed_zero(stage: int) -> Callable[[nn.Module], Contestant]:
     """DeepSpeed's engine in fp32, on the group that exists."""
 
@@ -285,6 +290,8 @@ MODES: dict[str, Mode] = {
     "DeepSpeed ZeRO-2": Mode(deepspeed_zero(2), gradients=None, needs="deepspeed"),
     "FairScale OSS": Mode(ddp_with(fairscale_oss), needs="fairscale"),
     # memory that no formula of DDP's default buckets tells
+    "ddp_zero stage 2, wrap": Mode(wrapped(), gradients=None),
+    "ddp_zero stage 2, wrap, sync in forward": Mode(wrapped(sync="forward"), gradients=None),
     "ddp_zero stage 2, buckets of 8 MiB": Mode(ours(8, stage=2), gradients=None, is_extra=True),
     CLIPPED: Mode(ddp_with(adamw, clips=True), base=CLIPPED, is_extra=True),
     "ddp_zero stage 1, overlapped, clipped": Mode(ours(max_grad_norm=MAX_NORM), base=CLIPPED, is_extra=True),

@@ -112,8 +112,9 @@ def tell_facts(options: Namespace, found: Found, load: float, rate: float | None
     ]
     if options.memory:
         facts.append(
-            "memory: resident, above a rank's own before there was a model, of the rank that needs most; by formula: "
-            "parameters, own state, gradients and buckets as the mode needs them, and "
+            f"memory: resident{'' if options.keep_malloc else ', freed at once'}, above a rank's own before there was "
+            "a model, of the rank that needs most; by formula: parameters, own state, gradients and buckets as the "
+            "mode needs them, and "
             f"{max(found['activation_bytes']) / MIB:.0f} MiB of activations"
         )
     return facts
