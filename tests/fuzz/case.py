@@ -54,9 +54,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Ddp:
-    """How both models are wrapped; ``hook`` is registered on both, ours around it."""
+    """How both models are wrapped; ``hook`` is registered on both, ours around it.
+
+    Attributes:
+        caps_first: whether the cap holds for DDP's first buckets, too; else there is a single one.
+    """
 
     bucket_cap_mb: float | None = None
+    caps_first: bool = False
     gradient_as_bucket_view: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False

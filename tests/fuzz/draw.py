@@ -140,6 +140,7 @@ def _draw_ddp(rng: random.Random, model: Model, mode: Mode) -> Ddp:
         static_graph=static,
         broadcast_buffers=rng.random() < 0.8,
         hook=hook,
+        caps_first=rng.random() < 0.4,
     )
 
 

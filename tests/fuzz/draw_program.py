@@ -6,7 +6,7 @@ from typing import Any
 from tests.fuzz.case import Action, Case, Do, Op, Train
 
 _WEIGHT_DECAY = {"SGD", "SGD momentum", "Adam", "AdamW foreach", "AdamW fused", "toy LAMB", "RMSprop"}
-_SETTLED = 4  # iterations after which DDP's buckets are final in every mode
+_SETTLED = 3  # iterations after which DDP's buckets are final in every mode
 
 
 class _Drawing:
@@ -130,8 +130,7 @@ def _passes(drawing: _Drawing) -> tuple[str, ...]:
     if drawing.chance(0.06):
         return ("no_sync", "last") if drawing.chance(0.7) else ("no_sync", "no_sync", "last")
     in_low_precision = case.model.has_low_precision or case.mode.masters
-    may_accumulate = case.mode.stage == 1 or drawing.settled >= _SETTLED
-    if may_accumulate and not in_low_precision and drawing.chance(0.08):
+    if not in_low_precision and drawing.chance(0.08):
         passes = ("accumulate",) * drawing.rng.choice([1, 2]) + ("last",)
         leaves_over = case.mode.overlap and case.loop.calls_step and drawing.has_trained and drawing.chance(0.2)
         return passes[:-1] if leaves_over else passes

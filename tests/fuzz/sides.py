@@ -80,7 +80,9 @@ class Side:
     def wrap(self) -> None:
         """Put the network into a new DDP."""
         case = self.case
-        options: dict[str, Any] = {} if case.ddp.bucket_cap_mb is None else {"bucket_cap_mb": case.ddp.bucket_cap_mb}
+        cap, options = case.ddp.bucket_cap_mb, dict[str, Any]()
+        if cap is not None:
+            options = {"bucket_cap_mb_list": [cap]} if case.ddp.caps_first else {"bucket_cap_mb": cap}
         self.ddp = DistributedDataParallel(
             self.net,
             gradient_as_bucket_view=case.ddp.gradient_as_bucket_view,
