@@ -129,7 +129,7 @@ SCHEDULES = 200
 
 
 def _under_random_delays(setup: Setup, interleaved: bool, stage: int) -> int:
-    expected_events, expected_params = _train(setup, interleaved, 3, lambda _: None, stage)
+    expected_events, expected_params = _train(setup, interleaved, 2, lambda _: None, stage)
     assert any(event[0] == "send" for event in expected_events[1])
     for schedule in range(SCHEDULES // 2):
         generator = random.Random(1000 * schedule + setup.rank)
@@ -139,7 +139,7 @@ def _under_random_delays(setup: Setup, interleaved: bool, stage: int) -> int:
             if name in slow and generator.random() < 0.5:
                 time.sleep(generator.random() * 0.01)
 
-        events, params = _train(setup, interleaved, 3, pause, stage)
+        events, params = _train(setup, interleaved, 2, pause, stage)
         assert events == expected_events, f"schedule {schedule}"
         assert_identical(expected_params, params, f"schedule {schedule}")
     return SCHEDULES // 2

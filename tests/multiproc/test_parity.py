@@ -28,7 +28,7 @@ def _every_case(setup: Setup, steps: int) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_optimizer_equals_ddp_with_the_plain_one(world_size: int) -> None:
-    compared = run_ranks(_every_case, world_size, 20, timeout=300)
+    compared = run_ranks(_every_case, world_size, 16, timeout=300)
     assert compared == [len(OPTIMIZERS) * 4] * world_size
 
 
