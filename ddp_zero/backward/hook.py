@@ -121,7 +121,7 @@ class OverlapHook:
         self._joins = asks_whether_it_joins(joinable)
         self._iteration = Iteration(self._sharded, self.gradients, self._side, self._joins)
         self._compositions: list[tuple[int, ...]] = []
-        self._provisional = 0  # layouts adopted that DDP has replaced since
+        self._provisional = 0  # layouts adopted so far that DDP might still replace
         self.may_be_replaced = False
         self._unused = UnusedParameters()
 

@@ -91,7 +91,7 @@ _NO_EFFECT_ELSEWHERE = {_Event.STEP_TAKEN, _Event.GRADIENTS_DROPPED}
 
 @dataclass(frozen=True)
 class AdoptLayout:
-    """Plan for the buckets as they have arrived in this iteration; move state to its new owners."""
+    """Plan for the buckets of this iteration, or those that DDP builds after it; move state to its new owners."""
 
 
 @dataclass(frozen=True)

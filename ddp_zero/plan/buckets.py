@@ -21,19 +21,3 @@ def bucket_mb(sizes: Sequence[int], world_size: int) -> float:
         return _LARGEST_MIB
     wanted = max(sum(sizes) / _BUCKETS, world_size * max(sizes) / 2) / _MIB
     return min(_LARGEST_MIB, max(_SMALLEST_MIB, wanted))
-
-
-def cut(sizes: Sequence[int], cap: int) -> list[tuple[int, int]]:
-    """Cut a sequence into runs of about a size, as pairs of first and last-plus-one position; items are never cut.
-
-    Args:
-        sizes: of each item, in any unit.
-        cap: a run ends with the item that brings it to this size.
-    """
-    runs, start, total = [], 0, 0
-    for position, size in enumerate(sizes, start=1):
-        total += size
-        if total >= cap or position == len(sizes):
-            runs.append((start, position))
-            start, total = position, 0
-    return runs

@@ -181,7 +181,7 @@ def plan_standalone(
     for kind, params_per_rank in members.items():
         total = sum(specs[param].nbytes for params in params_per_rank for param in params)
         num_runs = min(max(1, -(-total // bucket_cap_bytes)), max(map(len, params_per_rank)))
-        runs_per_rank = [_cut([specs[p].nbytes for p in params], params, num_runs) for params in params_per_rank]
+        runs_per_rank = [cut([specs[p].nbytes for p in params], params, num_runs) for params in params_per_rank]
         for run in range(num_runs):
             segments = tuple(_segment(GroupRank(rank), runs[run], specs) for rank, runs in enumerate(runs_per_rank))
             if any(segment.params for segment in segments):
@@ -274,8 +274,14 @@ def _segment(owner: GroupRank, params: Sequence[int], specs: Sequence[ParameterS
     return Segment(owner, tuple(params), tuple(ends[:-1]), ends[-1])
 
 
-def _cut(sizes: Sequence[int], items: Sequence[int], num_runs: int) -> list[list[int]]:
-    """Cut items, in order, into runs of about equal size: an item goes to the run that holds its middle."""
+def cut(sizes: Sequence[int], items: Sequence[int], num_runs: int) -> list[list[int]]:
+    """Cut items, in order, into runs of about equal size: an item goes to the run that holds its middle.
+
+    Args:
+        sizes: of each item, in any unit.
+        items: what is cut; none is divided.
+        num_runs: how many runs, of which some may be empty.
+    """
     runs: list[list[int]] = [[] for _ in range(num_runs)]
     total = max(1, sum(sizes))
     start = 0

@@ -207,8 +207,7 @@ class BucketMemory:
         """
         self.layouts = layouts
         self._buffers.clear()  # gradients of this iteration were captured, and may be published in other memory now
-        windows = [set(layout.windows) for layout in layouts]
-        if built or any([set(views.windows)] != windows[index : index + 1] for index, views in self._views.items()):
+        if built or not all(self._is_of_same_bucket(index) for index in self._views):
             self._forget_views()
         for index, bucket in enumerate(built):
             if bucket.views:
@@ -271,6 +270,9 @@ class BucketMemory:
 
     def _has_other_layout(self, index: int) -> bool:
         return index >= len(self.layouts) or self._views[index].windows is not self.layouts[index].windows
+
+    def _is_of_same_bucket(self, index: int) -> bool:
+        return index < len(self.layouts) and self._views[index].windows.keys() == self.layouts[index].windows.keys()
 
     def _park(self) -> None:
         """Point each bucket at the same scratch until its next iteration, so that none has memory of its own."""

@@ -55,7 +55,7 @@ from ddp_zero.backward.reducer import (
 )
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.local.awaited import untouched
-from ddp_zero.plan.buckets import cut
+from ddp_zero.plan.shard_plan import cut
 from ddp_zero.stage2.accumulation import SummedGradients
 from ddp_zero.stage2.bucket import ReducedPieces, ReducedSegment, ReduceOptions, ScratchLayout, Workshop
 from ddp_zero.stage2.memory import BucketMemory
@@ -181,8 +181,8 @@ class PartitionedGradients:
         return self._digest == self._sharded.binding.digest
 
     def has_local(self) -> bool:
-        """Known from every backward pass once buckets are reduced to their owners; before, from forward passes."""
-        return self._saw_local_pass if self._memory.layouts else self._passes.last_is_local
+        """Known from every backward pass."""
+        return self._saw_local_pass
 
     def gradient(self, index: int) -> Tensor | None:
         """The gradient shown in ``param.grad``."""
@@ -278,13 +278,14 @@ class PartitionedGradients:
         Before DDP builds its final buckets it has a single one, unless it was given ``bucket_cap_mb_list`` or looks for
         unused parameters. A second copy of that would be as large as all gradients.
         """
-        is_joined, pieces = not in_backward(), cut([param.nbytes for param in params], _PIECE_BYTES)
-        if len(pieces) <= _BUCKET_PIECES or not self._memory.is_in_own_memory(index):
+        is_joined, sizes = not in_backward(), [param.nbytes for param in params]
+        num_pieces = -(-sum(sizes) // _PIECE_BYTES)
+        if num_pieces <= _BUCKET_PIECES or not self._memory.is_in_own_memory(index):
             layout = self._new_layout(index, params)
             return ReducedSegment(self._workshop, layout, self._memory.take(layout, is_joined))
         segments = []
-        for start, stop in pieces:
-            layout = self._new_layout(index, params[start:stop])
+        for run in filter(None, cut(sizes, range(len(params)), num_pieces)):
+            layout = self._new_layout(index, [params[place] for place in run])
             segments.append(ReducedSegment(self._workshop, layout, self._memory.copy(layout, is_joined)))
             segments[-1].wait()
             segments[-1].keep()

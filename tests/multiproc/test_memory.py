@@ -60,15 +60,20 @@ def _peaks(setup: Setup, build: Any) -> tuple[int, int]:
     reset_peak()
     torch.manual_seed(0)
     ddp, opt = build(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]))
-    peaks = []
+    torch.manual_seed(1 + setup.rank)
+    initial = [param.detach().sum().item() for param in ddp.parameters()]
+    first = 0
     for step in range(6):
-        if step in (2, 4):
-            peaks.append(most_since_reset() - before)
+        if step == 2:
+            first = most_since_reset() - before
             reset_peak()
         ddp(torch.randn(2, WIDTH)).sum().backward()
         opt.step()
         opt.zero_grad()
-    return peaks[0], most_since_reset() - before
+    later = most_since_reset() - before
+    final = [param.detach().sum().item() for param in ddp.parameters()]
+    assert all(now != was for now, was in zip(final, initial, strict=True)), "every parameter has moved"
+    return first, later
 
 
 def _wrapped(model: nn.Module) -> Any:

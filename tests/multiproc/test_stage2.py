@@ -1134,9 +1134,15 @@ def _a_first_bucket_in_pieces(setup: Setup) -> None:
             twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
             twins.train(setup, 5)
             twins.assert_moved()
-            with Join([twins.model, twins.opt]):
-                twins.train(setup, 2, seed=1)
         pieces.assert_called()
+
+
+@case(2)
+def _a_first_bucket_in_pieces_on_a_rank_that_has_joined(setup: Setup) -> None:
+    pieces = mock.Mock(side_effect=ReducedPieces)
+    with mock.patch.multiple(partitioned, _PIECE_BYTES=256, _BUCKET_PIECES=1, ReducedPieces=pieces):
+        test_overlap._uneven_inputs(setup)
+    pieces.assert_called()
 
 
 @case(2, 3)

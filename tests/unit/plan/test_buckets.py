@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_zero.plan.buckets import bucket_mb, cut
+from ddp_zero.plan.buckets import bucket_mb
 
 MIB = 1 << 20
 
@@ -20,18 +20,3 @@ MIB = 1 << 20
 )
 def test_buckets_are_small_but_every_rank_has_its_share(sizes: list[int], ranks: int, expected: float) -> None:
     assert bucket_mb(sizes, ranks) == expected
-
-
-@pytest.mark.parametrize(
-    ("sizes", "cap", "expected"),
-    [
-        ([], 4, []),
-        ([1], 4, [(0, 1)]),
-        ([2, 2, 2, 2, 1], 4, [(0, 2), (2, 4), (4, 5)]),
-        ([3, 3, 3], 4, [(0, 2), (2, 3)]),  # overfilled by up to one item
-        ([9, 1, 9], 4, [(0, 1), (1, 3)]),
-        ([0, 0, 0], 4, [(0, 3)]),
-    ],
-)
-def test_runs_are_of_about_a_size_and_items_whole(sizes: list[int], cap: int, expected: list[tuple[int, int]]) -> None:
-    assert cut(sizes, cap) == expected
