@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from ddp_zero.comm.exchange import Exchange, InFlight, Pending
+from ddp_zero.comm.exchange import Exchange, InFlight, NotPosted, Pending, Waitable
 from ddp_zero.comm.groups import check_not_forked, count_built
 from ddp_zero.comm.peers import gather_text
 from ddp_zero.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
@@ -187,10 +187,7 @@ class Communicator:
         for post, messages in ((group.recv, received), (group.send, sent)):
             for peer, tensors in messages.items():
                 name = partial(self.name, peer)
-                try:
-                    works += [(name, post([chunk], peer, tag)) for chunk in _chunks(tensors)]
-                except RuntimeError as error:
-                    raise RuntimeError(f"Expected {name()} to be there for messages, got: {error}") from error
+                works += [(name, _posted(partial(post, [chunk], peer, tag))) for chunk in _chunks(tensors)]
         nbytes = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
         if is_control:
             self.control_bytes += nbytes
@@ -372,6 +369,14 @@ def _chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The bytes of tensors in pieces, several of which a backend can have in flight."""
     filled = (tensor for tensor in tensors if tensor.numel())
     return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), _CHUNK_BYTES)]
+
+
+def _posted(post: Callable[[], Work]) -> Waitable:
+    """A message in flight. One to a peer that is known to be gone fails when it is waited for, like all others."""
+    try:
+        return post()
+    except RuntimeError as error:
+        return NotPosted(error)
 
 
 def _started(work: Work | None) -> Work:

@@ -4,9 +4,34 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
-from torch.distributed import Work
 
-Pending = tuple[Callable[[], str], Work]
+
+class Waitable(Protocol):
+    """What `torch.distributed.Work` is to an exchange."""
+
+    def wait(self) -> object:
+        """Block until it is complete."""
+
+    def is_completed(self) -> bool:
+        """True if it has ended."""
+
+
+class NotPosted:
+    """A message that could not be posted; waiting for it raises the error."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._message = str(error)  # the error itself would keep the frames alive through which it is raised
+
+    def wait(self) -> object:
+        """Raise the error."""
+        raise RuntimeError(self._message)
+
+    def is_completed(self) -> bool:
+        """False: it never will be."""
+        return False
+
+
+Pending = tuple[Callable[[], str], Waitable]
 """A message in flight, and a function that names the peer."""
 
 

@@ -206,17 +206,19 @@ def _step_until_a_rank_fails(setup: Setup, how: str) -> tuple[float, str]:
             if setup.rank == 1 and step == 3:
                 if how == "killed":
                     kill_this_process()
-                elif how == "raising":
+                elif how in ("raising", "gone"):
                     params[0].grad = params[1].grad = params[2].grad = None
                     raise KeyError("a bug in the loop of rank 1")
                 time.sleep(20)
+            if step == 3 and how == "gone":
+                time.sleep(3)  # rank 1's connections are closed by now: messages to it cannot even be posted
             opt.step()
         except RuntimeError as error:
             return time.monotonic() - started, str(error)
     raise AssertionError(f"rank {setup.rank} never noticed")
 
 
-@pytest.mark.parametrize("how", ["killed", "stuck", "raising"])
+@pytest.mark.parametrize("how", ["killed", "stuck", "raising", "gone"])
 def test_the_others_raise_within_the_time_out_and_name_the_rank(how: str) -> None:
     outcomes = run_ranks_to_end(_step_until_a_rank_fails, 3, how, group_timeout=5, timeout=60)
     assert outcomes[1].killed is (how == "killed")
