@@ -1,6 +1,7 @@
 """ZeRO stages 1 and 2 for plain PyTorch DistributedDataParallel: state and gradients sharded, the numbers unchanged."""
 
 from ddp_zero.backward.machine import OverlapStatus, Phase
+from ddp_zero.elements.elementwise import elementwise
 from ddp_zero.local.compacting import compact
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
@@ -17,6 +18,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "check_shardable",
     "compact",
+    "elementwise",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "shard_optimizer",

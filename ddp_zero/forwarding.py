@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from ddp_zero.backward.hook import OverlapHook
 from ddp_zero.backward.machine import Phase
 from ddp_zero.comm.agreement import Agreement
+from ddp_zero.elements.memory import run_of
 from ddp_zero.engine import Engine
 from ddp_zero.local.digest import digest
+from ddp_zero.plan.ownership import home, is_cut
 from ddp_zero.step.sharded_step import ShardedStep
 
 _SAFE = (Phase.REST, Phase.WAITING)
@@ -77,6 +79,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
         sharded.stepped.follow_model()
         sharded.check_masters()
     sharded.refresh()
+    sharded.stepped.follow_memory()
     outcome: Future[Any] = Future()
     before = _marks(sharded)
     sharded.snapshot = None
@@ -116,7 +119,7 @@ def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) ->
         for index in written:
             master = stepped.master(index)
             if master is not None:
-                params[index].copy_(master)
+                stepped.own_part(index, params[index].detach()).copy_(master)
     travel = {param for bucket in sharded.binding.plan.buckets for one in bucket.segments for param in one.params}
     mine = [any(index in travel for index in written), any(index not in travel for index in written), has_state]
     every = sharded.comm.all_gather_ints([int(flag) for flag in mine])
@@ -128,8 +131,8 @@ def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) ->
         for index in sorted(set(range(len(params))) - travel):
             _send(sharded, index)
     if in_plan or outside:
-        me = sharded.comm.group_rank
-        increment_version([param for param, owner in zip(params, sharded.binding.owners, strict=True) if owner != me])
+        whole = {index for index in sharded.binding.owned() if stepped.part(index) is None}
+        increment_version([param for index, param in enumerate(params) if index not in whole])
         stepped.note_versions()
 
 
@@ -146,9 +149,13 @@ def _sync(sharded: ShardedStep) -> None:
 @torch.no_grad()
 def _send(sharded: ShardedStep, index: int) -> None:
     """Send a frozen parameter, which is in no bucket of the plan."""
-    value = sharded.table.params[index].detach()
+    value, pieces = sharded.table.params[index].detach(), sharded.binding.pieces[index]
+    if is_cut(pieces):
+        for piece in pieces:
+            sharded.comm.send_to_all(run_of(value)[piece.start : piece.stop], piece.owner)
+        return
     staged = value.contiguous()
-    sharded.comm.send_to_all(staged, sharded.binding.owners[index])
+    sharded.comm.send_to_all(staged, home(pieces))
     if staged.data_ptr() != value.data_ptr():
         value.copy_(staged)
 

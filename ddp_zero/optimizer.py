@@ -18,6 +18,7 @@ from ddp_zero.backward.admission import check_can_sync
 from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator, next_generation
+from ddp_zero.elements.elementwise import check_elementwise
 from ddp_zero.engine import Engine
 from ddp_zero.explain import explain
 from ddp_zero.forwarding import attribute_of_inner
@@ -32,6 +33,7 @@ from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.options import StepOptions
 from ddp_zero.param_groups import add_param_group
 from ddp_zero.plan.partition import GlobalRank, GroupRank
+from ddp_zero.plan.partitions import partition_named
 from ddp_zero.stage2.bucket import options_of_stage
 from ddp_zero.state.shard_dict import ShardDict
 from ddp_zero.state.whole_dict import WholeDict
@@ -91,6 +93,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             of fp16 and bf16 in fp32, and ``param.grad`` shows the rounded sum. From the second pass on, each rank keeps
             the sums of all gradients in addition to them. Needs a hook from `hook_with_zero_step`, also without
             overlap; `shard_optimizer` builds it. False: averages add up in ``param.grad``, as in DDP.
+        partition: ``"parameters"``: each has one owner. ``"elements"``: every bucket is cut into equal parts, wherever
+            parameters begin, so that a rank has one Nth of state and messages however large a parameter is; for
+            optimizers that step each element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
+            RAdam, ASGD, Rprop, and classes declared by `ddp_zero.elementwise`).
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -128,6 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         master_weights: bool = False,
         sync: str = "step",
         accumulate_in_fp32: bool = False,
+        partition: str = "parameters",
         **defaults: Any,
     ) -> None:
         group = process_group if is_group(process_group) else None  # else refused below, on all ranks
@@ -141,6 +148,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32
             )
             check_can_sync(sync, parameters_as_bucket_view)
+            division = partition_named(partition)
             check_can_be_sharded(optimizer_class)
             check_params(params)
             check_known(defaults, optimizer_class, library_options())
@@ -151,12 +159,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             agreement.declare("overlap_with_ddp", overlap_with_ddp)
             agreement.declare("stage", repr(reduction))
             agreement.declare("step options", repr(options))
+            agreement.declare("partition", division.name)
             agreement.declare_parameters(table)
-            binding = Binding(comm, table, parameters_as_bucket_view, sync == "forward")
+            binding = Binding(comm, table, parameters_as_bucket_view, sync == "forward", division)
             stepped = SteppedTensors(table, master_weights)
             agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
             self._build = partial(build_inner, optimizer_class, defaults=defaults)
-            self.optim = self._build(self.param_groups, stepped.own(binding.owned()))
+            self.optim = self._build(self.param_groups, stepped.own(binding.owned(), binding.owned_parts()))
+            if division.cuts:
+                check_elementwise(self.optim)
             check_options(options, self.optim)
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
         self.defaults = self.optim.defaults

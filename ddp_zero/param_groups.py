@@ -31,12 +31,12 @@ def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
             agreement.declare_parameters(table)
             binding = sharded.binding.extended(table)
             sharded.stepped.extend(table)
-            stepped = sharded.stepped.own(binding.owned())
+            stepped = sharded.stepped.own(binding.owned(), binding.owned_parts())
             inner.add_param_group(localise_group(exposed[-1], stepped))
             check_epsilon(inner, inner.param_groups, table, sharded.stepped)
     except Exception:
         sharded.stepped.extend(sharded.table)
-        sharded.stepped.own(sharded.binding.owned())
+        sharded.stepped.own(sharded.binding.owned(), sharded.binding.owned_parts())
         del exposed[groups_before[0] :], inner.param_groups[groups_before[1] :]
         raise
     copy_options(inner.param_groups[-1], exposed[-1])

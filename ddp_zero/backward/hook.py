@@ -59,7 +59,6 @@ from ddp_zero.backward.regime import Choice, Facts, Regime, choose
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.tracing import label, logger
 from ddp_zero.local.masters import GradientSource
-from ddp_zero.plan.shard_plan import owners_by_bucket
 from ddp_zero.step.join import borrow_gradients
 from ddp_zero.step.record import StepRecord, StepRegime
 from ddp_zero.step.sharded_step import ShardedStep
@@ -372,12 +371,12 @@ class OverlapHook:
         is_final = bool(built) or self._has_final_layout()
         buckets, index_of = [one.params for one in built or self._iteration.arrived], sharded.table.index_of
         layout = [[index_of[param] for param in params if param in index_of] for params in buckets]
-        owners = list(sharded.binding.owners)
-        if is_final and not sharded.local_step.steps_whole:  # state of an optimizer inside another could not move
-            sizes, matching = [spec.nbytes for spec in sharded.binding.plan.specs], self._iteration.matching
-            owners = owners_by_bucket(sizes, owners, sharded.comm.world_size, layout, self._split, matching)
+        pieces = sharded.binding.pieces
+        is_planned = is_final or sharded.binding.cuts  # parts must lie in rank order in each bucket
+        if is_planned and not sharded.local_step.steps_whole:  # state of an optimizer inside another could not move
+            pieces = sharded.binding.pieces_for(layout, self._split, self._iteration.matching)
         logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
-        sharded.adopt(layout, owners, moves_later=is_final)
+        sharded.adopt(layout, pieces, moves_later=is_final)
         self._unused.forget()
         self._table = sharded.table
         self._compositions = [tuple(map(id, params)) for params in buckets]

@@ -111,7 +111,11 @@ def save(
         writer.finish()
         agreement.declare("keep", keep)
         live, state = _declared(agreement, model, optimizer)
-        part = capture(live, state, writer.peers.group_rank, writer.peers.world_size, extra, rank_extra)
+        if state is not None:
+            state.check()
+    states = {} if state is None else state.saved_state()
+    with Agreement(writer.peers, "checkpoint.save") as agreement:
+        part = capture(live, state, states, writer.peers.group_rank, writer.peers.world_size, extra, rank_extra)
         text, tensors = text_and_tensors(part.as_tree(), "a checkpoint")
         tensors = copied(tensors) if background else tensors
         place = _start(writer.peers, agreement, root := folder_of(path), step, keep)

@@ -14,6 +14,7 @@ from ddp_zero.plan.partition import GroupRank, partition_greedy
 def capture(
     live: LiveModel,
     optimizer: OptimizerState | None,
+    states: dict[int, dict[Any, Any]],
     rank: GroupRank,
     world_size: int,
     extra: Tree,
@@ -24,19 +25,26 @@ def capture(
     Every parameter is written by the rank that writes its state; parameters in no optimizer are spread over the ranks;
     buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them.
 
+    Args:
+        live: the model.
+        optimizer: the optimizer, between two steps.
+        states: those that it saves, by index.
+        rank: this rank.
+        world_size: number of ranks.
+        extra: the user's own state.
+        rank_extra: that of this rank.
+
     Raises:
         ValueError: if the optimizer has a parameter that the model does not have.
-        RuntimeError: if a step is under way.
     """
     names: list[str] = []
     owned: list[int] = []
     if optimizer is not None:
-        optimizer.check()
         names = live.names_of(optimizer.table)
         owned = optimizer.owned(rank, world_size)
     mine = {names[index] for index in owned} | set(_share_of_rest(live, names, rank, world_size))
     model = {name: value for name, value in live.entries.items() if name in mine}
-    state, births = _states(optimizer, names, owned)
+    state, births = _states(optimizer, states, names, owned)
     shared = _shared(live, optimizer, names, extra) if rank == 0 else None
     return Part(model, state, births, rank_extra, shared)
 
@@ -52,11 +60,11 @@ def _share_of_rest(live: LiveModel, names: list[str], rank: GroupRank, world_siz
 
 
 def _states(
-    optimizer: OptimizerState | None, names: list[str], owned: list[int]
+    optimizer: OptimizerState | None, found: dict[int, dict[Any, Any]], names: list[str], owned: list[int]
 ) -> tuple[dict[str, dict[Any, Any]], list[tuple[int, int, str]]]:
     if optimizer is None:
         return {}, []
-    found, births, mine = optimizer.state(), optimizer.births(), set(owned)
+    births, mine = optimizer.births(), set(owned)
     kept = [index for index in found if index in mine]
     return {names[index]: found[index] for index in kept}, [(*births[index], names[index]) for index in kept]
 

@@ -149,7 +149,8 @@ class Restore:
         """The state dict that the optimizer loads on this rank."""
         assert self.optimizer is not None, "called only with an optimizer"
         kept = set(self.optimizer.kept())
-        states = {index: fill(state, fill_with) for index, state in self.states.items() if index in kept}
+        own_part = self.optimizer.own_part  # of one parameter at a time, so that only one is in memory whole
+        states = {i: own_part(i, fill(state, fill_with)) for i, state in self.states.items() if i in kept}
         counted = iter(range(len(self.optimizer.table)))
         groups = [
             {**fill(group_options(group), fill_with), "params": [next(counted) for _ in group["params"]]}

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from ddp_zero.local.inner import rehearse_load
 from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.local.tree import check_can_travel
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.plan.partition import GroupRank, partition_greedy
-from ddp_zero.state.restrict import check_state
+from ddp_zero.state.restrict import check_state, own_part
 
 Birth = tuple[int, int]
 StateDict = dict[str, Any]
@@ -47,7 +48,13 @@ class OptimizerState(Protocol):
         """Parameters whose state this rank loads."""
 
     def state(self) -> dict[int, dict[Any, Any]]:
-        """The states of this rank's parameters, in the unsharded order, masters included."""
+        """The states of this rank's parameters, or parts of them, in the unsharded order, masters included."""
+
+    def saved_state(self) -> dict[int, dict[Any, Any]]:
+        """The whole states of `owned`, in the unsharded order, masters included. A collective."""
+
+    def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
+        """What this rank keeps of a parameter's whole state."""
 
     def births(self) -> Mapping[int, Birth]:
         """When each of these states was created, comparable between ranks."""
@@ -130,6 +137,14 @@ class WholeState:
         """The optimizer's state, by parameter index."""
         return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
 
+    def saved_state(self) -> dict[int, dict[Any, Any]]:
+        """All of it; a save takes what `owned` names."""
+        return self.state()
+
+    def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
+        """All of it."""
+        return state
+
     def births(self) -> Mapping[int, Birth]:
         """The position of each state in the optimizer's."""
         return {index: (0, place) for place, index in enumerate(self.state())}
@@ -190,20 +205,32 @@ class ShardedState:
         self._engine = optimizer._engine
 
     def check(self) -> None:
-        """Check that no backward pass is under way and none waits for ``opt.step()``."""
+        """Check that no backward pass is under way, none waits for ``opt.step()``, and parts of states can be sent."""
         self._engine.check_between_steps()
+        states = self.state()
+        for index in self._engine.sharded.binding.owned_parts():
+            check_can_travel(states.get(index), self.table.label(index))
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """The parameters that this rank owns by the plan."""
-        return self.kept()
+        """The parameters whose first element this rank owns by the plan."""
+        return [index for index, owner in enumerate(self._engine.sharded.binding.owners) if owner == rank]
 
     def kept(self) -> list[int]:
-        """The parameters that this rank owns by the plan."""
+        """The parameters of which this rank owns anything by the plan."""
         return self._engine.sharded.binding.owned()
 
     def state(self) -> dict[int, dict[Any, Any]]:
-        """The states of owned parameters, masters included."""
+        """The states of owned parameters, or parts of them, masters included."""
         return self._zero._shard.owned_state()
+
+    def saved_state(self) -> dict[int, dict[Any, Any]]:
+        """The states of `owned`; parts of parameters that are cut come from their owners."""
+        return self._zero._shard.saved_state()
+
+    def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
+        """The state of this rank's part, if the parameter is cut."""
+        part = self._engine.sharded.stepped.part(index)
+        return state if part is None else own_part(state, self.table, index, part)
 
     def births(self) -> Mapping[int, Birth]:
         """The creation key of each state, by step first, then by parameter; see `StateOrder`."""
@@ -216,8 +243,9 @@ class ShardedState:
         return scale.state_dict() if scale is not None and scale.is_dynamic else None
 
     def master(self, index: int) -> Tensor | None:
-        """The master of a parameter on its owner; else None."""
-        return self._engine.sharded.stepped.master(index)
+        """The master of a parameter on its owner; else None, also for one that is cut."""
+        stepped = self._engine.sharded.stepped
+        return stepped.master(index) if stepped.part(index) is None else None
 
     def wants_master(self, index: int) -> bool:
         """True for low-precision parameters with ``master_weights=True``."""

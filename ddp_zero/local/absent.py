@@ -29,13 +29,15 @@ class AbsentGradient(Tensor):
 
     Attributes:
         consumed: True if the step inside backward has used it up; if False, its owner has it.
-        zeroed: how often it was set to zero, which has no effect.
+        zeroed: how often it was set to zero.
         found_inf: the found-inf tensor of a `GradScaler`, set once ``unscale_`` has run; else None.
+        part: the elements that this rank has if the parameter is cut, 1-D; else None.
     """
 
     consumed: bool
     zeroed: int
     found_inf: Tensor | None
+    part: Tensor | None
     _reason: str
 
     @classmethod
@@ -45,20 +47,26 @@ class AbsentGradient(Tensor):
         """Allow functions that read no values, zeroing and unscaling; refuse everything else."""
         if func.__name__ in _HARMLESS and getattr(func, "__self__", None) not in _TENSORS_OF_A_TENSOR:
             if func.__name__ == "zero_":
-                args[0].zeroed += 1
+                args[0].zero_part()
                 return args[0]
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func.__name__ == "_foreach_zero_":
             for grad in args[0]:
                 if isinstance(grad, AbsentGradient):
-                    grad.zeroed += 1
+                    grad.zero_part()
             func([grad for grad in args[0] if not isinstance(grad, AbsentGradient)] or [torch.empty(0)])
             return None
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale_present(func, *args)
         absent = next(among(AbsentGradient, [args, kwargs]))  # torch calls this only if an argument is one
         return absent.refuse()
+
+    def zero_part(self) -> None:
+        """Count that it was set to zero, and set to zero what this rank has of it."""
+        self.zeroed += 1
+        if self.part is not None:
+            self.part.zero_()
 
     def refuse(self) -> NoReturn:
         """Raise `RuntimeError` with the reason."""
@@ -69,19 +77,21 @@ class AbsentGradient(Tensor):
         return f"AbsentGradient({self._reason!r})"
 
 
-def absent_gradient(param: Tensor, consumed: bool, reason: str) -> AbsentGradient:
+def absent_gradient(param: Tensor, consumed: bool, reason: str, part: Tensor | None = None) -> AbsentGradient:
     """Make an `AbsentGradient` for a parameter.
 
     Args:
         param: determines shape, dtype and device.
         consumed: see `AbsentGradient`.
         reason: the message of the error.
+        part: see `AbsentGradient`.
     """
     one_element = torch.full((), float("nan") if param.is_floating_point() else 0, dtype=param.dtype).to(param.device)
     absent = one_element.expand(param.shape).as_subclass(AbsentGradient)
     absent.consumed = consumed
     absent.zeroed = 0
     absent.found_inf = None
+    absent.part = part
     absent._reason = reason
     return absent
 
@@ -89,6 +99,11 @@ def absent_gradient(param: Tensor, consumed: bool, reason: str) -> AbsentGradien
 def is_present(grad: Tensor | None) -> bool:
     """True for a gradient that is on this rank."""
     return grad is not None and not isinstance(grad, AbsentGradient)
+
+
+def on_this_rank(grad: Tensor) -> Tensor | None:
+    """What this rank has of a gradient: all of it, its part of one that is cut, or nothing."""
+    return grad.part if isinstance(grad, AbsentGradient) else grad
 
 
 def report_nonfinite(grads: Iterable[Tensor | None]) -> None:
@@ -111,5 +126,6 @@ def _unscale_present(func: Any, grads: Sequence[Tensor], found: Tensor, inverse_
             grad.refuse()
         else:
             grad.found_inf = found
+            present += [] if grad.part is None else [grad.part]
     if present:
         func(present, found, inverse_scale)

@@ -1,8 +1,10 @@
-"""The tensors that the inner optimizer steps, parameters or fp32 masters of low-precision ones, and their gradients.
+"""The tensors that the inner optimizer steps, and their gradients: parameters, masters, or a part of either.
 
 A *master* is an fp32 copy of an fp16 or bf16 parameter on the rank that owns it. The model computes with the parameter,
 and the parameter is what is sent; the step reads and writes the master, so that updates smaller than the parameter's
 resolution add up instead of being rounded away. See Micikevicius et al., "Mixed Precision Training", 2018.
+
+A *part* is what this rank owns of a parameter that is cut: a 1-D window of the parameter's memory, or a master of that.
 
 Gradients are lent for the duration of a bucket's step: a master gets its parameter's gradient in fp32. Where the step
 scales gradients (clipping, loss scaling), it scales copies, so ``param.grad`` stays as backward left it.
@@ -16,7 +18,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from ddp_zero.elements.memory import part_of
 from ddp_zero.local.awaited import untouched
 from ddp_zero.local.local_step import ParamGroup, restrict_group
 from ddp_zero.local.parameters import ParameterTable
@@ -31,7 +35,10 @@ class GradientSource(Protocol):
     """Where a step finds gradients, by parameter index."""
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient in the parameter's shape and dtype; None if the parameter has no gradient."""
+        """The gradient in the parameter's dtype; None if the parameter has no gradient.
+
+        In the parameter's shape, or 1-D of what this rank owns of a parameter that is cut.
+        """
 
     def exact(self, index: int) -> Tensor | None:
         """The gradient in the dtype of the sum, if that differs from the parameter's; else None."""
@@ -105,7 +112,7 @@ class ScaledGradients:
 
 
 class SteppedTensors:
-    """The tensors that the inner optimizer holds: parameters, or their masters.
+    """The tensors that the inner optimizer holds: parameters, or what stands in for them, masters and parts.
 
     Args:
         table: the parameters.
@@ -115,28 +122,39 @@ class SteppedTensors:
     def __init__(self, table: ParameterTable, has_masters: bool) -> None:
         self.has_masters = has_masters
         self._table = table
-        self._masters: dict[int, Tensor] = {}
-        self._index_of_master: dict[Tensor, int] = {}
+        self._stand_ins: dict[int, Tensor] = {}
+        self._index_of_stand_in: dict[Tensor, int] = {}
+        self._parts: dict[int, slice] = {}  # of owned parameters that are cut
         self._versions: list[tuple[int, int, int]] | None = None  # None before the first step: masters follow the model
 
     # Stepped tensors
 
     def __getitem__(self, index: int) -> Tensor:
         """The tensor that is stepped for a parameter."""
-        return self._masters.get(index, self._table.params[index])
+        return self._stand_ins.get(index, self._table.params[index])
 
     def index_of(self, tensor: Tensor) -> int:
         """The index of the parameter that a stepped tensor stands for."""
-        return self._index_of_master[tensor] if tensor in self._index_of_master else self._table.index_of[tensor]
+        found = self._index_of_stand_in.get(tensor)
+        return self._table.index_of[tensor] if found is None else found
+
+    def part(self, index: int) -> slice | None:
+        """The elements of a parameter that this rank owns, if it is cut; None for all."""
+        return self._parts.get(index)
+
+    @property
+    def are_parameters(self) -> bool:
+        """True if nothing stands in for a parameter."""
+        return not self._stand_ins and not self.has_masters
 
     def master(self, index: int) -> Tensor | None:
-        """The master of a parameter, if this rank has one."""
-        return self._masters.get(index)
+        """The master of a parameter, or of this rank's part of it, if this rank has one."""
+        return self._stand_ins.get(index) if self.wants_master(index) else None
 
     @property
     def masters(self) -> Mapping[int, Tensor]:
         """The masters that this rank has, by parameter index."""
-        return self._masters
+        return {index: held for index, held in self._stand_ins.items() if self.wants_master(index)}
 
     def wants_master(self, index: int) -> bool:
         """Whether the owner of a parameter keeps a master of it."""
@@ -146,53 +164,77 @@ class SteppedTensors:
         """The dtype of the tensor that the owner steps for a parameter."""
         return torch.float32 if self.wants_master(index) else self._table.params[index].dtype
 
-    def own(self, indices: Iterable[int]) -> dict[Tensor, Tensor]:
-        """Keep masters for these parameters and no others.
+    def own(self, indices: Iterable[int], parts: Mapping[int, slice] = MappingProxyType({})) -> dict[Tensor, Tensor]:
+        """Keep stand-ins for these parameters and no others.
+
+        Args:
+            indices: the parameters that this rank owns, or of which it owns a part.
+            parts: which elements of those that are cut.
 
         Returns:
             For each parameter the tensor that is stepped for it.
         """
         kept = dict.fromkeys(indices)
-        for index in [index for index in self._masters if index not in kept]:
-            self.give(index)
+        for index in list(self._stand_ins):
+            if index not in kept or self._parts.get(index) != parts.get(index):
+                self.give(index)
         for index in kept:
-            if self.wants_master(index) and index not in self._masters:
-                self.take(index, self._table.params[index])
+            if index not in self._stand_ins and (self.wants_master(index) or index in parts):
+                self.take(index, None, parts.get(index))
         return {self._table.params[index]: self[index] for index in kept}
 
     def give(self, index: int) -> Tensor | None:
-        """Remove a master that moves to a different rank, and return it."""
-        master = self._masters.pop(index, None)
-        if master is not None:
-            del self._index_of_master[master]
-        return master
+        """Remove a stand-in that moves to a different rank, and return it if it is a master."""
+        stand_in = self._stand_ins.pop(index, None)
+        self._parts.pop(index, None)
+        if stand_in is not None:
+            del self._index_of_stand_in[stand_in]
+        return stand_in if self.wants_master(index) else None
 
-    def take(self, index: int, value: Tensor) -> None:
-        """Create a master with a copy of this value and of the parameter's attributes, which optimizers may read."""
-        self.put(index, self._new_master(index, value))
+    def take(self, index: int, value: Tensor | None, part: slice | None = None) -> None:
+        """Create a stand-in with the parameter's attributes, which optimizers may read.
+
+        Args:
+            index: the parameter.
+            value: of the master, copied; None: that of the parameter.
+            part: the elements that it stands for; None: all.
+        """
+        self.give(index)
+        param = self._table.params[index]
+        if value is None:
+            value = param if part is None else part_of(param, param, part)
+        self.put(index, self._new_master(index, value) if self.wants_master(index) else _like(param, value), part)
 
     def as_on_owner(self, index: int) -> Tensor:
-        """The tensor that the owner of a parameter steps for it before the first step; a master is created anew."""
+        """The tensor that the owner of a parameter, if not cut, steps before the first step; a master is made anew."""
         param = self._table.params[index]
         return self._new_master(index, param) if self.wants_master(index) else param
 
-    @torch.no_grad()
     def _new_master(self, index: int, value: Tensor) -> Tensor:
         param = self._table.params[index]
-        copied = value.detach().to(param.device, torch.float32, copy=True)
-        master = torch.nn.Parameter(copied, requires_grad=param.requires_grad)
-        master.__dict__.update(param.__dict__)
-        return master
+        return _like(param, value.detach().to(param.device, torch.float32, copy=True))
 
-    def put(self, index: int, master: Tensor) -> None:
-        """Use this tensor itself as a master."""
+    def put(self, index: int, stand_in: Tensor, part: slice | None = None) -> None:
+        """Use this tensor itself as a stand-in."""
         self.give(index)
-        self._masters[index] = master
-        self._index_of_master[master] = index
+        self._stand_ins[index] = stand_in
+        self._index_of_stand_in[stand_in] = index
+        if part is not None:
+            self._parts[index] = part
+
+    def stand_ins(self) -> list[tuple[int, Tensor, slice | None]]:
+        """All of them: index, tensor, part."""
+        return [(index, held, self._parts.get(index)) for index, held in self._stand_ins.items()]
 
     def extend(self, table: ParameterTable) -> None:
         """Use a table to which parameters were added; existing parameters keep their index."""
         self._table = table
+
+    def own_part(self, index: int, value: Tensor) -> Tensor:
+        """What this rank steps of a value that has the shape of the parameter, or is of that part already."""
+        part, param = self._parts.get(index), self._table.params[index]
+        is_whole = part is not None and value.shape == param.shape  # a part has fewer elements
+        return part_of(value, param, part) if is_whole and part is not None else value
 
     # A step
 
@@ -205,28 +247,50 @@ class SteppedTensors:
         before: list[tuple[Tensor, Tensor | None]] = []
         try:
             with torch.no_grad():
+                self.follow_memory(indices)
                 for index in indices:
                     stepped, grad = self[index], self.gradient(index, source)
                     if grad is not stepped.grad:
                         before.append((stepped, stepped.grad))
                         stepped.grad = grad
-            moved = [index for index in indices if index in self._masters and self._masters[index].grad is not None]
+            moved = [index for index in indices if index in self._stand_ins and self[index].grad is not None]
             yield
-            if moved:
-                with torch.no_grad():
-                    params = [self._table.params[index] for index in moved]
-                    torch._foreach_copy_(params, [self._masters[index] for index in moved])
+            self._publish(moved)
         finally:
             for stepped, grad in before:
                 stepped.grad = grad
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
-        """The gradient of a parameter, in the dtype of the stepped tensor; None if it has no gradient."""
-        if index not in self._masters:
-            return source.gradient(index)
-        exact = source.exact(index)
+        """The gradient of what is stepped for a parameter, in its shape and dtype; None if there is no gradient."""
+        grad = self.whole_gradient(index, source)
+        return None if grad is None else self.own_part(index, grad)
+
+    def whole_gradient(self, index: int, source: GradientSource) -> Tensor | None:
+        """The same of all of a parameter that is cut, if the source has that."""
+        has_master = self.master(index) is not None
+        exact = source.exact(index) if has_master else None
         grad = source.gradient(index) if exact is None else exact
-        return None if grad is None else grad.to(torch.float32)
+        return grad.to(torch.float32) if has_master and grad is not None else grad
+
+    def follow_memory(self, indices: Iterable[int] | None = None) -> None:
+        """Point parts, of these parameters or of all, at the parameters' memory, which may have moved since."""
+        for index in self._parts if indices is None else [index for index in indices if index in self._parts]:
+            if self.wants_master(index):
+                continue
+            param, stand_in = self._table.params[index], self._stand_ins[index]
+            window = part_of(param, param, self._parts[index])
+            if window.data_ptr() != stand_in.data_ptr():
+                stand_in.data = window
+
+    @torch.no_grad()
+    def _publish(self, stepped: Sequence[int]) -> None:
+        """After a step: show what stand-ins hold in their parameters."""
+        targets = [index for index in stepped if self.wants_master(index)]
+        params = {index: self._table.params[index] for index in stepped}
+        if targets:
+            windows = [self.own_part(index, params[index].detach()) for index in targets]
+            torch._foreach_copy_(windows, [self._stand_ins[index] for index in targets])
+        increment_version([params[index] for index in stepped if not self.wants_master(index)])
 
     # The model's parameters and the masters
 
@@ -247,7 +311,8 @@ class SteppedTensors:
     def diverged(self) -> list[int]:
         """Owned parameters that differ from their rounded masters. Reads them all."""
         params = self._table.params
-        return [index for index, master in self._masters.items() if not rounds_to(master, params[index])]
+        pairs = [(index, master, self.own_part(index, params[index])) for index, master in self.masters.items()]
+        return [index for index, master, value in pairs if not rounds_to(master, value)]
 
     def follow_model(self) -> None:
         """Before the first step: copy the model's current parameters to the masters. Later: do nothing."""
@@ -261,13 +326,20 @@ class SteppedTensors:
 
     @torch.no_grad()
     def _copy_from_model(self, known: Mapping[int, Tensor]) -> None:
-        for index, master in self._masters.items():
-            master.copy_(known.get(index, self._table.params[index]))
+        for index, master in self.masters.items():
+            master.copy_(self.own_part(index, known.get(index, self._table.params[index])))
 
     def _current_versions(self) -> list[tuple[int, int, int]]:
         with untouched():
-            params = [(index, self._table.params[index]) for index in self._masters]
+            params = [(index, self._table.params[index]) for index in self.masters]
             return [(index, param._version, param.data_ptr()) for index, param in params]
+
+
+def _like(param: Tensor, value: Tensor) -> Tensor:
+    """A parameter on this memory, with the attributes of another."""
+    made = torch.nn.Parameter(value.detach(), requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    return made
 
 
 def localise_group(group: ParamGroup, stepped: Mapping[Tensor, Tensor]) -> ParamGroup:

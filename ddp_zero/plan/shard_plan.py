@@ -2,8 +2,10 @@
 
 A plan is computed from sizes and the number of ranks alone, so every rank builds the same one without messages. The
 parameters of one kind (device type and dtype) are cut into *buckets*, the units of the pipeline "step a bucket, send
-it while stepping the next". What one rank owns of one bucket is a *segment*: a run of whole parameters laid end to end,
-and one message. Seven fp32 parameters on two ranks, with a cap of 64 bytes a bucket (numbers are elements):
+it while stepping the next". What one rank owns of one bucket is a *segment*: parameters laid end to end, and one
+message. Parameters are whole here; `elements.py` cuts them.
+
+Seven fp32 parameters on two ranks, with a cap of 64 bytes a bucket (numbers are elements):
 
     parameter      0    1    2    3    4    5    6
     elements       8    4    6    2    4    6    2        128 bytes, so 2 buckets
@@ -17,10 +19,12 @@ Every bucket holds about the same share of every rank's parameters, so that rank
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from ddp_zero.plan.ownership import Pieces, check_pieces, home, piece_of, whole
 from ddp_zero.plan.partition import GroupRank, partition_greedy
 
 
@@ -44,19 +48,21 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Segment:
-    """What one rank owns of one bucket: whole parameters, end to end, in one message.
+    """What one rank owns of one bucket: parameters or pieces of them, end to end, in one message.
 
     Attributes:
         owner: the rank that steps these parameters and sends them.
         params: parameter indices, increasing.
         offsets: where each parameter starts in the segment, in elements.
         numel: length of the segment, in elements.
+        ranges: which elements of each parameter it holds: start and stop.
     """
 
     owner: GroupRank
     params: tuple[int, ...]
     offsets: tuple[int, ...]
     numel: int
+    ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -75,25 +81,25 @@ class ShardPlan:
     Attributes:
         world_size: number of ranks.
         specs: one per parameter, in the optimizer's order.
-        owners: one per parameter.
+        pieces: who owns which elements of each parameter.
         buckets: in the order in which every rank steps and syncs them.
 
     Raises:
-        ValueError: if an active parameter is not in exactly one bucket, in the segment of its owner, with its kind; if
-            a segment's offsets do not lay its parameters end to end; or if an owner is not a rank.
+        ValueError: if the pieces of an active parameter are not in exactly one bucket, each in the segment of its
+            owner, with its kind; if a segment's offsets do not lay its parameters end to end; or if pieces do not cover
+            their parameter.
     """
 
     world_size: int
     specs: tuple[ParameterSpec, ...]
-    owners: tuple[GroupRank, ...]
+    pieces: tuple[Pieces, ...]
     buckets: tuple[Bucket, ...]
 
     def __post_init__(self) -> None:
-        if len(self.owners) != len(self.specs):
-            raise ValueError(f"Expected one owner for each of {len(self.specs)} parameters, got {len(self.owners)}.")
-        for param, owner in enumerate(self.owners):
-            if not 0 <= owner < self.world_size:
-                raise ValueError(f"Expected parameter {param} to have an owner below {self.world_size}, got {owner}.")
+        if len(self.pieces) != len(self.specs):
+            raise ValueError(f"Expected one owner for each of {len(self.specs)} parameters, got {len(self.pieces)}.")
+        for param, (pieces, spec) in enumerate(zip(self.pieces, self.specs, strict=True)):
+            check_pieces(pieces, spec.numel, self.world_size, param)
         bucket_of: dict[int, int] = {}
         for position, bucket in enumerate(self.buckets):
             if bucket.index != position:
@@ -103,10 +109,16 @@ class ShardPlan:
             if spec.active and param not in bucket_of:
                 raise ValueError(f"Expected active parameter {param} in a bucket, got it in none.")
 
+    @property
+    def owners(self) -> tuple[GroupRank, ...]:
+        """The owner of each parameter's first element, and so of all of it unless it is cut."""
+        return tuple(map(home, self.pieces))
+
     def digest(self) -> int:
         """A 63-bit hash that differs if two plans differ in anything that is sent."""
         layout = [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in self.buckets]
-        text = repr((self.world_size, self.owners, [(spec.numel, spec.kind) for spec in self.specs], layout))
+        pieces = [[(piece.owner, piece.stop) for piece in pieces] for pieces in self.pieces]
+        text = repr((self.world_size, pieces, [(spec.numel, spec.kind) for spec in self.specs], layout))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def _check_bucket(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
@@ -119,27 +131,37 @@ class ShardPlan:
                     f"Expected parameters below {len(self.specs)}, got parameter {unknown[0]} in bucket "
                     f"{bucket.index}, rank {segment.owner}."
                 )
-            numels = [self.specs[param].numel for param in segment.params]
-            ends = [0, *accumulate(numels)]
+            ends = [0, *accumulate(stop - start for start, stop in segment.ranges)]
             if list(segment.offsets) != ends[:-1] or segment.numel != ends[-1]:
                 raise ValueError(
                     f"Expected the parameters of bucket {bucket.index}, rank {segment.owner} end to end at "
                     f"{ends[:-1]}, got {list(segment.offsets)} and length {segment.numel}."
                 )
-            for param in segment.params:
-                self._check_member(bucket, segment, param, bucket_of)
-                bucket_of[param] = bucket.index
+        self._check_count(bucket, bucket_of)
+        for segment in bucket.segments:
+            for param, held in zip(segment.params, segment.ranges, strict=True):
+                self._check_member(bucket, segment, param, held)
 
-    def _check_member(self, bucket: Bucket, segment: Segment, param: int, bucket_of: dict[int, int]) -> None:
-        spec = self.specs[param]
-        if param in bucket_of:
+    def _check_count(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
+        found = Counter(param for segment in bucket.segments for param in segment.params)
+        for param, count in found.items():
+            if param in bucket_of:
+                raise ValueError(
+                    f"Expected parameter {param} in one bucket, got it in {bucket_of[param]} and {bucket.index}."
+                )
+            if count != len(self.pieces[param]):
+                raise ValueError(
+                    f"Expected all {len(self.pieces[param])} pieces of parameter {param} in bucket {bucket.index}, got "
+                    f"{count}."
+                )
+        bucket_of.update(dict.fromkeys(found, bucket.index))
+
+    def _check_member(self, bucket: Bucket, segment: Segment, param: int, held: tuple[int, int]) -> None:
+        spec, piece = self.specs[param], piece_of(self.pieces[param], segment.owner)
+        if piece is None or held != (piece.start, piece.stop):
             raise ValueError(
-                f"Expected parameter {param} in one bucket, got it in {bucket_of[param]} and {bucket.index}."
-            )
-        if self.owners[param] != segment.owner:
-            raise ValueError(
-                f"Expected parameter {param} with its owner {self.owners[param]}, got it in a segment of rank "
-                f"{segment.owner} (bucket {bucket.index})."
+                f"Expected parameter {param} with its owners, {self.pieces[param]}, got elements {held[0]} to "
+                f"{held[1]} in a segment of rank {segment.owner} (bucket {bucket.index})."
             )
         if spec.kind != bucket.kind or not spec.active:
             raise ValueError(
@@ -177,16 +199,17 @@ def plan_standalone(
                 members[spec.kind] = [[] for _ in range(world_size)]
             members[spec.kind][owner].append(param)
 
+    pieces = whole_pieces(specs, owners)
     buckets: list[Bucket] = []
     for kind, params_per_rank in members.items():
         total = sum(specs[param].nbytes for params in params_per_rank for param in params)
         num_runs = min(max(1, -(-total // bucket_cap_bytes)), max(map(len, params_per_rank)))
         runs_per_rank = [cut([specs[p].nbytes for p in params], params, num_runs) for params in params_per_rank]
         for run in range(num_runs):
-            segments = tuple(_segment(GroupRank(rank), runs[run], specs) for rank, runs in enumerate(runs_per_rank))
+            segments = tuple(_segment(GroupRank(rank), runs[run], pieces) for rank, runs in enumerate(runs_per_rank))
             if any(segment.params for segment in segments):
                 buckets.append(Bucket(len(buckets), kind, segments))
-    return ShardPlan(world_size, tuple(specs), tuple(owners), tuple(buckets))
+    return ShardPlan(world_size, tuple(specs), pieces, tuple(buckets))
 
 
 def plan_for_ddp(
@@ -212,7 +235,7 @@ def plan_for_ddp(
         buckets.append(plan_bucket(index, params, specs, owners, world_size))
     for bucket in plan_standalone(outside, owners, world_size, bucket_cap_bytes).buckets:
         buckets.append(replace(bucket, index=len(buckets)))
-    return ShardPlan(world_size, tuple(specs), tuple(owners), tuple(buckets))
+    return ShardPlan(world_size, tuple(specs), whole_pieces(specs, owners), tuple(buckets))
 
 
 def plan_bucket(
@@ -227,12 +250,24 @@ def plan_bucket(
         owners: one per parameter of the optimizer.
         world_size: number of ranks.
     """
-    of_rank: list[list[int]] = [[] for _ in range(world_size)]
-    for param in sorted(params):
-        if specs[param].active:
-            of_rank[owners[param]].append(param)
-    segments = tuple(_segment(GroupRank(rank), of_rank[rank], specs) for rank in range(world_size))
+    segments = segments_of(sorted(params), specs, whole_pieces(specs, owners), world_size)
     return Bucket(index, specs[params[0]].kind if params else "", segments)
+
+
+def segments_of(
+    params: Sequence[int], specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int
+) -> tuple[Segment, ...]:
+    """What each rank owns of some parameters, in this order; of the active ones among them."""
+    of_rank: list[list[int]] = [[] for _ in range(world_size)]
+    for param in params:
+        for piece in pieces[param] if specs[param].active else ():
+            of_rank[piece.owner].append(param)
+    return tuple(_segment(GroupRank(rank), of_rank[rank], pieces) for rank in range(world_size))
+
+
+def whole_pieces(specs: Sequence[ParameterSpec], owners: Sequence[GroupRank]) -> tuple[Pieces, ...]:
+    """The pieces of parameters that are not cut."""
+    return tuple(whole(owner, spec.numel) for spec, owner in zip(specs, owners, strict=True))
 
 
 def owners_by_bucket(
@@ -269,9 +304,11 @@ def owners_by_bucket(
     return assigned
 
 
-def _segment(owner: GroupRank, params: Sequence[int], specs: Sequence[ParameterSpec]) -> Segment:
-    ends = [0, *accumulate(specs[param].numel for param in params)]
-    return Segment(owner, tuple(params), tuple(ends[:-1]), ends[-1])
+def _segment(owner: GroupRank, params: Sequence[int], pieces: Sequence[Pieces]) -> Segment:
+    found = [piece_of(pieces[param], owner) for param in params]
+    ranges = tuple((piece.start, piece.stop) for piece in found if piece is not None)
+    ends = [0, *accumulate(stop - start for start, stop in ranges)]
+    return Segment(owner, tuple(params), tuple(ends[:-1]), ends[-1], ranges)
 
 
 def cut(sizes: Sequence[int], items: Sequence[int], num_runs: int) -> list[list[int]]:

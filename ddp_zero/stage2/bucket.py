@@ -14,7 +14,7 @@ from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import SegmentReduction, room_numel, scales_late, sum_dtype
 from ddp_zero.comm.tracing import label
-from ddp_zero.plan.partition import GroupRank
+from ddp_zero.plan.ownership import Piece, Pieces, is_cut
 from ddp_zero.plan.shard_plan import Bucket
 from ddp_zero.stage2.buffers import BufferPool
 from ddp_zero.step.sharded_step import ShardedStep
@@ -86,7 +86,7 @@ class ScratchLayout:
         sharded: knows the optimizer's parameters.
 
     Attributes:
-        owners: the ranks that get sums, by index of the parameter.
+        pieces: the ranks that get sums, and of which elements, by index of the parameter.
     """
 
     def __init__(self, params: list[Tensor], bucket: Bucket, sharded: ShardedStep) -> None:
@@ -98,12 +98,14 @@ class ScratchLayout:
         self.dtype, self.device = params[0].dtype, params[0].device
         self.windows: dict[Tensor, Window] = {}
         self.ranges: list[tuple[int, int]] = []
-        self.owners: dict[int, GroupRank] = {}
+        self.pieces: dict[int, Pieces] = {}
         start = 0
         for segment in bucket.segments:
-            for index, offset in zip(segment.params, segment.offsets, strict=True):
-                self.windows[table.params[index]] = Window.of(table.params[index], start + offset)
-                self.owners[index] = segment.owner
+            for index, offset, (first, last) in zip(segment.params, segment.offsets, segment.ranges, strict=True):
+                window = Window.of(table.params[index], start + offset - first)
+                earlier = self.windows.setdefault(table.params[index], window)
+                assert earlier == window, "the parts of a parameter lie end to end, in the order of ranks"
+                self.pieces[index] = (*self.pieces.get(index, ()), Piece(segment.owner, first, last))
             self.ranges.append((start, start + segment.numel))
             start += segment.numel
         for param in params:
@@ -113,7 +115,10 @@ class ScratchLayout:
         own = bucket.segments[sharded.comm.group_rank]
         self.owned = own.params
         self.own_windows = {
-            index: Window.of(table.params[index], offset) for index, offset in zip(own.params, own.offsets, strict=True)
+            index: Window(offset, (last - first,), (1,))
+            if is_cut(self.pieces[index])
+            else Window.of(table.params[index], offset)
+            for index, offset, (first, last) in zip(own.params, own.offsets, own.ranges, strict=True)
         }
 
     @property
@@ -244,7 +249,7 @@ class ReducedSegment:
         self._scratch = None
 
     def gradient(self, index: int) -> Tensor:
-        """The averaged gradient of an owned parameter, in its shape and dtype."""
+        """The averaged gradient of an owned parameter, in its shape and dtype; 1-D of this rank's part if it is cut."""
         param = self._workshop.sharded.table.params[index]
         found = self.total(index)
         return found if found.dtype == param.dtype else found.to(param.dtype)
@@ -256,7 +261,7 @@ class ReducedSegment:
         return None if found.dtype == param.dtype else found
 
     def total(self, index: int) -> Tensor:
-        """The averaged gradient of an owned parameter, in its shape and the dtype of the sum."""
+        """As `gradient`, in the dtype of the sum."""
         received = self._received.get(index)
         if received is not None:
             return received
@@ -264,7 +269,7 @@ class ReducedSegment:
         return self.layout.own_windows[index].view(self._sum)
 
     def receive(self, index: int, total: Tensor) -> None:
-        """Take over the averaged gradient of a parameter that this rank owns from now on."""
+        """Take over the averaged gradient of what this rank owns of a parameter from now on."""
         self._received[index] = total
 
     def release(self) -> None:
@@ -276,9 +281,9 @@ class ReducedSegment:
             self._scratch = None
 
     @property
-    def owners(self) -> Mapping[int, GroupRank]:
-        """The rank that gets the sum of each parameter, by index."""
-        return self.layout.owners
+    def pieces(self) -> Mapping[int, Pieces]:
+        """The ranks that get the sum of each parameter, by index."""
+        return self.layout.pieces
 
     @property
     def owned(self) -> Sequence[int]:
@@ -297,21 +302,21 @@ class ReducedSegment:
         return room
 
 
-class ReducedPieces:
-    """A bucket that is too large for one scratch: reduced in pieces, whose sums are kept.
+class ReducedRuns:
+    """A bucket that is too large for one scratch: reduced in runs of parameters, whose sums are kept.
 
     Args:
-        pieces: complete reductions, of all the bucket's parameters.
+        runs: complete reductions, of all the bucket's parameters.
     """
 
-    def __init__(self, pieces: Sequence[ReducedSegment]) -> None:
-        self.params = [param for piece in pieces for param in piece.params]
-        self.indices = [index for piece in pieces for index in piece.indices]
-        self.owners = {index: owner for piece in pieces for index, owner in piece.owners.items()}
-        self.owned = [index for piece in pieces for index in piece.owned]
+    def __init__(self, runs: Sequence[ReducedSegment]) -> None:
+        self.params = [param for run in runs for param in run.params]
+        self.indices = [index for run in runs for index in run.indices]
+        self.pieces = {index: found for run in runs for index, found in run.pieces.items()}
+        self.owned = [index for run in runs for index in run.owned]
         self.is_summed = True
-        self._pieces = pieces
-        self._piece_of = {index: piece for piece in pieces for index in piece.indices}
+        self._runs = runs
+        self._run_of = {index: run for run in runs for index in run.indices}
 
     def wait(self) -> None:
         """Nothing is in flight."""
@@ -321,21 +326,21 @@ class ReducedPieces:
 
     def gradient(self, index: int) -> Tensor:
         """As `ReducedSegment.gradient`."""
-        return self._piece_of[index].gradient(index)
+        return self._run_of[index].gradient(index)
 
     def exact(self, index: int) -> Tensor | None:
         """As `ReducedSegment.exact`."""
-        return self._piece_of[index].exact(index)
+        return self._run_of[index].exact(index)
 
     def total(self, index: int) -> Tensor:
         """As `ReducedSegment.total`."""
-        return self._piece_of[index].total(index)
+        return self._run_of[index].total(index)
 
     def receive(self, index: int, total: Tensor) -> None:
         """As `ReducedSegment.receive`."""
-        self._piece_of[index].receive(index, total)
+        self._run_of[index].receive(index, total)
 
     def release(self) -> None:
         """Free the sums."""
-        for piece in self._pieces:
-            piece.release()
+        for run in self._runs:
+            run.release()

@@ -54,16 +54,18 @@ from ddp_zero.backward.reducer import (
     will_reduce,
 )
 from ddp_zero.backward.side_stream import SideStream
+from ddp_zero.local.absent import on_this_rank
 from ddp_zero.local.awaited import untouched
 from ddp_zero.plan.shard_plan import cut
 from ddp_zero.stage2.accumulation import SummedGradients
-from ddp_zero.stage2.bucket import ReducedPieces, ReducedSegment, ReduceOptions, ScratchLayout, Workshop
+from ddp_zero.stage2.bucket import ReducedRuns, ReducedSegment, ReduceOptions, ScratchLayout, Workshop
+from ddp_zero.stage2.hand_over import hand_over
 from ddp_zero.stage2.memory import BucketMemory
 from ddp_zero.stage2.visible import VisibleGradients
 from ddp_zero.step.sharded_step import ShardedStep
 
-_PIECE_BYTES = 8 << 20
-_BUCKET_PIECES = 4  # a bucket of at most as many is reduced at once
+_RUN_BYTES = 8 << 20
+_BUCKET_RUNS = 4  # a bucket of at most as many is reduced at once
 
 
 class PartitionedGradients:
@@ -94,7 +96,7 @@ class PartitionedGradients:
         self._memory = BucketMemory(self._workshop)
         self._visible = VisibleGradients(self._workshop)
         self._digest: int | None = None
-        self._arrivals: list[ReducedSegment | ReducedPieces] = []
+        self._arrivals: list[ReducedSegment | ReducedRuns] = []
         self._hooks: list[RemovableHandle] = []
         self._backward = -1
         self._reduces = False
@@ -167,7 +169,7 @@ class PartitionedGradients:
 
     def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
-        self._hand_over(publishes)
+        hand_over(self._sharded, self._arrivals, self._visible, publishes)
         params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
         buckets = self._sharded.binding.plan.buckets
         layouts = [ScratchLayout(params, buckets[index], self._sharded) for index, params in enumerate(params_of)]
@@ -185,12 +187,14 @@ class PartitionedGradients:
         return self._saw_local_pass
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient shown in ``param.grad``."""
-        return self._sharded.table.params[index].grad
+        """The gradient shown in ``param.grad``, or this rank's part of it."""
+        grad = self._sharded.table.params[index].grad
+        held = None if grad is None else on_this_rank(grad)
+        return grad if held is None else held
 
     def exact(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
-        grad = self._sharded.table.params[index].grad
+        grad = self.gradient(index)
         return None if grad is None else self._visible.exact(grad)
 
     def reset(self) -> None:
@@ -272,57 +276,30 @@ class PartitionedGradients:
         layout = self._memory.layouts[index]
         return ReducedSegment(self._workshop, layout, self._memory.take(layout, is_joined=not in_backward()))
 
-    def _start_unplanned(self, index: int, params: list[Tensor]) -> ReducedSegment | ReducedPieces:
+    def _start_unplanned(self, index: int, params: list[Tensor]) -> ReducedSegment | ReducedRuns:
         """Reduce a bucket that is not in the plan to the owners so far.
 
         Before DDP builds its final buckets it has a single one, unless it was given ``bucket_cap_mb_list`` or looks for
         unused parameters. A second copy of that would be as large as all gradients.
         """
         is_joined, sizes = not in_backward(), [param.nbytes for param in params]
-        num_pieces = -(-sum(sizes) // _PIECE_BYTES)
-        if num_pieces <= _BUCKET_PIECES or not self._memory.is_in_own_memory(index):
+        num_runs = -(-sum(sizes) // _RUN_BYTES)
+        if num_runs <= _BUCKET_RUNS or not self._memory.is_in_own_memory(index):
             layout = self._new_layout(index, params)
             return ReducedSegment(self._workshop, layout, self._memory.take(layout, is_joined))
         segments = []
-        for run in filter(None, cut(sizes, range(len(params)), num_pieces)):
+        for run in filter(None, cut(sizes, range(len(params)), num_runs)):
             layout = self._new_layout(index, [params[place] for place in run])
             segments.append(ReducedSegment(self._workshop, layout, self._memory.copy(layout, is_joined)))
             segments[-1].wait()
             segments[-1].keep()
-        return ReducedPieces(segments)
+        return ReducedRuns(segments)
 
     def _new_layout(self, index: int, params: list[Tensor]) -> ScratchLayout:
         """Lay out parameters of a bucket that is not in the plan, for the owners so far."""
         index_of, binding = self._sharded.table.index_of, self._sharded.binding
         bucket = binding.bucket_over(index, [index_of[param] for param in params])
         return ScratchLayout(params, bucket, self._sharded)
-
-    def _hand_over(self, publishes: bool) -> None:
-        """Where owners have changed, send the sums from the old ones to the new ones. Then a collective.
-
-        Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
-
-        Args:
-            publishes: whether gradients are shown on this rank.
-        """
-        comm, owners, table = self._sharded.comm, self._sharded.binding.owners, self._sharded.table
-        pairs = ((arrival, index) for arrival in self._arrivals for index in arrival.owners)
-        moved = [(arrival, index) for arrival, index in pairs if arrival.owners[index] != owners[index]]
-        if not moved:
-            return
-        was_taken = comm.all_gather_ints([int(index in self._visible.taken) for _, index in moved])
-        for place, (arrival, index) in enumerate(moved):
-            before, device = arrival.owners[index], table.params[index].device
-            if before == comm.group_rank:
-                arrival.wait()
-                comm.send_tree(arrival.total(index), owners[index])
-            elif owners[index] == comm.group_rank:
-                total = comm.receive_tree(before, device)
-                arrival.receive(index, total)
-                if was_taken[before][place]:
-                    self._visible.taken.add(index)
-                if publishes and (table.params[index].grad is not None or index in self._visible.taken):
-                    self._visible.show(index, arrival.gradient(index), arrival.exact(index))
 
     # The end of an iteration
 
@@ -337,7 +314,7 @@ class PartitionedGradients:
     # Questions
 
     def _is_owned(self, index: int) -> bool:
-        return self._sharded.binding.owners[index] == self._sharded.comm.group_rank
+        return self._sharded.binding.owns(index)
 
 
 def gradients_of_stage(

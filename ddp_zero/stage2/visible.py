@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.comm.reduction import sum_dtype
-from ddp_zero.local.absent import AbsentGradient, absent_gradient
+from ddp_zero.elements.memory import whole_of
+from ddp_zero.local.absent import AbsentGradient, absent_gradient, on_this_rank
+from ddp_zero.plan.ownership import home, is_cut
 from ddp_zero.stage2.bucket import Workshop
 from ddp_zero.step.sharded_step import ShardedStep
 
@@ -40,10 +42,11 @@ class VisibleGradients:
 
         Args:
             index: the parameter.
-            grad: in its shape and dtype.
+            grad: in its shape and dtype; 1-D of this rank's part if it is cut, which `AbsentGradient.part` then holds.
             exact: the same in the dtype of the sum, if that differs.
         """
-        self._sharded.table.params[index].grad = grad
+        param = self._sharded.table.params[index]
+        param.grad = grad if grad.shape == param.shape else self._absence_with(index, grad)
         if exact is not None:
             self._shown[grad] = exact
         self._showing.add(index)
@@ -100,10 +103,11 @@ class VisibleGradients:
             self._check_may_be_taken(index, grad, will_be_reduced)
             if index in self._left and index not in self._standing_in:
                 self._put_aside[index] = grad
-            if isinstance(grad, AbsentGradient) or index not in self._showing:
+            held = on_this_rank(grad)
+            if held is None or index not in self._showing:
                 self._hidden.add(index)
             else:
-                carried[index] = self._sum_of_left(index, grad) if index in self._left else self._sum_of(grad)
+                carried[index] = self._sum_of_left(index, held) if index in self._left else self._sum_of(held)
                 self.taken.add(index)
             param.grad = None
         self._clear()
@@ -124,7 +128,7 @@ class VisibleGradients:
                 self.hide(index, was_consumed=False)
             elif index in self._workshop.carried:
                 total = self._workshop.carried[index]
-                total = total if param.grad is None else total + param.grad
+                total = total if param.grad is None else total + self._sharded.stepped.own_part(index, param.grad)
                 is_exact = total.dtype != param.dtype
                 self.show(index, total.to(param.dtype), total if is_exact else None)
             else:
@@ -212,15 +216,25 @@ class VisibleGradients:
                     "opt.clip_grad_norm_(max_norm), build the optimizer with overlap_with_ddp=False."
                 )
             else:
-                owner = self._sharded.comm.name(self._sharded.binding.owners[index])
-                reason = (
-                    f"Expected the gradient of {name}, got none: stage 2 keeps it on {owner} only (this is "
-                    f"{self._workshop.where}). opt.zero_grad() drops it, opt.full_grad(param) gets it on every "
-                    "rank. A norm of the gradients here would be partial; opt.clip_grad_norm_(max_norm) clips by the "
-                    "norm of all."
-                )
+                reason = self._is_elsewhere(index)
             self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
         return self._absent[key]
+
+    def _absence_with(self, index: int, part: Tensor) -> AbsentGradient:
+        reason = self._is_elsewhere(index)
+        return absent_gradient(self._sharded.table.params[index], consumed=False, reason=reason, part=part)
+
+    def _is_elsewhere(self, index: int) -> str:
+        comm, pieces = self._sharded.comm, self._sharded.binding.pieces[index]
+        owners = comm.name(home(pieces))
+        if is_cut(pieces):
+            owners = f"{owners} to {comm.name(pieces[-1].owner)}, each a part of it,"
+        return (
+            f"Expected the gradient of {self._sharded.table.label(index)}, got none: stage 2 keeps it on {owners} only "
+            f"(this is {self._workshop.where}). opt.zero_grad() drops it, opt.full_grad(param) gets it on every "
+            "rank. A norm of the gradients here would be partial; opt.clip_grad_norm_(max_norm) clips by the "
+            "norm of all."
+        )
 
 
 def _rounds_to(exact: Tensor, grad: Tensor) -> bool:
@@ -233,19 +247,27 @@ def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
     Raises:
         RuntimeError: if it was used up.
     """
-    param, comm = sharded.table.params[index], sharded.comm
-    owner = sharded.binding.owners[index]
+    param, comm, pieces = sharded.table.params[index], sharded.comm, sharded.binding.pieces[index]
     grad = param.grad
-    is_absent = isinstance(grad, AbsentGradient)
-    statements = comm.all_gather_ints([int(grad is not None) + int(is_absent)])
-    if statements[owner] == [0]:
+    held = None if grad is None else on_this_rank(grad)
+    statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
+    found = {piece.owner: statements[piece.owner][0] for piece in pieces}
+    if 0 in found.values():
         return None
-    if statements[owner] == [2]:
+    if 2 in found.values():
         raise RuntimeError(
             f"Expected the gradient of {sharded.table.label(index)}, got none: the step inside backward has used it up "
             f"(stage 2, {comm.name(comm.group_rank)}). Build the optimizer with overlap_with_ddp=False to keep it."
         )
-    full = torch.empty_like(param) if is_absent or grad is None else grad.detach().clone()
-    contiguous = full.contiguous()
-    comm.send_to_all(contiguous, owner)
-    return full.copy_(contiguous)
+    if not is_cut(pieces):
+        full = torch.empty_like(param) if held is None else held.detach().clone()
+        contiguous = full.contiguous()
+        comm.send_to_all(contiguous, home(pieces))
+        return full.copy_(contiguous)
+    run = param.new_empty(param.numel())
+    for piece in pieces:
+        window = run[piece.start : piece.stop]
+        if held is not None and piece.owner == comm.group_rank:
+            window.copy_(held)
+        comm.send_to_all(window, piece.owner)
+    return whole_of(run, param)

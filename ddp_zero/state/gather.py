@@ -7,17 +7,19 @@ from torch import Tensor
 
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.elements.states import joined
 from ddp_zero.local.masters import SteppedTensors, with_masters
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.local.tree import check_can_travel, copy_tree
+from ddp_zero.plan.ownership import Pieces, is_cut, piece_of
 from ddp_zero.plan.partition import GroupRank
-from ddp_zero.step.state_order import StateOrder
+from ddp_zero.step.state_order import Birth, StateOrder
 
 
 def gather_state(
     comm: Communicator,
     table: ParameterTable,
-    owners: Sequence[GroupRank],
+    pieces: Sequence[Pieces],
     state: Mapping[Any, Any],
     order: StateOrder,
     stepped: SteppedTensors,
@@ -28,7 +30,7 @@ def gather_state(
     Args:
         comm: the group.
         table: the parameters.
-        owners: the owner of each.
+        pieces: who owns which elements of each.
         state: this rank's state, keyed by what it steps.
         order: when each state was born.
         stepped: what is stepped for each parameter; masters are part of their state.
@@ -50,7 +52,7 @@ def gather_state(
         owned = {  # looking up the state of a different rank's parameter leaves an empty one behind
             index: value
             for index, value in with_masters(state, stepped).items()
-            if isinstance(index, int) and owners[index] == comm.group_rank
+            if isinstance(index, int) and piece_of(pieces[index], comm.group_rank) is not None
         }
         for index, value in owned.items():
             check_can_travel(value, table.label(index))
@@ -60,12 +62,62 @@ def gather_state(
             comm.send_tree((index, order.of(stepped[index], index), value), to)
         return None
 
-    born = [(order.of(stepped[index], index), index, copy_tree(value)) for index, value in owned.items()]
+    found = [(index, to, order.of(stepped[index], index), copy_tree(value)) for index, value in owned.items()]
     for source in map(GroupRank, range(comm.world_size)):
         for _ in range(counts[source] if source != to else 0):
             index, birth, value = comm.receive_tree(source, table.accelerator())
-            born.append((birth, index, value))
+            found.append((index, source, birth, value))
+    born = _put_together(found, table, pieces)
     gathered: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     born.sort(key=lambda entry: entry[:2])
     gathered.update((table.params[index], value) for _, index, value in born)
     return gathered
+
+
+def gather_cut(
+    comm: Communicator,
+    table: ParameterTable,
+    pieces: Sequence[Pieces],
+    states: Mapping[int, Mapping[Any, Any]],
+) -> dict[int, dict[Any, Any]]:
+    """Gather the state of each parameter that is cut on the owner of its first element. A collective if any is.
+
+    Args:
+        comm: the group.
+        table: the parameters.
+        pieces: who owns which elements of each.
+        states: of what this rank owns, by index, masters included; checked to be able to travel.
+
+    Returns:
+        The whole states of those parameters whose first element this rank owns, by index.
+    """
+    me, whole = comm.group_rank, {}
+    for index in filter(lambda index: is_cut(pieces[index]), range(len(pieces))):
+        first, *others = pieces[index]
+        mine = piece_of(pieces[index], me)
+        if mine is not None and mine is not first:
+            comm.send_tree(states.get(index), first.owner)
+        if mine is not first or first.owner != me:
+            continue
+        parts = [(slice(first.start, first.stop), states.get(index))]
+        for piece in others:
+            parts.append((slice(piece.start, piece.stop), comm.receive_tree(piece.owner, table.accelerator())))
+        known = [(part, state) for part, state in parts if state is not None]
+        if known:
+            whole[index] = joined(known, table.params[index], None)
+    return whole
+
+
+def _put_together(
+    found: Sequence[tuple[int, GroupRank, Birth, Any]], table: ParameterTable, pieces: Sequence[Pieces]
+) -> list[tuple[Birth, int, Any]]:
+    """The birth, index and state of every parameter, from what its owners have sent."""
+    born = [(birth, index, value) for index, _, birth, value in found if not is_cut(pieces[index])]
+    parts: dict[int, list[tuple[slice, Any]]] = {}
+    births = {}
+    for index, source, birth, value in found:
+        piece = piece_of(pieces[index], source)
+        if is_cut(pieces[index]) and piece is not None:
+            parts.setdefault(index, []).append((slice(piece.start, piece.stop), value))
+            births[index] = birth
+    return born + [(births[index], index, joined(of_one, table.params[index], None)) for index, of_one in parts.items()]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_zero.elements.states import narrowed
 from ddp_zero.local.inner import check_epsilon
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import MASTER_KEY, SteppedTensors
@@ -56,12 +57,13 @@ def restrict_state_dict(
         if saved_id not in index_of_id:
             raise ValueError(f"Expected state for parameters 0 to {len(saved_ids) - 1}, got some for {saved_id!r}.")
         index = index_of_id[saved_id]
-        check_state(value, table, index, type(inner))
+        check_state(value, table, index, type(inner), stepped.part(index))
         if MASTER_KEY in value:
             masters[index] = _checked_master(value, table, index, stepped)
             value = {key: item for key, item in value.items() if key != MASTER_KEY}
         if stepped[index] in local_id and (value or index not in masters):
-            local_state[local_id[stepped[index]]] = value
+            part = stepped.part(index)
+            local_state[local_id[stepped[index]]] = value if part is None else own_part(value, table, index, part)
 
     owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
     copied = copy.deepcopy([dict(group) for group in saved_groups])  # together: groups may share a tensor, such as lr
@@ -137,8 +139,29 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
             )
 
 
-def check_state(value: Any, table: ParameterTable, index: int, optimizer_class: type[torch.optim.Optimizer]) -> None:
+def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: slice) -> dict[str, Any]:
+    """The state of this rank's part of a parameter, from that of the whole, in memory of its own."""
+    mine = narrowed(value, table.params[index], None, part)
+    return {
+        key: item.clone() if isinstance(item, Tensor) and item is not value[key] else item for key, item in mine.items()
+    }
+
+
+def check_state(
+    value: Any,
+    table: ParameterTable,
+    index: int,
+    optimizer_class: type[torch.optim.Optimizer],
+    part: slice | None = None,
+) -> None:
     """Check that a state is a dict and, for torch's own optimizers, has no tensor of a different parameter's shape.
+
+    Args:
+        value: the state.
+        table: the parameters.
+        index: the parameter.
+        optimizer_class: of the optimizer that is to load it.
+        part: what this rank owns of a parameter that is cut; the state may be that of the part already.
 
     Raises:
         ValueError: if not, naming the parameter.
@@ -149,7 +172,8 @@ def check_state(value: Any, table: ParameterTable, index: int, optimizer_class: 
         return
     shape = table.params[index].shape
     for key, tensor in value.items():
-        if isinstance(tensor, Tensor) and tensor.dim() and not _broadcasts(tensor.shape, shape):
+        is_of_part = part is not None and isinstance(tensor, Tensor) and tensor.shape == (part.stop - part.start,)
+        if isinstance(tensor, Tensor) and tensor.dim() and not (is_of_part or _broadcasts(tensor.shape, shape)):
             raise ValueError(
                 f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. "
                 "Is this the state dict of a different model, or were the parameters given in a different order?"

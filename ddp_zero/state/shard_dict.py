@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from ddp_zero.local.inner import fresh_state, rehearse_load
 from ddp_zero.local.live_model import LiveModel, by_group, clean
 from ddp_zero.local.masters import with_masters
+from ddp_zero.plan.ownership import home
+from ddp_zero.state.gather import gather_cut
 from ddp_zero.state.whole_dict import WholeDict, is_index
 from ddp_zero.step.sharded_step import ShardedStep
 
@@ -31,6 +33,7 @@ class ShardDict:
     def pack(self, model: nn.Module | None, init_missing: bool) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.sharded_state_dict`."""
         sharded = self._sharded
+        self._check_whole()
         names = self._qualified_names(model)
         states: dict[str, Any] = {names[index]: dict(state) for index, state in self.owned_state().items()}
         whole: Mapping[Any, Any] = sharded.inner.state
@@ -71,6 +74,20 @@ class ShardDict:
         """After a load: other ranks may have loaded states of their own."""
         self._sharded.order.is_at_birth = False
 
+    def _check_whole(self) -> None:
+        """Check that no state is a part of a parameter's, which other tools could not name.
+
+        Raises:
+            NotImplementedError: naming a parameter that is cut.
+        """
+        parts = self._sharded.binding.owned_parts()
+        for index, part in parts.items():
+            raise NotImplementedError(
+                f"Expected whole parameters in sharded_state_dict(), got elements {part.start} to {part.stop} of "
+                f"{self._sharded.table.label(index)} (partition='elements'). Use ddp_zero.checkpoint, or "
+                "consolidate_state_dict()."
+            )
+
     def _is_trainable(self, index: int) -> bool:
         return self._sharded.table.params[index].requires_grad
 
@@ -96,6 +113,17 @@ class ShardDict:
         sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of)
         by_index = with_masters(sharded.inner.state, sharded.stepped)
         return {index: by_index[index] for index in sorted(filter(is_index, by_index), key=self._whole.birth_of)}
+
+    def saved_state(self) -> dict[int, dict[Any, Any]]:
+        """As `owned_state`, but whole parameters only: those of which this rank owns the first element.
+
+        A collective if any is cut.
+        """
+        sharded = self._sharded
+        binding, found = sharded.binding, self.owned_state()
+        whole = gather_cut(sharded.comm, sharded.table, binding.pieces, found)
+        mine = (index for index in found if home(binding.pieces[index]) == sharded.comm.group_rank)
+        return {index: whole.get(index, found[index]) for index in mine}
 
     def check_fits(self, state_dict: dict[str, Any]) -> None:
         """Check that `load_owned` would accept a state dict, whose tensors may be without memory.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_zero.elements.states import narrowed
 from ddp_zero.local.masters import MASTER_KEY, check_masters, with_masters
 from ddp_zero.local.tree import as_bytes, flatten
 from ddp_zero.plan.partition import GroupRank
@@ -46,7 +47,7 @@ class WholeDict:
         if self.is_packing:
             return self._whole_state()
         sharded = self._sharded
-        if not sharded.stepped.has_masters:
+        if sharded.stepped.are_parameters:
             return sharded.inner.state
         params, index_of = sharded.table.params, sharded.stepped.index_of
         items = sharded.inner.state.items()
@@ -60,7 +61,7 @@ class WholeDict:
         gathered = gather_state(
             sharded.comm,
             sharded.table,
-            sharded.binding.owners,
+            sharded.binding.pieces,
             sharded.inner.state,
             sharded.order,
             sharded.stepped,
@@ -191,7 +192,9 @@ class WholeDict:
                 whole[param] = state
         present = with_masters(sharded.inner.state, sharded.stepped)
         for index in sharded.binding.owned():
-            if not _are_equal(whole.get(params[index], {}), present.get(index, {})):
+            expected, part = whole.get(params[index], {}), sharded.stepped.part(index)
+            expected = expected if part is None else narrowed(expected, params[index], None, part)
+            if not _are_equal(expected, present.get(index, {})):
                 raise self._not_consolidated(f"the state of {sharded.table.label(index)}, which was there at once,")
         return {**{key: value for key, value in present.items() if not is_index(key)}, **whole}
 

@@ -13,18 +13,20 @@ from torch import Tensor
 
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.tracing import logger
+from ddp_zero.elements.memory import check_can_be_cut
 from ddp_zero.heap import return_freed_memory
 from ddp_zero.local.parameters import ParameterTable
-from ddp_zero.plan.partition import GroupRank, partition_greedy
+from ddp_zero.plan.ownership import Pieces, home, is_cut, piece_of
+from ddp_zero.plan.partition import GroupRank
+from ddp_zero.plan.partitions import Layout, Partition, WholeParameters
 from ddp_zero.plan.shapes import is_dense
-from ddp_zero.plan.shard_plan import Bucket, ParameterSpec, ShardPlan, plan_bucket, plan_for_ddp, plan_standalone
+from ddp_zero.plan.shard_plan import Bucket, ParameterSpec, ShardPlan
 from ddp_zero.sync.parameter_sync import ParameterSync
 from ddp_zero.sync.storage import PackedStorage, ViewStorage, release
 
 BUCKET_CAP_BYTES = 25 << 20
 _PACKED_IN_FLIGHT = 2
-
-Layout = Sequence[Sequence[int]]
+_WHOLE = WholeParameters()
 
 
 class Binding:
@@ -35,10 +37,14 @@ class Binding:
         table: the parameters.
         as_views: whether parameters move into flat storage (``parameters_as_bucket_view``).
         syncs_in_forward: whether a sync may outlast its step, which needs flat storage.
+        partition: how parameters are divided among ranks.
+
+    Raises:
+        ValueError: for a parameter that cannot be cut, if the partition cuts any.
 
     Attributes:
         layout: parameter indices of each DDP bucket that the plan follows, or None.
-        owners: the owner of every parameter, by index.
+        pieces: who owns which elements of every parameter, by index.
         plan: the current plan.
         not_reduced: the active parameters in none of the DDP buckets that the plan follows.
         digest: a number that differs if owners, buckets or the parameters in them differ.
@@ -49,9 +55,15 @@ class Binding:
     sync: ParameterSync
 
     def __init__(
-        self, comm: Communicator, table: ParameterTable, as_views: bool, syncs_in_forward: bool = False
+        self,
+        comm: Communicator,
+        table: ParameterTable,
+        as_views: bool,
+        syncs_in_forward: bool = False,
+        partition: Partition = _WHOLE,
     ) -> None:
         self._comm = comm
+        self._partition = partition
         self._table = table
         self._as_views = as_views
         self._syncs_in_forward = syncs_in_forward
@@ -60,7 +72,7 @@ class Binding:
         self._is_settled = True
         self.layout: Layout | None = None
         specs = table.specs(self._active)
-        self.owners: list[GroupRank] = assign_owners(specs, [], comm.world_size)
+        self.pieces: list[Pieces] = self._assigned(specs, [])
         self._bind(specs)
 
     def extended(self, table: ParameterTable) -> "Binding":
@@ -71,27 +83,50 @@ class Binding:
         clone._trainable = self._trainable + added
         clone._active = self._active + added
         specs = table.specs(clone._active)
-        clone.owners = self.owners + assign_owners(specs, self.owners, self._comm.world_size)
+        clone.pieces = clone._assigned(specs, self.pieces)
         clone._bind(specs)
         return clone
 
-    def adopt(self, layout: Layout, owners: list[GroupRank], moves_later: bool) -> None:
+    def _assigned(self, specs: list[ParameterSpec], decided: Sequence[Pieces]) -> list[Pieces]:
+        """The pieces of all parameters of the table, of which the first ones are decided already."""
+        pieces = self._partition.assign(specs, decided, self._comm.world_size, BUCKET_CAP_BYTES)
+        if self.cuts:
+            for index, param in enumerate(self._table.params):
+                check_can_be_cut(param, self._table.label(index))
+        return pieces
+
+    @property
+    def cuts(self) -> bool:
+        """Whether several ranks may own parts of one parameter."""
+        return self._partition.cuts
+
+    @property
+    def owners(self) -> list[GroupRank]:
+        """The owner of each parameter's first element, which is that of all of it unless it is cut."""
+        return list(map(home, self.pieces))
+
+    def pieces_for(self, layout: Layout, split: bool, decided: int) -> list[Pieces]:
+        """Who is to own what once DDP's buckets are these; see `Partition.assign_by_bucket`."""
+        ranks = self._comm.world_size
+        return self._partition.assign_by_bucket(self.plan.specs, self.pieces, ranks, layout, split, decided)
+
+    def adopt(self, layout: Layout, pieces: list[Pieces], moves_later: bool) -> None:
         """Follow these DDP buckets from now on, with these owners.
 
         Args:
             layout: parameter indices of each bucket.
-            owners: one per parameter.
+            pieces: one entry per parameter.
             moves_later: move parameters into flat storage only at `settle`: a move needs memory for a second copy of
                 them, which an iteration with whole gradients does not have.
         """
         self.layout = layout
-        self.owners = owners
+        self.pieces = pieces
         self._is_settled = not (self._as_views and moves_later)
         self._bind(self._table.specs(self._active))
 
     def bucket_over(self, index: int, params: Sequence[int]) -> Bucket:
-        """A bucket of DDP's that the plan does not have, cut among the owners as they are now."""
-        return plan_bucket(index, params, self.plan.specs, self.owners, self._comm.world_size)
+        """A bucket of DDP's that the plan does not have; see `Partition.bucket_over`."""
+        return self._partition.bucket_over(index, params, self.plan.specs, self.pieces, self._comm.world_size)
 
     def settle(self) -> None:
         """Move the parameters into flat storage if that was postponed."""
@@ -131,8 +166,22 @@ class Binding:
         return True
 
     def owned(self) -> list[int]:
-        """Indices of this rank's parameters, dormant ones included."""
-        return [index for index, owner in enumerate(self.owners) if owner == self._comm.group_rank]
+        """Indices of the parameters of which this rank owns anything, dormant ones included."""
+        me = self._comm.group_rank
+        return [index for index, pieces in enumerate(self.pieces) if piece_of(pieces, me) is not None]
+
+    def owned_parts(self) -> dict[int, slice]:
+        """The elements that this rank owns of each parameter that is cut."""
+        mine = ((index, piece_of(self.pieces[index], self._comm.group_rank)) for index in self.owned())
+        return {
+            index: slice(piece.start, piece.stop)
+            for index, piece in mine
+            if piece is not None and is_cut(self.pieces[index])
+        }
+
+    def owns(self, index: int) -> bool:
+        """Whether this rank owns anything of a parameter."""
+        return piece_of(self.pieces[index], self._comm.group_rank) is not None
 
     def owned_of_bucket(self) -> dict[int, set[Tensor]]:
         """This rank's parameters of each bucket in which it has any."""
@@ -152,26 +201,22 @@ class Binding:
         for bucket in self.plan.buckets:
             if bucket.index in self.sync.left:
                 continue
-            for segment in bucket.segments:
-                chosen = [index for index in segment.params if index in among]
-                whole = self.sync.storage.memory_of(bucket, segment.owner)
-                if whole is not None and chosen and len(chosen) == len(segment.params):
-                    yield chosen[0], whole
-                    continue
-                for index in chosen:
-                    param = self._table.params[index].detach()
-                    dense = is_dense(param.shape, param.stride())
-                    yield index, param.as_strided((param.numel(),), (1,)) if dense else param.reshape(-1)
+            rest = dict.fromkeys(index for one in bucket.segments for index in one.params if index in among)
+            for block in self.sync.storage.blocks_of(bucket):
+                if block.indices and all(index in rest for index in block.indices):
+                    yield block.indices[0], block.tensor
+                    rest = {index: None for index in rest if index not in block.starts}
+            for index in rest:
+                param = self._table.params[index].detach()
+                dense = is_dense(param.shape, param.stride())
+                yield index, param.as_strided((param.numel(),), (1,)) if dense else param.reshape(-1)
 
     def _bind(self, specs: list[ParameterSpec]) -> None:
         if hasattr(self, "sync"):
             self.sync.left.complete()
         params = self._table.params
         ranks = self._comm.world_size
-        if self.layout is None:
-            self.plan = plan_standalone(specs, self.owners, ranks, BUCKET_CAP_BYTES)
-        else:
-            self.plan = plan_for_ddp(specs, self.owners, ranks, self.layout, BUCKET_CAP_BYTES)
+        self.plan = self._partition.plan(specs, self.pieces, ranks, self.layout, BUCKET_CAP_BYTES)
         self.digest = self.plan.digest()
         self.sync = self._new_sync()
         reduced = {param for bucket in self.layout or () for param in bucket}
@@ -201,22 +246,3 @@ class Binding:
 
     def _addresses(self) -> list[int]:
         return [param.data_ptr() for param in self._table.params]
-
-
-def assign_owners(specs: list[ParameterSpec], decided: list[GroupRank], world_size: int) -> list[GroupRank]:
-    """Owners for the parameters after the first ``len(decided)``; balances bytes, those already assigned included.
-
-    Active parameters are spread first and dormant ones after, so that state is balanced now and stays nearly so when
-    more parameters are unfrozen.
-    """
-    loads = [0] * world_size
-    for spec, owner in zip(specs, decided, strict=False):
-        loads[owner] += spec.nbytes
-    owners = [GroupRank(0)] * len(specs)
-    for active in (True, False):
-        members = [index for index in range(len(decided), len(specs)) if specs[index].active is active]
-        sizes = [specs[index].nbytes for index in members]
-        for index, owner in zip(members, partition_greedy(sizes, world_size, loads), strict=True):
-            owners[index] = owner
-            loads[owner] += specs[index].nbytes
-    return owners[len(decided) :]

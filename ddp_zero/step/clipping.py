@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ddp_zero.local.absent import AbsentGradient
+from ddp_zero.local.absent import AbsentGradient, on_this_rank
 from ddp_zero.local.masters import LOW_PRECISION
 from ddp_zero.step.sharded_step import ShardedStep
 
@@ -36,13 +36,19 @@ def norm_of(grad: Tensor, norm_type: float) -> Tensor:
 
 
 def gather_norms(
-    sharded: ShardedStep, norms: Mapping[int, Tensor], flag: Tensor | float = 0.0, may_have_joined: bool = False
+    sharded: ShardedStep,
+    norms: Mapping[int, Tensor],
+    norm_type: float,
+    flag: Tensor | float = 0.0,
+    may_have_joined: bool = False,
 ) -> tuple[dict[int, Tensor], Tensor]:
     """Every parameter's norm from its owner. A collective.
 
     Args:
         sharded: knows who owns what.
-        norms: of this rank's parameters that have a gradient, by index.
+        norms: of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's part,
+            on all its owners, or of all of it, on one of them.
+        norm_type: order of the p-norm.
         flag: a number to add up over the ranks, not negative.
         may_have_joined: True if some ranks may not know which parameters have gradients. If so, or if some parameters
             have none, this waits for the device.
@@ -53,8 +59,9 @@ def gather_norms(
     """
     table, comm = sharded.table, sharded.comm
     owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
-    for index, owner in enumerate(sharded.binding.owners):
-        owned_by[owner].append(index)
+    for index, pieces in enumerate(sharded.binding.pieces):
+        for piece in pieces:
+            owned_by[piece.owner].append(index)
     size = max(map(len, owned_by))
     device = next(iter(norms.values())).device if norms else table.accelerator()
     absent = torch.full((), _NO_GRADIENT, dtype=torch.float64, device=device)
@@ -67,15 +74,30 @@ def gather_norms(
     has_gradient = None
     if may_have_joined or any(param.grad is None for param in table.params):
         has_gradient = (gathered != _NO_GRADIENT).tolist()
-    found = {}
+    found: dict[int, list[Tensor]] = {}
     for rank, indices in enumerate(owned_by):
         for place, index in enumerate(indices, start=1):
             if has_gradient is None or has_gradient[rank][place]:
-                dtype = table.params[index].dtype
-                norm_dtype = torch.float32 if dtype in LOW_PRECISION else dtype.to_real()
-                found[index] = gathered[rank, place].to(norm_dtype)
-    found = {index: found[index] for index in sharded.norm_order if index in found}
-    return found, gathered[:, 0].sum()
+                found.setdefault(index, []).append(gathered[rank, place])
+    whole = {index: _joined(found[index], norm_type) for index in sharded.norm_order if index in found}
+    return {index: norm.to(_norm_dtype(table.params[index])) for index, norm in whole.items()}, gathered[:, 0].sum()
+
+
+def _joined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of a gradient in fp64, from those of its parts, or from one rank that has all of it.
+
+    The latter is returned as it is, to the bit.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    known = torch.stack(list(parts))
+    is_there = known != _NO_GRADIENT
+    norms = torch.where(is_there, known, 0.0)
+    return torch.where(is_there.sum() == 1, norms.max(), torch.linalg.vector_norm(norms, norm_type))
+
+
+def _norm_dtype(param: Tensor) -> torch.dtype:
+    return torch.float32 if param.dtype in LOW_PRECISION else param.dtype.to_real()
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -119,18 +141,15 @@ def clip_gradients(
     Raises:
         RuntimeError: if gradients were used up by a step inside backward.
     """
-    table, owners, rank = sharded.table, sharded.binding.owners, sharded.comm.group_rank
-    held = {index: table.params[index].grad for index in indices if not is_partitioned or owners[index] == rank}
-    grads = {index: grad for index, grad in held.items() if grad is not None}
-    for grad in grads.values():
-        if isinstance(grad, AbsentGradient):
-            grad.refuse()
+    params, owns = sharded.table.params, sharded.binding.owns
+    held = {index: params[index].grad for index in indices if not is_partitioned or owns(index)}
+    grads = {index: _present(grad) for index, grad in held.items() if grad is not None}
     if inverse_scale is None:
         norms = norms_of(grads, norm_type)
     else:
         norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
     if is_partitioned:
-        everyone, _ = gather_norms(sharded, norms)
+        everyone, _ = gather_norms(sharded, norms, norm_type)
         norms = {index: everyone[index] for index in indices if index in everyone}
     total = total_norm(list(norms.values()), norm_type)
     check(total)
@@ -138,6 +157,19 @@ def clip_gradients(
     for grad in grads.values():
         grad.mul_(coefficient.to(grad.device))
     return total, coefficient, norms
+
+
+def _present(grad: Tensor) -> Tensor:
+    """What this rank has of a gradient.
+
+    Raises:
+        RuntimeError: if that is nothing.
+    """
+    held = on_this_rank(grad)
+    if held is None:
+        assert isinstance(grad, AbsentGradient), "all others are here"
+        grad.refuse()
+    return held
 
 
 def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tensor:

@@ -26,6 +26,7 @@ from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import GradientFactors, GradientSource, ScaledGradients
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
+from ddp_zero.plan.ownership import home, is_cut
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.step.amp import AmpState
 from ddp_zero.step.clipping import coefficient_of, gather_norms, norm_of, norms_of, total_norm
@@ -194,7 +195,7 @@ class Decision:
             flag = occasion.amp.found_nonfinite.clamp(max=1.0)
         if not limits:
             return _Findings(bool(self._sum_over_ranks(flag)), is_suspicion=occasion.amp is None)
-        every, flags = gather_norms(sharded, norms, flag, occasion.may_have_joined)
+        every, flags = gather_norms(sharded, norms, self.options.norm_type, flag, occasion.may_have_joined)
         norm = total_norm(list(every.values()), self.options.norm_type)
         coefficients = self._coefficients(limits, every)
         if not checks:
@@ -207,12 +208,22 @@ class Decision:
         return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping)
 
     def _norms(self, owned: Sequence[int], source: GradientSource, inverse: Tensor | float | None) -> dict[int, Tensor]:
-        """The norm of each owned gradient as the step sees it before clipping; makes at most one copy at a time."""
+        """The norm of each owned gradient as the step sees it before clipping; makes at most one copy at a time.
+
+        Of a parameter that is cut, its first owner takes the norm of the whole gradient if it has that: to the bit that
+        of one rank.
+        """
         sharded, norm_type = self._sharded, self.options.norm_type
+        owned = [index for index in owned if not self._is_left_to_another(index, source)]
         if inverse is None and not sharded.stepped.masters:
             return norms_of({index: _known(source.gradient(index)) for index in owned}, norm_type)
-        unscaled = ScaledGradients(sharded.stepped, source, GradientFactors(inverse))
-        return {index: norm_of(_known(unscaled.gradient(index)), norm_type) for index in owned}
+        factors, whole = GradientFactors(inverse), sharded.stepped.whole_gradient
+        return {index: norm_of(factors.apply(index, _known(whole(index, source))), norm_type) for index in owned}
+
+    def _is_left_to_another(self, index: int, source: GradientSource) -> bool:
+        pieces, grad = self._sharded.binding.pieces[index], source.gradient(index)
+        has_all = grad is not None and grad.shape == self._sharded.table.params[index].shape
+        return has_all and is_cut(pieces) and home(pieces) != self._sharded.comm.group_rank
 
     def _sum_over_ranks(self, flag: Tensor | float) -> float:
         mine = flag if isinstance(flag, Tensor) else torch.tensor(flag, device=self._sharded.table.accelerator())

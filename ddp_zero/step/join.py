@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.local.local_step import ParamGroup, copy_options, options_of
 from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.plan.ownership import piece_of
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.step.binding import Binding
 from ddp_zero.step.sharded_step import ShardedStep
@@ -63,7 +64,8 @@ def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
     comm, table, binding = sharded.comm, sharded.table, sharded.binding
     for source, joined in _assign_sources(comm, binding, has_joined=False):
         if source == comm.group_rank:
-            grads = {index: table.params[index].grad for index, owner in enumerate(binding.owners) if owner == joined}
+            theirs = [index for index, pieces in enumerate(binding.pieces) if piece_of(pieces, joined) is not None]
+            grads = {index: table.params[index].grad for index in theirs}
             exist = {index: None if grad is None else True for index, grad in grads.items()}
             options = [options_of(group) for group in sharded.param_groups]
             _send(comm, [options, exist if gradients_are_there else grads], joined)

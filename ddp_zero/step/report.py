@@ -21,12 +21,15 @@ def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> s
         group_rank: this rank, marked with a star.
         own_state_bytes: bytes of optimizer state that it holds now; those of other ranks are estimated from it.
     """
-    counts = [plan.owners.count(rank) for rank in range(plan.world_size)]
-    elements, sizes, trained = ([0] * plan.world_size for _ in range(3))
-    for spec, owner in zip(plan.specs, plan.owners, strict=True):
-        elements[owner] += spec.numel
-        sizes[owner] += spec.nbytes
-        trained[owner] += spec.nbytes if spec.active else 0
+    counts, elements, sizes, trained = ([0] * plan.world_size for _ in range(4))
+    for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
+        for piece in pieces:
+            numel = piece.stop - piece.start
+            nbytes = numel * spec.nbytes // spec.numel if numel else 0
+            counts[piece.owner] += 1
+            elements[piece.owner] += numel
+            sizes[piece.owner] += nbytes
+            trained[piece.owner] += nbytes if spec.active else 0
 
     lines = [f"{'rank':>6} {'parameters':>11} {'elements':>15} {'bytes':>15} {'state bytes now':>17}"]
     for rank in range(plan.world_size):

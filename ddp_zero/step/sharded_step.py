@@ -13,7 +13,7 @@ from ddp_zero.comm.tracing import label
 from ddp_zero.local.local_step import LocalStep, ParamGroup
 from ddp_zero.local.masters import GradientSource, SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
-from ddp_zero.plan.partition import GroupRank
+from ddp_zero.plan.ownership import Pieces
 from ddp_zero.step.binding import Binding
 from ddp_zero.step.coupling import CouplingWatch
 from ddp_zero.step.record import StepRecord
@@ -76,8 +76,8 @@ class ShardedStep:
         """
         table = ParameterTable(exposed.param_groups)
         stepped = SteppedTensors(table, self.stepped.has_masters)
-        for index, master in self.stepped.masters.items():
-            stepped.put(index, copy.deepcopy(master, memo))
+        for index, stand_in, part in self.stepped.stand_ins():
+            stepped.put(index, copy.deepcopy(stand_in, memo), part)
         if not self.stepped.are_fresh:
             stepped.note_versions()
         clone = ShardedStep(self.comm, table, self.binding.extended(table), inner, exposed, stepped)
@@ -230,12 +230,12 @@ class ShardedStep:
         if self.binding.refresh(may_talk, held):
             self._bind()
 
-    def adopt(self, layout: Sequence[Sequence[int]], owners: list[GroupRank], moves_later: bool) -> None:
+    def adopt(self, layout: Sequence[Sequence[int]], pieces: list[Pieces], moves_later: bool) -> None:
         """Take over a layout of buckets, and move state to its new owners. A collective.
 
         Args:
             layout: parameter indices of each DDP bucket.
-            owners: one per parameter.
+            pieces: who is to own what, one entry per parameter.
             moves_later: see `Binding.adopt`.
 
         Raises:
@@ -243,9 +243,9 @@ class ShardedStep:
         """
         self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
         self.binding.sync.raise_errors()
-        migrate_state(self.comm, self.table, self.inner.state, self.order, self.stepped, self.binding.owners, owners)
-        self.binding.adopt(layout, owners, moves_later)
-        self.local_step.own(self.stepped.own(self.binding.owned()))
+        migrate_state(self.comm, self.table, self.inner.state, self.order, self.stepped, self.binding.pieces, pieces)
+        self.binding.adopt(layout, pieces, moves_later)
+        self.local_step.own(self.stepped.own(self.binding.owned(), self.binding.owned_parts()))
         self._bind()
 
     def master_weights(self) -> dict[Tensor, Tensor]:
@@ -294,6 +294,7 @@ class ShardedStep:
 
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of
+        stepped.follow_memory()
         self.local_step.bind(
             {
                 bucket: {stepped[index_of[param]] for param in params}

@@ -1,16 +1,18 @@
 """The order in which states were created, and their migration to new owners."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.local.masters import SteppedTensors
+from ddp_zero.elements.states import joined, narrowed, narrowed_value
+from ddp_zero.local.masters import MASTER_KEY, SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.local.tree import check_can_travel
-from ddp_zero.plan.partition import GroupRank
+from ddp_zero.plan.ownership import Piece, Pieces, is_cut, moves, piece_of
 
 Birth = tuple[int, int]
 State = MutableMapping[Any, Any]
@@ -76,37 +78,112 @@ def migrate_state(
     state: State,
     order: StateOrder,
     stepped: SteppedTensors,
-    old_owners: Sequence[GroupRank],
-    new_owners: Sequence[GroupRank],
+    before: Sequence[Pieces],
+    after: Sequence[Pieces],
 ) -> None:
-    """Send the state of every parameter whose owner changes from its old to its new one. A collective.
+    """Send the state of every parameter, or part of one, whose owner changes from its old to its new one. A collective.
 
     Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
 
     Raises:
         TypeError: if a state cannot travel, naming the parameter, before any is moved; RuntimeError on other ranks.
     """
-    moves = [
-        (index, old, new) for index, (old, new) in enumerate(zip(old_owners, new_owners, strict=True)) if old != new
-    ]
-    if not moves:
+    changes = [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    if not changes:
         return
     with Agreement(comm, "moving optimizer state to new owners") as agreement:
-        agreement.declare("moves", moves)
-        for index, old, _ in moves:
-            if old == comm.group_rank and stepped[index] in state:
+        agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
+        for index in changes:
+            if stepped[index] in state and piece_of(before[index], comm.group_rank) is not None:
                 check_can_travel(state[stepped[index]], table.label(index))
-    device = table.accelerator()
-    for index, old, new in moves:
-        if comm.group_rank == old:
-            key, master = stepped[index], stepped.give(index)
-            born = (order.give(key), state.pop(key)) if key in state else None
-            comm.send_tree((None if master is None else master.detach(), born), new)
-        elif comm.group_rank == new:
-            master, born = comm.receive_tree(old, device)
-            if master is not None:
-                stepped.take(index, master)
-            if born is not None:
-                key = stepped[index]
-                birth, state[key] = born
-                order.take(key, birth)
+    for index in changes:
+        _migrate_one(comm, table, state, order, stepped, index, before[index], after[index])
+
+
+def _migrate_one(
+    comm: Communicator,
+    table: ParameterTable,
+    state: State,
+    order: StateOrder,
+    stepped: SteppedTensors,
+    index: int,
+    before: Pieces,
+    after: Pieces,
+) -> None:
+    me, param = comm.group_rank, table.params[index]
+    old, new = piece_of(before, me), piece_of(after, me)
+    have, want = _part(old, before), _part(new, after)
+    mine = _Held.out_of(state, order, stepped, index) if old is not None and old != new else None
+    arrived: list[tuple[slice, _Held]] = []
+    cuts = is_cut(before) or is_cut(after)
+    for move in moves(before, after):
+        elements = slice(move.start, move.stop)
+        if move.source == me and mine is not None:  # what does not change hands is not sent
+            comm.send_tree(mine.of(param, have, elements, cuts).as_tree(), move.target)
+        elif move.target == me:
+            arrived.append((elements, _Held(*comm.receive_tree(move.source, table.accelerator()))))
+    if new is None or old == new:
+        return
+    if mine is not None and old is not None and max(old.start, new.start) < min(old.stop, new.stop):
+        kept = slice(max(old.start, new.start), min(old.stop, new.stop))
+        arrived.append((kept, mine.of(param, have, kept, cuts)))
+    found = _Held.joined(arrived, param, want) if cuts else arrived[0][1]
+    found.put_into(state, order, stepped, index, want)
+
+
+def _part(piece: Piece | None, pieces: Pieces) -> slice | None:
+    return slice(piece.start, piece.stop) if piece is not None and is_cut(pieces) else None
+
+
+@dataclass
+class _Held:
+    """What a rank holds for a parameter or a part of it: master, when its state was created, state."""
+
+    master: Tensor | None
+    birth: Birth | None
+    state: Any
+
+    @classmethod
+    def out_of(cls, state: State, order: StateOrder, stepped: SteppedTensors, index: int) -> "_Held":
+        """Take out everything."""
+        key, master = stepped[index], stepped.give(index)
+        is_there = key in state
+        master = None if master is None else master.detach()
+        return cls(master, order.give(key) if is_there else None, state.pop(key) if is_there else None)
+
+    def of(self, param: Tensor, have: slice | None, want: slice, is_cut: bool) -> "_Held":
+        """What belongs to some of the elements."""
+        if not is_cut:
+            return self
+        master = narrowed_value(self.master, param, have, want)
+        return replace(
+            self, master=master, state=None if self.state is None else narrowed(self.state, param, have, want)
+        )
+
+    def as_tree(self) -> tuple[Any, ...]:
+        """As it is sent."""
+        return self.master, self.birth, self.state
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[slice, "_Held"]], param: Tensor, want: slice | None) -> "_Held":
+        """Several parts as one; all have a state, or none."""
+        first = parts[0][1]
+        masters = [(part, {MASTER_KEY: held.master}) for part, held in parts if held.master is not None]
+        states = [(part, held.state) for part, held in parts if held.state is not None]
+        assert len(states) in (0, len(parts)), "a parameter is stepped on all its owners or on none"
+        return cls(
+            joined(masters, param, want)[MASTER_KEY] if masters else None,
+            first.birth,
+            joined(states, param, want) if states else None,
+        )
+
+    def put_into(
+        self, state: State, order: StateOrder, stepped: SteppedTensors, index: int, part: slice | None
+    ) -> None:
+        """Take everything over."""
+        if self.master is not None or part is not None:
+            stepped.take(index, self.master, part)
+        if self.birth is not None:
+            key = stepped[index]
+            state[key] = self.state
+            order.take(key, self.birth)

@@ -127,7 +127,8 @@ class LeftInFlight:
 
     def _params_of(self, sync: BucketSync) -> list[Tensor]:
         """All parameters of a bucket, this rank's included: memory that is being sent must not be written to."""
-        return [self._params[param] for segment in sync.bucket.segments for param in segment.params]
+        indices = dict.fromkeys(param for segment in sync.bucket.segments for param in segment.params)
+        return [self._params[param] for param in indices]
 
 
 @dataclass(frozen=True, eq=False)

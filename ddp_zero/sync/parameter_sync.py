@@ -134,4 +134,5 @@ class ParameterSync:
     def _stepped_elsewhere(self, bucket: Bucket) -> list[Tensor]:
         """Parameters that others stepped: not those without a gradient, which a graph may still need in backward."""
         received = [segment.params for segment in bucket.segments if segment.owner != self._comm.group_rank]
-        return [self._params[param] for params in received for param in params if self._params[param].grad is not None]
+        indices = dict.fromkeys(param for params in received for param in params)
+        return [self._params[param] for param in indices if self._params[param].grad is not None]

@@ -2,23 +2,25 @@
 
 [Note: ddp_zero tensors]
 *segment tensor*: 1-D, the parameters of one segment; what travels.
-*flat tensor*: 1-D, the memory that the parameters of one segment live in.
-*parameter view*: a window of a flat tensor with the parameter's own shape and strides.
+*block*: 1-D, the memory that the parameters of one segment live in, or of several if a parameter is cut among them.
+*parameter view*: a window of a block with the parameter's own shape and strides.
 
-With `ViewStorage` the flat tensors are the segment tensors, and a sync copies nothing. With `PackedStorage` the user's
-storage is left alone: a segment is packed before it is sent and unpacked when it has arrived.
+With `ViewStorage` the segment tensors are windows of the blocks, and a sync copies nothing. With `PackedStorage` the
+user's storage is left alone: a segment is packed before it is sent and unpacked when it has arrived.
 
-A flat tensor has gaps. Every parameter starts at a multiple of 64 bytes, as a tensor with memory of its own does,
+A block has gaps. Every parameter starts at a multiple of 64 bytes, as a tensor with memory of its own does,
 because matrix products round differently at other offsets. The gaps are sent if they are at most 0.5% of the segment;
 otherwise (small parameters of odd sizes) the segment is packed end to end.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ddp_zero.elements.memory import run_of
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.plan.shapes import aligned_offsets, is_dense
 from ddp_zero.plan.shard_plan import Bucket, Segment, ShardPlan
@@ -36,12 +38,40 @@ class ParameterStorage(Protocol):
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Make what was received visible in the parameters of the other owners."""
 
-    def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
-        """The 1-D memory that holds all of a rank's parameters of a bucket; None if they do not share one."""
+    def blocks_of(self, bucket: Bucket) -> "Sequence[Block]":
+        """The memory that parameters of a bucket share; none if each has memory of its own."""
+
+
+class Block:
+    """Memory of parameters. Building it moves them there.
+
+    Args:
+        indices: the parameters, in this order.
+        params: all parameters, by index.
+
+    Attributes:
+        indices: as given.
+        tensor: 1-D, the parameters at aligned places, zeros between them.
+        starts: where each parameter begins, by index.
+    """
+
+    @torch.no_grad()
+    def __init__(self, indices: Sequence[int], params: Sequence[Tensor]) -> None:
+        members = [params[index] for index in indices]
+        numels = [param.numel() for param in members]
+        *offsets, end = aligned_offsets(numels, members[0].itemsize if members else 1, _ALIGNMENT)
+        like = members[0] if members else torch.empty(0)
+        self.indices = tuple(indices)
+        self.starts = dict(zip(indices, offsets, strict=True))
+        self.tensor: Tensor = torch.zeros(end, dtype=like.dtype, device=like.device)
+        for param, offset in zip(members, offsets, strict=True):
+            view = self.tensor.as_strided(param.shape, param.stride(), offset)
+            view.copy_(param)
+            param.data = view  # the old memory is freed once nothing else holds it
 
 
 class ViewStorage:
-    """Parameters are views into one flat tensor per (bucket, owner).
+    """Parameters are views into blocks of memory: one per (bucket, owner), or more owners where a parameter is cut.
 
     Building it moves the parameters: their values are copied once and ``param.data`` is re-pointed. Strides are kept,
     so a channels-last weight stays channels-last.
@@ -59,10 +89,22 @@ class ViewStorage:
                             f"Expected parameters without gaps or overlaps in memory, got {label(param)} with "
                             f"strides {list(params[param].stride())}. Use parameters_as_bucket_view=False."
                         )
-        self._flats = [[_FlatSegment(segment, params) for segment in bucket.segments] for bucket in plan.buckets]
+        self._blocks: list[list[Block]] = []
+        self._flats: list[list[_FlatSegment]] = []
+        for bucket in plan.buckets:
+            groups = _connected(bucket)
+            blocks = [Block(indices, params) for _, indices in groups]
+            self._blocks.append(blocks)
+            self._flats.append(
+                [
+                    _FlatSegment(segment, block)
+                    for (segments, _), block in zip(groups, blocks, strict=True)
+                    for segment in segments
+                ]
+            )
 
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
-        """The flat tensors themselves; where the gaps are too large, this rank's packed and buffers for the others."""
+        """Windows of the blocks; where the gaps are too large, this rank's packed and buffers for the others."""
         flats = enumerate(self._flats[bucket.index])
         return [flat.packed() if rank == group_rank else flat.room() for rank, flat in flats]
 
@@ -72,45 +114,53 @@ class ViewStorage:
             if rank != group_rank:
                 flat.unpack(tensor)
 
-    def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
-        """The flat tensor of that segment."""
-        found: Tensor = self._flats[bucket.index][group_rank].tensor
-        return found
+    def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
+        """Those of the bucket."""
+        return self._blocks[bucket.index]
+
+
+def _connected(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
+    """Consecutive segments that share a parameter, and all parameters of these, in the order of ranks."""
+    groups: list[tuple[list[Segment], dict[int, None]]] = []
+    last_segment = {param: position for position, one in enumerate(bucket.segments) for param in one.params}
+    end = -1
+    for position, segment in enumerate(bucket.segments):
+        if position > end:
+            groups.append(([], {}))
+        segments, indices = groups[-1]
+        segments.append(segment)
+        indices |= dict.fromkeys(segment.params)
+        end = max(end, position, *(last_segment[param] for param in segment.params), -1)
+    return [(segments, list(indices)) for segments, indices in groups]
 
 
 class _FlatSegment:
-    """The flat tensor of one segment. Building it moves the segment's parameters there.
+    """One segment in its block.
 
-    Nothing here touches a parameter afterwards: using one that is still in flight would wait for it again.
-
-    Attributes:
-        tensor: 1-D, the parameters at aligned places, zeros between them.
+    Nothing here touches a parameter: using one that is still in flight would wait for it again.
     """
 
-    @torch.no_grad()
-    def __init__(self, segment: Segment, params: Sequence[Tensor]) -> None:
-        members = [params[index] for index in segment.params]
-        numels = [param.numel() for param in members]
-        *offsets, end = aligned_offsets(numels, members[0].itemsize if members else 1, _ALIGNMENT)
-        like = members[0] if members else torch.empty(0)
-        self.tensor: Tensor = torch.zeros(end, dtype=like.dtype, device=like.device)
-        for param, offset in zip(members, offsets, strict=True):
-            view = self.tensor.as_strided(param.shape, param.stride(), offset)
-            view.copy_(param)
-            param.data = view  # the old memory is freed once nothing else holds it
+    def __init__(self, segment: Segment, block: Block) -> None:
+        places = [
+            (block.starts[param] + start, block.starts[param] + stop)
+            for param, (start, stop) in zip(segment.params, segment.ranges, strict=True)
+        ]
+        begin, end = (places[0][0], places[-1][1]) if places else (0, 0)
+        is_in_order = all(one <= other for (_, one), (other, _) in pairwise(places))
         self._numel = segment.numel
+        self._tensor: Tensor = block.tensor[begin:end]
         self._windows: list[Tensor] = []  # of the parameters, if they are packed
-        if (end - segment.numel) * _LARGEST_GAPS > segment.numel:
-            self._windows = [self.tensor[start : start + n] for start, n in zip(offsets, numels, strict=True)]
+        if not is_in_order or (end - begin - segment.numel) * _LARGEST_GAPS > segment.numel:
+            self._windows = [block.tensor[start:stop] for start, stop in places]
 
     @torch.no_grad()
     def packed(self) -> Tensor:
         """The segment tensor, filled."""
-        return torch.cat(self._windows) if self._windows else self.tensor
+        return torch.cat(self._windows) if self._windows else self._tensor
 
     def room(self) -> Tensor:
         """The segment tensor, as a receive buffer."""
-        return self.tensor.new_empty(self._numel) if self._windows else self.tensor
+        return self._tensor.new_empty(self._numel) if self._windows else self._tensor
 
     @torch.no_grad()
     def unpack(self, segment: Tensor) -> None:
@@ -126,7 +176,7 @@ class _FlatSegment:
 class PackedStorage:
     """Parameters stay where they are; segments are copied to and from temporary tensors.
 
-    A segment of one contiguous parameter is that parameter's own memory and is not copied.
+    A segment of one contiguous parameter, or of a part of a dense one, is that memory itself and is not copied.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -137,35 +187,51 @@ class PackedStorage:
         """This rank's segment packed, and receive buffers for the others; at most one bucket's bytes in total."""
         segments = [self._room_for(segment) for segment in bucket.segments]
         own = bucket.segments[group_rank]
-        if own.params and not self._is_alias(own):
-            torch._foreach_copy_(_views(own, segments[group_rank], self._params), self._of(own))
+        if own.params and self._alias(own) is None:
+            torch._foreach_copy_(self._views(own, segments[group_rank]), self._windows(own))
         return segments
 
     @torch.no_grad()
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Unpack what the other owners sent."""
         for segment, tensor in zip(bucket.segments, segments, strict=True):
-            if segment.owner != group_rank and segment.params and not self._is_alias(segment):
-                targets = [param.data for param in self._of(segment)]  # has a version counter of its own
-                torch._foreach_copy_(targets, _views(segment, tensor, self._params))
+            if segment.owner != group_rank and segment.params and self._alias(segment) is None:
+                torch._foreach_copy_(self._windows(segment), self._views(segment, tensor))
 
-    def memory_of(self, bucket: Bucket, group_rank: GroupRank) -> Tensor | None:
+    def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
         """None: each parameter has memory of its own."""
-        return None
+        return ()
 
-    def _of(self, segment: Segment) -> list[Tensor]:
-        return [self._params[param] for param in segment.params]
+    def _windows(self, segment: Segment) -> list[Tensor]:
+        """The parameters of a segment, or the parts of them that it holds, with version counters of their own."""
+        pairs = zip(segment.params, segment.ranges, strict=True)
+        return [_window(self._params[index].data, start, stop) for index, (start, stop) in pairs]
 
-    def _is_alias(self, segment: Segment) -> bool:
-        return len(segment.params) == 1 and self._params[segment.params[0]].is_contiguous()
+    def _views(self, segment: Segment, tensor: Tensor) -> list[Tensor]:
+        """The same places in the segment tensor."""
+        windows = zip(self._windows(segment), segment.offsets, strict=True)
+        return [tensor[offset : offset + window.numel()].view(window.shape) for window, offset in windows]
+
+    def _alias(self, segment: Segment) -> Tensor | None:
+        """The segment tensor, if it needs no copy."""
+        if len(segment.params) != 1:
+            return None
+        window = _window(self._params[segment.params[0]].detach(), *segment.ranges[0])
+        return window.as_strided((segment.numel,), (1,)) if window.is_contiguous() else None
 
     def _room_for(self, segment: Segment) -> Tensor:
-        if self._is_alias(segment):
-            return self._params[segment.params[0]].detach().as_strided((segment.numel,), (1,))
+        alias = self._alias(segment)
+        if alias is not None:
+            return alias
         if not segment.params:
             return torch.empty(0)
         like = self._params[segment.params[0]]
         return torch.empty(segment.numel, dtype=like.dtype, device=like.device)
+
+
+def _window(value: Tensor, start: int, stop: int) -> Tensor:
+    """A whole parameter as it is, or a part of it, 1-D."""
+    return value if stop - start == value.numel() else run_of(value)[start:stop]
 
 
 @torch.no_grad()
@@ -173,10 +239,3 @@ def release(params: Sequence[Tensor]) -> None:
     """Give parameters memory of their own, so that they do not keep a whole segment alive."""
     for param in params:
         param.data = param.data.clone()  # keeps dense strides
-
-
-def _views(segment: Segment, tensor: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        tensor[offset : offset + params[param].numel()].view(params[param].shape)
-        for param, offset in zip(segment.params, segment.offsets, strict=True)
-    ]

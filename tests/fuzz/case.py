@@ -112,6 +112,7 @@ class Mode:
     masters: bool = False
     group_clip: float | None = None
     forgets_hook: bool = False
+    partition: str = "parameters"
 
     @property
     def clips(self) -> bool:

@@ -13,10 +13,12 @@ OPTIMIZERS = (
 )
 OWN_OPTIMIZERS = ("toy coupled", "toy schedule-free", "toy schedule-free", "toy picky")
 MATRICES_ONLY = ("Muon",)
+ELEMENTWISE = (*OPTIMIZERS[: OPTIMIZERS.index("Adafactor")], "toy schedule-free")
 _COMMON = ("SGD momentum", "Adam", "AdamW foreach", "AdamW fused", "Adam tensor lr")
 _SCHEDULERS = ("ExponentialLR", "StepLR", "CosineAnnealingLR", "LambdaLR", "OneCycleLR")
 _SCALES: tuple[float | str, ...] = (1024.0, 0.25, "dynamic", "dynamic")
 _FAULTS = 0.008
+_CUT = 0.35
 _COMPILED = 0.01
 
 
@@ -36,7 +38,7 @@ def draw(seed: int, ranks: int) -> Case:
         optim = replace(optim, held_out=0)
     if mode.via == "shard_optimizer" and (optim.held_out or mode.group_clip is not None):
         mode = replace(mode, via="hooks")
-    case = Case(seed, ranks, model, ddp, optim, mode, loop, ())
+    case = _with_cuts(Case(seed, ranks, model, ddp, optim, mode, loop, ()))
     chance = rng.random()
     if chance < _FAULTS and optim.name not in ("toy coupled", "toy picky"):  # which raise on their own
         return _with_fault(rng, case)
@@ -46,6 +48,17 @@ def draw(seed: int, ranks: int) -> Case:
     if case.has_hook and mode.via == "hooks" and rng.random() < 0.005:
         case = replace(case, mode=replace(mode, forgets_hook=True))
     return replace(case, program=draw_program(rng, case))
+
+
+def _with_cuts(case: Case) -> Case:
+    """Perhaps cut parameters, made larger; with random numbers of its own, so that all else stays as it was drawn."""
+    rng = random.Random(f"cuts {case.seed} {case.ranks}")
+    adds_norms = case.mode.stage == 2 and (case.mode.clips or case.loop.clip is not None)  # rounded part by part
+    if rng.random() >= _CUT or case.optim.name not in ELEMENTWISE or adds_norms:
+        return case
+    inner = tuple(4 * width for width in case.model.widths[1:-1])
+    widths = (case.model.widths[0], *inner, case.model.widths[-1])
+    return replace(case, mode=replace(case.mode, partition="elements"), model=replace(case.model, widths=widths))
 
 
 def _draw_optim(rng: random.Random) -> Optim:

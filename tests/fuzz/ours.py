@@ -43,6 +43,7 @@ class Ours(Side):
         if self.place.injects == "lr":
             options["lr"] = options.get("lr", 0.01) * (1 + 2.0**-22)
         own: dict[str, Any] = {"stage": mode.stage, "sync": mode.sync, "parameters_as_bucket_view": mode.views}
+        own |= {} if mode.partition == "parameters" else {"partition": mode.partition}
         own |= {"max_grad_norm": mode.max_grad_norm, "norm_type": mode.norm_type, "nonfinite": mode.nonfinite}
         own |= {"master_weights": mode.masters, "loss_scale": _loss_scale(mode.loss_scale)}
         build = find_optimizer(case.optim.name).build

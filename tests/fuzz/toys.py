@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ddp_zero import elementwise
 from tests.multiproc.cases import OptimizerCase, optimizer_case
 
 
@@ -31,6 +32,7 @@ class ToyCoupled(Optimizer):
         return loss
 
 
+@elementwise
 class ToyScheduleFree(Optimizer):
     """SGD whose parameters are an interpolation in training and an average in evaluation."""
 

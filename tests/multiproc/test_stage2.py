@@ -27,7 +27,7 @@ from ddp_zero.backward.reducer import BucketViews
 from ddp_zero.comm.tracing import logger
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.stage2 import partitioned
-from ddp_zero.stage2.bucket import ReducedPieces
+from ddp_zero.stage2.bucket import ReducedRuns
 from ddp_zero.stage2.memory import BucketMemory
 from tests.multiproc import test_overlap
 from tests.multiproc.cases import (
@@ -1129,8 +1129,8 @@ def _a_first_bucket_in_pieces(setup: Setup) -> None:
     """DDP's single first bucket is larger than a scratch should be."""
     every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
     for overlap, options in product(BOTH, every_options):
-        pieces = mock.Mock(side_effect=ReducedPieces)
-        with mock.patch.multiple(partitioned, _PIECE_BYTES=256, _BUCKET_PIECES=1, ReducedPieces=pieces):
+        pieces = mock.Mock(side_effect=ReducedRuns)
+        with mock.patch.multiple(partitioned, _PIECE_BYTES=256, _BUCKET_PIECES=1, ReducedRuns=pieces):
             twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
             twins.train(setup, 5)
             twins.assert_moved()
@@ -1139,8 +1139,8 @@ def _a_first_bucket_in_pieces(setup: Setup) -> None:
 
 @case(2)
 def _a_first_bucket_in_pieces_on_a_rank_that_has_joined(setup: Setup) -> None:
-    pieces = mock.Mock(side_effect=ReducedPieces)
-    with mock.patch.multiple(partitioned, _PIECE_BYTES=256, _BUCKET_PIECES=1, ReducedPieces=pieces):
+    pieces = mock.Mock(side_effect=ReducedRuns)
+    with mock.patch.multiple(partitioned, _PIECE_BYTES=256, _BUCKET_PIECES=1, ReducedRuns=pieces):
         test_overlap._uneven_inputs(setup)
     pieces.assert_called()
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_zero.plan import shard_plan as plan_module
+from ddp_zero.plan.ownership import whole
 from ddp_zero.plan.partition import GroupRank, partition_greedy
 from ddp_zero.plan.shard_plan import (
     Bucket,
@@ -157,14 +158,19 @@ def test_parameters_without_elements_travel_at_their_place() -> None:
         Bucket(
             0,
             "cpu/float32",
-            (Segment(GroupRank(0), (0, 1, 2, 3), (0, 0, 3, 3), 5), Segment(GroupRank(1), (4,), (0,), 0)),
+            (
+                Segment(GroupRank(0), (0, 1, 2, 3), (0, 0, 3, 3), 5, ((0, 0), (0, 3), (0, 0), (0, 2))),
+                Segment(GroupRank(1), (4,), (0,), 0, ((0, 0),)),
+            ),
         ),
     )
 
 
 def test_a_kind_without_elements_is_one_bucket() -> None:
     plan = plan_standalone([spec(0), spec(0)], ranks(0, 0), 1, 8)
-    assert [bucket.segments for bucket in plan.buckets] == [(Segment(GroupRank(0), (0, 1), (0, 0), 0),)]
+    assert [bucket.segments for bucket in plan.buckets] == [
+        (Segment(GroupRank(0), (0, 1), (0, 0), 0, ((0, 0), (0, 0))),)
+    ]
 
 
 @pytest.mark.parametrize("specs", [[], [spec(4, active=False), spec(0, active=False)]], ids=["none", "all dormant"])
@@ -226,7 +232,7 @@ def test_each_bucket_of_ddp_is_a_bucket_at_its_place_and_what_ddp_does_not_reduc
         ("cpu/float32", [(), (1,)]),
         ("cpu/bfloat16", [(7,), ()]),
     ]
-    assert plan.buckets[2].segments[0] == Segment(GroupRank(0), (0, 5), (0, 4), 10)
+    assert plan.buckets[2].segments[0] == Segment(GroupRank(0), (0, 5), (0, 4), 10, ((0, 4), (0, 6)))
     assert [bucket.index for bucket in plan.buckets] == [0, 1, 2, 3, 4, 5]
 
 
@@ -383,10 +389,18 @@ def with_segment(bucket: int, rank: int, params: list[int], offsets: list[int], 
     """The good plan with one segment replaced; raises as its constructor does."""
     plan = good_plan()
     segments = list(plan.buckets[bucket].segments)
-    segments[rank] = Segment(GroupRank(rank), tuple(params), tuple(offsets), numel)
+    ranges = [(0, plan.specs[param].numel if param < len(plan.specs) else 1) for param in params]
+    segments[rank] = Segment(GroupRank(rank), tuple(params), tuple(offsets), numel, tuple(ranges))
     buckets = list(plan.buckets)
     buckets[bucket] = replace(buckets[bucket], segments=tuple(segments))
     return replace(plan, buckets=tuple(buckets))
+
+
+def with_owners(*owners: int) -> ShardPlan:
+    """The good plan with these owners of whole parameters."""
+    plan = good_plan()
+    numels = [spec.numel for spec in plan.specs]
+    return replace(plan, pieces=tuple(whole(one, numel) for one, numel in zip(ranks(*owners), numels, strict=False)))
 
 
 def with_buckets(change: Callable[[tuple[Bucket, ...]], tuple[Bucket, ...]]) -> ShardPlan:
@@ -401,15 +415,15 @@ def test_the_plan_that_the_next_tests_break_is_whole() -> None:
 
 BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
     "an owner is missing": (
-        lambda: replace(good_plan(), owners=ranks(0, 1, 0, 0, 0)),
+        lambda: with_owners(0, 1, 0, 0, 0),
         r"one owner for each of 6 parameters, got 5\.",
     ),
     "owner too large": (
-        lambda: replace(good_plan(), owners=ranks(0, 1, 2, 0, 0, 1)),
+        lambda: with_owners(0, 1, 2, 0, 0, 1),
         r"parameter 2 to have an owner below 2, got 2\.",
     ),
     "owner negative": (
-        lambda: replace(good_plan(), owners=ranks(0, 1, -1, 0, 0, 1)),
+        lambda: with_owners(0, 1, -1, 0, 0, 1),
         r"parameter 2 to have an owner below 2, got -1\.",
     ),
     "buckets out of order": (
@@ -446,7 +460,7 @@ BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
     ),
     "twice in one segment": (
         lambda: with_segment(0, 1, [1, 1], [0, 3], 6),
-        r"parameter 1 in one bucket, got it in 0 and 0\.",
+        r"all 1 pieces of parameter 1 in bucket 0, got 2\.",
     ),
     "in two buckets": (
         lambda: with_segment(1, 0, [0, 4], [0, 4], 6),
@@ -454,7 +468,7 @@ BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
     ),
     "with another rank": (
         lambda: with_segment(0, 1, [1, 4], [0, 3], 5),
-        r"parameter 4 with its owner 0, got it in a segment of rank 1 \(bucket 0\)\.",
+        r"parameter 4 with its owners, .* got elements 0 to 2 in a segment of rank 1 \(bucket 0\)\.",
     ),
     "in a bucket of another kind": (
         lambda: with_segment(0, 0, [0, 3, 4], [0, 4, 9], 11),
