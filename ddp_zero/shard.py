@@ -19,6 +19,7 @@ from ddp_zero.local.live_model import ddp_models_in
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.plan.buckets import bucket_mb
+from ddp_zero.plan.elements import CutParameters
 
 _INTERLEAVED_LAG = 1
 
@@ -151,7 +152,8 @@ def wrap(
         )
     given: dict[str, Any] = dict(ddp or {})
     sizes = [param.nbytes for param in module.parameters() if param.requires_grad]
-    cap = bucket_mb(sizes, get_world_size(given.get("process_group")))
+    owners = 1 if options.get("partition") == CutParameters.name else get_world_size(given.get("process_group"))
+    cap = bucket_mb(sizes, owners)  # parts are even in a bucket of any size
     caps: dict[str, Any] = {} if "bucket_cap_mb" in given else dict(bucket_cap_mb_list=[cap])
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, shard_optimizer(model, optimizer_class, **options)

@@ -15,7 +15,7 @@ def bucket_mb(sizes: Sequence[int], world_size: int) -> float:
 
     Args:
         sizes: bytes of the parameters.
-        world_size: number of ranks.
+        world_size: number of ranks among which whole parameters are divided; 1 if they are cut.
     """
     if not sizes:
         return _LARGEST_MIB
