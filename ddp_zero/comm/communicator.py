@@ -5,8 +5,8 @@ Everything is sent as bytes, so any dtype works on any backend (Gloo has no bflo
 
 The parameter sync is an all-gather of segments of unequal size. On Gloo with CPU memory it is a direct exchange: every
 receive is posted, then every send, in chunks; each rank sends (N - 1) times its own segments and nothing else. From
-`RING_RANKS` ranks and `RING_BYTES` on it is a ring instead, which sends as much. On other backends it is one broadcast
-per owner.
+`RING_RANKS` ranks and `RING_BYTES` on it is a ring instead, which sends as much. On NCCL it is a native all-gather if
+padding segments to equal sizes adds at most an eighth; otherwise, and on other backends, one broadcast per owner.
 
 Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, so a rank with a small segment would
 send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of it).
@@ -24,19 +24,29 @@ import torch.distributed as dist
 # until exit, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT with torch 2.13.0).
 import torch.distributed.nn
 from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from ddp_zero.comm.exchange import Exchange, InFlight, NotPosted, Pending, Waitable
+from ddp_zero.comm.exchange import (
+    Exchange,
+    InFlight,
+    PaddedGather,
+    Pending,
+    chunks,
+    posted,
+    start_broadcasts,
+    start_padded_sum,
+    started,
+)
 from ddp_zero.comm.groups import check_not_forked, count_built
 from ddp_zero.comm.peers import gather_text
 from ddp_zero.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
 from ddp_zero.plan.partition import GlobalRank, GroupRank
 from ddp_zero.plan.ring import RingSchedule, gather_schedule, sum_schedule
+from ddp_zero.plan.shapes import padded_size
 
 _TREE_TAG = 0x7EE0
-_CHUNK_BYTES = 4 << 20
 
 RING_RANKS = 4
 RING_BYTES = 1 << 20
@@ -146,16 +156,13 @@ class Communicator:
         if self.has_direct_messages(device):
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
             return self.start_messages({peer: [mine] for peer in received}, received, subject)
+        raw = [segment.detach().view(torch.uint8) for segment in segments]
+        nbytes = padded_size([segment.nbytes for segment in segments])
+        if nbytes is not None and self._backends.get(device.type) == "nccl":
+            self.sent_bytes += nbytes * (self.world_size - 1)
+            return PaddedGather(self.process_group, raw, nbytes, device)
         self.sent_bytes += mine.nbytes * (self.world_size - 1)
-        return Exchange(self._broadcast_each([segment.detach().view(torch.uint8) for segment in segments]), segments)
-
-    def _broadcast_each(self, raw: Sequence[Tensor]) -> list[Pending]:
-        works: list[Pending] = []
-        for owner, segment in enumerate(raw):
-            if segment.numel():
-                work = dist.broadcast(segment, group_src=owner, group=self.process_group, async_op=True)
-                works.append((partial(self.name, GroupRank(owner)), _started(work)))
-        return works
+        return Exchange(start_broadcasts(self.process_group, raw, self.name), segments)
 
     # Messages between pairs of ranks
 
@@ -187,7 +194,7 @@ class Communicator:
         for post, messages in ((group.recv, received), (group.send, sent)):
             for peer, tensors in messages.items():
                 name = partial(self.name, peer)
-                works += [(name, _posted(partial(post, [chunk], peer, tag))) for chunk in _chunks(tensors)]
+                works += [(name, posted(partial(post, [chunk], peer, tag))) for chunk in chunks(tensors)]
         nbytes = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
         if is_control:
             self.control_bytes += nbytes
@@ -247,7 +254,8 @@ class Communicator:
     def start_sum(self, whole: Tensor, parts: Sequence[Tensor]) -> tuple[Exchange, Tensor]:
         """Where messages are not direct, start a sum over ranks, of which this rank needs its own part.
 
-        On NCCL this is a reduce-scatter of unequal parts, which runs as coalesced reduces; elsewhere an all-reduce.
+        On NCCL this is a reduce-scatter, of padded parts if `padded_size` allows it, else of unequal ones, which runs
+        as coalesced reduces; elsewhere an all-reduce.
 
         Args:
             whole: 1-D, destroyed.
@@ -257,13 +265,18 @@ class Communicator:
             The sum in flight, and the tensor that will hold this rank's part of it.
         """
         mine = parts[self.group_rank]
-        if self._backends.get(whole.device.type) == "nccl":
+        is_nccl = self._backends.get(whole.device.type) == "nccl"
+        numel = padded_size([part.numel() for part in parts])
+        if is_nccl and numel is not None:
+            self.sent_bytes += (self.world_size - 1) * numel * mine.element_size()
+            return start_padded_sum(self.process_group, parts, numel)
+        if is_nccl:
             mine = torch.empty_like(mine)
             work = dist.reduce_scatter(mine, list(parts), group=self.process_group, async_op=True)
         else:
             work = dist.all_reduce(whole, group=self.process_group, async_op=True)
         self.sent_bytes += whole.nbytes - mine.nbytes
-        return Exchange([(lambda: "every rank", _started(work))], [whole, mine]), mine
+        return Exchange([(lambda: "every rank", started(work))], [whole, mine]), mine
 
     def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
         """Write the owner's values into a contiguous tensor on every rank."""
@@ -363,23 +376,3 @@ def next_generation(group: ProcessGroup | None) -> int:
 def _tag(*facts: int) -> int:
     """A message tag (31 bits, never `_TREE_TAG`) that differs if the facts differ, except with probability 2^-30."""
     return zlib.crc32(repr(facts).encode()) & 0x3FFFFFFF | 0x40000000
-
-
-def _chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The bytes of tensors in pieces, several of which a backend can have in flight."""
-    filled = (tensor for tensor in tensors if tensor.numel())
-    return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), _CHUNK_BYTES)]
-
-
-def _posted(post: Callable[[], Work]) -> Waitable:
-    """A message in flight. One to a peer that is known to be gone fails when it is waited for, like all others."""
-    try:
-        return post()
-    except RuntimeError as error:
-        return NotPosted(error)
-
-
-def _started(work: Work | None) -> Work:
-    if work is None:
-        raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
-    return work

@@ -1,9 +1,21 @@
-"""Messages in flight, from posting to completion. `communicator` posts them."""
+"""Messages and collectives in flight, from posting to completion. `communicator` decides which."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup, Work, get_rank
+
+from ddp_zero.plan.partition import GroupRank
+
+_CHUNK_BYTES = 4 << 20
+
+all_gather_native = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""By their names since torch 2.13, or before."""
 
 
 class Waitable(Protocol):
@@ -73,6 +85,96 @@ class Exchange:
             finally:
                 self._waited += position == self._waited and work.is_completed()  # raised after waiting
         _unfinished.discard(self)
+
+
+def posted(post: Callable[[], Work]) -> Waitable:
+    """A message in flight. One to a peer that is known to be gone fails when it is waited for, like all others."""
+    try:
+        return post()
+    except RuntimeError as error:
+        return NotPosted(error)
+
+
+def started(work: Work | None) -> Work:
+    """A collective in flight.
+
+    Raises:
+        RuntimeError: if it did not start.
+    """
+    if work is None:
+        raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
+    return work
+
+
+def chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes of tensors in pieces, several of which a backend can have in flight."""
+    filled = (tensor for tensor in tensors if tensor.numel())
+    return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), _CHUNK_BYTES)]
+
+
+def start_broadcasts(group: ProcessGroup, raw: Sequence[Tensor], name: Callable[[GroupRank], str]) -> list[Pending]:
+    """Start a broadcast of each segment from its owner.
+
+    Args:
+        group: the ranks.
+        raw: one segment per rank in rank order, as bytes.
+        name: the name of a rank in messages.
+    """
+    works: list[Pending] = []
+    for owner, segment in enumerate(raw):
+        if segment.numel():
+            work = dist.broadcast(segment, group_src=owner, group=group, async_op=True)
+            works.append((partial(name, GroupRank(owner)), started(work)))
+    return works
+
+
+class PaddedGather:
+    """An all-gather of segments of equal size, which were padded for it; see `padded_size`.
+
+    Args:
+        group: the ranks.
+        segments: one per rank in rank order, as bytes, 1-D; that of this rank is sent, the others are written.
+        nbytes: of each segment with its padding.
+        device: of those that are not empty.
+    """
+
+    def __init__(self, group: ProcessGroup, segments: Sequence[Tensor], nbytes: int, device: torch.device) -> None:
+        self._segments = segments
+        self._me = get_rank(group)
+        self._gathered = torch.empty(nbytes * len(segments), dtype=torch.uint8, device=device)
+        mine = self._gathered[self._me * nbytes : (self._me + 1) * nbytes]
+        mine[: segments[self._me].numel()].copy_(segments[self._me])
+        work = all_gather_native(self._gathered, mine, group=group, async_op=True)
+        self._exchange = Exchange([(lambda: "every rank", work)], [self._gathered])
+
+    def wait(self, what: str) -> None:
+        """As `Exchange.wait`; then the segments are written."""
+        self._exchange.wait(what)
+        for rank, (segment, padded) in enumerate(zip(self._segments, self._parts(), strict=True)):
+            if rank != self._me:
+                segment.copy_(padded[: segment.numel()])
+
+    def _parts(self) -> Sequence[Tensor]:
+        return self._gathered.chunk(len(self._segments))
+
+
+def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], numel: int) -> tuple[Exchange, Tensor]:
+    """Start a sum over ranks, of which each rank gets its own part, padded to equal sizes; see `padded_size`.
+
+    Args:
+        group: the ranks.
+        parts: what this rank contributes to each rank's sum, in rank order, 1-D.
+        numel: elements of each part with its padding, which is summed, too.
+
+    Returns:
+        The sum in flight, and the tensor that will hold this rank's part of it.
+    """
+    whole = parts[0].new_zeros(numel * len(parts))
+    for part, padded in zip(parts, whole.chunk(len(parts)), strict=True):
+        padded[: part.numel()].copy_(part)
+    mine = whole.new_empty(numel)
+    work = reduce_scatter_native(mine, whole, group=group, async_op=True)
+    return Exchange([(lambda: "every rank", work)], [whole, mine]), mine[: parts[get_rank(group)].numel()]
 
 
 _unfinished: set[Exchange] = set()

@@ -28,6 +28,16 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def padded_size(sizes: Sequence[int]) -> int | None:
+    """The size of segments that are all made as large as the largest one; None if that adds more than an eighth.
+
+    Args:
+        sizes: of each rank's segment, in any unit.
+    """
+    largest = max(sizes)
+    return largest if 8 * largest * len(sizes) <= 9 * sum(sizes) else None
+
+
 def aligned_offsets(numels: Sequence[int], itemsize: int, alignment: int) -> list[int]:
     """Offsets of consecutive runs of elements in memory, each starting at a multiple of an alignment.
 
