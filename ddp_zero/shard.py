@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import get_world_size
+from torch.distributed import ProcessGroup, get_world_size
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -81,6 +81,7 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     master_weights: bool = False,
     sync: str = "step",
     accumulate_in_fp32: bool = False,
+    shard_group: ProcessGroup | None = None,
     **defaults: Any,
 ) -> ZeroRedundancyOptimizer:
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
@@ -102,7 +103,7 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
             stage 2, where it saves the memory of the averaged gradients.
         shard_buckets: spread each bucket over the ranks.
         parameters_as_bucket_view, grad_comm_dtype, gradient_predivide_factor, max_grad_norm, norm_type,
-            nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32: see `ZeroRedundancyOptimizer`.
+            nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, shard_group: see `ZeroRedundancyOptimizer`.
         **defaults: options for ``optimizer_class``.
 
     Raises:

@@ -194,8 +194,9 @@ class ShardedState:
         self._engine.check_between_steps()
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """The parameters that this rank owns by the plan."""
-        return self.kept()
+        """Of the parameters that this rank owns by the plan, as do its replicas, its share."""
+        ranks = self._engine.sharded.ranks
+        return self.kept()[ranks.replica :: ranks.num_replicas]
 
     def kept(self) -> list[int]:
         """The parameters that this rank owns by the plan."""

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.ranks import Ranks
 from ddp_zero.local.masters import SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.local.tree import check_can_travel
@@ -71,7 +71,7 @@ class StateOrder:
 
 
 def migrate_state(
-    comm: Communicator,
+    ranks: Ranks,
     table: ParameterTable,
     state: State,
     order: StateOrder,
@@ -91,7 +91,8 @@ def migrate_state(
     ]
     if not moves:
         return
-    with Agreement(comm, "moving optimizer state to new owners") as agreement:
+    comm = ranks.shard
+    with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
         agreement.declare("moves", moves)
         for index, old, _ in moves:
             if old == comm.group_rank and stepped[index] in state:
