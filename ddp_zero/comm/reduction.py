@@ -215,8 +215,11 @@ class GroupedReduction:
             RuntimeError: if a rank failed or a group's time-out passed.
         """
         total = self._within.wait()
-        if total.numel():
-            self._add_up_replicas(total)
+        try:
+            if total.numel():
+                self._add_up_replicas(total)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} (A replica waits for its shard group, which may have lost a rank.)") from error
         self._has_ended.set()
 
     def _add_up_replicas(self, total: Tensor) -> None:
@@ -232,8 +235,7 @@ class GroupedReduction:
         SegmentReduction(comm, wire, parts, out, room, self._subject, limit).wait()
         if out is not own:
             own.copy_(out)
-        what = f"the spread of bucket {self._subject[1]} over the replicas, each of which waits for its shard group"
-        comm.start_exchange(parts, (*self._subject, _SPREAD)).wait(what)
+        comm.start_exchange(parts, (*self._subject, _SPREAD)).wait(f"the reduction of bucket {self._subject[1]}")
         if wire is not total:
             total.copy_(wire)
 

@@ -151,7 +151,13 @@ def test_a_picture_is_drawn_with_and_without_memory(tmp_path: Path) -> None:
 def test_what_is_written_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"facts": ["one fact"], **_found()}
     options = Namespace(
-        model="tiny", ranks=2, link="1gbit", keep_malloc=False, modes=["stage 2, Last"], results=tmp_path / "new"
+        model="tiny",
+        ranks=2,
+        link="1gbit",
+        keep_malloc=False,
+        nodes=1,
+        modes=["stage 2, Last"],
+        results=tmp_path / "new",
     )
     for mode in found["modes"].values():
         mode["peak_bytes"] = mode["formula_bytes"] = [2**20]
@@ -163,7 +169,9 @@ def test_what_is_written_can_be_read_again(tmp_path: Path, capsys: pytest.Captur
 
 def test_names_of_files_tell_filters_and_stay_short() -> None:
     def stem(*modes: str) -> str:
-        return compare.stem_of(Namespace(model="26m", ranks=4, link="1gbit", keep_malloc=False, modes=list(modes)))
+        return compare.stem_of(
+            Namespace(model="26m", ranks=4, link="1gbit", keep_malloc=False, nodes=1, modes=list(modes))
+        )
 
     assert stem() == "compare-26m-4ranks-1gbit"
     assert stem("8 MiB") == "compare-26m-4ranks-1gbit-8-mib"
