@@ -56,10 +56,10 @@ def identity(pid: int) -> str | None:
     return f"{pid}-{after_name[19]}"
 
 
-def shape(gbit: float) -> str:
-    """A token bucket, as ``tc`` writes it."""
+def bucket_of(rate: str, gbit: float) -> str:
+    """A token bucket, as ``tc`` writes it, of one rate in its words and as a number."""
     burst = max(SHORTEST_BURST, round(gbit * 1e9 / 8 * BURST_SECONDS))
-    return f"root tbf rate {round(gbit * 1000)}mbit burst {burst}b latency {QUEUE}"
+    return f"root tbf rate {rate} burst {burst}b latency {QUEUE}"
 
 
 def build_commands(hub: str, ranks: Sequence[str], rate: str, nodes: Sequence[str] = ()) -> list[Command]:
@@ -71,7 +71,8 @@ def build_commands(hub: str, ranks: Sequence[str], rate: str, nodes: Sequence[st
         rate: one of `RATES`.
         nodes: the namespace of each node's bridge; each has as many of the ranks, in order. Empty: none.
     """
-    bucket, between = shape(RATES[rate]), shape(RATES[rate] / SLOWER)
+    gbit = RATES[rate]
+    bucket, between = bucket_of(rate, gbit), bucket_of(f"{1000 * gbit / SLOWER:g}mbit", gbit / SLOWER)
     lines = [f"ip netns add {name}" for name in (hub, *nodes, *ranks)]
     for name in (hub, *nodes):
         lines += [f"ip -n {name} link add bridge type bridge", f"ip -n {name} link set bridge up"]

@@ -65,7 +65,7 @@ class SegmentReduction:
         parts: windows of ``whole``, one per rank in rank order.
         out: receives this rank's sum; may be its own window of ``whole``. Of the dtype of the sum.
         room: 1-D, of the dtype of ``whole``, at least `room_numel` elements; unused where messages are not direct.
-        subject: the plan and the bucket.
+        subject: the plan, the bucket, and whatever else must be the same.
         limit: elements of the bucket; bounds how much is received at a time.
         factor: multiplies every rank's contribution before the sum; see `scales_late`.
     """
@@ -77,7 +77,7 @@ class SegmentReduction:
         parts: Sequence[Tensor],
         out: Tensor,
         room: Tensor,
-        subject: tuple[int, int],
+        subject: tuple[int, ...],
         limit: int,
         factor: float = 1.0,
     ) -> None:
@@ -171,12 +171,14 @@ class GroupedReduction:
         parts: Sequence[Tensor],
         out: Tensor,
         room: Tensor,
-        subject: tuple[int, int],
+        subject: tuple[int, ...],
         limit: int,
         factor: float = 1.0,
     ) -> None:
         assert ranks.replicas is not None, "there are groups to add up over"
         self._comm = ranks.replicas
+        # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
+        subject = (*subject, self._comm.round)
         self._within = SegmentReduction(ranks.shard, whole, parts, out, room, subject, limit, factor)
         self._out = out
         self._room = room
@@ -195,7 +197,10 @@ class GroupedReduction:
             RuntimeError: naming the peer, if one failed or a group's time-out passed.
         """
         if not self._is_in_background and not self._has_ended.is_set():
-            self.run()
+            try:
+                self.run()
+            except RuntimeError as error:
+                self.fail(error)
         self._has_ended.wait()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
@@ -246,7 +251,7 @@ def start_reduction(
     parts: Sequence[Tensor],
     out: Tensor,
     room: Tensor,
-    subject: tuple[int, int],
+    subject: tuple[int, ...],
     limit: int,
     factor: float = 1.0,
 ) -> SegmentReduction | GroupedReduction:

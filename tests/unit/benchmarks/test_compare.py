@@ -266,6 +266,30 @@ def test_a_link_shapes_both_ends_of_every_rank_and_leaves_nothing() -> None:
     assert machine.namespaces == ["somebody-elses"]
 
 
+def test_ranks_of_a_node_share_a_link_to_the_others_of_a_tenth_of_the_rate() -> None:
+    machine = _Machine()
+    with link.Link(4, "1gbit", machine, os.getpid(), nodes=2) as inside:
+        assert len(machine.namespaces) == 7
+        first, second = inside.nodes
+        homes = [
+            next(node for node in inside.nodes if f"ip -n {node} link set port{rank} master bridge" in machine.log)
+            for rank in range(4)
+        ]
+        assert homes == [first, first, second, second]
+        assert not any("port0" in line and inside.hub in line for line in machine.log)
+        for node in inside.nodes:
+            (line,) = [one for one in machine.log if one.startswith(f"tc -n {node} qdisc add dev uplink")]
+            assert " rate 100mbit " in line
+        assert sum(" rate 1gbit " in line for line in machine.log) == 2 * 4
+        assert sum(" rate 100mbit " in line for line in machine.log) == 2 * 2
+    assert machine.namespaces == []
+
+
+def test_bytes_from_a_node_are_those_of_its_link() -> None:
+    shown = '[{"ifname": "uplink", "stats64": {"rx": {"bytes": 1}, "tx": {"bytes": 42}}}]'
+    assert link.bytes_from_node("some-node", lambda command: shown if "some-node" in command else "") == 42
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("fails_at", ["netns add", "rank1 link set lo", "qdisc"])
 def test_a_failure_while_a_link_is_made_leaves_nothing(fails_at: str, error: type[BaseException]) -> None:
