@@ -189,6 +189,22 @@ def _groups_of_one_and_of_everyone(setup: Setup) -> None:
             assert_moved(before, ddp.module)
 
 
+@case(6)
+def _three_groups_and_groups_of_three(setup: Setup) -> None:
+    for size in (2, 3):
+        group = by_node(range(6), size)
+        for mode in ("stage 1, overlapped", "stage 2, interleaved"):
+            plain, (ddp, opt) = twins(MODES[mode], group)
+            before = copy.deepcopy(ddp.module)
+            for step, batch in enumerate(batches(setup.rank, STEPS)):
+                train_step(plain, batch)
+                train_step((ddp, opt), batch)
+                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}, groups of {size}")
+                assert_same_on_all_ranks(ddp.module, f"after step {step}: {mode}, groups of {size}")
+            assert opt._engine.sharded.ranks.num_replicas == 6 // size
+            assert_moved(before, ddp.module)
+
+
 @case(4)
 def _bf16_travels_and_is_rounded_between_groups(setup: Setup) -> None:
     group = by_node(range(4))
