@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -26,7 +26,7 @@ from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.comm import ranks as ranks_module
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.loss_scale import DynamicLossScale
-from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model, loss_of
+from tests.multiproc.cases import SumByGroup, assert_equal_models, assert_identical, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 from tests.multiproc.rings import rings_for_all
 
@@ -62,36 +62,6 @@ def by_node(ranks: range | list[int], size: int = 2) -> ProcessGroup:
             mine = group
     assert mine is not None
     return mine
-
-
-class SumByGroup:
-    """DDP's averaging with a sum in the documented order, written with an all-gather: the reference for stage 2.
-
-    Args:
-        size: ranks per group.
-        predivide: what gradients are divided by before the sum; None: the number of ranks.
-    """
-
-    def __init__(self, size: int, predivide: float | None = None) -> None:
-        self.size, self.predivide = size, predivide
-
-    def average(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        ranks = dist.get_world_size()
-        divisor = self.predivide or ranks
-        mine = bucket.buffer().mul_(1.0 / divisor)
-        parts = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(parts, mine)
-        sums = [self._sum(parts[start : start + self.size]) for start in range(0, ranks, self.size)]
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(self._sum(sums).mul_(divisor / ranks))
-        return future
-
-    @staticmethod
-    def _sum(parts: list[Tensor]) -> Tensor:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part
-        return total.to(parts[0].dtype)
 
 
 def wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
