@@ -151,7 +151,8 @@ def wrap(
         )
     given: dict[str, Any] = dict(ddp or {})
     sizes = [param.nbytes for param in module.parameters() if param.requires_grad]
-    cap = bucket_mb(sizes, get_world_size(given.get("process_group")))
+    sharers = options.get("shard_group")
+    cap = bucket_mb(sizes, get_world_size(sharers if isinstance(sharers, ProcessGroup) else given.get("process_group")))
     caps: dict[str, Any] = {} if "bucket_cap_mb" in given else dict(bucket_cap_mb_list=[cap])
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, shard_optimizer(model, optimizer_class, **options)

@@ -243,13 +243,9 @@ def hybrid_fsdp(model: nn.Module) -> Contestant:
     return Contestant(model, AdamW(model.parameters(), **OPTIONS))
 
 
-def ours_over_nodes(**options: Any) -> Callable[[nn.Module], Contestant]:
-    """With the ranks of a node as the shard group."""
-
-    def contestant(model: nn.Module) -> Contestant:
-        return ours(shard_group=mesh_of_nodes().get_group("shard"), **options)(model)
-
-    return contestant
+def over_nodes(build: Callable[..., Callable[[nn.Module], Contestant]], **options: Any) -> Callable[..., Contestant]:
+    """Ours, with the ranks of a node as the shard group."""
+    return lambda model: build(shard_group=mesh_of_nodes().get_group("shard"), **options)(model)
 
 
 def standalone(ddp: DistributedDataParallel) -> Optimizer:
@@ -318,11 +314,12 @@ MODES: dict[str, Mode] = {
     "ddp_zero stage 2, wrap, sync in forward": Mode(wrapped(sync="forward"), gradients=None),
     "ddp_zero stage 2, buckets of 8 MiB": Mode(ours(8, stage=2), gradients=None, is_extra=True),
     "FSDP2 over nodes, no reshard after forward": Mode(hybrid_fsdp, of_fsdp, is_extra=True),
-    "ddp_zero stage 1 over nodes, overlapped": Mode(ours_over_nodes(), is_extra=True),
-    "ddp_zero stage 2 over nodes, interleaved": Mode(ours_over_nodes(stage=2), used_up, is_extra=True),
+    "ddp_zero stage 1 over nodes, overlapped": Mode(over_nodes(ours), is_extra=True),
+    "ddp_zero stage 2 over nodes, interleaved": Mode(over_nodes(ours, stage=2), used_up, is_extra=True),
     "ddp_zero stage 2 over nodes, sync in forward": Mode(
-        ours_over_nodes(stage=2, sync="forward"), used_up, is_extra=True
+        over_nodes(ours, stage=2, sync="forward"), used_up, is_extra=True
     ),
+    "ddp_zero stage 2 over nodes, wrap": Mode(over_nodes(wrapped), gradients=None, is_extra=True),
     CLIPPED: Mode(ddp_with(adamw, clips=True), base=CLIPPED, is_extra=True),
     "ddp_zero stage 1, overlapped, clipped": Mode(ours(max_grad_norm=MAX_NORM), base=CLIPPED, is_extra=True),
     'ddp_zero stage 1, overlapped, nonfinite="skip"': Mode(ours(nonfinite="skip"), is_extra=True),
