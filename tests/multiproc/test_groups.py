@@ -24,6 +24,7 @@ from torch.optim import SGD, AdamW
 import ddp_zero
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.comm import ranks as ranks_module
+from ddp_zero.comm.communicator import Communicator
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.loss_scale import DynamicLossScale
 from tests.multiproc.cases import SumByGroup, assert_equal_models, assert_identical, batches, build_model, loss_of
@@ -140,6 +141,87 @@ def _rings_within_and_across(setup: Setup) -> None:
             assert_same_on_all_ranks(pair[0].module, f"after step {step}")
     assert len(transfers) > 4 * STEPS, "sums and gathers in both groups"
     assert_moved(before, pair[0].module)
+
+
+@case(4)
+def _where_messages_are_not_direct(setup: Setup) -> None:
+    """As in an accelerator's memory: collectives of each group in turn, and no thread."""
+    group = by_node(range(4))
+    with (
+        mock.patch.object(Communicator, "has_direct_messages", return_value=False),
+        mock.patch.object(ranks_module.Ranks, "in_background", side_effect=AssertionError("a thread")),
+    ):
+        for mode in ("stage 2, interleaved", "stage 2, in forward", "stage 2, clipped"):
+            plain, (ddp, opt) = twins(MODES[mode], group)
+            before = copy.deepcopy(ddp.module)
+            for step, batch in enumerate(batches(setup.rank, STEPS)):
+                train_step(plain, batch, MODES[mode].get("max_grad_norm"))
+                train_step((ddp, opt), batch)
+                opt.finish_sync()
+                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}")
+            assert_moved(before, ddp.module)
+
+
+class Breaking(torch.autograd.Function):
+    """The identity, whose backward raises once it is told to."""
+
+    breaks = False
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Breaking.breaks:
+            raise KeyboardInterrupt
+        return grad
+
+
+class Breakable(nn.Module):
+    """Two layers with `Breaking` between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 30), nn.Linear(30, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(Breaking.apply(self.first(inputs)))  # type: ignore[no-any-return,no-untyped-call]
+
+
+@case(4)
+def _an_interrupted_backward_pass(setup: Setup) -> None:
+    """Sums in flight, within groups and across, are dropped; what follows is not mixed up with them."""
+    group = by_node(range(4))
+    torch.manual_seed(0)
+    model = Breakable()
+    ddp = wrapped(model)
+    opt = shard_optimizer(ddp, AdamW, stage=2, shard_group=group, **OPTIONS)
+    data = list(batches(setup.rank, 8))
+    for batch in data[:3]:
+        train_step((ddp, opt), batch)
+    reference = copy.deepcopy(model)
+    for to in range(4):
+        opt.consolidate_state_dict(to=to)
+    state = opt.state_dict()
+    Breaking.breaks = True
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(ddp, *data[3]).backward()
+    Breaking.breaks = False
+    opt.reset()
+    opt.zero_grad()
+    model.load_state_dict(reference.state_dict())  # the second layer may have been stepped
+    opt.load_state_dict(state)
+    ddp = wrapped(model)
+    ddp.register_comm_hook(None, ddp_zero.hook_with_zero_step_interleaved(None, ddp, opt, shard_buckets=True))
+    expected = wrapped(reference)
+    expected.register_comm_hook(None, SumByGroup(2).average)
+    plain = AdamW(expected.parameters(), **OPTIONS)
+    plain.load_state_dict(state)
+    for step, batch in enumerate(data[4:]):
+        train_step((expected, plain), batch)
+        train_step((ddp, opt), batch)
+        assert_equal_models(reference, model, f"after step {step}")
 
 
 @case(4)
