@@ -101,16 +101,25 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None) -> Ran
         if not isinstance(shard_group, ProcessGroup) or dist.get_rank(shard_group) < 0:
             raise ValueError(_NO_MEMBER.format(dist.get_rank()))
         mine = dist.get_process_group_ranks(shard_group)
-    known = _known.get(shard_group, lambda: None)()
-    statements = [json.loads(text) for text in everyone.all_gather_text(json.dumps([mine, known is not None]))]
-    ranks = dist.get_process_group_ranks(everyone.process_group)
-    groups = ShardGroups.of(ranks, [stated for stated, _ in statements])
+    stated = [json.loads(text) for text in everyone.all_gather_text(json.dumps(mine))]
+    groups = ShardGroups.of(dist.get_process_group_ranks(everyone.process_group), stated)
     if len(groups.groups) == 1:
         return Ranks.alone(everyone)
-    across = known if known is not None and all(has for _, has in statements) else _build(everyone, groups)
-    _known[shard_group] = weakref.ref(across)
+    across = _group_across(everyone, shard_group, groups)
     shard = Communicator(shard_group, next_generation(shard_group), "shard rank")
     return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica"))
+
+
+def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:
+    """This rank's group across the shard groups, the one of earlier optimizers if all ranks have one. A collective."""
+    me = everyone.global_rank(everyone.group_rank)
+    replicas = next(ranks for ranks in groups.replicas() if me in ranks)
+    reference = _known.setdefault(shard_group, {}).get(replicas)
+    found = None if reference is None else reference()
+    are_known = all(flag for (flag,) in everyone.all_gather_ints([int(found is not None)]))
+    across = found if found is not None and are_known else _build(everyone, groups)
+    _known[shard_group][replicas] = weakref.ref(across)
+    return across
 
 
 def _build(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
@@ -146,5 +155,6 @@ def _check_same_count(everyone: Communicator) -> None:
         )
 
 
-_known: "weakref.WeakKeyDictionary[ProcessGroup, weakref.ref[ProcessGroup]]" = weakref.WeakKeyDictionary()
-"""The group across, by shard group, for further optimizers; weakly, so that `destroy_process_group` ends it."""
+_Across = dict[tuple[int, ...], "weakref.ref[ProcessGroup]"]
+_known: weakref.WeakKeyDictionary[ProcessGroup, _Across] = weakref.WeakKeyDictionary()
+"""Groups across, by shard group and the replicas in them, for further optimizers; weakly, so that `destroy_process_group` ends it."""

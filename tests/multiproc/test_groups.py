@@ -242,6 +242,26 @@ def _groups_of_one_and_of_everyone(setup: Setup) -> None:
 
 
 @case(6)
+def _the_same_shard_groups_among_other_ranks(setup: Setup) -> None:
+    """First two nodes train a model, then all three."""
+    group, two_nodes = by_node(range(6)), dist.new_group([0, 1, 2, 3])
+    for everyone, size in ((two_nodes, 4), (None, 6)):
+        if setup.rank >= size:
+            continue
+        ddp = wrapped(build_model(), process_group=everyone)
+        opt = shard_optimizer(ddp, AdamW, stage=2, shard_group=group, **OPTIONS)
+        assert (opt.world_size, opt._engine.sharded.ranks.num_replicas) == (size, size // 2)
+        before = copy.deepcopy(ddp.module)
+        for batch in batches(setup.rank, 3):
+            train_step((ddp, opt), batch)
+        mine = torch.cat([param.detach().reshape(-1) for param in ddp.parameters()])
+        every = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(every, mine, group=everyone)
+        assert all(torch.equal(mine, other) for other in every)
+        assert_moved(before, ddp.module)
+
+
+@case(6)
 def _three_groups_and_groups_of_three(setup: Setup) -> None:
     for size in (2, 3):
         group = by_node(range(6), size)
