@@ -157,4 +157,4 @@ def _check_same_count(everyone: Communicator) -> None:
 
 _Across = dict[tuple[int, ...], "weakref.ref[ProcessGroup]"]
 _known: weakref.WeakKeyDictionary[ProcessGroup, _Across] = weakref.WeakKeyDictionary()
-"""Groups across, by shard group and the replicas in them, for further optimizers; weakly, so that `destroy_process_group` ends it."""
+"""Groups across, by shard group and replicas, for further optimizers; weakly: `destroy_process_group` ends them."""

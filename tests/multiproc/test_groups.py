@@ -693,6 +693,13 @@ def _part_of_the_job(setup: Setup) -> None:
     """Ranks 1 to 4 of 5 train; rank 0 does something else."""
     trainers = dist.new_group([1, 2, 3, 4])
     pairs = [dist.new_group([1, 2]), dist.new_group([3, 4])]
+    dist.new_group([1, 2])
+    if setup.rank > 0:
+        with pytest.raises(RuntimeError, match=r"in as many process groups, got \[4, 4, 3, 3\]"):
+            ZeroRedundancyOptimizer(
+                build_model().parameters(), SGD, trainers, shard_group=pairs[(setup.rank - 1) // 2], **OPTIONS
+            )
+    dist.new_group([3, 4])
     if setup.rank == 0:
         return
     ddp = DistributedDataParallel(build_model(), process_group=trainers, gradient_as_bucket_view=True)
