@@ -11,13 +11,18 @@ def explain(engine: Engine, flat: bool) -> str:
         engine: of the optimizer.
         flat: whether parameters live in flat storage.
     """
-    sharded, comm = engine.sharded, engine.sharded.comm
+    sharded, comm, ranks = engine.sharded, engine.sharded.comm, engine.sharded.ranks
     storage = "flat storage" if flat else "storage of their own"
     mode = "overlapped with DDP" if engine.overlaps else "standalone"
     lines = [
         f"ZeroRedundancyOptimizer({type(sharded.inner).__name__}), stage {engine.stage}, {mode}: "
-        f"rank {comm.group_rank} of {comm.world_size}, parameters in {storage}"
+        f"rank {ranks.everyone.group_rank} of {ranks.everyone.world_size}, parameters in {storage}"
     ]
+    if ranks.replicas is not None:
+        lines.append(
+            f"sharded over the {comm.world_size} ranks of each of {ranks.num_replicas} shard groups: this is "
+            f"{comm.name(comm.group_rank)} of group {ranks.replica}; the table shows shard ranks"
+        )
     if engine.hook is not None:
         lines += engine.hook.describe()
     if engine.decision.options.sync == "forward":

@@ -73,7 +73,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
         )
     sharded, inner = engine.sharded, engine.sharded.inner
     doing = f"{type(inner).__name__}.{name}()"
-    with Agreement(sharded.comm, doing):
+    with Agreement(sharded.ranks.everyone, doing):
         _check_between_steps(engine.hook, name)
         sharded.binding.sync.left.complete()
         sharded.stepped.follow_model()
@@ -92,7 +92,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
     sharded.order.after_step(inner.state, sharded.stepped.index_of)  # behind those of earlier steps
     written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
     _share_written(sharded, written, has_state=any(inner.state.values()))
-    with Agreement(sharded.comm, doing):
+    with Agreement(sharded.ranks.everyone, doing):
         return outcome.result()
 
 
@@ -122,7 +122,7 @@ def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) ->
                 stepped.own_part(index, params[index].detach()).copy_(master)
     travel = {param for bucket in sharded.binding.plan.buckets for one in bucket.segments for param in one.params}
     mine = [any(index in travel for index in written), any(index not in travel for index in written), has_state]
-    every = sharded.comm.all_gather_ints([int(flag) for flag in mine])
+    every = sharded.ranks.everyone.all_gather_ints([int(flag) for flag in mine])
     in_plan, outside, any_state = (any(flags) for flags in zip(*every, strict=True))
     sharded.order.is_at_birth &= not any_state
     if in_plan:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from ddp_zero.backward.admission import check_can_sync
 from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.communicator import Communicator, next_generation
+from ddp_zero.comm.ranks import arrange
 from ddp_zero.elements.elementwise import check_elementwise
 from ddp_zero.engine import Engine
 from ddp_zero.explain import explain
@@ -39,7 +39,7 @@ from ddp_zero.state.shard_dict import ShardDict
 from ddp_zero.state.whole_dict import WholeDict
 from ddp_zero.step.binding import Binding
 from ddp_zero.step.decision import check_options
-from ddp_zero.step.join import ZeroJoinHook
+from ddp_zero.step.join import ZeroJoinHook, refuse_replicas
 from ddp_zero.step.record import StepRecord
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import State
@@ -64,6 +64,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`, or another callable that builds one.
         process_group: the ranks that share the work; the default group if None.
+        shard_group: a subgroup of it that contains this rank, such as the ranks of its node: state, and in stage 2
+            gradients, are sharded over these ranks only, and each of the other subgroups holds the same shards. All are
+            disjoint, of one size, and cover ``process_group``. In stage 2 a gradient is summed within the subgroup, and
+            its owner's part then over the subgroups, so less travels between them; parameters travel within. None:
+            shard over all of ``process_group``.
         parameters_as_bucket_view: move the parameters into flat storage, so that a sync copies nothing. ``param.data``
             is re-pointed; references taken to it before are stale. If False, the parameters stay where they are and a
             sync holds copies of up to two buckets (25 MiB each, or one parameter if that is larger).
@@ -135,12 +140,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         sync: str = "step",
         accumulate_in_fp32: bool = False,
         partition: str = "parameters",
+        shard_group: ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
-        group = process_group if is_group(process_group) else None  # else refused below, on all ranks
-        comm = Communicator(group, next_generation(group))
+        ranks = arrange(process_group if is_group(process_group) else None, shard_group)  # else refused below, by all
         Joinable.__init__(self)
-        with Agreement(comm, "building ZeroRedundancyOptimizer") as agreement:
+        with Agreement(ranks.everyone, "building ZeroRedundancyOptimizer") as agreement:
             check_group(process_group)
             check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
             reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
@@ -161,7 +166,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             agreement.declare("step options", repr(options))
             agreement.declare("partition", division.name)
             agreement.declare_parameters(table)
-            binding = Binding(comm, table, parameters_as_bucket_view, sync == "forward", division)
+            binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
             stepped = SteppedTensors(table, master_weights)
             agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
             self._build = partial(build_inner, optimizer_class, defaults=defaults)
@@ -172,7 +177,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
         self.defaults = self.optim.defaults
         self.parameters_as_bucket_view = parameters_as_bucket_view
-        sharded = ShardedStep(comm, table, binding, self.optim, self, stepped)
+        sharded = ShardedStep(ranks, table, binding, self.optim, self, stepped)
         self._assemble(Engine(self, sharded, options, overlap_with_ddp, reduction))
         sharded.local_step.mirror_to_exposed()
         sharded.extend(table, binding)
@@ -370,9 +375,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Gather the whole state on one rank, whose `state_dict` then returns it until the next step. A collective.
 
         Args:
-            to: rank in the group that receives. It holds the whole state afterwards, on the devices where the unsharded
-                optimizer would; the other ranks send one parameter's state at a time. After one call for each rank, all
-                hold it, as `torch.distributed.checkpoint.state_dict` expects.
+            to: rank in ``process_group`` that receives. It holds the whole state afterwards, on the devices where the
+                unsharded optimizer would; the other ranks send one parameter's state at a time. After one call for each
+                rank, all hold it, as `torch.distributed.checkpoint.state_dict` expects.
 
         Raises:
             ValueError: if ``to`` is not a rank of the group or differs between ranks.
@@ -439,7 +444,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` runs on ranks that have joined; see `ddp_zero.step.join`."""
+        """What `torch.distributed.algorithms.Join` runs on ranks that have joined; see `ddp_zero.step.join`.
+
+        Raises:
+            NotImplementedError: with a shard group.
+        """
+        refuse_replicas(self._engine.sharded.ranks)
         return ZeroJoinHook(self, self._engine.step_joined)
 
     @property
@@ -514,22 +524,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def rank(self) -> GroupRank:
         """This process's rank in the group."""
-        return self._engine.sharded.comm.group_rank
+        return self._engine.sharded.ranks.everyone.group_rank
 
     @property
     def global_rank(self) -> GlobalRank:
         """This process's rank in the whole job."""
-        comm = self._engine.sharded.comm
+        comm = self._engine.sharded.ranks.everyone
         return comm.global_rank(comm.group_rank)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
-        return self._engine.sharded.comm.world_size
+        return self._engine.sharded.ranks.everyone.world_size
 
     @property
     def process_group(self) -> ProcessGroup:
         """The group whose ranks share the optimizer."""
+        return self._engine.sharded.ranks.everyone.process_group
+
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """The group over whose ranks state is sharded: ``process_group`` if none was given."""
         return self._engine.sharded.comm.process_group
 
 

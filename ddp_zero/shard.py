@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import get_world_size
+from torch.distributed import ProcessGroup, get_world_size
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -83,6 +83,7 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     sync: str = "step",
     accumulate_in_fp32: bool = False,
     partition: str = "parameters",
+    shard_group: ProcessGroup | None = None,
     **defaults: Any,
 ) -> ZeroRedundancyOptimizer:
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
@@ -104,7 +105,8 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
             stage 2, where it saves the memory of the averaged gradients.
         shard_buckets: spread each bucket over the ranks.
         parameters_as_bucket_view, grad_comm_dtype, gradient_predivide_factor, max_grad_norm, norm_type,
-            nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, partition: see `ZeroRedundancyOptimizer`.
+            nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, partition, shard_group: see
+            `ZeroRedundancyOptimizer`.
         **defaults: options for ``optimizer_class``.
 
     Raises:
@@ -152,8 +154,10 @@ def wrap(
         )
     given: dict[str, Any] = dict(ddp or {})
     sizes = [param.nbytes for param in module.parameters() if param.requires_grad]
-    owners = 1 if options.get("partition") == CutParameters.name else get_world_size(given.get("process_group"))
-    cap = bucket_mb(sizes, owners)  # parts are even in a bucket of any size
+    sharers = options.get("shard_group")
+    group = sharers if isinstance(sharers, ProcessGroup) else given.get("process_group")
+    cuts = options.get("partition") == CutParameters.name  # parts are even in a bucket of any size
+    cap = bucket_mb(sizes, 1 if cuts else get_world_size(group))
     caps: dict[str, Any] = {} if "bucket_cap_mb" in given else dict(bucket_cap_mb_list=[cap])
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, shard_optimizer(model, optimizer_class, **options)

@@ -58,6 +58,11 @@ COUPLED = _HERE + "test_coupling.py::test_an_optimizer_that_couples_parameters_i
 FORWARDED = _HERE + "test_forwarding.py::test_forwarding"
 FAILURES = _HERE + "test_failures.py::test_an_error_of_one_rank_is_raised_on_all"
 RESTART = _HERE + "test_restart.py::test_a_killed_worker_comes_back_and_ends_bit_equal"
+SHARD_GROUPS = _HERE + "test_groups.py::test_groups"
+LOST_REPLICA = _HERE + "test_groups.py::test_a_killed_rank_of_another_replica_is_told_within_the_time_out"
+RESUMES_GROUPS = (
+    _HERE + "test_groups.py::test_a_checkpoint_of_groups_is_whole_and_resumes_without_groups_and_at_other_sizes"
+)
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
@@ -110,6 +115,9 @@ FEATURES: list[tuple[str, str, str]] = [
         YES,
         CHECKPOINTS_OF_PARTS,
     ),
+    ("`shard_group=`: shard within groups, replicate across; replicas bit-equal after every step", YES, SHARD_GROUPS),
+    ("... checkpoints resume without groups and at other numbers of ranks", YES, RESUMES_GROUPS),
+    ("... a rank lost in another group raises within the time-out", YES, LOST_REPLICA),
     ('`sync="forward"`: a sync may outlast its step; every mode bit-equal', YES, IN_FORWARD),
     ("... any access to a parameter waits: layers, `state_dict`, averages, writes, copies, collectives", YES, USES),
     (

@@ -20,6 +20,8 @@ they include what the libraries of matrix products and the threads of a first ba
 2 and FSDP activations and gradients are not at their highest together, which the formula takes for granted.
 
 ``--link`` gives every rank a network namespace behind a link of that rate, see `link`; it needs root, and Linux.
+With ``--nodes 2`` as well, the ranks are spread over nodes that are joined by links of a tenth of the rate, and bytes
+between nodes are counted too.
 Where that is not to be had the run is skipped. ``--modes`` takes parts of names; the reference always runs. Modes that
 clip or skip run only where a filter finds no other; files of a filtered run have the filters in their names, long ones
 as a hash. DeepSpeed and FairScale compete if they are installed.
@@ -34,13 +36,14 @@ import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.race.contestants import ALONE_NAME, MODES, Sizes, select
+from benchmarks.race.contestants import ALONE_NAME, MODES, NODES, Sizes, select
 from benchmarks.race.launch import run_ranks
-from benchmarks.race.link import ENVIRONMENT, RATES, Link, Unavailable, run
+from benchmarks.race.link import ENVIRONMENT, RATES, SLOWER, Link, Unavailable, run
 from benchmarks.race.models import MODELS
 from benchmarks.race.plots import draw
 from benchmarks.race.report import MIB, PROGRAM, Found, table, tell_facts
@@ -66,12 +69,15 @@ def parse_options() -> Namespace:
     parser.add_argument("--batch-size", type=int, default=4, help="per rank")
     parser.add_argument("--modes", action="append", default=[], metavar="TEXT", help="part of a name; repeatable")
     parser.add_argument("--link", choices=RATES, help="rate of each rank's network link")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that the ranks are spread over, with --link")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave the memory phase out")
     parser.add_argument("--keep-malloc", action="store_true", help="measure memory with glibc's default settings")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     if options.rounds < 2 or options.ranks < 2 or options.steps < 1:
         parser.error("Expected at least 2 rounds, 2 ranks and 1 step.")
+    if options.nodes > 1 and (options.link is None or options.ranks % options.nodes):
+        parser.error("Expected --link with --nodes, and as many ranks on each node.")
     if not Path("/proc/self/clear_refs").exists():
         parser.error("Expected Linux, whose /proc counts bytes and resets the peak of resident memory.")
     try:
@@ -116,22 +122,30 @@ def available() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
-def measure(options: Namespace, launch: Launcher) -> tuple[Found, float | None]:
-    """Race, then memory; everything but the facts, and the measured rate of the link."""
+def measure(options: Namespace, launch: Launcher, nodes: Sequence[str]) -> tuple[Found, float | None]:
+    """Race, then memory; everything but the facts, and the measured rate of the link.
+
+    Args:
+        options: the command line's.
+        launch: starts ranks.
+        nodes: the namespace of each node's bridge; empty without nodes.
+    """
     job = {
         "model": options.model,
         "batch_size": options.batch_size,
         "rounds": options.rounds,
         "steps": options.steps,
         "modes": options.names,
-        "gbit": RATES[options.link] if options.link else None,
+        "gbit": RATES[options.link] / (SLOWER if options.nodes > 1 else 1) if options.link else None,
+        "nodes": nodes,
     }
     say(f"{len(options.names)} modes in turns")
     raced = launch({**job, "phase": "race"}, {})[0]
     found = {
         "model": {"name": options.model, **raced["model"]},
         "ranks": options.ranks,
-        "link": {"gbit": job["gbit"]} if options.link else None,
+        "link": {"gbit": RATES[options.link]} if options.link else None,
+        "nodes": options.nodes,
         "batch_size": options.batch_size,
         "rounds": options.rounds,
         "steps": options.steps,
@@ -180,7 +194,11 @@ def write(options: Namespace, found: Found) -> None:
 
 def stem_of(options: Namespace) -> str:
     """The files' name; runs of some of the modes have one of their own, with a hash where filters are too long."""
-    more = [*([options.link] if options.link else []), *(["malloc"] if options.keep_malloc else [])]
+    more = [
+        *([f"{options.nodes}nodes"] if options.nodes > 1 else []),
+        *([options.link] if options.link else []),
+        *(["malloc"] if options.keep_malloc else []),
+    ]
     whole = "-".join([f"compare-{options.model}-{options.ranks}ranks", *more])
     filters = "-".join(re.sub("[^a-z0-9]+", "-", text.lower()).strip("-") for text in options.modes)
     if len(whole) + 1 + len(filters) > LONGEST_STEM:
@@ -204,10 +222,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end)
     load = os.getloadavg()[0]
     try:
-        with Link(options.ranks, options.link, run, os.getpid()) if options.link else nullcontext() as link:
+        network_of = partial(Link, options.ranks, options.link, run, os.getpid(), options.nodes)
+        with network_of() if options.link else nullcontext() as link:
             prefixes = [link.prefix(rank) if link else [] for rank in range(options.ranks)]
-            network = ENVIRONMENT if link else {}
-            found, rate = measure(options, lambda job, more: run_ranks(job, prefixes, {**network, **more}))
+            network = {**(ENVIRONMENT if link else {}), NODES: str(options.nodes)}
+            nodes = link.nodes if link else []
+            found, rate = measure(options, lambda job, more: run_ranks(job, prefixes, {**network, **more}), nodes)
     except Unavailable as error:
         print(f"skipped: {error}")
         return

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +29,7 @@ LR = 1e-4
 OPTIONS: dict[str, Any] = {"lr": LR, "fused": True}
 MAX_NORM = 1.0
 REFERENCE = "DDP + fused AdamW"
+NODES = "DDP_ZERO_RACE_NODES"  # of the environment: how many nodes the ranks are on
 CLIPPED = "DDP + fused AdamW, bucket views, clipped"
 TORCHS = "torch ZeroRedundancyOptimizer, bucket views"
 
@@ -228,6 +229,25 @@ def fsdp(model: nn.Module) -> Contestant:
     return Contestant(model, AdamW(model.parameters(), **OPTIONS))
 
 
+def mesh_of_nodes() -> DeviceMesh:
+    """Nodes by ranks of a node."""
+    nodes = int(os.environ.get(NODES, "1"))
+    return init_device_mesh("cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("node", "shard"))
+
+
+def hybrid_fsdp(model: nn.Module) -> Contestant:
+    """FSDP2 that shards within a node and replicates across nodes."""
+    mesh = mesh_of_nodes()
+    for block in [*model.get_submodule("blocks").children(), model]:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    return Contestant(model, AdamW(model.parameters(), **OPTIONS))
+
+
+def over_nodes(build: Callable[..., Callable[[nn.Module], Contestant]], **options: Any) -> Callable[..., Contestant]:
+    """Ours, with the ranks of a node as the shard group."""
+    return lambda model: build(shard_group=mesh_of_nodes().get_group("shard"), **options)(model)
+
+
 def standalone(ddp: DistributedDataParallel) -> Optimizer:
     """Ours, the step after backward."""
     return ZeroRedundancyOptimizer(ddp.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
@@ -293,6 +313,13 @@ MODES: dict[str, Mode] = {
     "ddp_zero stage 2, wrap": Mode(wrapped(), gradients=None),
     "ddp_zero stage 2, wrap, sync in forward": Mode(wrapped(sync="forward"), gradients=None),
     "ddp_zero stage 2, buckets of 8 MiB": Mode(ours(8, stage=2), gradients=None, is_extra=True),
+    "FSDP2 over nodes, no reshard after forward": Mode(hybrid_fsdp, of_fsdp, is_extra=True),
+    "ddp_zero stage 1 over nodes, overlapped": Mode(over_nodes(ours), is_extra=True),
+    "ddp_zero stage 2 over nodes, interleaved": Mode(over_nodes(ours, stage=2), used_up, is_extra=True),
+    "ddp_zero stage 2 over nodes, sync in forward": Mode(
+        over_nodes(ours, stage=2, sync="forward"), used_up, is_extra=True
+    ),
+    "ddp_zero stage 2 over nodes, wrap": Mode(over_nodes(wrapped), gradients=None, is_extra=True),
     CLIPPED: Mode(ddp_with(adamw, clips=True), base=CLIPPED, is_extra=True),
     "ddp_zero stage 1, overlapped, clipped": Mode(ours(max_grad_norm=MAX_NORM), base=CLIPPED, is_extra=True),
     'ddp_zero stage 1, overlapped, nonfinite="skip"': Mode(ours(nonfinite="skip"), is_extra=True),

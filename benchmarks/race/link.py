@@ -5,10 +5,16 @@ is a pair of virtual interfaces, and each end of it sends through a token bucket
 
     rank 0: lan --rate-->  <--rate-- port0 :bridge: port1 --rate-->  <--rate-- lan :rank 1
 
+With several nodes each has a bridge for its ranks, which share a link of a tenth of the rate to the bridge that joins
+the nodes::
+
+    ranks of node 0 :bridge: uplink --rate/10-->  <--rate/10-- node0 :bridge: node1 ... and so on
+
 Namespaces carry the process that made them in their names. They are removed when it is done, also after an error,
 Ctrl-C or SIGTERM; what a killed process has left, the next one removes. Linux only, with rights to make namespaces.
 """
 
+import json
 import shutil
 import signal
 import subprocess
@@ -24,6 +30,8 @@ QUEUE = "50ms"  # how long a packet may wait for tokens
 SHORTEST_BURST = 65536  # bytes; the kernel hands over as much at once
 BURST_SECONDS = 0.01
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE}
+UPLINK = "uplink"
+SLOWER = 10  # how many times links between nodes are, than those of ranks
 
 Command = list[str]
 Runner = Callable[[Sequence[str]], str]
@@ -48,29 +56,48 @@ def identity(pid: int) -> str | None:
     return f"{pid}-{after_name[19]}"
 
 
-def build_commands(hub: str, ranks: Sequence[str], rate: str) -> list[Command]:
+def bucket_of(rate: str, gbit: float) -> str:
+    """A token bucket, as ``tc`` writes it, of one rate in its words and as a number."""
+    burst = max(SHORTEST_BURST, round(gbit * 1e9 / 8 * BURST_SECONDS))
+    return f"root tbf rate {rate} burst {burst}b latency {QUEUE}"
+
+
+def build_commands(hub: str, ranks: Sequence[str], rate: str, nodes: Sequence[str] = ()) -> list[Command]:
     """Command lines that make the network.
 
     Args:
-        hub: the bridge's namespace.
+        hub: the namespace of the bridge that joins all ranks, or all nodes.
         ranks: the namespace of each rank.
-        rate: as ``tc`` writes it.
+        rate: one of `RATES`.
+        nodes: the namespace of each node's bridge; each has as many of the ranks, in order. Empty: none.
     """
-    burst = max(SHORTEST_BURST, round(RATES[rate] * 1e9 / 8 * BURST_SECONDS))
-    shape = ["root", "tbf", "rate", rate, "burst", f"{burst}b", "latency", QUEUE]
-    lines = [f"ip netns add {name}" for name in (hub, *ranks)]
-    lines += [f"ip -n {hub} link add bridge type bridge", f"ip -n {hub} link set bridge up"]
-    for rank, name in enumerate(ranks):
-        port = f"port{rank}"
+    gbit = RATES[rate]
+    bucket, between = bucket_of(rate, gbit), bucket_of(f"{1000 * gbit / SLOWER:g}mbit", gbit / SLOWER)
+    lines = [f"ip netns add {name}" for name in (hub, *nodes, *ranks)]
+    for name in (hub, *nodes):
+        lines += [f"ip -n {name} link add bridge type bridge", f"ip -n {name} link set bridge up"]
+    for node, name in enumerate(nodes):
+        port = f"node{node}"
         lines += [
-            f"ip -n {hub} link add {port} type veth peer name {INTERFACE} netns {name}",
+            f"ip -n {hub} link add {port} type veth peer name {UPLINK} netns {name}",
             f"ip -n {hub} link set {port} master bridge",
             f"ip -n {hub} link set {port} up",
+            f"ip -n {name} link set {UPLINK} master bridge",
+            f"ip -n {name} link set {UPLINK} up",
+            f"tc -n {hub} qdisc add dev {port} {between}",
+            f"tc -n {name} qdisc add dev {UPLINK} {between}",
+        ]
+    for rank, name in enumerate(ranks):
+        port, home = f"port{rank}", nodes[rank * len(nodes) // len(ranks)] if nodes else hub
+        lines += [
+            f"ip -n {home} link add {port} type veth peer name {INTERFACE} netns {name}",
+            f"ip -n {home} link set {port} master bridge",
+            f"ip -n {home} link set {port} up",
             f"ip -n {name} address add 10.77.{rank // 250}.{rank % 250 + 1}/16 dev {INTERFACE}",
             f"ip -n {name} link set {INTERFACE} up",
             f"ip -n {name} link set lo up",
-            f"tc -n {hub} qdisc add dev {port} {' '.join(shape)}",
-            f"tc -n {name} qdisc add dev {INTERFACE} {' '.join(shape)}",
+            f"tc -n {home} qdisc add dev {port} {bucket}",
+            f"tc -n {name} qdisc add dev {INTERFACE} {bucket}",
         ]
     return [line.split() for line in lines]
 
@@ -83,12 +110,14 @@ class Link:
         rate: one of `RATES`.
         runner: runs the command lines.
         owner: the id of the process that the names carry.
+        nodes: how many nodes the ranks are spread over, as many on each.
     """
 
-    def __init__(self, ranks: int, rate: str, runner: Runner, owner: int) -> None:
+    def __init__(self, ranks: int, rate: str, runner: Runner, owner: int, nodes: int = 1) -> None:
         self.rate, self._run = rate, runner
         stem = f"{PREFIX}-{identity(owner)}"
         self.hub = f"{stem}-hub"
+        self.nodes = [f"{stem}-node{node}" for node in range(nodes)] if nodes > 1 else []
         self.ranks = [f"{stem}-rank{rank}" for rank in range(ranks)]
 
     def __enter__(self) -> "Link":
@@ -98,7 +127,7 @@ class Link:
             raise Unavailable(f"no {' and no '.join(missing)} on this machine (package iproute2)")
         try:
             self._remove(owner_is_gone)
-            for command in build_commands(self.hub, self.ranks, self.rate):
+            for command in build_commands(self.hub, self.ranks, self.rate, self.nodes):
                 self._run(command)
         except BaseException as error:
             self.remove()
@@ -119,7 +148,7 @@ class Link:
         signals = (signal.SIGINT, signal.SIGTERM)
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
         try:
-            self._remove(lambda name: name in (self.hub, *self.ranks))
+            self._remove(lambda name: name in (self.hub, *self.nodes, *self.ranks))
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -136,6 +165,12 @@ class Link:
             return self._run(["ip", "netns", "list"])
         except (OSError, subprocess.CalledProcessError):
             return ""  # where they can not be listed none were made
+
+
+def bytes_from_node(node: str, runner: Runner = run) -> int:
+    """Bytes that the ranks of a node have sent to others so far, by its bridge's namespace."""
+    (found,) = json.loads(runner(["ip", "-n", node, "-json", "-statistics", "link", "show", "dev", UPLINK]))
+    return int(found["stats64"]["tx"]["bytes"])
 
 
 def owner_is_gone(name: str) -> bool:

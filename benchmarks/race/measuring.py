@@ -3,6 +3,7 @@
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from benchmarks.race.contestants import ALONE, ALONE_NAME, MODES, OPTIONS, REFERENCE, Mode
-from benchmarks.race.link import INTERFACE
+from benchmarks.race.link import INTERFACE, bytes_from_node
 from benchmarks.race.models import MODELS
 
 Job = dict[str, Any]
@@ -84,23 +85,36 @@ def race(job: Job) -> dict[str, Any]:
         for name in order.sample(names, k=len(names)):
             seconds[name].append(slowest(field[name].steps(job["steps"])))
         phases.append(time_phases(field[REFERENCE]))
-    sent = {name: of_all_ranks(sent_per_step(field[name])) for name in names}
+    sent, crossed = {}, {}
+    for name in names:
+        own, of_node = sent_per_step(field[name], job["nodes"])
+        sent[name] = of_all_ranks(own)
+        crossed[name] = of_all_ranks(of_node)[:: job["ranks"] // max(1, len(job["nodes"]))]
     differences = compare_parameters(field, job)
     model = describe(field[REFERENCE].contestant.model)
     modes = {
-        name: {"seconds": seconds[name], "sent_bytes": sent[name], "difference": differences[name]} for name in names
+        name: {
+            "seconds": seconds[name],
+            "sent_bytes": sent[name],
+            "difference": differences[name],
+            **({"bytes_between_nodes": crossed[name]} if job["nodes"] else {}),
+        }
+        for name in names
     }
     medians = {part: statistics.median(one[part] for one in phases) for part in phases[0]}
     return {"model": model, "modes": modes, "phases": medians, "rate": rate}
 
 
-def sent_per_step(measured: Measured) -> float:
-    """Bytes that this rank sends, on average over some steps."""
+def sent_per_step(measured: Measured, nodes: Sequence[str] = ()) -> tuple[float, float]:
+    """Bytes that this rank sends, and that its node sends to others, on average over some steps."""
     dist.barrier()
-    before = sent_bytes()
+    node = nodes[dist.get_rank() * len(nodes) // dist.get_world_size()] if nodes else None
+    before = sent_bytes(), 0 if node is None else bytes_from_node(node)
+    dist.barrier()  # nobody sends while counters are read
     measured.steps(WIRE_STEPS)
     dist.barrier()
-    return (sent_bytes() - before) / WIRE_STEPS
+    after = sent_bytes(), 0 if node is None else bytes_from_node(node)
+    return (after[0] - before[0]) / WIRE_STEPS, (after[1] - before[1]) / WIRE_STEPS
 
 
 def sent_bytes() -> int:

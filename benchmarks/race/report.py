@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.race.contestants import MODES, REFERENCE, TORCHS
+from benchmarks.race.link import RATES, SLOWER
 from benchmarks.race.models import MODELS
 
 PROGRAM = "python -m benchmarks.race"
@@ -51,6 +52,8 @@ def table(found: Found) -> str:
         "MiB by formula",
         "largest difference",
     ]
+    if found.get("nodes", 1) > 1:
+        columns.append("MB from a node to others (ratio)")
     rows = [columns, ["---"] * len(columns), *(row(name, found) for name in found["modes"])]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
@@ -69,7 +72,14 @@ def row(name: str, found: Found) -> list[str]:
         f"{sent / bound:.2f}",
         *memory_cells(mode),
         f"{mode['difference']:.2g}" if mode["difference"] else "0.0",
+        *([crossed(mode, modes[REFERENCE])] if found.get("nodes", 1) > 1 else []),
     ]
+
+
+def crossed(mode: dict[str, Any], reference: dict[str, Any]) -> str:
+    """Bytes per step from the node that sends most, and as a ratio to the reference."""
+    mine, base = (max(one["bytes_between_nodes"]) for one in (mode, reference))
+    return f"{rounded(mine / 1e6)} ({mine / base:.2f})"
 
 
 def rounded(number: float) -> str:
@@ -104,7 +114,7 @@ def tell_facts(options: Namespace, found: Found, load: float, rate: float | None
         f"DDP's buckets in the order of reduction, MiB: {buckets}",
         f"median ms of DDP's parts, sending nothing, all ranks at once: forward {phases['forward']}, backward "
         f"{phases['backward']}, fused AdamW {phases['adamw']}",
-        f"network: {network(options.link, rate)}",
+        f"network: {network(options.link, rate, options.nodes)}",
         f"lower bound of what a rank sends in a step: "
         f"{lower_bound(options.ranks, model['parameter_bytes']) / 1e6:.1f} MB",
         "largest difference: of any parameter on any rank, at the end, to DDP + fused AdamW, or among clipped modes to "
@@ -126,13 +136,15 @@ def others(found: Found) -> str:
     return "".join(f", {package} {version(package)}" for package in packages)
 
 
-def network(link: str | None, rate: float | None) -> str:
+def network(link: str | None, rate: float | None, nodes: int = 1) -> str:
     """How bytes travelled and were counted."""
     if link is None:
         return "none, ranks talk inside the machine; bytes sent are those that the process writes"
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    shared = f", {nodes} nodes joined by links of {RATES[link] / SLOWER:g} Gbit/s that their ranks share"
     return (
-        f"every rank in a network namespace of its own behind a link of {link}, {rate:.3f} Gbit/s measured with "
+        f"every rank in a network namespace of its own behind a link of {link}{shared if nodes > 1 else ''}, "
+        f"{rate:.3f} Gbit/s measured with "
         f"all ranks sending and receiving at once, TCP's congestion control is {control}; bytes sent are those of the "
         "rank's interface, headers included"
     )

@@ -57,7 +57,7 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
         )
     if not any(param in sharded.table.index_of for param in ddp.parameters()):
         raise ValueError("Expected an optimizer over the parameters of this DDP model, got none in common.")
-    if not sharded.comm.has_same_ranks(ddp.process_group):
+    if not sharded.ranks.everyone.has_same_ranks(ddp.process_group):
         raise ValueError(
             "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
             "process_group=ddp.process_group to the optimizer."

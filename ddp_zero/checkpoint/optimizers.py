@@ -212,8 +212,11 @@ class ShardedState:
             check_can_travel(states.get(index), self.table.label(index))
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """The parameters whose first element this rank owns by the plan."""
-        return [index for index, owner in enumerate(self._engine.sharded.binding.owners) if owner == rank]
+        """Of the parameters whose first element this rank owns by the plan, as do its replicas, its share."""
+        sharded = self._engine.sharded
+        me, ranks = sharded.comm.group_rank, sharded.ranks
+        mine = [index for index, owner in enumerate(sharded.binding.owners) if owner == me]
+        return mine[ranks.replica :: ranks.num_replicas]
 
     def kept(self) -> list[int]:
         """The parameters of which this rank owns anything by the plan."""

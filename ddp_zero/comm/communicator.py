@@ -74,6 +74,7 @@ class Communicator:
     Args:
         group: the process group; None for the default one.
         generation: distinguishes the messages of optimizers on one group; see `next_generation`.
+        member: what messages call a member of the group.
 
     Raises:
         RuntimeError: if `torch.distributed` is not initialised, this process is not a member of the group, or it was
@@ -88,7 +89,7 @@ class Communicator:
         round: number of steps synced or abandoned so far; part of a message's tag.
     """
 
-    def __init__(self, group: ProcessGroup | None, generation: int = 0) -> None:
+    def __init__(self, group: ProcessGroup | None, generation: int = 0, member: str = "rank") -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "Expected torch.distributed to be initialised, got no default process group. Call "
@@ -106,6 +107,7 @@ class Communicator:
         self.sent_bytes = 0
         self.control_bytes = 0
         self._generation = generation
+        self._member = member
         self.round = 0
         self._ring_worker: RingWorker | None = None
         self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
@@ -121,13 +123,18 @@ class Communicator:
         """The job-wide number of a member of the group."""
         return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
 
+    def place_of(self, rank: GlobalRank) -> GroupRank | None:
+        """The rank in the group of a member by its job-wide number; None for one that is not a member."""
+        members = dist.get_process_group_ranks(self.process_group)
+        return GroupRank(members.index(rank)) if rank in members else None
+
     def has_same_ranks(self, group: ProcessGroup) -> bool:
         """True if a group has the same members in the same order."""
         return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.process_group)
 
     def name(self, group_rank: GroupRank) -> str:
         """The name of a rank in messages."""
-        return f"rank {group_rank} (global rank {self.global_rank(group_rank)})"
+        return f"{self._member} {group_rank} (global rank {self.global_rank(group_rank)})"
 
     # Parameter sync
 
@@ -198,7 +205,7 @@ class Communicator:
         nbytes = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
         if is_control:
             self.control_bytes += nbytes
-        else:
+        elif nbytes:  # a thread that only receives must not count while another one does
             self.sent_bytes += nbytes
         return Exchange(works, [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors])
 

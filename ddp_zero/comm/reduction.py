@@ -9,8 +9,15 @@ neighbour on, the owner last; see `ddp_zero.plan.ring`. The result depends on th
 
 Gradients of less than 32 bits are summed in fp32, and so are slices that are sent in less. They do not travel around
 rings: partial sums in fp32 would be twice the bytes.
+
+With shard groups the sum of a group is added up over the replicas, first those of the group and then the groups, in
+the order of their ranks (or rings): ``(g0 + g1) + (g2 + g3)`` with groups of two. Each replica sums a part of the
+segment and sends it to the others, so all have the same bits, and a rank sends 2 (R - 1)/R of its segment to other
+groups, for R replicas. A group's sum is rounded to the dtype on the wire before it leaves the group, and so is the
+total.
 """
 
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -19,10 +26,12 @@ from torch import Tensor
 
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.exchange import Exchange, InFlight
-from ddp_zero.comm.ring import ring_room_numel
+from ddp_zero.comm.ranks import Ranks
+from ddp_zero.comm.ring import has_ended, ring_room_numel
 from ddp_zero.plan.partition import GroupRank
 
 _REDUCE = 1  # in the tags, distinguishes this from the sync of a bucket
+_SPREAD = 2  # ... and from the gather that ends a sum over replicas
 _PIECE_NUMEL = 1 << 17  # elements scaled and summed at a time, so that they are read from memory once
 
 
@@ -56,7 +65,7 @@ class SegmentReduction:
         parts: windows of ``whole``, one per rank in rank order.
         out: receives this rank's sum; may be its own window of ``whole``. Of the dtype of the sum.
         room: 1-D, of the dtype of ``whole``, at least `room_numel` elements; unused where messages are not direct.
-        subject: the plan and the bucket.
+        subject: the plan, the bucket, and whatever else must be the same.
         limit: elements of the bucket; bounds how much is received at a time.
         factor: multiplies every rank's contribution before the sum; see `scales_late`.
     """
@@ -68,7 +77,7 @@ class SegmentReduction:
         parts: Sequence[Tensor],
         out: Tensor,
         room: Tensor,
-        subject: tuple[int, int],
+        subject: tuple[int, ...],
         limit: int,
         factor: float = 1.0,
     ) -> None:
@@ -142,6 +151,114 @@ class SegmentReduction:
                 for piece in pieces:
                     piece.mul_(self._factor)
             _sum_in_order(pieces, total, rank)
+
+
+class GroupedReduction:
+    """The reduction of one bucket within a shard group, and then across the groups; see the module docstring.
+
+    Where messages are direct, a thread does what comes after the slices of the group have been posted, while backward
+    goes on. Elsewhere `wait` does it: an accelerator's streams belong to threads.
+
+    Args:
+        ranks: the shard group, and the replicas.
+        whole, parts, out, room, subject, limit, factor: see `SegmentReduction`, for the shard group.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        whole: Tensor,
+        parts: Sequence[Tensor],
+        out: Tensor,
+        room: Tensor,
+        subject: tuple[int, ...],
+        limit: int,
+        factor: float = 1.0,
+    ) -> None:
+        assert ranks.replicas is not None, "there are groups to add up over"
+        self._comm = ranks.replicas
+        # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
+        subject = (*subject, self._comm.round)
+        self._within = SegmentReduction(ranks.shard, whole, parts, out, room, subject, limit, factor)
+        self._out = out
+        self._room = room
+        self._wire = whole.dtype
+        self._subject = subject
+        self._error: RuntimeError | None = None
+        self._has_ended = threading.Event()
+        self._is_in_background = self._comm.has_direct_messages(whole.device)
+        if self._is_in_background:
+            ranks.in_background(self)
+
+    def wait(self) -> Tensor:
+        """Block until this rank's segment is summed over everyone, and return it.
+
+        Raises:
+            RuntimeError: naming the peer, if one failed or a group's time-out passed.
+        """
+        if not self._is_in_background and not self._has_ended.is_set():
+            try:
+                self.run()
+            except RuntimeError as error:
+                self.fail(error)
+        self._has_ended.wait()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        has_ended(self)
+        return self._out
+
+    def fail(self, error: RuntimeError) -> None:
+        """End it with an error, for `wait` to raise."""
+        self._error = error
+        self._has_ended.set()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do all of it.
+
+        Raises:
+            RuntimeError: if a rank failed or a group's time-out passed.
+        """
+        total = self._within.wait()
+        try:
+            if total.numel():
+                self._add_up_replicas(total)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} (A replica waits for its shard group, which may have lost a rank.)") from error
+        self._has_ended.set()
+
+    def _add_up_replicas(self, total: Tensor) -> None:
+        comm, numel = self._comm, total.numel()
+        wire = total if total.dtype == self._wire else total.to(self._wire)
+        share = -(-numel // comm.world_size)
+        parts = [wire[min(numel, n * share) : min(numel, (n + 1) * share)] for n in range(comm.world_size)]
+        own = parts[comm.group_rank]
+        out = own if sum_dtype(own.dtype) == own.dtype else torch.empty_like(own, dtype=sum_dtype(own.dtype))
+        limit = self._room.numel() or numel
+        needed = room_numel(comm, parts, limit)
+        room = self._room if needed <= self._room.numel() else wire.new_empty(needed)
+        SegmentReduction(comm, wire, parts, out, room, self._subject, limit).wait()
+        if out is not own:
+            own.copy_(out)
+        comm.start_exchange(parts, (*self._subject, _SPREAD)).wait(f"the reduction of bucket {self._subject[1]}")
+        if wire is not total:
+            total.copy_(wire)
+
+
+def start_reduction(
+    ranks: Ranks,
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    out: Tensor,
+    room: Tensor,
+    subject: tuple[int, ...],
+    limit: int,
+    factor: float = 1.0,
+) -> SegmentReduction | GroupedReduction:
+    """Start the reduction of one bucket over everyone; see `SegmentReduction`."""
+    if ranks.replicas is None:
+        return SegmentReduction(ranks.shard, whole, parts, out, room, subject, limit, factor)
+    return GroupedReduction(ranks, whole, parts, out, room, subject, limit, factor)
 
 
 def _sums_in_ring_order(comm: Communicator, parts: Sequence[Tensor]) -> bool:

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from ddp_zero.plan.ring import Chunk, RingSchedule, chunk_numel
 _RECEIVES_AHEAD = 8  # Gloo begins to send a message when its receive is posted
 _LEAST_BYTES, _MOST_BYTES = 64 << 10, 256 << 10  # of a chunk
 _THREADS = 2
+
+Job = TypeVar("Job", bound="Background")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,16 @@ class Neighbours:
     send: Callable[[Tensor], Work]
     before: Callable[[], str]
     after: Callable[[], str]
+
+
+class Background(Protocol):
+    """What a `RingWorker` runs."""
+
+    def run(self) -> None:
+        """Do all of it; may raise."""
+
+    def fail(self, error: RuntimeError) -> None:
+        """Take the error of `run`, or of a job before."""
 
 
 class RingTransfer:
@@ -146,17 +159,21 @@ class RingTransfer:
 
 
 class RingWorker:
-    """Runs transfers in threads. After an error in one, all that follow it in its thread fail with it."""
+    """Runs transfers in threads. After an error in one, all that follow it in its thread fail with it.
 
-    def __init__(self) -> None:
-        self._queues: deque[queue.SimpleQueue[RingTransfer | None]] = deque()
-        for _ in range(_THREADS):
-            transfers: queue.SimpleQueue[RingTransfer | None] = queue.SimpleQueue()
+    Args:
+        threads: how many.
+    """
+
+    def __init__(self, threads: int = _THREADS) -> None:
+        self._queues: deque[queue.SimpleQueue[Background | None]] = deque()
+        for _ in range(threads):
+            transfers: queue.SimpleQueue[Background | None] = queue.SimpleQueue()
             threading.Thread(target=_serve, args=(transfers,), name="ddp_zero ring", daemon=True).start()
             weakref.finalize(self, transfers.put, None)
             self._queues.append(transfers)
 
-    def start(self, transfer: RingTransfer) -> RingTransfer:
+    def start(self, transfer: Job) -> Job:
         """Start a transfer, behind those started before in the same thread; returns it."""
         _unfinished.add(transfer)
         self._queues[0].put(transfer)
@@ -174,7 +191,7 @@ def ring_room_numel(sizes: Sequence[int], itemsize: int) -> int:
     return _RECEIVES_AHEAD * ring_chunk(sizes, itemsize)
 
 
-def _serve(transfers: "queue.SimpleQueue[RingTransfer | None]") -> None:
+def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
     """Run transfers until None comes. Holds no transfer while it waits: that would keep the process group alive."""
     error: RuntimeError | None = None
     while (transfer := transfers.get()) is not None:
@@ -188,5 +205,10 @@ def _serve(transfers: "queue.SimpleQueue[RingTransfer | None]") -> None:
         del transfer
 
 
-_unfinished: set[RingTransfer] = set()
+def has_ended(job: Background) -> None:
+    """Stop keeping a job that was waited for."""
+    _unfinished.discard(job)
+
+
+_unfinished: set[Background] = set()
 """Kept until they were waited for: peers may still read and write their memory, see `Exchange`."""

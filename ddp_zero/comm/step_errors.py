@@ -38,7 +38,7 @@ class StepErrors:
     """Shares errors of local steps between ranks: `note`, then at the end of the step `share` and `raise_any`.
 
     Args:
-        comm: the group.
+        comm: everyone who steps, also the replicas: a parameter that one of them has not stepped would differ.
         tensors: the tensors that are stepped; their devices decide whether errors are shared.
         plan_digest: a number that differs if plans differ.
     """

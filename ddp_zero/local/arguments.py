@@ -21,7 +21,7 @@ def is_group(process_group: object) -> bool:
     return process_group is None or isinstance(process_group, ProcessGroup) or process_group == _NOT_A_MEMBER
 
 
-def check_group(process_group: object) -> None:
+def check_group(process_group: object, argument: str = "process_group") -> None:
     """Check that an argument is a process group or None.
 
     Raises:
@@ -30,7 +30,7 @@ def check_group(process_group: object) -> None:
     if process_group is None or isinstance(process_group, ProcessGroup):
         return
     raise TypeError(
-        f"Expected process_group to be a torch.distributed.ProcessGroup or None, got {_shown(process_group)}. Options "
+        f"Expected {argument} to be a torch.distributed.ProcessGroup or None, got {_shown(process_group)}. Options "
         "are keywords: ZeroRedundancyOptimizer(params, AdamW, lr=1e-3)."
     )
 

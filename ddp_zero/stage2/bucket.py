@@ -12,7 +12,14 @@ from torch import Tensor
 from ddp_zero.backward.reducer import Window
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.reduction import SegmentReduction, room_numel, scales_late, sum_dtype
+from ddp_zero.comm.reduction import (
+    GroupedReduction,
+    SegmentReduction,
+    room_numel,
+    scales_late,
+    start_reduction,
+    sum_dtype,
+)
 from ddp_zero.comm.tracing import label
 from ddp_zero.plan.ownership import Piece, Pieces, is_cut
 from ddp_zero.plan.shard_plan import Bucket
@@ -165,7 +172,7 @@ class Workshop:
 
     @property
     def comm(self) -> Communicator:
-        """The ranks."""
+        """The ranks that share the buckets."""
         return self.sharded.comm
 
     @property
@@ -176,7 +183,12 @@ class Workshop:
     @property
     def predivide_factor(self) -> float:
         """The number by which gradients are divided before they are summed."""
-        return self.options.predivide_factor or self.comm.world_size
+        return self.options.predivide_factor or self.num_summed
+
+    @property
+    def num_summed(self) -> int:
+        """The number of ranks whose gradients add up."""
+        return self.sharded.ranks.everyone.world_size
 
 
 class ReducedSegment:
@@ -190,9 +202,9 @@ class ReducedSegment:
         self._rooms: list[Tensor] = []
         self._sum: Tensor | None = None
         self._received: dict[int, Tensor] = {}
-        self._reduction: SegmentReduction | None = self._start(layout.flat(scratch))
+        self._reduction: SegmentReduction | GroupedReduction | None = self._start(layout.flat(scratch))
 
-    def _start(self, flat: Tensor) -> SegmentReduction:
+    def _start(self, flat: Tensor) -> SegmentReduction | GroupedReduction:
         workshop, layout = self._workshop, self.layout
         comm, options = workshop.comm, workshop.options
         start, stop = layout.ranges[comm.group_rank]
@@ -215,7 +227,7 @@ class ReducedSegment:
             nbytes = numel * wire.element_size()
             room = self._lend_room(nbytes)[:nbytes].view(wire.dtype)
         subject = (workshop.sharded.binding.digest, layout.index)
-        return SegmentReduction(comm, whole, parts, out, room, subject, whole.numel(), factor)
+        return start_reduction(workshop.sharded.ranks, whole, parts, out, room, subject, whole.numel(), factor)
 
     def wait(self) -> None:
         """Block until the sum is complete, with what was accumulated before."""
@@ -224,8 +236,8 @@ class ReducedSegment:
         workshop = self._workshop
         with workshop.side.running(self.layout.device), label("wait_reduce", bucket=self.layout.index):
             total = self._reduction.wait()
-            if workshop.predivide_factor != workshop.comm.world_size:
-                total.mul_(workshop.predivide_factor / workshop.comm.world_size)
+            if workshop.predivide_factor != workshop.num_summed:
+                total.mul_(workshop.predivide_factor / workshop.num_summed)
             if total.dtype != self.layout.dtype:
                 total.copy_(total.to(self.layout.dtype))  # rounded as DDP's average; several add up in fp32
             for index in self.layout.owned:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.ranks import Ranks
 from ddp_zero.elements.states import joined
 from ddp_zero.local.masters import SteppedTensors, with_masters
 from ddp_zero.local.parameters import ParameterTable
@@ -17,7 +18,7 @@ from ddp_zero.step.state_order import Birth, StateOrder
 
 
 def gather_state(
-    comm: Communicator,
+    ranks: Ranks,
     table: ParameterTable,
     pieces: Sequence[Pieces],
     state: Mapping[Any, Any],
@@ -28,13 +29,13 @@ def gather_state(
     """Gather every rank's per-parameter state on one rank. A collective.
 
     Args:
-        comm: the group.
+        ranks: the ranks; the shard group of the receiver sends.
         table: the parameters.
         pieces: who owns which elements of each.
         state: this rank's state, keyed by what it steps.
         order: when each state was born.
         stepped: what is stepped for each parameter; masters are part of their state.
-        to: the rank that receives.
+        to: the rank that receives, of everyone.
 
     Returns:
         On ``to``: a snapshot of the unsharded optimizer's state, keyed by parameter, in the unsharded order, on the
@@ -44,9 +45,10 @@ def gather_state(
         TypeError: if a state holds something that cannot travel, naming the parameter; RuntimeError on other ranks.
         ValueError: if ``to`` is not a rank of the group, or ranks name different receivers.
     """
-    with Agreement(comm, "consolidate_state_dict") as agreement:
-        if not 0 <= to < comm.world_size:
-            raise ValueError(f"Expected `to` to be a rank below {comm.world_size}, got {to}.")
+    comm, everyone = ranks.shard, ranks.everyone
+    with Agreement(everyone, "consolidate_state_dict") as agreement:
+        if not 0 <= to < everyone.world_size:
+            raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}.")
         agreement.declare("argument `to`", to)
         order.note_new(state, stepped.index_of)
         owned = {  # looking up the state of a different rank's parameter leaves an empty one behind
@@ -56,15 +58,18 @@ def gather_state(
         }
         for index, value in owned.items():
             check_can_travel(value, table.label(index))
+    receiver = comm.place_of(everyone.global_rank(to))
+    if receiver is None:
+        return None
     counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
-    if comm.group_rank != to:
+    if comm.group_rank != receiver:
         for index, value in owned.items():
-            comm.send_tree((index, order.of(stepped[index], index), value), to)
+            comm.send_tree((index, order.of(stepped[index], index), value), receiver)
         return None
 
-    found = [(index, to, order.of(stepped[index], index), copy_tree(value)) for index, value in owned.items()]
+    found = [(index, receiver, order.of(stepped[index], index), copy_tree(value)) for index, value in owned.items()]
     for source in map(GroupRank, range(comm.world_size)):
-        for _ in range(counts[source] if source != to else 0):
+        for _ in range(counts[source] if source != receiver else 0):
             index, birth, value = comm.receive_tree(source, table.accelerator())
             found.append((index, source, birth, value))
     born = _put_together(found, table, pieces)

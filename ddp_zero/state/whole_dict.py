@@ -59,7 +59,7 @@ class WholeDict:
         sharded.local_step.mirror_to_inner()
         sharded.stepped.follow_model()
         gathered = gather_state(
-            sharded.comm,
+            sharded.ranks,
             sharded.table,
             sharded.binding.pieces,
             sharded.inner.state,
@@ -199,7 +199,7 @@ class WholeDict:
         return {**{key: value for key, value in present.items() if not is_index(key)}, **whole}
 
     def _not_consolidated(self, what: str) -> RuntimeError:
-        rank = self._sharded.comm.group_rank
+        rank = self._sharded.ranks.everyone.group_rank
         return RuntimeError(
             f"Expected {what} to be consolidated on rank {rank}, got only its own shard. Call "
             f"consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or add_param_group makes "

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
-from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.tracing import logger
 from ddp_zero.elements.memory import check_can_be_cut
 from ddp_zero.heap import return_freed_memory
@@ -33,7 +33,7 @@ class Binding:
     """A plan and the parameters that it covers.
 
     Args:
-        comm: the group that shares the parameters.
+        ranks: the ranks; those of the shard group share the parameters.
         table: the parameters.
         as_views: whether parameters move into flat storage (``parameters_as_bucket_view``).
         syncs_in_forward: whether a sync may outlast its step, which needs flat storage.
@@ -56,13 +56,14 @@ class Binding:
 
     def __init__(
         self,
-        comm: Communicator,
+        ranks: Ranks,
         table: ParameterTable,
         as_views: bool,
         syncs_in_forward: bool = False,
         partition: Partition = _WHOLE,
     ) -> None:
-        self._comm = comm
+        self._ranks = ranks
+        self._comm = ranks.shard
         self._partition = partition
         self._table = table
         self._as_views = as_views
@@ -152,7 +153,7 @@ class Binding:
             has_grad = [param.grad is not None or index in held for index, param in enumerate(params)]
             active = [param.requires_grad or has for param, has in zip(params, has_grad, strict=True)]
             flags = "".join(str(int(flag)) for flag in active)
-            gathered = self._comm.all_gather_text(flags) if may_talk else [flags]
+            gathered = self._ranks.everyone.all_gather_text(flags) if may_talk else [flags]
             active = ["1" in column for column in zip(*gathered, strict=True)]
             if self._as_views:
                 release(
@@ -236,13 +237,13 @@ class Binding:
         plan, params, order = self.plan, self._table.params, self.plan.buckets
         if not (self._as_views and self._is_settled):
             packed = PackedStorage(params)
-            return ParameterSync(self._comm, packed, params, self.digest, order, max_in_flight=_PACKED_IN_FLIGHT)
+            return ParameterSync(self._ranks, packed, params, self.digest, order, max_in_flight=_PACKED_IN_FLIGHT)
         outlasts = self._syncs_in_forward
         if outlasts and self.layout is not None:
             order = order[::-1]  # DDP's first bucket has the last layers, which the next forward pass needs last
         views = ViewStorage(plan, params, self._table.label)
         return_freed_memory(sum(param.nbytes for param in params))
-        return ParameterSync(self._comm, views, params, self.digest, order, may_outlast=outlasts)
+        return ParameterSync(self._ranks, views, params, self.digest, order, may_outlast=outlasts)
 
     def _addresses(self) -> list[int]:
         return [param.data_ptr() for param in self._table.params]

@@ -266,7 +266,9 @@ class Decision:
     ) -> None:
         name = None if parameter is None else self._sharded.table.name(parameter)
         what = "the norm of all gradients has overflowed" if name is None else f"the gradient of {name} is not finite"
-        of_rank = "" if rank is None else f", nor was that of {self._sharded.comm.name(rank)} before averaging"
+        of_rank = (
+            "" if rank is None else f", nor was that of {self._sharded.ranks.everyone.name(rank)} before averaging"
+        )
         at_minimum = self.loss_scale is not None and self.loss_scale.is_at_minimum
         minimum = self.loss_scale.value if self.loss_scale is not None else None
         if self.loss_scale is not None:
@@ -307,8 +309,9 @@ class Decision:
         if found == len(params):
             return None, None
         flags = self.watch.flags(params[found])
-        passes = min(count for (count,) in sharded.comm.all_gather_ints([len(flags)]))
-        rank = culprit(sharded.comm.all_gather_ints(flags[:passes])) if passes else None
+        everyone = sharded.ranks.everyone
+        passes = min(count for (count,) in everyone.all_gather_ints([len(flags)]))
+        rank = culprit(everyone.all_gather_ints(flags[:passes])) if passes else None
         return found, None if rank is None else GroupRank(rank)
 
     def _record(self, record: StepRecord) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.ranks import Ranks
 from ddp_zero.local.local_step import ParamGroup, copy_options, options_of
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.ownership import piece_of
@@ -41,6 +42,20 @@ class ZeroJoinHook(JoinHook):
         """Every rank has joined: turn off what Join adds to each step."""
         self._optimizer._join_config = _JoinConfig(
             enable=False, throw_on_early_termination=False, is_first_joinable=False
+        )
+
+
+def refuse_replicas(ranks: Ranks) -> None:
+    """Refuse Join where several ranks hold the same shards.
+
+    Raises:
+        NotImplementedError: if they do.
+    """
+    if ranks.replicas is not None:
+        raise NotImplementedError(
+            f"Expected no Join with shard_group, got one over {ranks.num_replicas} shard groups: a rank that has "
+            "joined is served by one of its shard group, and all of those may have joined. Build the optimizer without "
+            "shard_group, or give every rank as many batches."
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.tracing import label
 from ddp_zero.local.local_step import LocalStep, ParamGroup
 from ddp_zero.local.masters import GradientSource, SteppedTensors
@@ -26,7 +26,7 @@ class ShardedStep:
     `begin`, `step_bucket` for every bucket in plan order, `end`, `raise_errors`; or `begin` and `run`.
 
     Args:
-        comm: the group.
+        ranks: the ranks.
         table: the parameters.
         binding: the plan, attached to them.
         inner: the optimizer over this rank's parameters.
@@ -34,6 +34,8 @@ class ShardedStep:
         stepped: what the inner optimizer holds for each parameter.
 
     Attributes:
+        ranks: as given.
+        comm: those of them that share the shards.
         last_step: the record of the last one.
         leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
         coupling: detects an optimizer that computes a value from all parameters.
@@ -44,14 +46,15 @@ class ShardedStep:
 
     def __init__(
         self,
-        comm: Communicator,
+        ranks: Ranks,
         table: ParameterTable,
         binding: Binding,
         inner: Optimizer,
         exposed: Optimizer,
         stepped: SteppedTensors,
     ) -> None:
-        self.comm = comm
+        self.ranks = ranks
+        self.comm = ranks.shard
         self.table = table
         self.binding = binding
         self.inner = inner
@@ -59,7 +62,7 @@ class ShardedStep:
         self.last_step: StepRecord | None = None
         self.leaves_syncs = False
         self._exposed_groups = _groups_of(exposed)
-        self.coupling = CouplingWatch(comm, inner)
+        self.coupling = CouplingWatch(ranks.everyone, inner)
         self.local_step = LocalStep(inner, self._exposed_groups, self.coupling.note)
         self.order = StateOrder()
         self.norm_order: Sequence[int] = range(len(table))
@@ -80,7 +83,7 @@ class ShardedStep:
             stepped.put(index, copy.deepcopy(stand_in, memo), part)
         if not self.stepped.are_fresh:
             stepped.note_versions()
-        clone = ShardedStep(self.comm, table, self.binding.extended(table), inner, exposed, stepped)
+        clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
         clone.order = copy.deepcopy(self.order, memo)
         clone.norm_order = self.norm_order
         clone.extend(table, clone.binding)
@@ -221,7 +224,7 @@ class ShardedStep:
         """Whether any rank that has run the model has no gradient for a parameter in DDP's buckets. A collective."""
         reduced = {param for bucket in self.binding.layout or () for param in bucket}
         unused = has_run and any(self.table.params[param].grad is None for param in reduced)
-        return any(flag for (flag,) in self.comm.all_gather_ints([int(unused)]))
+        return any(flag for (flag,) in self.ranks.everyone.all_gather_ints([int(unused)]))
 
     # Changes of what is stepped
 
@@ -243,7 +246,7 @@ class ShardedStep:
         """
         self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
         self.binding.sync.raise_errors()
-        migrate_state(self.comm, self.table, self.inner.state, self.order, self.stepped, self.binding.pieces, pieces)
+        migrate_state(self.ranks, self.table, self.inner.state, self.order, self.stepped, self.binding.pieces, pieces)
         self.binding.adopt(layout, pieces, moves_later)
         self.local_step.own(self.stepped.own(self.binding.owned(), self.binding.owned_parts()))
         self._bind()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.ranks import Ranks
 from ddp_zero.elements.states import joined, narrowed, narrowed_value
 from ddp_zero.local.masters import MASTER_KEY, SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
@@ -73,7 +74,7 @@ class StateOrder:
 
 
 def migrate_state(
-    comm: Communicator,
+    ranks: Ranks,
     table: ParameterTable,
     state: State,
     order: StateOrder,
@@ -91,7 +92,8 @@ def migrate_state(
     changes = [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
     if not changes:
         return
-    with Agreement(comm, "moving optimizer state to new owners") as agreement:
+    comm = ranks.shard
+    with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
         agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
         for index in changes:
             if stepped[index] in state and piece_of(before[index], comm.group_rank) is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.step_errors import StepErrors
 from ddp_zero.comm.tracing import label
 from ddp_zero.plan.shard_plan import Bucket
@@ -21,7 +21,7 @@ class ParameterSync:
     ``order`` were. If backward steps the bucket that is needed first last, all are sent then, after the last reduction.
 
     Args:
-        comm: the group.
+        ranks: the ranks; buckets travel within the shard group, errors to everyone.
         storage: where segment tensors come from. It must be the memory of the parameters if syncs may outlast a step.
         params: the parameters of the plan, by index.
         plan_digest: a number that differs if plans differ.
@@ -39,7 +39,7 @@ class ParameterSync:
 
     def __init__(
         self,
-        comm: Communicator,
+        ranks: Ranks,
         storage: ParameterStorage,
         params: Sequence[Tensor],
         plan_digest: int,
@@ -48,7 +48,8 @@ class ParameterSync:
         max_in_flight: int | None = None,
         may_outlast: bool = False,
     ) -> None:
-        self._comm = comm
+        self._ranks = ranks
+        self._comm = comm = ranks.shard
         self.storage = storage
         self._params = params
         self._plan_digest = plan_digest
@@ -58,7 +59,7 @@ class ParameterSync:
         self._next = 0  # the place in `order` of the bucket whose turn it is
         self._held: set[int] = set()  # stepped, but not sent yet
         self._in_flight: deque[BucketSync] = deque()
-        self.errors = StepErrors(comm, params, plan_digest)
+        self.errors = StepErrors(ranks.everyone, params, plan_digest)
         self.left = LeftInFlight(comm, storage, params, self.errors)
 
     def start(self, bucket: Bucket) -> None:
@@ -84,13 +85,13 @@ class ParameterSync:
         self.errors.share()
         if self._may_outlast:
             syncs, self._in_flight = self._in_flight, deque()
-            self._comm.round += 1
+            self._ranks.begin_round()
             self.left.take(syncs)
             return
         while self._in_flight:
             self._receive(self._in_flight.popleft())
         self.errors.receive()
-        self._comm.round += 1
+        self._ranks.begin_round()
 
     def raise_errors(self) -> None:
         """After `end_step`: raise if the local step failed on any rank.
@@ -116,8 +117,8 @@ class ParameterSync:
         self._next = 0
         self.errors.forget(sent_too=not self.left)
         self.left.abandon_failed()
-        self._comm.leave_rings()
-        self._comm.round += 1
+        self._ranks.leave()
+        self._ranks.begin_round()
 
     def _send(self, bucket: Bucket) -> None:
         while len(self._in_flight) >= self._max_in_flight:

@@ -96,6 +96,7 @@ class Mode:
         loss_scale: a number, ``"dynamic"`` or None.
         group_clip: ``max_grad_norm`` of the last group.
         forgets_hook: whether the hook that overlap and stage 2 need is not registered.
+        shard_ranks: of a shard group; None: no groups.
     """
 
     stage: int = 1
@@ -113,6 +114,7 @@ class Mode:
     group_clip: float | None = None
     forgets_hook: bool = False
     partition: str = "parameters"
+    shard_ranks: int | None = None
 
     @property
     def clips(self) -> bool:

@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from tests.fuzz.case import Case, Ddp, Fault, Loop, Mode, Model, Optim, Train
+from tests.fuzz.case import Case, Ddp, Do, Fault, Loop, Mode, Model, Optim, Train
 from tests.fuzz.draw_program import draw_program
 
 OPTIMIZERS = (
@@ -47,7 +47,20 @@ def draw(seed: int, ranks: int) -> Case:
         case = replace(case, ddp=replace(ddp, compiled=compiled, bucket_cap_mb=None))
     if case.has_hook and mode.via == "hooks" and rng.random() < 0.005:
         case = replace(case, mode=replace(mode, forgets_hook=True))
-    return replace(case, program=draw_program(rng, case))
+    return _with_groups(replace(case, program=draw_program(rng, case)))
+
+
+def _with_groups(case: Case) -> Case:
+    """A part of the cases on four ranks and more, except those with Join, which is refused then, has shard groups.
+
+    Drawn from numbers of its own, so that nothing else depends on it.
+    """
+    rng = random.Random(f"ddp_zero groups {case.seed} {case.ranks}")
+    sizes = [size for size in range(1, case.ranks) if case.ranks % size == 0]
+    joins = any(isinstance(op, Do) and op.name == "join" for op in case.program)
+    if case.ranks < 4 or joins or rng.random() < 0.6:
+        return case
+    return replace(case, mode=replace(case.mode, shard_ranks=rng.choice(sizes)))
 
 
 def _with_cuts(case: Case) -> Case:

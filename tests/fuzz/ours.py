@@ -25,6 +25,7 @@ from tests.fuzz.sides import (
     note_gradients,
     optimizer_options,
     rebound,
+    shard_group,
 )
 from tests.fuzz.toys import find_optimizer
 from tests.multiproc.cases import _unnamed
@@ -46,6 +47,7 @@ class Ours(Side):
         own |= {} if mode.partition == "parameters" else {"partition": mode.partition}
         own |= {"max_grad_norm": mode.max_grad_norm, "norm_type": mode.norm_type, "nonfinite": mode.nonfinite}
         own |= {"master_weights": mode.masters, "loss_scale": _loss_scale(mode.loss_scale)}
+        own["shard_group"] = shard_group(mode.shard_ranks)
         build = find_optimizer(case.optim.name).build
         hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
         is_bare = case.optim.groups == "one" and not case.optim.named and not case.optim.held_out

@@ -12,7 +12,7 @@ from tests.fuzz.case import Case
 from tests.fuzz.net import Net
 from tests.fuzz.sides import FIRST_SCALE, HOOKS, INTERVAL, Place, Side, note_gradients, optimizer_options, rebound
 from tests.fuzz.toys import find_optimizer
-from tests.multiproc.cases import _unnamed, sum_in_rank_order
+from tests.multiproc.cases import SumByGroup, _unnamed, sum_in_rank_order
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -46,6 +46,8 @@ class Plain(Side):
         case = self.case
         if case.ddp.hook is not None:
             self.ddp.register_comm_hook(None, _unnamed(HOOKS[case.ddp.hook]))
+        elif case.mode.stage == 2 and case.mode.shard_ranks is not None:
+            self.ddp.register_comm_hook(None, SumByGroup(case.mode.shard_ranks).average)
         elif case.mode.stage == 2 and (self.place.world_size > 2 or case.model.has_low_precision):
             self.ddp.register_comm_hook(None, sum_in_rank_order)
 

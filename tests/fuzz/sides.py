@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +27,23 @@ HOOKS: dict[str, Any] = {
     "bf16": default_hooks.bf16_compress_hook,
 }
 _DECAY = 0.1
+
+
+_shard_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shard_group(size: int | None) -> dist.ProcessGroup | None:
+    """This rank's group of neighbours, made once per job. A collective when it is made."""
+    if size is None:
+        return None
+    known = _shard_groups.setdefault(dist.distributed_c10d._get_default_group(), {})
+    for start in range(0, dist.get_world_size() if size not in known else 0, size):
+        group = dist.new_group(list(range(start, start + size)))
+        if start <= dist.get_rank() < start + size:
+            known[size] = group
+    return known[size]
 
 
 @dataclass

@@ -327,6 +327,36 @@ def sum_in_rank_order(state: Any, bucket: GradBucket) -> torch.futures.Future[Te
     return future
 
 
+class SumByGroup:
+    """DDP's averaging with sums of groups of ranks first: the reference for stage 2 with shard groups.
+
+    Args:
+        size: ranks per group.
+        predivide: what gradients are divided by before the sum; None: the number of ranks.
+    """
+
+    def __init__(self, size: int, predivide: float | None = None) -> None:
+        self.size, self.predivide = size, predivide
+
+    def average(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        ranks = dist.get_world_size()
+        divisor = self.predivide or ranks
+        mine = bucket.buffer().mul_(1.0 / divisor)
+        parts = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(parts, mine)
+        sums = [self._sum(parts[start : start + self.size]) for start in range(0, ranks, self.size)]
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(self._sum(sums) * (divisor / ranks))
+        return future
+
+    @staticmethod
+    def _sum(parts: list[Tensor]) -> Tensor:
+        total = parts[0].float() if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total.to(parts[0].dtype)
+
+
 def _unnamed(hook: CommHook) -> CommHook:
     """DDP refuses some hooks on some backends by their name alone."""
     return lambda state, bucket: hook(state, bucket)

@@ -151,7 +151,13 @@ def test_a_picture_is_drawn_with_and_without_memory(tmp_path: Path) -> None:
 def test_what_is_written_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"facts": ["one fact"], **_found()}
     options = Namespace(
-        model="tiny", ranks=2, link="1gbit", keep_malloc=False, modes=["stage 2, Last"], results=tmp_path / "new"
+        model="tiny",
+        ranks=2,
+        link="1gbit",
+        keep_malloc=False,
+        nodes=1,
+        modes=["stage 2, Last"],
+        results=tmp_path / "new",
     )
     for mode in found["modes"].values():
         mode["peak_bytes"] = mode["formula_bytes"] = [2**20]
@@ -163,7 +169,9 @@ def test_what_is_written_can_be_read_again(tmp_path: Path, capsys: pytest.Captur
 
 def test_names_of_files_tell_filters_and_stay_short() -> None:
     def stem(*modes: str) -> str:
-        return compare.stem_of(Namespace(model="26m", ranks=4, link="1gbit", keep_malloc=False, modes=list(modes)))
+        return compare.stem_of(
+            Namespace(model="26m", ranks=4, link="1gbit", keep_malloc=False, nodes=1, modes=list(modes))
+        )
 
     assert stem() == "compare-26m-4ranks-1gbit"
     assert stem("8 MiB") == "compare-26m-4ranks-1gbit-8-mib"
@@ -256,6 +264,30 @@ def test_a_link_shapes_both_ends_of_every_rank_and_leaves_nothing() -> None:
             shaped += [line for line in machine.log if f"-n {inside.hub} qdisc add dev port{rank} root tbf" in line]
             assert [" rate 1gbit " in line for line in shaped] == [True, True]
     assert machine.namespaces == ["somebody-elses"]
+
+
+def test_ranks_of_a_node_share_a_link_to_the_others_of_a_tenth_of_the_rate() -> None:
+    machine = _Machine()
+    with link.Link(4, "1gbit", machine, os.getpid(), nodes=2) as inside:
+        assert len(machine.namespaces) == 7
+        first, second = inside.nodes
+        homes = [
+            next(node for node in inside.nodes if f"ip -n {node} link set port{rank} master bridge" in machine.log)
+            for rank in range(4)
+        ]
+        assert homes == [first, first, second, second]
+        assert not any("port0" in line and inside.hub in line for line in machine.log)
+        for node in inside.nodes:
+            (line,) = [one for one in machine.log if one.startswith(f"tc -n {node} qdisc add dev uplink")]
+            assert " rate 100mbit " in line
+        assert sum(" rate 1gbit " in line for line in machine.log) == 2 * 4
+        assert sum(" rate 100mbit " in line for line in machine.log) == 2 * 2
+    assert machine.namespaces == []
+
+
+def test_bytes_from_a_node_are_those_of_its_link() -> None:
+    shown = '[{"ifname": "uplink", "stats64": {"rx": {"bytes": 1}, "tx": {"bytes": 42}}}]'
+    assert link.bytes_from_node("some-node", lambda command: shown if "some-node" in command else "") == 42
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])

@@ -18,6 +18,7 @@ OURS = {
     *("loss_scale", "scale", "master_weights", "refresh_master_weights"),
     *("overlap_phase", "overlap_status", "reset", "finish_sync"),
     *("sharded_state_dict", "load_sharded_state_dict", "state"),
+    "shard_group",
     *("rank", "global_rank", "world_size", "process_group"),  # which torch's has as attributes
 }
 """Public names of the optimizer besides those of torch's ZeroRedundancyOptimizer. A new one needs documentation."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_zero.comm.ranks import Ranks
 from ddp_zero.local.awaited import Awaited, all_arrivals
 from ddp_zero.plan.shard_plan import ShardPlan
 from ddp_zero.sync.parameter_sync import ParameterSync
@@ -59,7 +60,7 @@ class OneRank:
 
 def eager(comm: Any, plan: ShardPlan, params: Sequence[Tensor], as_views: bool) -> ParameterSync:
     storage = ViewStorage(plan, params, label) if as_views else PackedStorage(params)
-    return ParameterSync(comm, storage, params, 0, plan.buckets, max_in_flight=2)
+    return ParameterSync(Ranks.alone(comm), storage, params, 0, plan.buckets, max_in_flight=2)
 
 
 def step(sync: ParameterSync, plan: ShardPlan) -> None:
@@ -113,7 +114,7 @@ class Stepped:
         comm: Any = self.comm
         storage = ViewStorage(self.plan, self.params, label)
         buckets = [self.plan.buckets[index] for index in needed]
-        self.sync = ParameterSync(comm, storage, self.params, 0, buckets, may_outlast=True)
+        self.sync = ParameterSync(Ranks.alone(comm), storage, self.params, 0, buckets, may_outlast=True)
 
     def received(self, bucket: int) -> nn.Parameter:
         return self.params[self.plan.buckets[bucket].segments[1].params[0]]

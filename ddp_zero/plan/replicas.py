@@ -1,0 +1,84 @@
+"""Groups of ranks that shard among themselves, and the replicas across them: pure facts about numbers of ranks.
+
+With shard groups (0, 1) and (2, 3) the parameters of a model are owned twice, once in each group. Ranks at the same
+position of their groups own the same parameters: 0 and 2 are *replicas*, and so are 1 and 3.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_REMEDY = (
+    "Build the groups from one table of ranks, a row for each: torch.distributed.device_mesh.init_device_mesh(device, "
+    "(nodes, ranks_per_node), mesh_dim_names=('node', 'shard')), and pass mesh.get_group('shard')."
+)
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """Disjoint groups of one size that cover some ranks.
+
+    Attributes:
+        groups: global ranks of each group; groups in the order of their first ranks.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], stated: Sequence[Sequence[int]]) -> "ShardGroups":
+        """The groups that ranks have stated.
+
+        Args:
+            ranks: the global ranks that train together, in the order of their process group.
+            stated: the group of each of them, by global ranks; it contains the rank itself.
+
+        Raises:
+            ValueError: if the groups are not disjoint, differ in size, have other members, or order their ranks in
+                different ways. The same on every rank.
+        """
+        place = {rank: position for position, rank in enumerate(ranks)}
+        for rank, group in zip(ranks, stated, strict=True):
+            _check_group(rank, group, place, stated)
+        groups = sorted({tuple(group) for group in stated}, key=lambda group: place[group[0]])
+        sizes = sorted({len(group) for group in groups})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"Expected shard groups of equal size, got {_shown(groups)}: the ranks of one own as much as those of "
+                f"another, in the same order. {_REMEDY}"
+            )
+        found = cls(tuple(groups))
+        for replicas in found.replicas():
+            if sorted(replicas, key=place.__getitem__) != list(replicas):
+                raise ValueError(
+                    f"Expected shard groups that list their ranks in one order, got {_shown(groups)}: global ranks "
+                    f"{list(replicas)} would hold the same shards, and are not in the order of the groups. {_REMEDY}"
+                )
+        return found
+
+    def replicas(self) -> list[tuple[int, ...]]:
+        """The global ranks that hold the same shards, for each position in the groups."""
+        return list(zip(*self.groups, strict=True))
+
+
+def _check_group(rank: int, group: Sequence[int], place: dict[int, int], stated: Sequence[Sequence[int]]) -> None:
+    foreign = [member for member in group if member not in place]
+    if foreign:
+        raise ValueError(
+            f"Expected shard_group within the ranks that train together, got global rank {foreign[0]} in that of "
+            f"global rank {rank}, {list(group)}, which is not one of {list(place)}. {_REMEDY}"
+        )
+    if [place[member] for member in group] != sorted(place[member] for member in group):
+        raise ValueError(
+            f"Expected shard_group in the order of process_group, {list(place)}, got {list(group)} on global rank "
+            f"{rank}. {_REMEDY}"
+        )
+    for member in group:
+        other = stated[place[member]]
+        if list(other) != list(group):
+            raise ValueError(
+                f"Expected disjoint shard groups, the same on all of their ranks, got {list(group)} on global rank "
+                f"{rank} and {list(other)} on global rank {member}. {_REMEDY}"
+            )
+
+
+def _shown(groups: Sequence[Sequence[int]]) -> str:
+    return ", ".join(str(list(group)) for group in groups)

@@ -1,0 +1,810 @@
+"""Shard groups: state is sharded within a group of ranks, and every other group holds the same shards."""
+
+import copy
+import re
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import ddp_zero
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero.comm import ranks as ranks_module
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.local.absent import AbsentGradient
+from ddp_zero.loss_scale import DynamicLossScale
+from tests.multiproc.cases import SumByGroup, assert_equal_models, assert_identical, batches, build_model, loss_of
+from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
+from tests.multiproc.rings import rings_for_all
+
+STEPS = 6
+OPTIONS: dict[str, Any] = {"lr": 1e-2}
+Trained = tuple[nn.Module, Any]
+
+MODES: dict[str, dict[str, Any]] = {
+    "stage 1, standalone": {"overlap": False},
+    "stage 1, overlapped": {},
+    "stage 1, in forward": {"sync": "forward"},
+    "stage 1, clipped": {"max_grad_norm": 0.1},
+    "stage 2, interleaved": {"stage": 2},
+    "stage 2, last bucket": {"stage": 2, "interleaved": False},
+    "stage 2, whole buckets": {"stage": 2, "shard_buckets": False},
+    "stage 2, after backward": {"stage": 2, "overlap": False},
+    "stage 2, clipped": {"stage": 2, "max_grad_norm": 0.1},
+    "stage 2, in forward": {"stage": 2, "sync": "forward"},
+    "stage 2, copied parameters": {"stage": 2, "parameters_as_bucket_view": False},
+    "stage 2, divided before and after": {"stage": 2, "gradient_predivide_factor": 2.0},
+}
+
+case = Cases(timeout=180, group_timeout=30)
+
+
+def by_node(ranks: range | list[int], size: int = 2) -> ProcessGroup:
+    """This rank's shard group of neighbours; every rank of the job calls it."""
+    mine: ProcessGroup | None = None
+    members = list(ranks)
+    for start in range(0, len(members), size):
+        group = dist.new_group(members[start : start + size])
+        if dist.get_rank() in members[start : start + size]:
+            mine = group
+    assert mine is not None
+    return mine
+
+
+def wrapped(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=True, **options)
+
+
+def twins(
+    mode: dict[str, Any], group: ProcessGroup, build: Any = AdamW, model: nn.Module | None = None, **ddp_options: Any
+) -> tuple[Any, Any]:
+    """DDP with the plain optimizer, and the sharded one; in stage 2 both sum in the same order."""
+    model = model or build_model()
+    expected, ddp = wrapped(copy.deepcopy(model), **ddp_options), wrapped(model, **ddp_options)
+    opt = shard_optimizer(ddp, build, shard_group=group, **mode, **OPTIONS)
+    if mode.get("stage") == 2:
+        reference = SumByGroup(dist.get_world_size(group), mode.get("gradient_predivide_factor"))
+        expected.register_comm_hook(None, reference.average)
+    return (expected, build(expected.parameters(), **OPTIONS)), (ddp, opt)
+
+
+def train_step(pair: Trained, batch: tuple[Any, Any], clip: float | None = None) -> None:
+    model, optimizer = pair
+    loss_of(model, *batch).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_moved(before: nn.Module, after: nn.Module) -> None:
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"
+
+
+def assert_same_on_all_ranks(model: nn.Module, when: str) -> None:
+    mine = torch.cat([param.detach().reshape(-1).double() for param in model.parameters()])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    assert all(torch.equal(mine, other) for other in every), f"ranks differ {when}"
+
+
+def states_held(opt: ZeroRedundancyOptimizer) -> int:
+    return sum(1 for state in opt.optim.state.values() if state)
+
+
+@case(4)
+def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup) -> None:
+    group = by_node(range(4))
+    for name, mode in MODES.items():
+        for build in (AdamW, SGD) if name == "stage 2, interleaved" else (AdamW,):
+            plain, (ddp, opt) = twins(mode, group, build)
+            before = copy.deepcopy(ddp.module)
+            for step, batch in enumerate(batches(setup.rank, STEPS)):
+                train_step(plain, batch, mode.get("max_grad_norm"))
+                train_step((ddp, opt), batch)
+                opt.finish_sync()
+                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {name}")
+                assert_same_on_all_ranks(ddp.module, f"after step {step}: {name}")
+            assert_moved(before, ddp.module)
+            owned = opt._engine.sharded.binding.owned()
+            assert 0 < len(owned) < len(list(ddp.parameters()))
+            if build is AdamW:
+                assert states_held(opt) == len(owned), "state of what the shard group gives this rank, and no other"
+            held = torch.tensor([len(owned)])
+            dist.all_reduce(held, group=group)
+            assert held.item() == len(list(ddp.parameters())), "each group owns every parameter once"
+
+
+@case(4)
+def _rings_within_and_across(setup: Setup) -> None:
+    group = by_node(range(4))
+    _, pair = twins(MODES["stage 2, interleaved"], group)
+    before = copy.deepcopy(pair[0].module)
+    with rings_for_all() as transfers:
+        for step, batch in enumerate(batches(setup.rank, STEPS)):
+            train_step(pair, batch)
+            assert_same_on_all_ranks(pair[0].module, f"after step {step}")
+    assert len(transfers) > 4 * STEPS, "sums and gathers in both groups"
+    assert_moved(before, pair[0].module)
+
+
+@case(4)
+def _where_messages_are_not_direct(setup: Setup) -> None:
+    """As in an accelerator's memory: collectives of each group in turn, and no thread."""
+    group = by_node(range(4))
+    with (
+        mock.patch.object(Communicator, "has_direct_messages", return_value=False),
+        mock.patch.object(ranks_module.Ranks, "in_background", side_effect=AssertionError("a thread")),
+    ):
+        for mode in ("stage 2, interleaved", "stage 2, in forward", "stage 2, clipped"):
+            plain, (ddp, opt) = twins(MODES[mode], group)
+            before = copy.deepcopy(ddp.module)
+            for step, batch in enumerate(batches(setup.rank, STEPS)):
+                train_step(plain, batch, MODES[mode].get("max_grad_norm"))
+                train_step((ddp, opt), batch)
+                opt.finish_sync()
+                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}")
+            assert_moved(before, ddp.module)
+
+
+class Breaking(torch.autograd.Function):
+    """The identity, whose backward raises once it is told to."""
+
+    breaks = False
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Breaking.breaks:
+            raise KeyboardInterrupt
+        return grad
+
+
+class Breakable(nn.Module):
+    """Two layers with `Breaking` between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 30), nn.Linear(30, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(Breaking.apply(self.first(inputs)))  # type: ignore[no-any-return,no-untyped-call]
+
+
+@case(4)
+def _an_interrupted_backward_pass(setup: Setup) -> None:
+    """Sums in flight, within groups and across, are dropped; what follows is not mixed up with them."""
+    group = by_node(range(4))
+    torch.manual_seed(0)
+    model = Breakable()
+    ddp = wrapped(model)
+    opt = shard_optimizer(ddp, AdamW, stage=2, shard_group=group, **OPTIONS)
+    data = list(batches(setup.rank, 8))
+    for batch in data[:3]:
+        train_step((ddp, opt), batch)
+    reference = copy.deepcopy(model)
+    for to in range(4):
+        opt.consolidate_state_dict(to=to)
+    state = opt.state_dict()
+    Breaking.breaks = True
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(ddp, *data[3]).backward()
+    Breaking.breaks = False
+    opt.reset()
+    opt.zero_grad()
+    model.load_state_dict(reference.state_dict())  # the second layer may have been stepped
+    opt.load_state_dict(state)
+    ddp = wrapped(model)
+    ddp.register_comm_hook(None, ddp_zero.hook_with_zero_step_interleaved(None, ddp, opt, shard_buckets=True))
+    expected = wrapped(reference)
+    expected.register_comm_hook(None, SumByGroup(2).average)
+    plain = AdamW(expected.parameters(), **OPTIONS)
+    plain.load_state_dict(state)
+    for step, batch in enumerate(data[4:]):
+        train_step((expected, plain), batch)
+        train_step((ddp, opt), batch)
+        assert_equal_models(reference, model, f"after step {step}")
+
+
+@case(4)
+def _groups_of_one_and_of_everyone(setup: Setup) -> None:
+    """Groups of one rank replicate everything; a group of all ranks is no group."""
+    for size in (1, 4):
+        group = by_node(range(4), size)
+        for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 2, clipped"):
+            options = MODES[mode]
+            plain, (ddp, opt) = twins(options, group)
+            assert (opt._engine.sharded.ranks.replicas is None) == (size == 4)
+            before = copy.deepcopy(ddp.module)
+            for step, batch in enumerate(batches(setup.rank, STEPS)):
+                train_step(plain, batch, options.get("max_grad_norm"))
+                train_step((ddp, opt), batch)
+                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}, groups of {size}")
+            assert_moved(before, ddp.module)
+
+
+@case(6)
+def _the_same_shard_groups_among_other_ranks(setup: Setup) -> None:
+    """First two nodes train a model, then all three."""
+    group, two_nodes = by_node(range(6)), dist.new_group([0, 1, 2, 3])
+    for everyone, size in ((two_nodes, 4), (None, 6)):
+        if setup.rank >= size:
+            continue
+        ddp = wrapped(build_model(), process_group=everyone)
+        opt = shard_optimizer(ddp, AdamW, stage=2, shard_group=group, **OPTIONS)
+        assert (opt.world_size, opt._engine.sharded.ranks.num_replicas) == (size, size // 2)
+        before = copy.deepcopy(ddp.module)
+        for batch in batches(setup.rank, 3):
+            train_step((ddp, opt), batch)
+        mine = torch.cat([param.detach().reshape(-1) for param in ddp.parameters()])
+        every = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(every, mine, group=everyone)
+        assert all(torch.equal(mine, other) for other in every)
+        assert_moved(before, ddp.module)
+
+
+@case(6)
+def _three_groups_and_groups_of_three(setup: Setup) -> None:
+    for size in (2, 3):
+        group = by_node(range(6), size)
+        for mode in ("stage 1, overlapped", "stage 2, interleaved"):
+            plain, (ddp, opt) = twins(MODES[mode], group)
+            before = copy.deepcopy(ddp.module)
+            for step, batch in enumerate(batches(setup.rank, STEPS)):
+                train_step(plain, batch)
+                train_step((ddp, opt), batch)
+                assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}, groups of {size}")
+                assert_same_on_all_ranks(ddp.module, f"after step {step}: {mode}, groups of {size}")
+            assert opt._engine.sharded.ranks.num_replicas == 6 // size
+            assert_moved(before, ddp.module)
+
+
+@case(4)
+def _bf16_travels_and_is_rounded_between_groups(setup: Setup) -> None:
+    group = by_node(range(4))
+    for low in (True, False):
+        model = build_model().bfloat16() if low else build_model()
+        options = MODES["stage 2, interleaved"] | ({} if low else {"grad_comm_dtype": torch.bfloat16})
+        plain, (ddp, opt) = twins(options, group, SGD, model)
+        before = copy.deepcopy(ddp.module)
+        for optimizer in (plain[1], opt):
+            optimizer.param_groups[0]["lr"] = 1.0  # less would be rounded away
+        for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
+            batch = (inputs.bfloat16(), targets.bfloat16()) if low else (inputs, targets)
+            if low:
+                train_step(plain, batch)
+            train_step((ddp, opt), batch)
+            if low:
+                assert_equal_models(plain[0].module, ddp.module, f"after step {step}")
+            assert_same_on_all_ranks(ddp.module, f"after step {step}")
+        assert_moved(before, ddp.module)
+
+
+@case(4)
+def _accumulation_matches(setup: Setup) -> None:
+    group = by_node(range(4))
+    for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 2, after backward"):
+        for local in (True, False):
+            plain, (ddp, opt) = twins(MODES[mode], group)
+            before = copy.deepcopy(ddp.module)
+            data = list(batches(setup.rank, 3 * STEPS))
+            for step in range(STEPS):
+                for number in range(3):
+                    inputs, targets = data[3 * step + number]
+                    is_last = number == 2
+                    with nullcontext() if is_last or not local else plain[0].no_sync():
+                        loss_of(plain[0], inputs, targets).backward()
+                    within = nullcontext() if is_last else ddp.no_sync() if local else opt.accumulate()
+                    with within:
+                        loss_of(ddp, inputs, targets).backward()
+                for optimizer in (plain[1], opt):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_on_all_ranks(ddp.module, f"after step {step}: {mode}")
+                if local:
+                    assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}")
+            assert_moved(before, ddp.module)
+
+
+class Switched(nn.Module):
+    """A layer that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor, uses_other: bool) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        return self.last(self.other(hidden) if uses_other else hidden)  # type: ignore[no-any-return]
+
+
+@case(4)
+def _unused_parameters(setup: Setup) -> None:
+    """One replica alone uses a layer in some steps, and none does in others: then it is not stepped."""
+    group = by_node(range(4))
+    for stage in (1, 2):
+        torch.manual_seed(0)
+        model = Switched()
+        expected = wrapped(copy.deepcopy(model), find_unused_parameters=True)
+        ddp = wrapped(model, find_unused_parameters=True)
+        opt = shard_optimizer(ddp, AdamW, stage=stage, shard_group=group, **OPTIONS)
+        if stage == 2:
+            expected.register_comm_hook(None, SumByGroup(2).average)
+        reference = AdamW(expected.parameters(), **OPTIONS)
+        before = copy.deepcopy(model)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
+            uses = step % 3 != 0 and setup.rank == step % 4
+            for one, optimizer in ((expected, reference), (ddp, opt)):
+                nn.functional.mse_loss(one(inputs, uses), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal_models(expected.module, model, f"after step {step}")
+        assert_moved(before, model)
+
+
+@case(4)
+def _freezing_in_training(setup: Setup) -> None:
+    group = by_node(range(4))
+    for mode in ("stage 1, standalone", "stage 1, overlapped", "stage 2, interleaved"):
+        plain, (ddp, opt) = twins(MODES[mode], group, find_unused_parameters=True)
+        before = copy.deepcopy(ddp.module)
+        for step, batch in enumerate(batches(setup.rank, STEPS)):
+            frozen = step in (2, 3)
+            for one in (plain[0], ddp):
+                one.module[0].weight.requires_grad_(not frozen)
+            train_step(plain, batch)
+            train_step((ddp, opt), batch)
+            assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}")
+        assert_moved(before, ddp.module)
+
+
+@case(4)
+def _an_overflow_in_one_replica_skips_the_step_of_all(setup: Setup) -> None:
+    group = by_node(range(4))
+    for stage in (1, 2):
+        ddp = wrapped(build_model())
+        scale = DynamicLossScale(initial=2.0**4, growth_interval=100)
+        opt = shard_optimizer(ddp, AdamW, stage=stage, shard_group=group, loss_scale=scale, **OPTIONS)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
+            before = [param.detach().clone() for param in ddp.parameters()]
+            if step == 3 and setup.rank == 2:  # of the other group than rank 0
+                inputs = inputs * float("inf")
+            opt.scale(loss_of(ddp, inputs, targets)).backward()
+            opt.step()
+            opt.zero_grad()
+            assert opt.last_step is not None
+            assert opt.last_step.stepped == (step != 3)
+            same = [torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True)]
+            assert all(same) if step == 3 else not any(same)
+            if step == 3:
+                assert opt.last_step.nonfinite_rank == 2, opt.last_step
+                assert "rank 2 (global rank 2)" in str(opt.last_step.reason)
+            assert opt.loss_scale == (8.0 if step >= 3 else 16.0)
+            assert_same_on_all_ranks(ddp, f"after step {step}")
+
+
+@case(4)
+def _grad_scaler(setup: Setup) -> None:
+    group = by_node(range(4))
+    for stage in (1, 2):
+        ddp = wrapped(build_model())
+        opt = shard_optimizer(ddp, AdamW, stage=stage, shard_group=group, **OPTIONS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=100)
+        for step, (inputs, targets) in enumerate(batches(setup.rank, STEPS)):
+            before = [param.detach().clone() for param in ddp.parameters()]
+            if step == 3 and setup.rank == 1:
+                inputs = inputs * float("inf")
+            scaler.scale(loss_of(ddp, inputs, targets)).backward()
+            scaler.unscale_(opt)
+            opt.clip_grad_norm_(0.1)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            same = [torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True)]
+            assert all(same) if step == 3 else not any(same)
+            assert scaler.get_scale() == (8.0 if step >= 3 else 16.0)
+            assert_same_on_all_ranks(ddp, f"after step {step}")
+
+
+@case(4)
+def _norms_and_whole_gradients(setup: Setup) -> None:
+    """Norms count every parameter once, though each of them has two owners."""
+    group = by_node(range(4))
+    for mode in ("stage 1, standalone", "stage 2, after backward"):
+        plain, (ddp, opt) = twins(MODES[mode], group)
+        for batch in batches(setup.rank, STEPS):
+            for model in (plain[0], ddp):
+                loss_of(model, *batch).backward()
+            for expected, param in zip(plain[0].parameters(), ddp.parameters(), strict=True):
+                assert_identical(expected.grad, opt.full_grad(param), mode)
+            norm = nn.utils.clip_grad_norm_(plain[0].parameters(), 0.05)
+            assert norm.item() > 0.05
+            assert_identical(norm, opt.clip_grad_norm_(0.05), mode)
+            if mode.startswith("stage 2"):
+                absent = [param.grad for param in ddp.parameters() if isinstance(param.grad, AbsentGradient)]
+                assert 0 < len(absent) < len(list(ddp.parameters()))
+            for optimizer in (plain[1], opt):
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal_models(plain[0].module, ddp.module, mode)
+
+
+@case(4)
+def _standalone_without_ddp(setup: Setup) -> None:
+    group = by_node(range(4))
+    params = list(build_model().parameters())
+    expected = copy.deepcopy(params)
+    opt = ZeroRedundancyOptimizer(params, AdamW, shard_group=group, parameters_as_bucket_view=True, **OPTIONS)
+    plain = AdamW(expected, **OPTIONS)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        for one, other in zip(expected, params, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        plain.step()
+        opt.step()
+        assert_identical([p.detach() for p in expected], [p.detach() for p in params], "after a step")
+    assert (opt.rank, opt.world_size) == (setup.rank, 4)
+    assert (dist.get_world_size(opt.shard_group), opt.process_group) == (2, dist.group.WORLD)
+    assert f"shard rank {setup.rank % 2} (global rank {setup.rank}) of group {setup.rank // 2}" in opt.explain()
+
+
+@case(4)
+def _added_groups_and_copies(setup: Setup) -> None:
+    group = by_node(range(4))
+    for mode in ("stage 1, standalone", "stage 1, overlapped", "stage 2, interleaved"):
+        model = build_model()
+        first, rest = list(model.parameters())[:2], list(model.parameters())[2:]
+        overlap, stage = "standalone" not in mode, 2 if "stage 2" in mode else 1
+        for param in rest:
+            param.requires_grad_(stage == 1)
+        expected, ddp = wrapped(copy.deepcopy(model)), wrapped(model)
+        if stage == 2:
+            expected.register_comm_hook(None, SumByGroup(2).average)
+        opt = shard_optimizer(ddp, AdamW, params=first, stage=stage, overlap=overlap, shard_group=group, **OPTIONS)
+        plain = AdamW(
+            [p for p, q in zip(expected.parameters(), model.parameters(), strict=True) if q in set(first)], **OPTIONS
+        )
+        before = copy.deepcopy(model)
+        for step, batch in enumerate(batches(setup.rank, STEPS)):
+            if step == 2 and stage == 1:
+                plain.add_param_group(
+                    {
+                        "params": [p for p in expected.parameters() if p not in set(plain.param_groups[0]["params"])],
+                        "lr": 3e-3,
+                    }
+                )
+                opt.add_param_group({"params": rest, "lr": 3e-3})
+            train_step((expected, plain), batch)
+            train_step((ddp, opt), batch)
+            assert_equal_models(expected.module, model, f"after step {step}: {mode}")
+        if stage == 1:
+            assert_moved(before, model)
+    clone_model, clone = copy.deepcopy((model, opt))
+    assert clone._engine.sharded.ranks.replicas is not None
+    assert clone_model is not model
+
+
+@case(4)
+def _state_is_gathered_to_any_rank_and_loaded(setup: Setup) -> None:
+    group = by_node(range(4))
+    plain, (ddp, opt) = twins(MODES["stage 1, overlapped"], group)
+    for batch in batches(setup.rank, 3):
+        train_step(plain, batch)
+        train_step((ddp, opt), batch)
+    for to in range(4):
+        opt.consolidate_state_dict(to=to)
+    assert_identical(plain[1].state_dict()["state"], opt.state_dict()["state"], "gathered")
+    with pytest.raises(ValueError, match="rank below 4, got 4"):
+        opt.consolidate_state_dict(to=4)
+    model = copy.deepcopy(ddp.module)
+    again = wrapped(model)
+    fresh = shard_optimizer(again, AdamW, stage=2, shard_group=group, **OPTIONS)
+    fresh.load_state_dict(plain[1].state_dict())
+    expected = wrapped(copy.deepcopy(model))
+    expected.register_comm_hook(None, SumByGroup(2).average)
+    reference = AdamW(expected.parameters(), **OPTIONS)
+    reference.load_state_dict(plain[1].state_dict())
+    for batch in batches(setup.rank, 3, seed=1):
+        train_step((expected, reference), batch)
+        train_step((again, fresh), batch)
+        assert_equal_models(expected.module, again.module, "after loading")
+
+
+@case(4)
+def _dcp_saves_each_state_once(setup: Setup) -> None:
+    group = by_node(range(4))
+    in_order = SumByGroup(2).average  # the same for the first buckets of a model as for later ones
+    ddp = wrapped(build_model())
+    opt = shard_optimizer(ddp, AdamW, shard_group=group, hook=in_order, **OPTIONS)
+    for batch in batches(setup.rank, 3):
+        train_step((ddp, opt), batch)
+    save({"optimizer": opt.sharded_state_dict(ddp)}, checkpoint_id=str(setup.folder / "dcp"))
+    again = wrapped(copy.deepcopy(ddp.module))
+    fresh = shard_optimizer(again, AdamW, shard_group=group, hook=in_order, **OPTIONS)
+    state = {"optimizer": fresh.sharded_state_dict(again, init_missing=True)}
+    load(state, checkpoint_id=str(setup.folder / "dcp"))
+    fresh.load_sharded_state_dict(state["optimizer"], again)
+    for batch in batches(setup.rank, 3, seed=1):
+        for pair in ((ddp, opt), (again, fresh)):
+            train_step(pair, batch)
+        assert_equal_models(ddp.module, again.module, "after dcp")
+
+
+def _step_and_finish(ddp: nn.Module, opt: ZeroRedundancyOptimizer, batch: tuple[Any, Any]) -> None:
+    train_step((ddp, opt), batch)
+    opt.finish_sync()
+
+
+@case(4)
+def _an_error_in_one_replica_is_raised_on_all_ranks(setup: Setup) -> None:
+    class Failing(SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if Failing.fails:
+                raise KeyError("a check of its own")
+            return super().step(closure)
+
+    group = by_node(range(4))
+    for mode in ("stage 1, standalone", "stage 2, interleaved", "stage 2, in forward"):
+        Failing.fails = False
+        ddp = wrapped(build_model())
+        opt = shard_optimizer(ddp, Failing, shard_group=group, **MODES[mode], **OPTIONS)
+        data = list(batches(setup.rank, 5))
+        for batch in data[:3]:
+            train_step((ddp, opt), batch)
+        Failing.fails = setup.rank == 3
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            _step_and_finish(ddp, opt, data[3])
+        if setup.rank == 3:
+            assert isinstance(caught.value, KeyError)
+        else:
+            assert re.search(r"on rank 3 \(global rank 3\) KeyError", str(caught.value)), caught.value
+        Failing.fails = False
+        opt.reset()
+
+
+@case(4)
+def _options_that_differ_between_replicas_are_told(setup: Setup) -> None:
+    group = by_node(range(4))
+    ddp = wrapped(build_model())
+    opt = shard_optimizer(ddp, SGD, shard_group=group, overlap=False, **OPTIONS)
+    opt.param_groups[0]["lr"] = 0.1 if setup.rank < 2 else 0.2
+    loss_of(ddp, *next(batches(setup.rank, 1))).backward()
+    with pytest.raises(RuntimeError, match=r"'lr', an option of group 0, to be the same.*rank 0.*rank 2"):
+        opt.step()
+
+
+@case(4)
+def _gradients_that_only_a_group_has_averaged_are_refused(setup: Setup) -> None:
+    """Averages of a node differ from those of another one."""
+    group = by_node(range(4))
+    params = list(build_model().parameters())
+    opt = ZeroRedundancyOptimizer(params, SGD, shard_group=group, **OPTIONS)
+    ddp = wrapped(model := build_model())
+    own = ZeroRedundancyOptimizer(model.parameters(), SGD, shard_group=group, **OPTIONS)
+    with ddp.no_sync():
+        loss_of(ddp, *next(batches(setup.rank, 1))).backward()
+    for param in model.parameters():
+        assert param.grad is not None
+        dist.all_reduce(param.grad, group=group)
+    with pytest.raises(RuntimeError, match="Expected averaged gradients"):
+        own.step()
+    assert opt.world_size == 4
+
+
+@case(4)
+def _what_does_not_fit_is_refused(setup: Setup) -> None:
+    rank = setup.rank
+    ddp = wrapped(build_model())
+
+    def build(group: Any) -> Any:
+        return shard_optimizer(ddp, SGD, shard_group=group, **OPTIONS)
+
+    mine = by_node(range(4))
+    lists = {
+        "disjoint": [[0, 1], [1, 2, 3]],
+        "equal size": [[0], [1, 2, 3]],
+        "one order": [[0, 3], [1, 2]],
+    }
+    for message, groups in lists.items():
+        built = [dist.new_group(members) for members in groups]
+        chosen = next(
+            group for group, members in zip(reversed(built), reversed(groups), strict=True) if rank in members
+        )
+        with pytest.raises(ValueError, match=rf"Expected .*{message}.*, got .*init_device_mesh"):
+            build(chosen)
+    other = dist.new_group([0, 1])
+    with pytest.raises(ValueError if rank > 1 else RuntimeError, match="a group that this process belongs to"):
+        build(other)
+    with pytest.raises(TypeError, match=r"Expected shard_group to be a torch\.distributed\.ProcessGroup or None, got"):
+        build(init_device_mesh("cpu", (2, 2)))
+    with pytest.raises(ValueError, match="Expected the same operation on every rank"):
+        build(mine if rank else None)
+    whole = dist.new_group([0, 1, 2, 3])
+    smaller = dist.new_group([0, 1])
+    if rank < 2:
+        with pytest.raises(ValueError, match=r"within the ranks that train together, got global rank 2"):
+            ZeroRedundancyOptimizer(
+                build_model().parameters(), SGD, process_group=smaller, shard_group=whole, **OPTIONS
+            )
+    opt = build(mine)
+    with pytest.raises(NotImplementedError, match="Expected no Join with shard_group"):
+        Join([ddp, opt])
+    different = nn.Linear(3, 3 + rank // 2)
+    with pytest.raises(ValueError, match=r"the same parameter 0 on every rank"):
+        ZeroRedundancyOptimizer(different.parameters(), SGD, shard_group=mine, **OPTIONS)
+    overlapped = ZeroRedundancyOptimizer(ddp.parameters(), SGD, process_group=mine, overlap_with_ddp=True, **OPTIONS)
+    with pytest.raises(ValueError, match="Expected the optimizer and the DDP model on the same ranks"):
+        ddp_zero.hook_with_zero_step(None, ddp, overlapped)
+
+
+@case(4)
+def _groups_of_a_device_mesh_and_groups_across_that_are_used_again(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
+    with mock.patch.object(ranks_module, "_build", wraps=ranks_module._build) as build:
+        for _ in range(3):
+            plain, pair = twins(MODES["stage 2, interleaved"], mesh.get_group("shard"))
+            for batch in batches(setup.rank, 3):
+                train_step(plain, batch)
+                train_step(pair, batch)
+                assert_equal_models(plain[0].module, pair[0].module, "on a mesh")
+    assert build.call_count == 1
+
+
+@case(4)
+def _wrap_takes_a_shard_group(setup: Setup) -> None:
+    ddp, opt = ddp_zero.wrap(build_model(), AdamW, stage=2, shard_group=by_node(range(4)), **OPTIONS)
+    before = copy.deepcopy(ddp.module)
+    for batch in batches(setup.rank, 3):
+        train_step((ddp, opt), batch)
+        assert_same_on_all_ranks(ddp, "after a step")
+    assert_moved(before, ddp.module)
+
+
+@case.each
+def test_groups(run: Callable[[], None]) -> None:
+    run()
+
+
+# Groups of a part of the job
+
+
+def _part_of_the_job(setup: Setup) -> None:
+    """Ranks 1 to 4 of 5 train; rank 0 does something else."""
+    trainers = dist.new_group([1, 2, 3, 4])
+    pairs = [dist.new_group([1, 2]), dist.new_group([3, 4])]
+    dist.new_group([1, 2])
+    if setup.rank > 0:
+        with pytest.raises(RuntimeError, match=r"in as many process groups, got \[4, 4, 3, 3\]"):
+            ZeroRedundancyOptimizer(
+                build_model().parameters(), SGD, trainers, shard_group=pairs[(setup.rank - 1) // 2], **OPTIONS
+            )
+    dist.new_group([3, 4])
+    if setup.rank == 0:
+        return
+    ddp = DistributedDataParallel(build_model(), process_group=trainers, gradient_as_bucket_view=True)
+    opt = shard_optimizer(ddp, AdamW, stage=2, shard_group=pairs[(setup.rank - 1) // 2], **OPTIONS)
+    before = copy.deepcopy(ddp.module)
+    for batch in batches(setup.rank, 3):
+        train_step((ddp, opt), batch)
+        mine = torch.cat([param.detach().reshape(-1) for param in ddp.parameters()])
+        every = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(every, mine, group=trainers)
+        assert all(torch.equal(mine, other) for other in every)
+    assert_moved(before, ddp.module)
+
+
+def test_groups_of_a_part_of_the_job() -> None:
+    run_ranks(_part_of_the_job, 5, group_timeout=30)
+
+
+# Checkpoints
+
+
+def _train_and_save(setup: Setup, folder: Path, size: int | None, stage: int) -> list[list[float]]:
+    """Three steps, saved, and two more."""
+    group = None if size is None else by_node(range(setup.world_size), size)
+    ddp = wrapped(build_model())
+    opt = shard_optimizer(ddp, AdamW, stage=stage, shard_group=group, loss_scale=DynamicLossScale(16.0), **OPTIONS)
+    return _go_on(ddp, opt, folder, range(3, 5), lambda: _first_steps(ddp, opt, folder))
+
+
+def _first_steps(ddp: nn.Module, opt: ZeroRedundancyOptimizer, folder: Path) -> None:
+    for step in range(3):
+        _same_batch_step(ddp, opt, step)
+    saved = checkpoint.save(folder, ddp, opt).wait()
+    if dist.get_rank() == 0:
+        names = [json_file.name for json_file in saved.glob("part-*.json")]
+        assert len(names) == dist.get_world_size()
+
+
+def _load_and_go_on(setup: Setup, folder: Path, size: int | None, stage: int) -> list[list[float]]:
+    group = None if size is None else by_node(range(setup.world_size), size)
+    ddp = wrapped(build_model())
+    opt = shard_optimizer(ddp, AdamW, stage=stage, shard_group=group, loss_scale=DynamicLossScale(16.0), **OPTIONS)
+    return _go_on(ddp, opt, folder, range(3, 5), lambda: checkpoint.load(folder, ddp, opt))
+
+
+def _go_on(
+    ddp: nn.Module, opt: ZeroRedundancyOptimizer, folder: Path, steps: range, before: Callable[[], Any]
+) -> list[list[float]]:
+    before()
+    for step in steps:
+        _same_batch_step(ddp, opt, step)
+    assert_same_on_all_ranks(ddp, "at the end")
+    return [param.detach().reshape(-1).tolist() for param in ddp.parameters()]
+
+
+def _same_batch_step(ddp: nn.Module, opt: ZeroRedundancyOptimizer, step: int) -> None:
+    """On the same data on every rank, so that the average is the same at any number of them."""
+    batch = next(batches(0, 1, seed=step))
+    opt.scale(loss_of(ddp, *batch)).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def test_a_checkpoint_of_groups_is_whole_and_resumes_without_groups_and_at_other_sizes(tmp_path: Path) -> None:
+    for stage in (1, 2):
+        folder = tmp_path / str(stage)
+        expected = run_ranks(_train_and_save, 4, folder, 2, stage)[0]
+        start = [param.detach().reshape(-1).tolist() for param in build_model().parameters()]
+        assert all(one != other for one, other in zip(start, expected, strict=True)), "nothing moved"
+        for ranks, size in ((4, 2), (4, None), (2, None), (1, None), (2, 1)):
+            found = run_ranks(_load_and_go_on, ranks, folder, size, stage)
+            for one in found:
+                assert_identical(expected, one, f"stage {stage}, {ranks} ranks, groups of {size}")
+    folder = tmp_path / "without"
+    expected = run_ranks(_train_and_save, 2, folder, None, 2)[0]
+    assert_identical(expected, run_ranks(_load_and_go_on, 4, folder, 2, 2)[3], "into groups")
+
+
+# A rank that is gone
+
+
+def _lose_rank_3(setup: Setup, mode: str) -> str:
+    group = by_node(range(4))
+    ddp = wrapped(build_model())
+    opt = shard_optimizer(ddp, AdamW, shard_group=group, **MODES[mode], **OPTIONS)
+    started = time.monotonic()
+    try:
+        for step, batch in enumerate(batches(setup.rank, 20)):
+            if step == 4 and setup.rank == 3:
+                kill_this_process()
+            train_step((ddp, opt), batch)
+            opt.finish_sync()
+    except RuntimeError as error:
+        assert time.monotonic() - started < 25
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("mode", ["stage 2, interleaved", "stage 2, in forward", "stage 2, after backward"])
+def test_a_killed_rank_of_another_replica_is_told_within_the_time_out(mode: str) -> None:
+    outcomes = run_ranks_to_end(_lose_rank_3, 4, mode, timeout=90, group_timeout=15)
+    assert outcomes[3].killed
+    told = [outcome.result for outcome in outcomes[:3]]
+    for rank, message in enumerate(told):
+        assert message is not None, outcomes[rank].error
+        assert re.search(r"Expected .*(rank|replica) \d \(global rank [23]\).* to take part in", message), message
+    assert "global rank 3" in told[1], "its replica"
+    assert "global rank 3" in told[2], "of its shard group"
