@@ -166,6 +166,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         sharded.local_step.mirror_to_exposed()
         sharded.extend(table, binding)
         self._engine.find_models()
+        self._whole.answer_others()
 
     def _assemble(self, engine: Engine) -> None:
         """Take an engine, and what shows its state as state dicts."""

@@ -12,6 +12,7 @@ from ddp_zero.local.masters import MASTER_KEY, check_masters, with_masters
 from ddp_zero.local.tree import as_bytes, flatten
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.state.gather import gather_state
+from ddp_zero.state.on_demand import OnDemand
 from ddp_zero.state.restrict import restrict_state_dict
 from ddp_zero.step.decision import Decision, keep_limits
 from ddp_zero.step.sharded_step import ShardedStep
@@ -30,21 +31,24 @@ class WholeDict:
         sharded: the step.
         decision: holds the loss scale.
         build: builds the inner optimizer over given groups.
-
-    Attributes:
-        is_packing: True while the state dict is being built: `state` is then that of all ranks.
     """
 
     def __init__(self, sharded: ShardedStep, decision: Decision, build: BuildInner) -> None:
-        self.is_packing = False
+        self._shown: State | None = None  # while a state dict is built: that of all ranks
+        self._on_demand: OnDemand | None = None
         self._sharded = sharded
         self._decision = decision
         self._build = build
 
+    def answer_others(self) -> None:
+        """Let any rank build the state dict without the others. A collective, if there are others."""
+        if self._sharded.comm.world_size > 1:
+            self._on_demand = OnDemand(self._sharded)
+
     def state(self) -> State:
         """See `ZeroRedundancyOptimizer.state`."""
-        if self.is_packing:
-            return self._whole_state()
+        if self._shown is not None:
+            return self._shown
         sharded = self._sharded
         if not sharded.stepped.has_masters:
             return sharded.inner.state
@@ -75,14 +79,11 @@ class WholeDict:
         Args:
             build: makes a state dict of the exposed groups and of `state`.
         """
-        sharded = self._sharded
-        if sharded.snapshot is None and sharded.comm.world_size > 1 and not sharded.order.is_at_birth:
-            raise self._not_consolidated("the state after the last step")
-        self.is_packing = True
+        self._shown = self._whole_state()
         try:
             packed = build()
         finally:
-            self.is_packing = False
+            self._shown = None
         return {**packed, **self.scale_entry()}
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -126,13 +127,14 @@ class WholeDict:
         if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
             scale.load_state_dict(state_dict[SCALE_KEY])
         sharded = self._sharded
-        sharded.inner.load_state_dict(local)
-        sharded.stepped.refresh(masters)
-        keep_limits(sharded.inner.param_groups, sharded.param_groups)
-        for group, saved in zip(sharded.param_groups, state_dict["param_groups"], strict=True):
-            if "param_names" in saved:
-                group["param_names"] = list(saved["param_names"])
-        sharded.loaded(indices)
+        with sharded.change():
+            sharded.inner.load_state_dict(local)
+            sharded.stepped.refresh(masters)
+            keep_limits(sharded.inner.param_groups, sharded.param_groups)
+            for group, saved in zip(sharded.param_groups, state_dict["param_groups"], strict=True):
+                if "param_names" in saved:
+                    group["param_names"] = list(saved["param_names"])
+            sharded.loaded(indices)
         for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             post_hook(optimizer)
 
@@ -160,7 +162,8 @@ class WholeDict:
         if sharded.snapshot is not None:
             return sharded.snapshot
         if sharded.comm.world_size > 1:
-            return self._state_at_birth()
+            known = self._state_at_birth() if sharded.order.is_at_birth else None
+            return self._state_on_demand() if known is None else known
         sharded.stepped.follow_model()
         sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of)
         if not sharded.stepped.has_masters:
@@ -171,10 +174,11 @@ class WholeDict:
         others = {key: value for key, value in by_index.items() if not is_index(key)}
         return {**others, **{params[index]: by_index[index] for index in born}}
 
-    def _state_at_birth(self) -> State:
+    def _state_at_birth(self) -> State | None:
         """The state before the first step: what construction creates for all parameters, and masters of the model.
 
-        Found by building the optimizer once more, over all parameters; most classes create nothing.
+        Found by building the optimizer once more, over all parameters; most classes create nothing. None if only
+        owners know which states exist now: parameters were added, a state dict was loaded, a user has written some.
         """
         sharded = self._sharded
         sharded.stepped.follow_model()
@@ -182,8 +186,8 @@ class WholeDict:
         params = sharded.table.params
         stepped = {param: sharded.stepped.as_on_owner(index) for index, param in enumerate(params)}
         made = self._build(sharded.param_groups, stepped).state
-        if made and not sharded.order.is_as_built:  # only owners know which states exist now
-            raise self._not_consolidated("the state after load_state_dict or add_param_group")
+        if made and not sharded.order.is_as_built:
+            return None
         whole = {}
         for param, stand_in in stepped.items():
             master = {} if stand_in is param else {MASTER_KEY: stand_in.detach()}
@@ -192,15 +196,17 @@ class WholeDict:
         present = with_masters(sharded.inner.state, sharded.stepped)
         for index in sharded.binding.owned():
             if not _are_equal(whole.get(params[index], {}), present.get(index, {})):
-                raise self._not_consolidated(f"the state of {sharded.table.label(index)}, which was there at once,")
+                return None
         return {**{key: value for key, value in present.items() if not is_index(key)}, **whole}
 
-    def _not_consolidated(self, what: str) -> RuntimeError:
+    def _state_on_demand(self) -> State:
+        if self._on_demand is not None:
+            return self._on_demand.gather()
         rank = self._sharded.comm.group_rank
-        return RuntimeError(
-            f"Expected {what} to be consolidated on rank {rank}, got only its own shard. Call "
-            f"consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or add_param_group makes "
-            "it stale."
+        raise RuntimeError(
+            f"Expected the state of a copy of an optimizer, for which other ranks cannot be asked, to be consolidated "
+            f"on rank {rank}, got only its own shard. Call consolidate_state_dict(to={rank}) on all ranks first; a "
+            "step, load_state_dict or add_param_group makes it stale."
         )
 
 

@@ -28,6 +28,7 @@ FLOORS = {
     "local": 1,
     "comm": 2,
     "sync": 3,
+    "service": 3,
     "step": 4,
     "backward": 5,
     "stage2": 6,
