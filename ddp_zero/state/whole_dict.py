@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,23 @@ SCALE_KEY = "loss_scale"
 """The key of a dynamic loss scale in a state dict; plain optimizers ignore it."""
 
 BuildInner = Callable[[list[dict[str, Any]], Mapping[Tensor, Tensor]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A whole state dict that fits.
+
+    Attributes:
+        state_dict: the whole one, as the hooks before a load have left it.
+        local: what this rank holds of it; not copied.
+        indices: the parameters that have a state, as the unsharded optimizer would have them.
+        masters: by index.
+    """
+
+    state_dict: dict[str, Any]
+    local: dict[str, Any]
+    indices: list[int]
+    masters: dict[int, Tensor]
 
 
 class WholeDict:
@@ -87,19 +105,31 @@ class WholeDict:
         return {**packed, **self.scale_entry()}
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """See `ZeroRedundancyOptimizer.load_state_dict`.
+        """Load on this rank alone what the other ranks load as well.
 
         Args:
             optimizer: the exposed one, for its hooks.
-            state_dict: as documented there.
+            state_dict: as documented in `ZeroRedundancyOptimizer.load_state_dict`.
+        """
+        self.take(optimizer, self.prepare(optimizer, state_dict))
+
+    def prepare(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> "Prepared":
+        """Run the hooks before a load, and check that the state dict fits. Changes nothing.
+
+        Raises:
+            ValueError: if it does not, naming the group or the parameter and why.
         """
         state_dict = state_dict.copy()
         for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(optimizer, state_dict) or state_dict
-        local, indices, masters = self.restrict(state_dict)
-        check_masters(self._sharded.table, masters)
-        local["state"] = copy.deepcopy(local["state"])
-        self.take_over(optimizer, state_dict, local, indices, masters)
+        prepared = Prepared(state_dict, *self.restrict(state_dict))
+        check_masters(self._sharded.table, prepared.masters)
+        return prepared
+
+    def take(self, optimizer: Optimizer, prepared: "Prepared") -> None:
+        """Load a copy of what was prepared."""
+        local = {**prepared.local, "state": copy.deepcopy(prepared.local["state"])}
+        self.take_over(optimizer, prepared.state_dict, local, prepared.indices, prepared.masters)
 
     def restrict(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
         """What a whole state dict holds for this rank; see `restrict_state_dict`."""
