@@ -196,9 +196,7 @@ def _script_for_torch_zero(setup: Setup, zero: Any, as_views: bool) -> nn.Module
         loss.backward()
         opt.step()
         scheduler.step()
-    opt.consolidate_state_dict(to=0)
-    if setup.rank == 0:
-        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()) if setup.rank == 0 else None)
     assert opt.join_process_group is dist.group.WORLD
     assert opt.join_device == torch.device("cpu")
     assert isinstance(opt.optim, torch.optim.Adam)

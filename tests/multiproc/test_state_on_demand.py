@@ -39,7 +39,7 @@ from tests.multiproc.cases import (
 )
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks_to_end
 
-case = Cases(group_timeout=20)
+case = Cases()
 
 ADAMW = optimizer_case("AdamW foreach")
 SGD = optimizer_case("SGD momentum")
@@ -110,9 +110,9 @@ def _between_backward_and_step(setup: Setup) -> None:
             loss_of(model, *next(batches(setup.rank, 1, 3))).backward()
         if setup.rank == 0:
             time.sleep(0.1)
-            if name in ("AdamW", "stage 2, standalone"):  # the others need nobody to step what they own
+            if name == "AdamW":  # the others need nobody to step what they own
                 with pytest.raises(RuntimeError, match="moved on"):
-                    twins.opt.state_dict()
+                    ask_until_refused(twins, before)
             else:
                 found = twins.opt.state_dict()
                 twins.plain.step()
@@ -120,6 +120,12 @@ def _between_backward_and_step(setup: Setup) -> None:
                 assert_identical(after, found, name)
         twins.opt.step()
         dist.barrier()
+
+
+def ask_until_refused(twins: Twins, expected: dict[str, Any]) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        assert_identical(expected, twins.opt.state_dict(), "before the others have begun their step")
 
 
 @case(2)
@@ -392,7 +398,7 @@ def _callers_without_the_secret_learn_nothing(setup: Setup) -> None:
     address = twins.opt._whole._on_demand._addresses[1 - setup.rank]  # type: ignore[union-attr]
     for said in (b"", b"ddp_zero 1\n" + b"x" * 64, b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64):
         heard = b""
-        with socket.create_connection(("127.0.0.1", address.port), 5) as connection, suppress(ConnectionError):
+        with socket.create_connection(("127.0.0.1", address.port), 5) as connection, suppress(OSError):
             connection.sendall(said)
             connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(1024):
@@ -438,7 +444,7 @@ def _dropped_optimizers_leave_no_thread_and_no_descriptor(setup: Setup) -> None:
 # Ranks that are gone
 
 
-TIME_OUT = 3
+TIME_OUT = 8
 
 
 def _asks_after(setup: Setup, ending: str) -> float | None:
@@ -458,7 +464,7 @@ def _asks_after(setup: Setup, ending: str) -> float | None:
             twins.train(setup, 1)
     time.sleep(0.3)
     begun = time.monotonic()
-    expected = {"stuck in a step": "to end its change of the state within 3 s", "stopped": "no answer|timed out"}
+    expected = {"stuck in a step": "to end its change of the state within 8 s", "stopped": "no answer|timed out"}
     with pytest.raises(RuntimeError, match=rf"Expected rank 1 \(global rank 1\).*({expected.get(ending, 'refused')})"):
         twins.opt.state_dict()
     took = time.monotonic() - begun
@@ -469,7 +475,7 @@ def _asks_after(setup: Setup, ending: str) -> float | None:
 
 @pytest.mark.parametrize("ending", ["killed", "stopped", "stuck in a step"])
 def test_a_rank_that_is_gone_is_named_within_the_time_out(ending: str) -> None:
-    outcomes = run_ranks_to_end(_asks_after, 2, ending, timeout=40, group_timeout=TIME_OUT)
+    outcomes = run_ranks_to_end(_asks_after, 2, ending, timeout=100, group_timeout=TIME_OUT)
     assert outcomes[0].error is None, outcomes[0].error
     assert outcomes[1].killed
     assert outcomes[0].result < (2 if ending == "killed" else TIME_OUT + 2)
