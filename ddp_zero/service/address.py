@@ -1,14 +1,13 @@
 """Where a rank can be called: its addresses, a port and a secret, in a block of fixed size."""
 
 import array
-import fcntl
 import json
 import os
 import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 BLOCK_BYTES = 384
 _SIOCGIFADDR = 0x8915
@@ -29,7 +28,7 @@ class Address:
 
     hosts: tuple[str, ...]
     port: int
-    secret: str
+    secret: str = field(repr=False)
     reason: str = ""
 
     def encode(self) -> bytes:
@@ -82,6 +81,8 @@ def _address_towards(host: str) -> str:
 
 def _address_of_interface(name: str) -> str:
     """The IPv4 address of a network interface."""
+    import fcntl  # not on every system
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = array.array("B", struct.pack("256s", name.encode()[:15]))
         fcntl.ioctl(probe, _SIOCGIFADDR, request)

@@ -105,4 +105,5 @@ def _close_in_child() -> None:
         listener.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+if hasattr(os, "register_at_fork"):  # where there are forks
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.local.masters import with_masters
+from ddp_zero.local.masters import MASTER_KEY, with_masters
 from ddp_zero.local.tree import check_can_travel, copy_tree
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.service.address import BLOCK_BYTES, Address
@@ -175,25 +175,28 @@ class OnDemand:
         return None if begun == count else f"one that has moved on, to change {begun} (a step or a load) from {count}"
 
 
-def _owned(sharded: ShardedStep) -> list[Piece]:
-    """What this rank owns; not copied.
+def _owned(sharded: ShardedStep) -> Iterator[Piece]:
+    """What this rank owns; not copied. Only reads, since a step may begin at any moment in a different thread.
 
     Raises:
         TypeError: for a state that cannot travel, naming the parameter.
     """
-    sharded.stepped.follow_model()
-    owners, rank = sharded.binding.owners, sharded.comm.group_rank
-    pieces = []
-    for index, state in with_masters(sharded.inner.state, sharded.stepped).items():
-        if isinstance(index, int) and index < len(owners) and owners[index] == rank:  # others were looked up by users
-            check_can_travel(state, sharded.table.label(index))
-            pieces.append((sharded.order.of(sharded.stepped[index], index), index, state))
-    return pieces
+    owners, rank, stepped = sharded.binding.owners, sharded.comm.group_rank, sharded.stepped
+    for index, state in with_masters(sharded.inner.state, stepped).items():
+        if not isinstance(index, int) or index >= len(owners) or owners[index] != rank:
+            continue  # users may look up the state of a parameter that this rank does not own, which creates one
+        if stepped.are_fresh and MASTER_KEY in state:  # masters follow the model only when they are used
+            state = {**state, MASTER_KEY: sharded.table.params[index].detach().to(torch.float32)}
+        check_can_travel(state, sharded.table.label(index))
+        yield sharded.order.of(stepped[index], index), index, state
 
 
 def _store_host(comm: Communicator) -> str | None:
     """The host of the group's store, if it has one."""
-    store = comm.process_group.get_group_store()
+    try:
+        store = comm.process_group.get_group_store()
+    except RuntimeError:  # a backend without a store
+        return None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store.host if isinstance(store, TCPStore) else None

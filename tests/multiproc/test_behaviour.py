@@ -196,7 +196,10 @@ def _script_for_torch_zero(setup: Setup, zero: Any, as_views: bool) -> nn.Module
         loss.backward()
         opt.step()
         scheduler.step()
-    opt.load_state_dict(copy.deepcopy(opt.state_dict()) if setup.rank == 0 else None)
+    opt.consolidate_state_dict(to=0)
+    saved = [opt.state_dict() if setup.rank == 0 else None]
+    dist.broadcast_object_list(saved, src=0)
+    opt.load_state_dict(saved[0])
     assert opt.join_process_group is dist.group.WORLD
     assert opt.join_device == torch.device("cpu")
     assert isinstance(opt.optim, torch.optim.Adam)

@@ -74,6 +74,25 @@ def check(twins: Twins, what: str) -> None:
 # Which ranks ask, and when
 
 
+@case(2, 3)
+def _masters_that_follow_the_model_before_the_first_step(setup: Setup) -> None:
+    model = build_model().to(torch.bfloat16)
+    params = list(model.parameters())
+    opt = ZeroRedundancyOptimizer(params[:6], torch.optim.Adagrad, lr=0.1, master_weights=True)
+    opt.add_param_group({"params": params[6:]})  # Adagrad creates no state for these yet
+    with torch.no_grad():
+        for param in params:
+            param.mul_(2)
+    if setup.rank == 1:
+        found = opt.state_dict()["state"]
+        assert [list(state) for state in found.values()] == 6 * [["step", "sum", "master_weight"]] + [
+            ["master_weight"]
+        ] * (len(params) - 6)
+        for index, param in enumerate(params):
+            assert torch.equal(found[index]["master_weight"], param.detach().float())
+    dist.barrier()
+
+
 @case(2, 4)
 def _any_ranks_get_the_plain_state_dict_while_the_others_train_on(setup: Setup) -> None:
     for name, build in MODES.items():
