@@ -5,7 +5,8 @@ they are. That is not taken for granted: every rank counts the changes of its st
 asks states its count, and each parameter is sent with the count checked before and after. A rank that is behind is
 waited for; one that has moved on is named in an error. So the result is one state or none.
 
-A request is ``{"count": .., "plan": ..}``. Answers are ``{"wait": why}``, ``{"refused": why}``, or a stream of
+A request is ``{"count": .., "plan": ..}``; ``{"still": "here"}`` asks for nothing. Answers are ``{"wait": why}``,
+``{"refused": why}``, or a stream of
 
 - ``{"piece": index, "birth": [step, place], "tree": text}`` and the elements of its tensors, for each state that the
   rank owns, in any order;
@@ -16,8 +17,9 @@ Only the ranks of ``sharded.comm`` are asked. A piece names a parameter; what it
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import Birth, State
 
 _POLL_SECONDS = 0.001, 0.05
+_HEARD_PER_TIME_OUT = 4
 
 Piece = tuple[Birth, int, dict[Any, Any]]
 """When a state was born, the index of its parameter, and the state."""
@@ -76,8 +79,10 @@ class OnDemand:
         with ExitStack() as stack:
             connections = {peer: stack.enter_context(self._call(peer)) for peer in comm.peers()}
             pieces = [(birth, index, copy_tree(state)) for birth, index, state in _owned(sharded)]
-            for peer, connection in connections.items():
-                pieces += self._named(peer, lambda one=connection, of=peer: list(self._ask(of, one)))  # type: ignore[misc]
+            while connections:
+                peer = next(iter(connections))
+                connection = connections.pop(peer)
+                pieces += self._named(peer, partial(self._all_pieces, peer, connection, connections))
         pieces.sort(key=lambda piece: piece[:2])
         whole: State = {key: value for key, value in sharded.inner.state.items() if not isinstance(key, Tensor)}
         whole.update((sharded.table.params[index], state) for _, index, state in pieces)
@@ -86,6 +91,19 @@ class OnDemand:
     def _call(self, peer: GroupRank) -> socket.socket:
         connection: socket.socket = self._named(peer, lambda: call(self._addresses[peer], self._time_out))
         return connection
+
+    def _all_pieces(
+        self, peer: GroupRank, connection: socket.socket, later: Mapping[GroupRank, socket.socket]
+    ) -> list[Piece]:
+        """What a rank owns. Those that are asked later hear meanwhile that this rank is still there."""
+        pieces, last = [], time.monotonic()
+        for piece in self._ask(peer, connection):
+            pieces.append(piece)
+            if time.monotonic() - last > self._time_out / _HEARD_PER_TIME_OUT:
+                last = time.monotonic()
+                for other, waiting in later.items():
+                    self._named(other, partial(send_frame, waiting, {"still": "here"}))
+        return pieces
 
     def _ask(self, peer: GroupRank, connection: socket.socket) -> Iterator[Piece]:
         sharded, name = self._sharded, self._sharded.comm.name(peer)
@@ -142,6 +160,8 @@ class OnDemand:
         changes = self._sharded.changes
         while True:
             request = receive_frame(connection)
+            if "count" not in request:
+                continue
             count = request["count"]
             if changes.begun < count or (changes.begun == count and changes.is_under_way):
                 where = "within" if changes.is_under_way else "after"

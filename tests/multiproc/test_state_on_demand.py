@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.service.frames import send_tree
+from ddp_zero.service.frames import receive_tree, send_tree
 from ddp_zero.service.listener import NAME
 from tests.multiproc.cases import (
     LargestLiveBytes,
@@ -37,7 +37,7 @@ from tests.multiproc.cases import (
     loss_of,
     optimizer_case,
 )
-from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks_to_end
+from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 
 case = Cases()
 
@@ -498,6 +498,32 @@ def test_a_rank_that_is_gone_is_named_within_the_time_out(ending: str) -> None:
     assert outcomes[0].error is None, outcomes[0].error
     assert outcomes[1].killed
     assert outcomes[0].result < (2 if ending == "killed" else TIME_OUT + 2)
+
+
+def _reads_for_longer_than_the_time_out(setup: Setup) -> None:
+    twins = MODES["AdamW"]()
+    twins.train(setup, 1)
+    if setup.rank == 0:
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(1.5)
+            return receive_tree(*args)
+
+        begun = time.monotonic()
+        with mock.patch("ddp_zero.state.on_demand.receive_tree", slowly):
+            check(twins, "read slowly")
+        assert time.monotonic() - begun > SHORT_TIME_OUT + 2
+    done = setup.folder / "done"
+    (done.touch if setup.rank == 0 else lambda: None)()
+    while not done.exists():
+        time.sleep(0.05)
+
+
+SHORT_TIME_OUT = 4
+
+
+def test_the_time_out_is_that_of_progress_not_of_the_whole() -> None:
+    run_ranks(_reads_for_longer_than_the_time_out, 3, timeout=100, group_timeout=SHORT_TIME_OUT)
 
 
 # Loading
