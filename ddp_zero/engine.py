@@ -229,7 +229,7 @@ class Engine:
         if self.hook is not None:
             self.hook.reset()
         else:
-            self.sharded.binding.sync.abandon()
+            self.sharded.abandon()
 
     def _take_step(
         self,

@@ -81,17 +81,18 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
     sharded.refresh()
     sharded.stepped.follow_memory()
     outcome: Future[Any] = Future()
-    before = _marks(sharded)
-    sharded.snapshot = None
-    sharded.local_step.mirror_to_inner()
-    try:
-        outcome.set_result(method(*args, **kwargs))
-    except Exception as error:
-        outcome.set_exception(error)
-    sharded.local_step.mirror_to_exposed()
-    sharded.order.after_step(inner.state, sharded.stepped.index_of)  # behind those of earlier steps
-    written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
-    _share_written(sharded, written, has_state=any(inner.state.values()))
+    with sharded.change():
+        before = _marks(sharded)
+        sharded.snapshot = None
+        sharded.local_step.mirror_to_inner()
+        try:
+            outcome.set_result(method(*args, **kwargs))
+        except Exception as error:
+            outcome.set_exception(error)
+        sharded.local_step.mirror_to_exposed()
+        sharded.order.after_step(inner.state, sharded.stepped.index_of)  # behind those of earlier steps
+        written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
+        _share_written(sharded, written, has_state=any(inner.state.values()))
     with Agreement(sharded.ranks.everyone, doing):
         return outcome.result()
 

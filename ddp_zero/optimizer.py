@@ -35,6 +35,7 @@ from ddp_zero.param_groups import add_param_group
 from ddp_zero.plan.partition import GlobalRank, GroupRank
 from ddp_zero.plan.partitions import partition_named
 from ddp_zero.stage2.bucket import options_of_stage
+from ddp_zero.state.load_together import load_together
 from ddp_zero.state.shard_dict import ShardDict
 from ddp_zero.state.whole_dict import WholeDict
 from ddp_zero.step.binding import Binding
@@ -162,9 +163,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
             agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
             agreement.declare("overlap_with_ddp", overlap_with_ddp)
-            agreement.declare("stage", repr(reduction))
+            agreement.declare("stage and partition", (repr(reduction), division.name))
             agreement.declare("step options", repr(options))
-            agreement.declare("partition", division.name)
             agreement.declare_parameters(table)
             binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
             stepped = SteppedTensors(table, master_weights)
@@ -182,6 +182,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         sharded.local_step.mirror_to_exposed()
         sharded.extend(table, binding)
         self._engine.find_models()
+        self._whole.answer_others()
 
     def _assemble(self, engine: Engine) -> None:
         """Take an engine, and what shows its state as state dicts."""
@@ -374,6 +375,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, whose `state_dict` then returns it until the next step. A collective.
 
+        `state_dict` works without. This keeps what it gathers, so that later calls of `state_dict` ask nobody.
+
         Args:
             to: rank in ``process_group`` that receives. It holds the whole state afterwards, on the devices where the
                 unsharded optimizer would; the other ranks send one parameter's state at a time. After one call for each
@@ -386,28 +389,35 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole.gather(to)
 
     def state_dict(self) -> dict[str, Any]:
-        """The unsharded optimizer's state dict, on a rank to which it was consolidated. Never communicates.
+        """The unsharded optimizer's state dict, on any ranks at any time between two steps; not a collective.
 
-        With one rank, and before the first step, no consolidation is needed: every rank knows the whole state.
+        The other ranks are asked for their shards and answer from a thread, also while they wait for this rank in their
+        next backward pass. The result holds copies, needs as much memory, and is the same on every rank that asks.
+        After `consolidate_state_dict` to this rank, and before the first step, nothing is sent.
 
         Raises:
-            RuntimeError: if the state as it is now was not consolidated to this rank.
+            RuntimeError: within the group's time-out, naming the rank, if one has ended, dropped the optimizer, taken
+                a step without this rank, or does not end its step; in a step of this rank; on a copy of an optimizer.
+            TypeError: if a state cannot travel without pickle, naming the parameter.
         """
         return self._whole.pack(super().state_dict)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the unsharded optimizer's state dict, of which this rank keeps what it owns. Never communicates.
+    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
+        """Load the unsharded optimizer's state dict, of which this rank keeps what it owns. A collective.
 
         Args:
             state_dict: from the plain optimizer, from torch's ZeroRedundancyOptimizer or from this one, at any number
-                of ranks. Every rank loads the same. It is not modified, and later steps do not change its tensors.
+                of ranks. Either every rank gives the same, or one rank gives it and all others None: they receive what
+                they own, one parameter at a time, without pickle. It is not modified, and later steps do not change
+                its tensors. Under `Join` every rank that still trains gives it, and nothing is communicated.
 
         Raises:
-            ValueError: if it does not fit, naming the group or the parameter and why. Nothing is changed then.
-            RuntimeError: between a backward pass that has stepped and ``opt.step()``.
+            ValueError: if it does not fit, naming the group or the parameter and why, or if some ranks, but not all,
+                give one; TypeError if it cannot travel. Nothing is changed then, on any rank.
+            RuntimeError: between a backward pass that has stepped and ``opt.step()``; if it failed on another rank.
         """
-        self._engine.check_before_step("opt.load_state_dict()")
-        self._whole.load(self, state_dict)
+        engine, check = self._engine, partial(self._engine.check_before_step, "opt.load_state_dict()")
+        load_together(engine.sharded, self._whole, self, state_dict, check, may_talk=not engine.joins)
 
     def sharded_state_dict(self, model: nn.Module | None = None, *, init_missing: bool = False) -> dict[str, Any]:
         """This rank's part of the state, by fully qualified name, for direct use of `torch.distributed.checkpoint`.
@@ -438,7 +448,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: if it does not fit, naming the parameter; nothing is changed then.
         """
-        self.load_state_dict(self._shard.by_index(state_dict, model))
+        self._engine.check_before_step("opt.load_sharded_state_dict()")
+        self._whole.load(self, self._shard.by_index(state_dict, model))
         self._shard.loaded()
 
     # Join
@@ -481,7 +492,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             "Expected ZeroRedundancyOptimizer not to be pickled, since a rank holds only its shard. Save "
-            "consolidate_state_dict() followed by state_dict() instead."
+            "state_dict() instead."
         )
 
     if not TYPE_CHECKING:  # so that a misspelt name is still an error

@@ -39,6 +39,7 @@ def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
         sharded.stepped.own(sharded.binding.owned(), sharded.binding.owned_parts())
         del exposed[groups_before[0] :], inner.param_groups[groups_before[1] :]
         raise
-    copy_options(inner.param_groups[-1], exposed[-1])
-    sharded.order.is_as_built = False
-    sharded.extend(table, binding)
+    with sharded.change():
+        copy_options(inner.param_groups[-1], exposed[-1])
+        sharded.order.is_as_built = False
+        sharded.extend(table, binding)

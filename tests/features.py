@@ -25,6 +25,8 @@ _HERE = "tests/multiproc/"
 PARITY = _HERE + "test_parity.py::test_every_optimizer_equals_ddp_with_the_plain_one"
 PARAMETERS = _HERE + "test_parameters.py::test_parameters"
 STATE = _HERE + "test_state.py::test_state"
+ON_DEMAND = _HERE + "test_state_on_demand.py::test_state_on_demand"
+ON_DEMAND_GONE = _HERE + "test_state_on_demand.py::test_a_rank_that_is_gone_is_named_within_the_time_out"
 RESUME = _HERE + "test_state.py::test_a_checkpoint_continues_bit_for_bit_at_any_world_size"
 GROUPS = _HERE + "test_behaviour.py::test_groups_whose_ranks_are_not_those_of_the_job"
 WIRE = _HERE + "test_behaviour.py::test_a_sync_sends_n_minus_1_nth_of_the_parameter_bytes_per_rank"
@@ -79,6 +81,8 @@ FEATURES: list[tuple[str, str, str]] = [
     ("A sync sends (N - 1)/N of the parameter bytes per rank", YES, WIRE),
     ("State bytes per rank within one parameter of 1/N", YES, STATE),
     ("Consolidated state dict identical to the plain optimizer's, also in order; no pickle", YES, STATE),
+    ("`state_dict()` on any ranks alone; `load_state_dict()` from one rank; all or none", YES, ON_DEMAND),
+    ("... a rank that is killed, stopped or stuck in a step is named within the time-out", YES, ON_DEMAND_GONE),
     ("Checkpoints to and from the plain optimizer, torch's, and any number of ranks", YES, RESUME),
     ("`Join([ddp, opt])` and `Join([opt])` with uneven inputs", YES, JOIN),
     ("Ranks that differ in parameters, or fail, are named on every rank; nothing hangs", YES, MISUSE),

@@ -228,7 +228,7 @@ class OverlapHook:
         self.gradients.reset()
         self._watch.clear()
         self.step_is_due = False
-        self._sharded.binding.sync.abandon()
+        self._sharded.abandon()
 
     def check_complete(self) -> None:
         """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``.

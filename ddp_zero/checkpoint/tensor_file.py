@@ -6,7 +6,6 @@ every tensor that it had to copy, from a GPU or out of flat storage, until the f
 unpickle: it reads the elements directly, at the offset recorded when they were written.
 """
 
-import ctypes
 import hashlib
 import os
 import zipfile
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ddp_zero.checkpoint.folder import open_regular
 from ddp_zero.checkpoint.manifest import FileSpan, StoredTensor
+from ddp_zero.local.tree import memory_of
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20
@@ -52,7 +52,7 @@ def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[FileSpan]:
 def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
     """Write a tensor; returns its begin and length in the file, the bytes of its elements, and their SHA-256."""
     plain = tensor.detach().cpu().contiguous()
-    memory = _memory(plain)
+    memory = memory_of(plain)
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     begin = file.tell()
     try:
@@ -63,12 +63,6 @@ def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
             raise OSError(cause.errno, cause.strerror, file.name) from error
         raise
     return begin, file.tell() - begin, plain.nbytes, hashlib.sha256(memory).hexdigest()
-
-
-def _memory(plain: Tensor) -> memoryview:
-    """The elements of a contiguous CPU tensor as bytes, valid while the tensor is alive."""
-    nbytes = plain.nbytes
-    return memoryview((ctypes.c_char * nbytes).from_address(plain.data_ptr()) if nbytes else b"").cast("B")
 
 
 def _alone(plain: Tensor, memory: memoryview) -> Tensor:

@@ -1,4 +1,4 @@
 """Every message between ranks: collectives, exchanges, agreement, errors reported to all ranks.
 
-Imports `plan` and `local`. The only package that communicates.
+Imports `plan` and `local`. The only package that sends on process groups; `service` has connections of its own.
 """

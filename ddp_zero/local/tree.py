@@ -7,6 +7,7 @@ Floats survive exactly, infinities and NaN included. `flatten` turns a tree into
 `TensorSpec` describes what the receiver must allocate for each tensor before it arrives.
 """
 
+import ctypes
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -121,6 +122,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's elements in logical order, as a 1-D tensor of bytes; the same memory if it is contiguous."""
     flat = tensor.contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # view(-1) keeps the odd stride of one element
+
+
+def memory_of(plain: Tensor) -> memoryview:
+    """The elements of a contiguous CPU tensor as bytes, valid while the tensor is alive."""
+    nbytes = plain.nbytes
+    return memoryview((ctypes.c_char * nbytes).from_address(plain.data_ptr()) if nbytes else b"").cast("B")
 
 
 def check_can_travel(value: Any, label: str) -> None:

@@ -72,7 +72,7 @@ def gather_state(
         for _ in range(counts[source] if source != receiver else 0):
             index, birth, value = comm.receive_tree(source, table.accelerator())
             found.append((index, source, birth, value))
-    born = _put_together(found, table, pieces)
+    born = put_together(found, table, pieces)
     gathered: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     born.sort(key=lambda entry: entry[:2])
     gathered.update((table.params[index], value) for _, index, value in born)
@@ -113,10 +113,16 @@ def gather_cut(
     return whole
 
 
-def _put_together(
+def put_together(
     found: Sequence[tuple[int, GroupRank, Birth, Any]], table: ParameterTable, pieces: Sequence[Pieces]
 ) -> list[tuple[Birth, int, Any]]:
-    """The birth, index and state of every parameter, from what its owners have sent."""
+    """The birth, index and state of every parameter that has one, from what its owners have sent.
+
+    Args:
+        found: index, owner, birth and state of parameters or parts of them, masters included.
+        table: the parameters.
+        pieces: who owns which elements of each.
+    """
     born = [(birth, index, value) for index, _, birth, value in found if not is_cut(pieces[index])]
     parts: dict[int, list[tuple[slice, Any]]] = {}
     births = {}

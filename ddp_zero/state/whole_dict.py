@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ddp_zero.local.masters import MASTER_KEY, check_masters, with_masters
 from ddp_zero.local.tree import as_bytes, flatten
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.state.gather import gather_state
+from ddp_zero.state.on_demand import OnDemand
 from ddp_zero.state.restrict import restrict_state_dict
 from ddp_zero.step.decision import Decision, keep_limits
 from ddp_zero.step.sharded_step import ShardedStep
@@ -24,6 +26,23 @@ SCALE_KEY = "loss_scale"
 BuildInner = Callable[[list[dict[str, Any]], Mapping[Tensor, Tensor]], Optimizer]
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A whole state dict that fits.
+
+    Attributes:
+        state_dict: the whole one, as the hooks before a load have left it.
+        local: what this rank holds of it; not copied.
+        indices: the parameters that have a state, as the unsharded optimizer would have them.
+        masters: by index.
+    """
+
+    state_dict: dict[str, Any]
+    local: dict[str, Any]
+    indices: list[int]
+    masters: dict[int, Tensor]
+
+
 class WholeDict:
     """The unsharded optimizer's state dict: gathered, shown and loaded.
 
@@ -31,21 +50,24 @@ class WholeDict:
         sharded: the step.
         decision: holds the loss scale.
         build: builds the inner optimizer over given groups.
-
-    Attributes:
-        is_packing: True while the state dict is being built: `state` is then that of all ranks.
     """
 
     def __init__(self, sharded: ShardedStep, decision: Decision, build: BuildInner) -> None:
-        self.is_packing = False
+        self._shown: State | None = None  # while a state dict is built: that of all ranks
+        self._on_demand: OnDemand | None = None
         self._sharded = sharded
         self._decision = decision
         self._build = build
 
+    def answer_others(self) -> None:
+        """Let any rank build the state dict without the others. A collective, if there are others."""
+        if self._sharded.comm.world_size > 1:
+            self._on_demand = OnDemand(self._sharded)
+
     def state(self) -> State:
         """See `ZeroRedundancyOptimizer.state`."""
-        if self.is_packing:
-            return self._whole_state()
+        if self._shown is not None:
+            return self._shown
         sharded = self._sharded
         if sharded.stepped.are_parameters:
             return sharded.inner.state
@@ -76,30 +98,39 @@ class WholeDict:
         Args:
             build: makes a state dict of the exposed groups and of `state`.
         """
-        sharded = self._sharded
-        if sharded.snapshot is None and sharded.comm.world_size > 1 and not sharded.order.is_at_birth:
-            raise self._not_consolidated("the state after the last step")
-        self.is_packing = True
+        self._shown = self._whole_state()
         try:
             packed = build()
         finally:
-            self.is_packing = False
+            self._shown = None
         return {**packed, **self.scale_entry()}
 
     def load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """See `ZeroRedundancyOptimizer.load_state_dict`.
+        """Load on this rank alone what the other ranks load as well.
 
         Args:
             optimizer: the exposed one, for its hooks.
-            state_dict: as documented there.
+            state_dict: as documented in `ZeroRedundancyOptimizer.load_state_dict`.
+        """
+        self.take(optimizer, self.prepare(optimizer, state_dict))
+
+    def prepare(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> "Prepared":
+        """Run the hooks before a load, and check that the state dict fits. Changes nothing.
+
+        Raises:
+            ValueError: if it does not, naming the group or the parameter and why.
         """
         state_dict = state_dict.copy()
         for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(optimizer, state_dict) or state_dict
-        local, indices, masters = self.restrict(state_dict)
-        check_masters(self._sharded.table, masters)
-        local["state"] = copy.deepcopy(local["state"])
-        self.take_over(optimizer, state_dict, local, indices, masters)
+        prepared = Prepared(state_dict, *self.restrict(state_dict))
+        check_masters(self._sharded.table, prepared.masters)
+        return prepared
+
+    def take(self, optimizer: Optimizer, prepared: "Prepared") -> None:
+        """Load a copy of what was prepared."""
+        local = {**prepared.local, "state": copy.deepcopy(prepared.local["state"])}
+        self.take_over(optimizer, prepared.state_dict, local, prepared.indices, prepared.masters)
 
     def restrict(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
         """What a whole state dict holds for this rank; see `restrict_state_dict`."""
@@ -127,13 +158,14 @@ class WholeDict:
         if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
             scale.load_state_dict(state_dict[SCALE_KEY])
         sharded = self._sharded
-        sharded.inner.load_state_dict(local)
-        sharded.stepped.refresh(masters)
-        keep_limits(sharded.inner.param_groups, sharded.param_groups)
-        for group, saved in zip(sharded.param_groups, state_dict["param_groups"], strict=True):
-            if "param_names" in saved:
-                group["param_names"] = list(saved["param_names"])
-        sharded.loaded(indices)
+        with sharded.change():
+            sharded.inner.load_state_dict(local)
+            sharded.stepped.refresh(masters)
+            keep_limits(sharded.inner.param_groups, sharded.param_groups)
+            for group, saved in zip(sharded.param_groups, state_dict["param_groups"], strict=True):
+                if "param_names" in saved:
+                    group["param_names"] = list(saved["param_names"])
+            sharded.loaded(indices)
         for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
             post_hook(optimizer)
 
@@ -161,7 +193,8 @@ class WholeDict:
         if sharded.snapshot is not None:
             return sharded.snapshot
         if sharded.comm.world_size > 1:
-            return self._state_at_birth()
+            known = self._state_at_birth() if sharded.order.is_at_birth else None
+            return self._state_on_demand() if known is None else known
         sharded.stepped.follow_model()
         sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of)
         if not sharded.stepped.has_masters:
@@ -172,10 +205,11 @@ class WholeDict:
         others = {key: value for key, value in by_index.items() if not is_index(key)}
         return {**others, **{params[index]: by_index[index] for index in born}}
 
-    def _state_at_birth(self) -> State:
+    def _state_at_birth(self) -> State | None:
         """The state before the first step: what construction creates for all parameters, and masters of the model.
 
-        Found by building the optimizer once more, over all parameters; most classes create nothing.
+        Found by building the optimizer once more, over all parameters; most classes create nothing. None if only
+        owners know which states exist now: parameters were added, a state dict was loaded, a user has written some.
         """
         sharded = self._sharded
         sharded.stepped.follow_model()
@@ -183,8 +217,8 @@ class WholeDict:
         params = sharded.table.params
         stepped = {param: sharded.stepped.as_on_owner(index) for index, param in enumerate(params)}
         made = self._build(sharded.param_groups, stepped).state
-        if made and not sharded.order.is_as_built:  # only owners know which states exist now
-            raise self._not_consolidated("the state after load_state_dict or add_param_group")
+        if made and not sharded.order.is_as_built:
+            return None
         whole = {}
         for param, stand_in in stepped.items():
             master = {} if stand_in is param else {MASTER_KEY: stand_in.detach()}
@@ -195,15 +229,17 @@ class WholeDict:
             expected, part = whole.get(params[index], {}), sharded.stepped.part(index)
             expected = expected if part is None else narrowed(expected, params[index], None, part)
             if not _are_equal(expected, present.get(index, {})):
-                raise self._not_consolidated(f"the state of {sharded.table.label(index)}, which was there at once,")
+                return None
         return {**{key: value for key, value in present.items() if not is_index(key)}, **whole}
 
-    def _not_consolidated(self, what: str) -> RuntimeError:
+    def _state_on_demand(self) -> State:
+        if self._on_demand is not None:
+            return self._on_demand.gather()
         rank = self._sharded.ranks.everyone.group_rank
-        return RuntimeError(
-            f"Expected {what} to be consolidated on rank {rank}, got only its own shard. Call "
-            f"consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or add_param_group makes "
-            "it stale."
+        raise RuntimeError(
+            f"Expected the state of a copy of an optimizer, for which other ranks cannot be asked, to be consolidated "
+            f"on rank {rank}, got only its own shard. Call consolidate_state_dict(to={rank}) on all ranks first; a "
+            "step, load_state_dict or add_param_group makes it stale."
         )
 
 

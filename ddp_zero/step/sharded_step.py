@@ -2,9 +2,11 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,6 +16,7 @@ from ddp_zero.local.local_step import LocalStep, ParamGroup
 from ddp_zero.local.masters import GradientSource, SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.ownership import Pieces
+from ddp_zero.service.changes import StateChanges
 from ddp_zero.step.binding import Binding
 from ddp_zero.step.coupling import CouplingWatch
 from ddp_zero.step.record import StepRecord
@@ -40,6 +43,7 @@ class ShardedStep:
         leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
         coupling: detects an optimizer that computes a value from all parameters.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
+        changes: counts what changes the state of this rank, the same on every rank.
         order: in which order states were created.
         norm_order: all parameters, by index, in the order in which norms of their gradients add up.
     """
@@ -64,6 +68,7 @@ class ShardedStep:
         self._exposed_groups = _groups_of(exposed)
         self.coupling = CouplingWatch(ranks.everyone, inner)
         self.local_step = LocalStep(inner, self._exposed_groups, self.coupling.note)
+        self.changes = StateChanges()
         self.order = StateOrder()
         self.norm_order: Sequence[int] = range(len(table))
         self.snapshot: State | None = None
@@ -122,6 +127,7 @@ class ShardedStep:
         in this step and sends what it has; `raise_errors` follows `end`.
         """
         self.order.is_at_birth = False
+        self.changes.begin()
 
         def step() -> Any:
             with label("local_step", bucket=index), self.stepped.lent(self._stepped_with(index), source):
@@ -129,9 +135,11 @@ class ShardedStep:
 
         try:
             result = self._try_locally(step)
-            self.binding.sync.start(self.binding.plan.buckets[index])
+            bucket = self.binding.plan.buckets[index]
+            self.changes.note_work(self._devices(bucket.segments[self.comm.group_rank].params))
+            self.binding.sync.start(bucket)
         except BaseException:
-            self.binding.sync.abandon()
+            self.abandon()
             raise
         return result
 
@@ -142,18 +150,25 @@ class ShardedStep:
             RuntimeError: if a peer has gone or the group's time-out passed.
         """
         sync = self.binding.sync
+        self.changes.begin()  # a plan may have no bucket
         try:
             self._try_locally(lambda: self.local_step.step_empty(**kwargs))
             has_failed = sync.errors.has_own
             self.end_syncs()
         except BaseException:
-            sync.abandon()
+            self.abandon()
             raise
         if not has_failed:
             self.local_step.end(**kwargs)
         self.coupling.end(has_failed)
         self.order.after_step(self.inner.state, self.stepped.index_of)
         self.stepped.note_versions()
+        self.changes.end()
+
+    def abandon(self) -> None:
+        """End a step that failed, or that a user drops: forget what is in flight."""
+        self.binding.sync.abandon()
+        self.changes.end()
 
     def raise_errors(self) -> None:
         """After `end`: raise on every rank if a local step has failed on any, or if ranks hold different options.
@@ -246,10 +261,12 @@ class ShardedStep:
         """
         self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
         self.binding.sync.raise_errors()
-        migrate_state(self.ranks, self.table, self.inner.state, self.order, self.stepped, self.binding.pieces, pieces)
-        self.binding.adopt(layout, pieces, moves_later)
-        self.local_step.own(self.stepped.own(self.binding.owned(), self.binding.owned_parts()))
-        self._bind()
+        with self.change():
+            before = self.binding.pieces
+            migrate_state(self.ranks, self.table, self.inner.state, self.order, self.stepped, before, pieces)
+            self.binding.adopt(layout, pieces, moves_later)
+            self.local_step.own(self.stepped.own(self.binding.owned(), self.binding.owned_parts()))
+            self._bind()
 
     def master_weights(self) -> dict[Tensor, Tensor]:
         """The masters of parameters that this rank owns, by parameter."""
@@ -264,8 +281,9 @@ class ShardedStep:
         """
         if not self.stepped.has_masters:
             raise RuntimeError("Expected master weights, got none. Build the optimizer with master_weights=True.")
-        self.stepped.refresh()
-        self.snapshot = None
+        with self.change():
+            self.stepped.refresh()
+            self.snapshot = None
 
     def loaded(self, indices: Sequence[int]) -> None:
         """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
@@ -288,6 +306,13 @@ class ShardedStep:
         """Add up norms in the order of ``model.parameters()`` from now on; parameters not in the model come last."""
         self._model = weakref.ref(model)
         self._order_norms()
+
+    def change(self) -> AbstractContextManager[None]:
+        """A change of the state outside a step; see `StateChanges`."""
+        return self.changes.one(self._devices(range(len(self.table))))
+
+    def _devices(self, indices: Iterable[int]) -> set[torch.device]:
+        return {self.table.params[index].device for index in indices}
 
     def _order_norms(self) -> None:
         model, index_of = None if self._model is None else self._model(), self.table.index_of

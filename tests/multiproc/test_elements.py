@@ -344,6 +344,33 @@ def _state_dicts_are_loaded_by_either_partition_and_by_the_plain_optimizer(setup
             again.assert_moved()
 
 
+def _node(setup: Setup, ranks: int) -> dist.ProcessGroup:
+    """The group of this rank's node, each of so many ranks."""
+    groups: list[Any] = [
+        dist.new_group(list(range(first, first + ranks))) for first in range(0, setup.world_size, ranks)
+    ]
+    found: dist.ProcessGroup = groups[setup.rank // ranks]
+    return found
+
+
+@case(2, 4)
+def _parts_are_given_on_demand_and_loaded_from_one_rank(setup: Setup) -> None:
+    across: dict[str, Any] = {} if setup.world_size == 2 else {"shard_group": _node(setup, 2)}
+    for one in (ADAMW, MOMENTUM):
+        twins = build_twins(one, 2, large_model(), **CUT, **across)
+        twins.train(setup, 3)
+        assert_state_is_shared(twins.opt, 2)
+        if setup.rank == 1:
+            assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), f"{one.name}, one rank asks")
+        again = build_twins(one, 2, copy.deepcopy(twins.model.module), **CUT, **across)
+        saved = copy.deepcopy(twins.plain.state_dict())
+        again.plain.load_state_dict(saved)
+        again.opt.load_state_dict(saved if setup.rank == 0 else None)
+        again.train(setup, 2, seed=5)
+        again.assert_moved()
+        assert_same_state(again, setup, f"{one.name}, loaded from one rank")
+
+
 def _trained(setup: Setup, folder: Path, seed: int, **options: Any) -> tuple[DistributedDataParallel, Any]:
     """Train with these options, save, and return what was trained on."""
     ddp = DistributedDataParallel(large_model(), gradient_as_bucket_view=True, bucket_cap_mb=CAP)
@@ -432,7 +459,7 @@ def _refusals(setup: Setup) -> None:
             build(wrong)
     with pytest.raises(ValueError, match="'parameters' or 'elements', got 'rows'"):
         build(partition="rows")
-    with pytest.raises(ValueError, match=r"partition.*(rank 0|rank 1)"):
+    with pytest.raises(ValueError, match=r"stage and partition.*(rank 0|rank 1)"):
         build(partition=("elements", "parameters")[setup.rank])
     gaps = nn.Parameter(torch.zeros(64, 80)[:, :70])
     with pytest.raises(ValueError, match=r"without gaps.*parameter 0.*partition='parameters'"):

@@ -395,9 +395,13 @@ def _stale_state(setup: Setup) -> None:
     loss_of(twins.model, *next(batches(setup.rank, 1))).backward()
     opt.step()
     opt.consolidate_state_dict(to=0)
+    stale = opt.state_dict()
     opt.eval()
-    with pytest.raises(RuntimeError, match="to be consolidated"):
-        opt.state_dict()
+    found = opt.state_dict()
+    opt.consolidate_state_dict(to=1)
+    if setup.rank == 1:
+        assert_identical(opt.state_dict(), found, "after eval()")
+    assert stale["param_groups"] != found["param_groups"]
 
 
 @case.each

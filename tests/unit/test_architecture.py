@@ -29,6 +29,7 @@ FLOORS = {
     "local": 2,
     "comm": 3,
     "sync": 4,
+    "service": 4,
     "step": 5,
     "backward": 6,
     "stage2": 7,

@@ -1,0 +1,62 @@
+"""Both ends of a connection prove that they know a secret, and never send it; see RFC 2104 for the function used.
+
+1. who calls sends `_GREETING` and a nonce;
+2. who answers sends a nonce of its own and the keyed hash of both;
+3. who calls sends a different keyed hash of both.
+"""
+
+import hashlib
+import hmac
+import secrets
+import socket
+
+from ddp_zero.service.frames import receive_into
+
+SECRET_BYTES = 16
+_NONCE_BYTES = 16
+_GREETING = b"ddp_zero 1\n"
+
+
+class WrongPeer(Exception):
+    """The peer is not who was meant: it does not know the secret, or speaks a different protocol."""
+
+
+def greet(connection: socket.socket, secret: bytes) -> None:
+    """The part of who calls.
+
+    Raises:
+        WrongPeer: if the peer does not know the secret; EOFError or OSError if it is gone or makes no progress.
+    """
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(_GREETING + nonce)
+    theirs = _receive(connection, _NONCE_BYTES)
+    _check(_receive(connection, hashlib.sha256().digest_size), _proof(secret, b"answers", nonce, theirs))
+    connection.sendall(_proof(secret, b"calls", nonce, theirs))
+
+
+def admit(connection: socket.socket, secret: bytes) -> None:
+    """The part of who answers.
+
+    Raises:
+        WrongPeer: if the peer does not know the secret; EOFError or OSError if it is gone or makes no progress.
+    """
+    if _receive(connection, len(_GREETING)) != _GREETING:
+        raise WrongPeer("Expected a greeting of this protocol, got something else.")
+    nonce, own = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(own + _proof(secret, b"answers", nonce, own))
+    _check(_receive(connection, hashlib.sha256().digest_size), _proof(secret, b"calls", nonce, own))
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    received = bytearray(nbytes)
+    receive_into(connection, memoryview(received))
+    return bytes(received)
+
+
+def _proof(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(secret, side + b"".join(nonces), "sha256")
+
+
+def _check(found: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(found, expected):
+        raise WrongPeer("Expected a peer that knows the secret, got one that does not.")
