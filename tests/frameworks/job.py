@@ -45,6 +45,7 @@ def _environment(setup: Setup) -> Iterator[None]:
         LOCAL_RANK=str(setup.rank),
         WORLD_SIZE=str(setup.world_size),
         LOCAL_WORLD_SIZE=str(setup.world_size),
+        GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=_port(setup.folder / "port", setup.rank),
         TORCHELASTIC_RUN_ID="test",

@@ -76,7 +76,7 @@ def untouched_after(accelerator: Accelerator, model: nn.Module, loader: Any) -> 
 
 def by_prepare(**options: Any) -> Preparing:
     def prepares(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
-        prepared: Any = prepare(accelerator, model, AdamW, loader, schedule, **options, **OPTIONS)
+        prepared: Prepared = prepare(accelerator, model, AdamW, loader, schedule, **options, **OPTIONS)
         return prepared
 
     return prepares
