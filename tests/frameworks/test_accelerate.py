@@ -83,6 +83,7 @@ def by_prepare(**options: Any) -> Preparing:
 
 
 PREPARED = {
+    "stage 1, untouched": untouched_before,
     "stage 1": by_prepare(stage=1),
     "stage 2": by_prepare(stage=2),
     "stage 2, not overlapped": by_prepare(stage=2, overlap=False),
@@ -191,18 +192,25 @@ def _steps_inside_backward(setup: Setup) -> None:
 
 
 def _saves(setup: Setup, stage: str) -> None:
-    folder = setup.folder
+    folder, prepares = setup.folder, PREPARED[stage]
     for name in ("train", "clip and accumulate"):
         recipe = RECIPES[name]
         expected = trained(setup, plainly, save=folder / f"{name}-plain", **recipe)
-        actual = trained(setup, PREPARED[stage], save=folder / f"{name}-{stage}", **recipe)
+        actual = trained(setup, prepares, save=folder / f"{name}-{stage}", **recipe)
         assert_equal(expected, actual, f"{stage}, a run that saves, {name}")
         saved = folder / f"{name}-{stage}"
-        assert len(list((saved / "zero_0").glob("step-*/complete.json"))) == 1
-        assert (saved / "optimizer.bin").stat().st_size < 2000, "the whole state is in accelerate's own file"
+        if prepares is not untouched_before:
+            assert len(list((saved / "zero_0").glob("step-*/complete.json"))) == 1
+            assert (saved / "optimizer.bin").stat().st_size < 2000, "the whole state is in accelerate's own file"
         for start in (saved, folder / f"{name}-plain"):
-            resumed, seen = trained(setup, PREPARED[stage], load=start, **recipe)
+            resumed, seen = trained(setup, prepares, load=start, **recipe)
             assert_equal((expected[0], expected[1][STEPS // 2 :]), (resumed, seen), f"{stage}, {name}, from {start}")
+
+
+@case(2)
+def _stage_1_untouched_saves(setup: Setup) -> None:
+    """All ranks ask for the state dict at once, and every rank loads the whole one."""
+    _saves(setup, "stage 1, untouched")
 
 
 @case(2)
@@ -235,6 +243,22 @@ def _the_state_is_shown_outside_save_state(setup: Setup) -> None:
     assert_equal(values(model.module), saved, "save_model")
 
 
+@case(2)
+def _a_folder_saved_from_flat_storage_is_not_loaded(setup: Setup) -> None:
+    """Accelerate keeps one of the tensors that share memory; hence `prepare` refuses flat storage."""
+    forget()
+    accelerator = Accelerator()
+    model = build_model()
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
+    ddp, opt = accelerator.prepare(model, opt)
+    ddp(torch.ones(3, 6)).sum().backward()
+    opt.step()
+    accelerator.save_state(str(setup.folder / "state"))
+    torch.distributed.barrier()
+    with pytest.raises(RuntimeError, match="None is covering the entire storage"):
+        accelerator.load_state(str(setup.folder / "state"))
+
+
 def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
     as_a_job(setup, lambda setup: _trains_or_resumes(setup, folder, stage, resume))
 
@@ -248,7 +272,7 @@ def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> 
     assert_equal(results[0], results[1], f"{stage} at {setup.world_size} ranks")
 
 
-@pytest.mark.parametrize("stage", ["stage 1", "stage 2"])
+@pytest.mark.parametrize("stage", ["stage 1, untouched", "stage 1", "stage 2"])
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_loads_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     for resume, size in enumerate(sizes):

@@ -204,6 +204,36 @@ def _resumes(setup: Setup, stage: str, **options: Any) -> None:
 
 
 @case(2)
+def _stage_1_untouched_resumes(setup: Setup) -> None:
+    """Rank 0 alone asks for the state dict, and every rank loads the whole one."""
+    folder = setup.folder
+    recipes: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 2, "bf16": True}]
+    for number, given in enumerate(recipes):
+        options = SAVING | given
+        plain, ours = folder / f"plain-{number}", folder / f"ours-{number}"
+        _, expected, log = trained(Trainer, plain, optimizers=_plain_adamw, **options)
+        for views in (False, True):
+            build = _untouched(parameters_as_bucket_view=views)
+            _, unbroken, our_log = trained(Trainer, ours, optimizers=build, **options)
+            assert_equal((expected, log), (unbroken, our_log), "a run that saves")
+            for start in (ours / "checkpoint-2", plain / "checkpoint-4"):
+                again, resumed, _ = trained(Trainer, folder / "again", str(start), optimizers=build, **options)
+                assert again.state.global_step == 6
+                assert_equal(expected, resumed, f"resumed from {start}")
+        _, back, _ = trained(Trainer, folder / "again", str(ours / "checkpoint-2"), optimizers=_plain_adamw, **options)
+        assert_equal(expected, back, "the plain optimizer, from a checkpoint of the sharded one")
+
+
+@case(2)
+def _stage_1_untouched_loads_the_best_model_at_the_end(setup: Setup) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    _, expected, log = trained(Trainer, setup.folder / "plain", optimizers=_plain_adamw, **SAVING | options)
+    ours, actual, our_log = trained(Trainer, setup.folder / "ours", optimizers=_untouched(), **SAVING | options)
+    assert Path(ours.state.best_model_checkpoint).name != "checkpoint-6"
+    assert_equal((expected, log), (actual, our_log), "the best model")
+
+
+@case(2)
 def _zero_trainer_in_stage_1_resumes(setup: Setup) -> None:
     _resumes(setup, "stage 1")
     _resumes(setup, "stage 1", gradient_accumulation_steps=2, bf16=True)
@@ -229,6 +259,8 @@ def _zero_trainer_loads_the_best_model_at_the_end(setup: Setup) -> None:
 
 # A different number of ranks
 
+UNTOUCHED = "stage 1, untouched"
+
 
 def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
     as_a_job(setup, lambda setup: _trains_or_resumes(setup, folder, stage, resume))
@@ -236,17 +268,24 @@ def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
 
 def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
     options = SAVING | {"per_device_train_batch_size": 6 // setup.world_size, "max_grad_norm": 0.5}
-    has_own_order = setup.world_size > 2 and STAGES[stage]["stage"] == 2
+    kind: Any
+    ours: dict[str, Any]
+    plain: dict[str, Any]
+    if stage == UNTOUCHED:
+        kind, ours, plain = Trainer, {"optimizers": _untouched()}, {"optimizers": _plain_adamw}
+    else:
+        kind, ours, plain = ZeroTrainer, {"zero": STAGES[stage]}, {}
+    has_own_order = setup.world_size > 2 and stage == "stage 2"
     plain_kind = InRankOrder if has_own_order else Trainer
     starts = [str(folder / kind / "checkpoint-2") if resume else None for kind in ("plain", "ours")]
     targets = [folder / (f"{kind}-resumed" if resume else kind) for kind in ("plain", "ours")]
-    _, expected, log = trained(plain_kind, targets[0], starts[0], **options)
-    trainer, actual, our_log = trained(ZeroTrainer, targets[1], starts[1], zero=STAGES[stage], **options)
+    _, expected, log = trained(plain_kind, targets[0], starts[0], **plain, **options)
+    trainer, actual, our_log = trained(kind, targets[1], starts[1], **ours, **options)
     assert trainer.state.global_step == 6
     assert_equal((expected, log), (actual, our_log), f"{stage} at {setup.world_size} ranks")
 
 
-@pytest.mark.parametrize("stage", ["stage 1", "stage 2"])
+@pytest.mark.parametrize("stage", [UNTOUCHED, "stage 1", "stage 2"])
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_resumes_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     for resume, size in enumerate(sizes):
