@@ -31,6 +31,12 @@ class ShardedOptimizer(AcceleratedOptimizer):
 
     placeholder: dict[str, str] | None = None
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was not taken, so that schedulers wait for one that is, as with a plain optimizer."""
+        step = self.optimizer.last_step
+        return bool(self._is_overflow or (step is not None and not step.stepped))
+
     def state_dict(self) -> dict[str, Any]:
         """The state; once within ``accelerator.save_state``, where it is instead."""
         shown, self.placeholder = self.placeholder, None

@@ -188,6 +188,26 @@ def _steps_inside_backward(setup: Setup) -> None:
         assert "regime: overlapped" in opt.optimizer.explain()
 
 
+@case(2)
+def _a_scheduler_waits_for_a_step_that_is_taken(setup: Setup) -> None:
+    forget()
+    accelerator = Accelerator()
+    by = by_prepare(stage=2, max_grad_norm=0.05)
+    model, opt, loader, scheduler = by(accelerator, build_model(), build_loader(setup.world_size))
+    rates = []
+    for number, (inputs, targets) in enumerate(loader):
+        spoilt = number == 1 and setup.rank == 1
+        accelerator.backward((model(inputs) - targets).square().mean() * (float("inf") if spoilt else 1.0))
+        opt.step()
+        scheduler.step()
+        opt.zero_grad()
+        assert accelerator.optimizer_step_was_skipped is (number == 1)
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates[:5] == [0.05, 0.05, 0.025, 0.025, 0.0125], (
+        "two steps of a scheduler at two ranks, but for the skipped one"
+    )
+
+
 # Saving and loading
 
 
