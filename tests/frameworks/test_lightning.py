@@ -105,12 +105,15 @@ def trained(
     """Parameters after two epochs, losses and learning rates, and the Trainer."""
     net = Net(build)
     before = values(net)
-    saver = None if save is None else ModelCheckpoint(save, monitor="far", save_top_k=2, filename="{epoch}")
+    saver = recipe.pop("callbacks", None)
+    if save is not None:
+        saver = ModelCheckpoint(save, monitor="far", save_top_k=2, filename="{epoch}")
+    epochs = recipe.pop("max_epochs", 2)
     trainer = Trainer(
         accelerator="cpu",
         devices=setup.world_size,
         strategy=strategy,
-        max_epochs=2,
+        max_epochs=epochs,
         callbacks=saver,
         enable_checkpointing=saver is not None,
         logger=False,
@@ -124,7 +127,7 @@ def trained(
     trainer.fit(net, loader, loader, ckpt_path=None if load is None else str(load))
     after = values(net)
     assert_moved(before, after)
-    assert len(net.seen) == (2 * STEPS if load is None else STEPS)
+    assert len(net.seen) == (epochs * STEPS if load is None else STEPS)
     return after, net.seen, trainer
 
 
@@ -206,6 +209,17 @@ def _stage_1_saves(setup: Setup) -> None:
 @case(2)
 def _stage_2_saves(setup: Setup) -> None:
     _saves(setup, "stage 2")
+
+
+@case(2)
+def _the_last_checkpoint_may_be_a_link(setup: Setup) -> None:
+    expected = trained(setup, STRATEGIES["stage 2"]())
+    saver = ModelCheckpoint(setup.folder, save_last="link", filename="{epoch}")
+    half = trained(setup, STRATEGIES["stage 2"](), callbacks=saver, limit_train_batches=STEPS, max_epochs=1)
+    assert len(half[1]) == STEPS
+    assert (setup.folder / "last.ckpt").is_symlink()
+    resumed = trained(setup, STRATEGIES["stage 2"](), load=setup.folder / "last.ckpt")
+    assert_equal((expected[0], expected[1][STEPS:]), resumed[:2], "resumed from a link")
 
 
 def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:

@@ -1,5 +1,6 @@
 """transformers' Trainer with this library's optimizer, untouched and as `ZeroTrainer`, next to DDP alone."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def arguments(folder: Path, **options: Any) -> Any:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    return TrainingArguments(**(given | options))
+    return TrainingArguments(**copy.deepcopy(given | options))  # the Trainer writes to what it is given
 
 
 class InRankOrder(Trainer):
@@ -171,6 +172,23 @@ def _zero_trainer_in_stage_2(setup: Setup) -> None:
 @case(2)
 def _zero_trainer_in_stage_2_not_overlapped(setup: Setup) -> None:
     _each_recipe(setup, "stage 2, not overlapped")
+
+
+@case(2)
+def _passes_that_are_reduced_add_up(setup: Setup) -> None:
+    """With ``sync_each_batch``; last bits differ, see `opt.accumulate`."""
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+        "ddp_find_unused_parameters": False,
+        "optim": "sgd",
+        "learning_rate": 1.0,
+    }
+    _, expected, _ = trained(Trainer, setup.folder / "plain", **options)
+    for stage, zero in STAGES.items():
+        _, actual, _ = trained(ZeroTrainer, setup.folder / "ours", zero=zero, **options)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6, msg=f"{stage}, {name}")
 
 
 @case(2)
