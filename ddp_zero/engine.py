@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.admission import check_has_no_hook, check_model
+from ddp_zero.backward.admission import check_has_no_hook, check_is_free, check_model
 from ddp_zero.backward.averaged import check_reduced
-from ddp_zero.backward.forward_passes import ForwardPasses
-from ddp_zero.backward.gradients import CommHook
+from ddp_zero.backward.forward_passes import ForwardPasses, weakly
+from ddp_zero.backward.gradients import CommHook, watching
 from ddp_zero.backward.hook import OverlapHook
 from ddp_zero.backward.machine import Phase
 from ddp_zero.backward.reducer import has_hook
@@ -35,13 +35,14 @@ from ddp_zero.local.masters import GradientSource, PublishedGradients
 from ddp_zero.options import StepOptions
 from ddp_zero.stage2.bucket import ReduceOptions
 from ddp_zero.stage2.partitioned import gradients_of_stage
-from ddp_zero.step.amp import AmpState, amp_state
+from ddp_zero.step.amp import AmpState, amp_state, check_unscaled
 from ddp_zero.step.before_forward import wait_before_forward
 from ddp_zero.step.decision import Decision, Occasion
 from ddp_zero.step.join import borrow_gradients, serve_joined
 from ddp_zero.step.record import StepRegime
 from ddp_zero.step.sharded_step import ShardedStep
 
+INTERLEAVED_LAG = 1
 _CHANGED = "the loop changes gradients, options or parameters between backward and opt.step()"
 
 
@@ -75,7 +76,7 @@ class Engine:
         self.sharded = sharded
         self.decision = Decision(sharded, options)
         self.hook: OverlapHook | None = None
-        self.passes = ForwardPasses(_weakly(self._before_forward))
+        self.passes = ForwardPasses(weakly(self._before_forward))
         self.overlaps = overlaps
         self.waits_because: str | None = None
         self._optimizer = weakref.ref(optimizer)
@@ -114,13 +115,29 @@ class Engine:
             lag=lag,
             joinable=self._joinable,
             overlaps=self.overlaps,
-            why_wait=_weakly(self.why_wait),
+            why_wait=weakly(self.why_wait),
             watch=decision.watch,
             passes=self.passes,
         )
         self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
         self.know_model(ddp)
         return self.hook.on_bucket
+
+    def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
+        """See `ZeroRedundancyOptimizer.attach`."""
+        watch = self.decision.watch
+        takes_any = self.takes_hook or hook is not None or watch.is_on  # else DDP's own reduction suffices
+        if takes_any:
+            check_is_free(ddp)
+        self.sharded.table.learn_names(ddp.named_parameters())
+        if self.takes_hook:
+            lag = INTERLEAVED_LAG if (self.is_partitioned if lags is None else lags) else None
+            hook = self.build_hook(ddp, hook, split=split, lag=lag)
+        else:
+            self.know_model(ddp)
+            hook = watching(watch, ddp.process_group, hook)
+        if takes_any:
+            ddp.register_comm_hook(ddp.process_group if state is None else state, hook)
 
     def know_model(self, ddp: DistributedDataParallel) -> None:
         """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
@@ -137,6 +154,11 @@ class Engine:
     def takes_hook(self) -> bool:
         """Whether the optimizer needs a communication hook."""
         return self.overlaps or self.is_partitioned or self.decision.options.accumulate_in_fp32
+
+    @property
+    def needs_hook(self) -> bool:
+        """See `ZeroRedundancyOptimizer.needs_hook`."""
+        return self.takes_hook and (self.hook is None or self.hook.may_be_replaced)
 
     @property
     def stage(self) -> int:
@@ -162,8 +184,8 @@ class Engine:
         if self.hook is None:
             raise RuntimeError(
                 "Expected a DDP communication hook with overlap_with_ddp=True, stage=2 or accumulate_in_fp32=True, got "
-                "none. Build one with hook_with_zero_step(None, ddp, opt) and register it with "
-                "ddp.register_comm_hook(None, hook)."
+                "none. Call opt.attach(ddp), or build one with hook_with_zero_step(None, ddp, opt) and register it "
+                "with ddp.register_comm_hook(None, hook)."
             )
         return self.hook
 
@@ -184,7 +206,7 @@ class Engine:
         if kwargs and self.overlaps and self.why_wait() is None:
             raise TypeError(f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}.")
         if hook is not None and self.overlaps and not (hook.is_waiting or self._has_nothing()):
-            self._check_unscaled(hook, amp)
+            check_unscaled(amp, hook.machine.phase is Phase.STEPPED)
             hook.check_joined()
             return loss
         if amp is not None and self.overlaps:
@@ -370,30 +392,8 @@ class Engine:
         if any(flag for (flag,) in self.sharded.ranks.everyone.all_gather_ints([int(changes)])):
             self.waits_because = _CHANGED
 
-    def _check_unscaled(self, hook: OverlapHook, amp: AmpState | None) -> None:
-        if amp is not None and hook.machine.phase is Phase.STEPPED:
-            raise RuntimeError(
-                "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped already "
-                "with scaled ones. Use the GradScaler from the first step on, or build the optimizer with loss_scale= "
-                "or overlap_with_ddp=False."
-            )
-
     @property
     def _joinable(self) -> Joinable:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer holds its engine"
         return optimizer
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a bound method while its object lives, and then returns None.
-
-    Hooks of a model call the engine: a model outlives its optimizer, and cycles are left to the garbage collector.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*args)
-
-    return call

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.backward.admission import check_can_sync
+from ddp_zero.backward.gradients import CommHook
 from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.ranks import arrange
@@ -26,6 +27,7 @@ from ddp_zero.gradient_access import accumulating, clip_grad_norm, full_grad
 from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group
 from ddp_zero.local.awaited import untouched
 from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon
+from ddp_zero.local.live_model import the_ddp_model_in
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
@@ -202,6 +204,38 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             add_param_group(self._engine, add)
         else:  # called by Optimizer.__init__
             add()
+
+    # The model
+
+    @property
+    def needs_hook(self) -> bool:
+        """Whether these options need a DDP communication hook that was not built yet; `attach` builds it."""
+        return self._engine.needs_hook
+
+    def attach(  # noqa: D417  # options that are those of shard_optimizer are documented there
+        self,
+        model: nn.Module,
+        *,
+        hook: CommHook | None = None,
+        hook_state: Any = None,
+        interleaved: bool | None = None,
+        shard_buckets: bool = True,
+    ) -> None:
+        """Register on a DDP model what these options need: the hook that steps, reduces or watches, if any.
+
+        `shard_optimizer` does this. Call it where the optimizer was built first, or by other code, such as a framework.
+        Only one model can be attached. Errors name parameters as the model does.
+
+        Args:
+            model: the DDP model over the optimizer's parameters, without a communication hook, or a module that holds
+                it, such as ``torch.compile(ddp)``.
+            hook, hook_state, interleaved, shard_buckets: see `shard_optimizer`.
+
+        Raises:
+            TypeError: for a model that neither is nor holds a DDP model.
+            ValueError: for several DDP models, or one that has a hook or does not fit; if a hook was built already.
+        """
+        self._engine.attach(the_ddp_model_in(model), hook, hook_state, interleaved, shard_buckets)
 
     # A step
 

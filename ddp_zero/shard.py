@@ -11,17 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.backward.gradients import CommHook, watching
+from ddp_zero.backward.gradients import CommHook
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.engine import INTERLEAVED_LAG
 from ddp_zero.local.arguments import Grouping, check_class, check_flags, check_known, grouped
-from ddp_zero.local.live_model import ddp_models_in
+from ddp_zero.local.live_model import the_ddp_model_in
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.plan.buckets import bucket_mb
 from ddp_zero.plan.elements import CutParameters
-
-_INTERLEAVED_LAG = 1
 
 
 def hook_with_zero_step(
@@ -58,7 +57,7 @@ def hook_with_zero_step_interleaved(
 
     Bucket *i* is stepped when bucket *i + 1* arrives, so that its reduction has had time to resolve.
     """
-    return zero._engine.build_hook(ddp, hook, split=shard_buckets, lag=_INTERLEAVED_LAG)
+    return zero._engine.build_hook(ddp, hook, split=shard_buckets, lag=INTERLEAVED_LAG)
 
 
 def shard_optimizer(  # noqa: D417  # options that are those of the class are documented there
@@ -92,7 +91,8 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     it was: ``loss.backward(); opt.step(); opt.zero_grad()``.
 
     Args:
-        ddp: the model, without a communication hook, or a module that holds it, such as ``torch.compile(ddp)``.
+        ddp: the model, without a communication hook, or a module that holds it, such as ``torch.compile(ddp)`` or
+            what ``Fabric.setup`` returns.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
         params: parameters or parameter groups, named or not; or a function of a parameter's name and the parameter that
             returns the options of its group, or None for the class's own; equal options form a group. None: all.
@@ -114,10 +114,11 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
         ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer` does.
     """
     given = dict(locals())  # arguments by name; those that the optimizer does not take are removed below
-    model = _ddp_in(given.pop("ddp"))
+    model = the_ddp_model_in(given.pop("ddp"))
     hooks = {name: given.pop(name) for name in ("hook", "hook_state", "interleaved", "shard_buckets")}
     zero = _build(model, hooks, overlap=given.pop("overlap"), options=given.pop("defaults"), **given)
-    return _connect(model, zero, **hooks)
+    zero.attach(model, **hooks)
+    return zero
 
 
 def wrap(
@@ -184,43 +185,6 @@ def _build(
     )
     zero._engine.sharded.table.learn_names(named)
     return zero
-
-
-def _connect(
-    ddp: DistributedDataParallel,
-    zero: ZeroRedundancyOptimizer,
-    hook: CommHook | None,
-    hook_state: Any,
-    interleaved: bool | None,
-    shard_buckets: bool,
-) -> ZeroRedundancyOptimizer:
-    """Register the hook that the optimizer needs on the model, and make the model known to the optimizer."""
-    state = ddp.process_group if hook_state is None else hook_state
-    if zero._engine.takes_hook:
-        is_interleaved = zero.stage == 2 if interleaved is None else interleaved
-        build = hook_with_zero_step_interleaved if is_interleaved else hook_with_zero_step
-        ddp.register_comm_hook(state, build(hook, ddp, zero, shard_buckets))
-        return zero
-    zero._engine.know_model(ddp)
-    if hook is not None or zero._engine.decision.watch.is_on:  # else DDP's own reduction suffices
-        ddp.register_comm_hook(state, watching(zero._engine.decision.watch, ddp.process_group, hook))
-    return zero
-
-
-def _ddp_in(model: nn.Module) -> DistributedDataParallel:
-    """The one DDP model that this is or holds."""
-    found = ddp_models_in(model) if isinstance(model, nn.Module) else {}
-    if not found:
-        raise TypeError(
-            f"Expected a DistributedDataParallel model, or a module that holds one, got {type(model).__name__}. Wrap "
-            "the model first: DistributedDataParallel(model)."
-        )
-    if len(found) > 1:
-        raise ValueError(
-            f"Expected a module that holds one DistributedDataParallel model, got {len(found)}: "
-            f"{', '.join(map(repr, found))}. Shard an optimizer for each of them."
-        )
-    return next(iter(found.values()))
 
 
 def _check_hooks(hook: object, hook_state: object, interleaved: object, shard_buckets: object) -> None:

@@ -1,24 +1,28 @@
-"""Holds docs/status.md against the outcomes of the tests that it names."""
+"""Holds docs/status.md and docs/frameworks.md against the outcomes of the tests that show what they say."""
 
 import pytest
 
-from tests.features import STATUS, render, unshown
+from tests import features
+from tests.frameworks import table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-status", action="store_true", help="write docs/status.md from the outcomes of this run")
+    parser.addoption("--write-frameworks", action="store_true", help="write the table of docs/frameworks.md likewise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # one process of pytest-xdist hears of all outcomes
-        config.pluginmanager.register(Status(config.getoption("write_status")), "status")
+        writes = [config.getoption(name) for name in ("write_status", "write_frameworks")]
+        config.pluginmanager.register(Status(*writes), "status")
 
 
 class Status:
     """The outcome of each case, the worst of its phases."""
 
-    def __init__(self, writes: bool) -> None:
-        self._writes = writes
+    def __init__(self, writes_status: bool, writes_frameworks: bool) -> None:
+        self._writes_status = writes_status
+        self._writes_frameworks = writes_frameworks
         self._outcomes: dict[str, str] = {}
         self._unshown: list[str] = []
 
@@ -28,14 +32,18 @@ class Status:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        page = STATUS.read_text()
-        if self._writes:
-            STATUS.write_text(render(self._outcomes, page))
-            return
-        self._unshown = unshown(page, self._outcomes)
+        page, frameworks = features.STATUS.read_text(), table.PAGE.read_text()
+        if self._writes_frameworks:
+            table.PAGE.write_text(table.render(self._outcomes, frameworks))
+        else:
+            self._unshown = [f"docs/frameworks.md: {what}" for what in table.unshown(frameworks, self._outcomes)]
+        if self._writes_status:
+            features.STATUS.write_text(features.render(self._outcomes, page))
+        else:
+            self._unshown += [f"docs/status.md: {what}" for what in features.unshown(page, self._outcomes)]
         if self._unshown and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for what in self._unshown:
-            terminalreporter.write_line(f"docs/status.md claims what no test of this run has shown: {what}", red=True)
+            terminalreporter.write_line(f"Claimed, but not shown by a test of this run, in {what}", red=True)

@@ -5,7 +5,13 @@ from collections.abc import Collection
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.reducer import finds_unused, gradients_are_views, has_static_graph, reduced_parameters
+from ddp_zero.backward.reducer import (
+    finds_unused,
+    gradients_are_views,
+    has_hook,
+    has_static_graph,
+    reduced_parameters,
+)
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.step.sharded_step import ShardedStep
 
@@ -36,6 +42,19 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
         )
     if has_hook and not may_be_replaced:
         raise ValueError("Expected an optimizer without a hook, got one that has one. Build one hook per optimizer.")
+
+
+def check_is_free(ddp: DistributedDataParallel) -> None:
+    """Check that a hook can be registered on a model.
+
+    Raises:
+        ValueError: if one is registered already; DDP takes one.
+    """
+    if has_hook(ddp):
+        raise ValueError(
+            "Expected a DDP model without a communication hook, got one that has one. DDP takes one hook: pass a "
+            "reduction of your own as hook=, instead of registering it, or wrap the model again."
+        )
 
 
 def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:

@@ -119,3 +119,17 @@ class _PreHook:
         passes = self._passes()
         if passes is not None and isinstance(module, DistributedDataParallel):
             passes.begin(module)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a bound method while its object lives, and then returns None.
+
+    Hooks of a model call the engine: a model outlives its optimizer, and cycles are left to the garbage collector.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return call

@@ -5,6 +5,8 @@ None would mean "no gradient", and ``torch.nn.utils.clip_grad_norm_`` would sile
 says where the gradient is.
 """
 
+import linecache
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -69,8 +71,8 @@ class AbsentGradient(Tensor):
             self.part.zero_()
 
     def refuse(self) -> NoReturn:
-        """Raise `RuntimeError` with the reason."""
-        raise RuntimeError(self._reason)
+        """Raise `RuntimeError` with the reason and the line that used the gradient."""
+        raise RuntimeError(f"{self._reason} The line to change: {_line_outside()}.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The reason, without values."""
@@ -114,6 +116,15 @@ def report_nonfinite(grads: Iterable[Tensor | None]) -> None:
     for grad in grads:
         if isinstance(grad, AbsentGradient) and grad.found_inf is not None:
             grad.found_inf.fill_(1.0)
+
+
+def _line_outside() -> str:
+    """File, line and text of the innermost call that is neither in this library nor in torch."""
+    for frame, number in traceback.walk_stack(None):
+        if frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "ddp_zero", "traceback"):
+            file = frame.f_code.co_filename
+            return f"{file}:{number}: {linecache.getline(file, number).strip()}"
+    return "unknown"
 
 
 def _unscale_present(func: Any, grads: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:

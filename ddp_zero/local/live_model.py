@@ -117,6 +117,27 @@ def ddp_models_in(model: nn.Module) -> dict[str, DistributedDataParallel]:
     return found
 
 
+def the_ddp_model_in(model: object) -> DistributedDataParallel:
+    """The one DDP model that a module is or holds, within wrappers such as those of `torch.compile` or Fabric.
+
+    Raises:
+        TypeError: if there is none.
+        ValueError: if there are several.
+    """
+    found = ddp_models_in(model) if isinstance(model, nn.Module) else {}
+    if not found:
+        raise TypeError(
+            f"Expected a DistributedDataParallel model, or a module that holds one, got {type(model).__name__}. Wrap "
+            "the model first: DistributedDataParallel(model)."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"Expected a module that holds one DistributedDataParallel model, got {len(found)}: "
+            f"{', '.join(map(repr, found))}. Shard an optimizer for each of them."
+        )
+    return next(iter(found.values()))
+
+
 def by_group(names: Sequence[str], param_groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     """The names of an optimizer's parameters, by index, in a list for each of its groups."""
     remaining = iter(names)

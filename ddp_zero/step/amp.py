@@ -43,3 +43,17 @@ def amp_state(optimizer: object, has_loss_scale: bool, joins: bool) -> AmpState 
             "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
         )
     return AmpState(getattr(optimizer, "grad_scale", None), torch.as_tensor(found, dtype=torch.float32))
+
+
+def check_unscaled(amp: AmpState | None, has_stepped: bool) -> None:
+    """Check at ``opt.step()`` that no step has used gradients that a `GradScaler` had scaled.
+
+    Raises:
+        RuntimeError: if one has, inside backward.
+    """
+    if amp is not None and has_stepped:
+        raise RuntimeError(
+            "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped already "
+            "with scaled ones. Use the GradScaler from the first step on, or build the optimizer with loss_scale= "
+            "or overlap_with_ddp=False."
+        )

@@ -36,11 +36,19 @@ FLOORS = {
     "state": 7,
     "front": 8,
     "checkpoint": 9,
+    "integrations": 10,
 }
 """The packages; `options`, `loss_scale` and `heap`, the ground; and every other file at the root, the front.
 
 Imports between them go down.
 """
+
+FRAMEWORKS = {
+    "integrations.transformers": {"transformers", "accelerate"},
+    "integrations.accelerate": {"accelerate"},
+    "integrations.lightning": {"lightning"},
+}
+"""What a file may import besides torch."""
 
 GROUND = {"options", "loss_scale", "heap"}
 
@@ -249,7 +257,7 @@ def is_pure(name: str) -> bool:
 def test_torch_is_the_only_dependency_and_the_ground_floor_has_none() -> None:
     def foreign(name: str) -> set[str]:
         roots = {one.split(".")[0] for one in imported(read(name))} - set(sys.stdlib_module_names)
-        return roots - ({"ddp_zero"} if is_pure(name) else {"ddp_zero", "torch"})
+        return roots - FRAMEWORKS.get(name, set()) - ({"ddp_zero"} if is_pure(name) else {"ddp_zero", "torch"})
 
     assert violations(foreign) == {}
 

@@ -14,7 +14,7 @@ from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.local.arguments import check_class, check_flags, check_known, check_params, grouped, is_group
 
 OURS = {
-    *("accumulate", "clip_grad_norm_", "full_grad", "last_step", "stage", "explain"),
+    *("attach", "needs_hook", "accumulate", "clip_grad_norm_", "full_grad", "last_step", "stage", "explain"),
     *("loss_scale", "scale", "master_weights", "refresh_master_weights"),
     *("overlap_phase", "overlap_status", "reset", "finish_sync"),
     *("sharded_state_dict", "load_sharded_state_dict", "state"),

@@ -1,0 +1,162 @@
+"""`prepare`: a model and a sharded optimizer in an `accelerate.Accelerator`, in stage 1 or 2, stepped inside backward.
+
+    model, opt, loader = prepare(accelerator, model, AdamW, loader, stage=2, lr=3e-4)
+
+In stage 1 without overlap ``accelerator.prepare`` itself takes a `ddp_zero.ZeroRedundancyOptimizer`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+
+_PLACE = "ddp_zero: the state is in this folder"
+
+
+class ShardedOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper of a sharded optimizer, whose state `save_state` writes by the hooks of `prepare`.
+
+    Attributes:
+        placeholder: what the next ``state_dict()`` returns instead of the state; None: the state.
+    """
+
+    placeholder: dict[str, str] | None = None
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was not taken, so that schedulers wait for one that is, as with a plain optimizer."""
+        step = self.optimizer.last_step
+        return bool(self._is_overflow or (step is not None and not step.stepped))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state; once within ``accelerator.save_state``, where it is instead."""
+        shown, self.placeholder = self.placeholder, None
+        whole: dict[str, Any] = super().state_dict() if shown is None else shown
+        return whole
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; what stands for one has been loaded already."""
+        if _PLACE not in state_dict:
+            super().load_state_dict(state_dict)
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    *others: Any,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """As ``accelerator.prepare``, with an optimizer that is built here and sharded over the ranks.
+
+    The model is wrapped with ``gradient_as_bucket_view=True``. In stage 2 ``accelerator.clip_grad_norm_`` clips by the
+    norm of all gradients, from the first step on; ``max_grad_norm=`` clips inside the step.
+    ``accelerator.save_state`` and ``load_state`` write and read model and optimizer as a sharded checkpoint, which any
+    number of ranks loads, as a folder ``zero_<number>`` in theirs, next to the files of weights that they write
+    anyway. A folder that was saved with the plain optimizer is loaded as well. A collective.
+
+    Args:
+        accelerator: of a job of several processes with DDP.
+        model: not prepared yet.
+        optimizer_class: the class to shard, such as `torch.optim.AdamW`.
+        *others: what else to prepare, such as data loaders; of a function, such as
+            ``functools.partial(StepLR, step_size=10)``, what it returns for the optimizer: a scheduler.
+        **options: of `ddp_zero.shard_optimizer`, among them those of ``optimizer_class``; but
+            ``parameters_as_bucket_view`` must be False: accelerate drops tensors that share memory from its files.
+
+    Returns:
+        The model, the optimizer, and the others, prepared.
+
+    Raises:
+        RuntimeError: in a job without DDP.
+        ValueError: for ``parameters_as_bucket_view=True``, or as `shard_optimizer` does.
+        TypeError: for a scheduler, which belongs to an optimizer that was built before, or as `shard_optimizer` does.
+    """
+    _check(accelerator, others, options)
+    handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    accelerator.ddp_handler = replace(handler, gradient_as_bucket_view=True)
+    prepared: nn.Module = accelerator.prepare_model(model)
+    zero = shard_optimizer(prepared, optimizer_class, **{**options, "parameters_as_bucket_view": False})
+    opt = ShardedOptimizer(zero, device_placement=accelerator.device_placement, scaler=accelerator.scaler)
+    opt._is_accelerate_prepared = True
+    accelerator.prepare_optimizer(opt)  # which takes it up
+    made = [one(zero) if _is_factory(one) else one for one in others]
+    rest = accelerator.prepare(*made) if made else ()
+    if zero.stage == 2:
+        accelerator.clip_grad_norm_ = partial(_clip, accelerator, zero, accelerator.clip_grad_norm_)
+    name = f"zero_{accelerator._optimizers.index(opt)}"
+    accelerator.register_save_state_pre_hook(partial(_save, prepared, opt, name))
+    accelerator.register_load_state_pre_hook(partial(_load, prepared, opt, name))
+    return (prepared, opt, *(rest if len(made) > 1 else [rest] if made else []))
+
+
+def _is_factory(one: Any) -> bool:
+    return isinstance(one, partial) or (isinstance(one, type) and issubclass(one, LRScheduler)) or _is_function(one)
+
+
+def _is_function(one: Any) -> bool:
+    return callable(one) and type(one).__name__ in ("function", "method")
+
+
+def _check(accelerator: Accelerator, others: tuple[Any, ...], options: dict[str, Any]) -> None:
+    if not str(accelerator.distributed_type).rpartition(".")[2].startswith("MULTI_"):
+        raise RuntimeError(
+            f"Expected an accelerator of several processes with DDP, got {accelerator.distributed_type}. Start the job "
+            "with torchrun or accelerate launch, or use the plain optimizer."
+        )
+    if options.get("parameters_as_bucket_view"):
+        raise ValueError(
+            "Expected parameters_as_bucket_view=False with accelerate, got True: save_model would drop all but one of "
+            "the parameters in a flat storage from its file. Leave it out."
+        )
+    for one in others:
+        if isinstance(one, LRScheduler | Optimizer):
+            raise TypeError(
+                f"Expected a function of the optimizer that builds a scheduler, got a {type(one).__name__}, which was "
+                f"built without it. Pass functools.partial({type(one).__name__}, ...)."
+            )
+
+
+def _clip(
+    accelerator: Accelerator,
+    zero: ZeroRedundancyOptimizer,
+    plain: Callable[..., Any],
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+) -> Any:
+    """As ``Accelerator.clip_grad_norm_``: by the optimizer, where the gradients are sharded."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    known = zero._engine.sharded.table.index_of
+    own = [param for param in given if param in known]
+    if not own:
+        return plain(given, max_norm, norm_type)
+    foreign = [param for param in given if param not in known and param.grad is not None]
+    if foreign:
+        raise ValueError(
+            f"Expected parameters of one sharded optimizer, got {len(foreign)} with a gradient that are not in it. "
+            "Clip those of each optimizer on their own."
+        )
+    accelerator.unscale_gradients()
+    return zero.clip_grad_norm_(max_norm, norm_type, parameters=own)
+
+
+def _save(model: nn.Module, opt: ShardedOptimizer, name: str, models: Any, weights: Any, folder: str) -> None:
+    """A hook of ``save_state``. A collective."""
+    checkpoint.save(Path(folder) / name, model, opt, keep=1)
+    opt.placeholder = {_PLACE: name}
+
+
+def _load(model: nn.Module, opt: ShardedOptimizer, name: str, models: Any, folder: str) -> None:
+    """A hook of ``load_state``, for folders that `_save` has written, rather than a plain optimizer. A collective."""
+    if (Path(folder) / name).is_dir():
+        checkpoint.load(Path(folder) / name, model, opt)

@@ -1,0 +1,169 @@
+"""`ZeroDDPStrategy`: a `lightning.Trainer` with sharded optimizers, in stage 1 or 2, stepped inside backward.
+
+    trainer = Trainer(strategy=ZeroDDPStrategy(stage=2), ...)
+
+In stage 1 without overlap ``strategy="ddp"`` itself takes a `ddp_zero.ZeroRedundancyOptimizer`. `Fabric` needs no
+strategy: `ddp_zero.shard_optimizer` takes what ``fabric.setup(model)`` returns.
+"""
+
+import inspect
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim import Optimizer
+
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, compact
+
+_SHARDED = {"ddp_zero": "the state is in the folder next to this file"}
+
+
+class ZeroDDPStrategy(DDPStrategy):
+    """Lightning's DDP strategy, sharding the optimizers that ``configure_optimizers`` returns.
+
+    The model is wrapped with ``gradient_as_bucket_view=True``. Optimizers that are not sharded yet are replaced: the
+    class, the options and the groups remain, and schedulers follow. ``gradient_clip_val`` clips by the norm of all
+    gradients. A checkpoint is Lightning's file, with the weights, and next to it a folder of the same name with
+    ``.zero`` appended, with the state, which any number of ranks loads: move them together. The file of a plain
+    strategy is loaded as well.
+
+    Args:
+        *args: of Lightning's strategy.
+        stage: 1 shards optimizer state; 2 also gradients, for a single optimizer over all parameters.
+        zero: other options of `ZeroRedundancyOptimizer` for optimizers that are not sharded yet;
+            ``overlap_with_ddp`` and ``parameters_as_bucket_view`` are True unless given.
+        **kwargs: of Lightning's strategy and of `DistributedDataParallel`.
+
+    Raises:
+        NotImplementedError: when training begins, for manual optimization, which runs its forward pass as if gradients
+            were not to be reduced.
+        TypeError: then, for a scheduler that is built of others, whose optimizer cannot be replaced.
+    """
+
+    def __init__(self, *args: Any, stage: int = 1, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **dict(kwargs, gradient_as_bucket_view=True))
+        self._zero = dict(overlap_with_ddp=True, parameters_as_bucket_view=True, stage=stage) | dict(zero or {})
+        self._loaded_from: Path | None = None
+
+    # Building
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Create optimizers and schedulers, shard the former, and register the hook on the model."""
+        super().setup_optimizers(trainer)
+        if not self.lightning_module.automatic_optimization:
+            raise NotImplementedError(
+                "Expected automatic optimization with ZeroDDPStrategy, got a module with automatic_optimization=False. "
+                'Use strategy="ddp" and a ZeroRedundancyOptimizer of stage 1 without overlap.'
+            )
+        created: list[Optimizer] = list(self._optimizers)
+        sharded = [self._sharded(one) for one in created]
+        for config in self.lr_scheduler_configs:
+            _follow(config.scheduler, created, sharded)
+        self.optimizers = sharded
+        for optimizer in sharded:
+            optimizer.attach(self.model)
+
+    def _sharded(self, optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return optimizer
+        kind = type(optimizer)
+        taken = inspect.signature(kind).parameters  # AdamW, for one, adds a default that it does not take
+        options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+        return ZeroRedundancyOptimizer(optimizer.param_groups, kind, **(options | self._zero))
+
+    def setup_precision_plugin(self) -> None:
+        """Attach the precision plugin, and let it clip by the norm of all gradients."""
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        if getattr(plugin, "scaler", None) is None:  # Lightning refuses to clip where an optimizer unscales itself
+            plugin.clip_gradients = partial(_clip, plugin.clip_gradients)
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's weights, in memory of their own."""
+        state: dict[str, Any] = compact(super().lightning_module_state_dict())
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What stands for the state in Lightning's file."""
+        return dict(_SHARDED)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write the sharded state, then Lightning's file. A collective."""
+        if "optimizer_states" in checkpoint:
+            self._save_sharded(Path(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_sharded(self, file: Path) -> None:
+        for number, optimizer in enumerate(self.optimizers):
+            checkpoint.save(_folder_of(file) / str(number), self.model, _inner(optimizer), keep=1)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read Lightning's file, and remember where it is."""
+        self._loaded_from = Path(checkpoint_path)
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the sharded state, or that of a plain strategy. A collective."""
+        if all(state == _SHARDED for state in checkpoint["optimizer_states"]):
+            self._load_sharded()
+        else:
+            super().load_optimizer_state_dict(checkpoint)
+
+    def _load_sharded(self) -> None:
+        assert self._loaded_from is not None, "a checkpoint is read before it is loaded"
+        for number, optimizer in enumerate(self.optimizers):
+            checkpoint.load(_folder_of(self._loaded_from) / str(number), self.model, _inner(optimizer))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove Lightning's file and the sharded state."""
+        folder = _folder_of(Path(filepath))
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_of(file: Path) -> Path:
+    """Where the sharded state of a file is; links, such as Lightning's ``last.ckpt``, are followed."""
+    return Path(f"{file.resolve()}.zero")
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer in Lightning's wrapper."""
+    inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return inner
+
+
+def _clip(
+    plain: Any,
+    optimizer: Optimizer,
+    clip_val: float = 0.0,
+    gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+) -> None:
+    """As the ``clip_gradients`` of a precision plugin."""
+    inner = _inner(optimizer)
+    if clip_val <= 0:
+        return
+    if gradient_clip_algorithm == GradClipAlgorithmType.NORM and isinstance(inner, ZeroRedundancyOptimizer):
+        inner.clip_grad_norm_(clip_val)
+    else:
+        plain(optimizer, clip_val, gradient_clip_algorithm)
+
+
+def _follow(scheduler: Any, before: list[Optimizer], after: list[ZeroRedundancyOptimizer]) -> None:
+    """Let a scheduler change the options of the sharded optimizer instead of those of the plain one."""
+    if hasattr(scheduler, "_schedulers"):
+        raise TypeError(
+            f"Expected a scheduler of one optimizer, got {type(scheduler).__name__}, which holds others. Build a "
+            "ZeroRedundancyOptimizer in configure_optimizers, and the scheduler over it."
+        )
+    for plain, sharded in zip(before, after, strict=True):
+        if scheduler.optimizer is plain:
+            scheduler.optimizer = sharded

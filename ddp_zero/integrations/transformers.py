@@ -1,0 +1,193 @@
+"""`ZeroTrainer`: the Trainer of transformers with a sharded optimizer, in stage 1 or 2, stepped inside backward.
+
+    trainer = ZeroTrainer(model=model, args=args, train_dataset=data, zero={"stage": 2})
+
+In stage 1 without overlap the Trainer itself takes a `ddp_zero.ZeroRedundancyOptimizer` in the place of any optimizer.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.training_args import ParallelMode
+
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, compact
+from ddp_zero.checkpoint.optimizers import unwrapped
+
+FOLDER = "zero"
+"""Folder of the sharded checkpoint within a folder ``checkpoint-<step>`` of the Trainer."""
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Shards the optimizer of a `transformers.Trainer`; put it before the Trainer among a class's bases.
+
+    The optimizer's class, options and groups are the Trainer's own. The model is wrapped with
+    ``gradient_as_bucket_view=True``. Gradients are clipped inside the step, to ``args.max_grad_norm``, and the norm in
+    the log is ``last_step.grad_norm``; without clipping no norm is computed and none is logged.
+
+    Every checkpoint holds, next to the Trainer's own files but instead of ``optimizer.pt`` and ``scheduler.pt``, a
+    sharded one that any number of ranks loads. A checkpoint with these two, of the plain Trainer, is loaded as well.
+
+    With the Trainer's defaults a step waits for the end of backward: for ``max_grad_norm=1.0``, and for
+    ``ddp_find_unused_parameters``, which the Trainer sets unless it is told not to. Set them to 0 and False to step
+    inside backward.
+
+    Args:
+        *args: of the Trainer.
+        zero: options of `ZeroRedundancyOptimizer`, such as ``{"stage": 2}``; ``overlap_with_ddp`` and
+            ``parameters_as_bucket_view`` are True unless given, ``max_grad_norm`` is that of the training arguments.
+        **kwargs: of the Trainer. An optimizer that is passed as ``optimizers=`` must be sharded already.
+
+    Raises:
+        RuntimeError: when training begins in a job that is not distributed.
+        TypeError: for ``optimizers=`` with an optimizer that is not sharded.
+        NotImplementedError: for ``args.optim`` that needs the whole model, or 8-bit ones of bitsandbytes, for which the
+            Trainer registers exceptions by the model.
+    """
+
+    def __init__(self, *args: Any, zero: Mapping[str, Any] = _NOTHING, **kwargs: Any) -> None:
+        self._zero_options = dict(zero)
+        self._attached: nn.Module | None = None
+        self._clips_inside = False
+        super().__init__(*args, **kwargs)
+
+    @property
+    def zero_optimizer(self) -> ZeroRedundancyOptimizer:
+        """The sharded optimizer, without the wrappers around it.
+
+        Raises:
+            TypeError: if there is none.
+        """
+        optimizer = unwrapped(self.optimizer)
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise TypeError(
+                f"Expected a ZeroRedundancyOptimizer, got {type(optimizer).__name__}. Pass its class and options as "
+                "optimizer_cls_and_kwargs=, which are sharded here, or use the plain Trainer."
+            )
+        return optimizer
+
+    # Building
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        args: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        args["kwargs_handlers"] = [
+            replace(handler, gradient_as_bucket_view=True)
+            if isinstance(handler, DistributedDataParallelKwargs)
+            else handler
+            for handler in args["kwargs_handlers"]
+        ]
+        return args
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build the Trainer's optimizer, sharded."""
+        if self.args.parallel_mode != ParallelMode.DISTRIBUTED:
+            raise RuntimeError(
+                f"Expected a job of several processes, got {self.args.parallel_mode}. Start it with torchrun, on CPUs "
+                "with use_cpu=True in the training arguments, or use the plain Trainer."
+            )
+        if self.optimizer is None:
+            chosen: Any = getattr(self, "optimizer_cls_and_kwargs")  # noqa: B009  # mypy cannot tell its type
+            try:
+                self.optimizer_cls_and_kwargs = self._sharded(chosen, self.model if model is None else model)
+                super().create_optimizer(model)
+            finally:
+                self.optimizer_cls_and_kwargs = chosen
+        optimizer: torch.optim.Optimizer = self.optimizer
+        self._clips_inside = self.zero_optimizer._engine.decision.options.max_grad_norm is not None
+        return optimizer
+
+    def _sharded(self, chosen: tuple[Any, dict[str, Any]] | None, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+        """The class and the options with which the Trainer builds the sharded optimizer."""
+        kind, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, model)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise NotImplementedError(f"Expected an optimizer class, got {kind!r}, which is built from a whole model.")
+        if "bitsandbytes" in str(kind) and options.get("optim_bits") == 8:
+            raise NotImplementedError(
+                "Expected an optimizer that the Trainer builds by its class alone, got an 8-bit one of bitsandbytes, "
+                "for which it registers embeddings to stay in 32 bits. Build the sharded optimizer yourself, and pass "
+                "it as optimizers=(opt, None)."
+            )
+        clip = self.args.max_grad_norm
+        own = {"overlap_with_ddp": True, "parameters_as_bucket_view": True, "max_grad_norm": clip if clip > 0 else None}
+        return ZeroRedundancyOptimizer, {"optimizer_class": kind, **options, **own, **self._zero_options}
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._attach()
+        return prepared
+
+    def _attach(self) -> None:
+        """Register the hook on the DDP model, once for each model."""
+        if self._attached is not self.model_wrapped:
+            self.zero_optimizer.attach(self.model_wrapped)
+            self._attached = self.model_wrapped
+
+    # A step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the Trainer's; passes that are averaged but not stepped yet (``sync_each_batch``) add up."""
+        syncs = self.accelerator.gradient_state.sync_gradients
+        with nullcontext() if syncs else self.zero_optimizer.accumulate():
+            loss: Tensor = super().training_step(*args, **kwargs)
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
+        return None if self._clips_inside else self.zero_optimizer.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
+        return grad_norm
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if grad_norm is None and self.control.should_log:
+            step = self.zero_optimizer.last_step
+            grad_norm = None if step is None else step.grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    # Checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and self.args.should_save:  # in flat storage, tensors would look shared to safetensors
+            state_dict = compact(self.model.state_dict())
+        super()._save(output_dir, state_dict=state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir) / FOLDER
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        step = self.state.global_step
+        checkpoint.save(folder, self.model_wrapped, self.zero_optimizer, extra=extra, step=step, keep=1)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._attach()
+        if (Path(checkpoint) / FOLDER).is_dir():
+            self._load_sharded(Path(checkpoint) / FOLDER)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            self._follow_weights()
+
+    def _load_sharded(self, folder: Path) -> None:
+        loaded = checkpoint.load(folder, self.model_wrapped, self.zero_optimizer)
+        self.lr_scheduler.load_state_dict(loaded.extra["scheduler"])
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        """After the Trainer has written to the model's parameters."""
+        if self.zero_optimizer.master_weights:
+            self.zero_optimizer.refresh_master_weights()
+
+
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """`transformers.Trainer` with a sharded optimizer: see `ZeroTrainerMixin`."""

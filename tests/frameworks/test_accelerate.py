@@ -1,0 +1,324 @@
+"""accelerate with this library's optimizer, untouched and by `prepare`, next to DDP with the plain optimizer."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.frameworks.job import as_a_job, assert_equal, assert_moved, forget, values
+from tests.multiproc.cases import sum_in_rank_order
+from tests.multiproc.harness import Cases, Setup, run_ranks
+
+pytest.importorskip("accelerate", minversion="1.15")
+
+from accelerate import Accelerator
+
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.integrations.accelerate import prepare
+
+case = Cases(as_a_job, timeout=240)
+
+OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+STEPS, GLOBAL_BATCH = 12, 12
+Prepared = tuple[Any, Any, Any, Any]
+Preparing = Callable[[Accelerator, nn.Module, Any], Prepared]
+schedule = partial(StepLR, step_size=4, gamma=0.5)
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def build_loader(world_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(
+        torch.randn(STEPS * GLOBAL_BATCH, 6, generator=generator),
+        torch.randn(STEPS * GLOBAL_BATCH, 1, generator=generator),
+    )
+    return DataLoader(data, batch_size=GLOBAL_BATCH // world_size)
+
+
+# Who prepares
+
+
+def plainly(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
+    opt = AdamW(model.parameters(), **OPTIONS)
+    prepared: Prepared = accelerator.prepare(model, opt, loader, schedule(opt))
+    return prepared
+
+
+def in_rank_order(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
+    prepared = plainly(accelerator, model, loader)
+    prepared[0].register_comm_hook(None, sum_in_rank_order)
+    return prepared
+
+
+def untouched_before(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, **OPTIONS)
+    prepared: Prepared = accelerator.prepare(model, opt, loader, schedule(opt))
+    return prepared
+
+
+def untouched_after(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
+    ddp = accelerator.prepare(model)
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, **OPTIONS)
+    rest: tuple[Any, Any, Any] = accelerator.prepare(opt, loader, schedule(opt))
+    return ddp, *rest
+
+
+def by_prepare(**options: Any) -> Preparing:
+    def prepares(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
+        prepared: Prepared = prepare(accelerator, model, AdamW, loader, schedule, **options, **OPTIONS)
+        return prepared
+
+    return prepares
+
+
+PREPARED = {
+    "stage 1, untouched": untouched_before,
+    "stage 1": by_prepare(stage=1),
+    "stage 2": by_prepare(stage=2),
+    "stage 2, not overlapped": by_prepare(stage=2, overlap=False),
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "train": {},
+    "clip": {"clip": 0.05},
+    "accumulate": {"accumulate": 2},
+    "clip and accumulate": {"clip": 0.05, "accumulate": 3},
+    "bf16": {"precision": "bf16", "clip": 0.05},
+}
+
+
+def trained(
+    setup: Setup,
+    prepares: Preparing,
+    *,
+    clip: float | None = None,
+    accumulate: int = 1,
+    precision: str = "no",
+    save: Path | None = None,
+    load: Path | None = None,
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """Parameters after an epoch and what was seen of every step; saved in the middle, or continued from there."""
+    forget()
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate, mixed_precision=precision)
+    inner = build_model()
+    before = values(inner)
+    model, opt, loader, scheduler = prepares(accelerator, inner, build_loader(setup.world_size))
+    middle, seen = STEPS // 2, []
+    if load is not None:
+        accelerator.load_state(str(load))
+        loader = accelerator.skip_first_batches(loader, middle)
+    for number, (inputs, targets) in enumerate(loader, start=1 if load is None else middle + 1):
+        with accelerator.accumulate(model):
+            loss = (model(inputs) - targets).square().mean()
+            accelerator.backward(loss)
+            norm = None
+            if accelerator.sync_gradients and clip is not None:
+                norm = accelerator.clip_grad_norm_(model.parameters(), clip)
+            opt.step()
+            scheduler.step()
+            opt.zero_grad()
+        seen.append((loss.detach(), norm, scheduler.get_last_lr()))
+        if number == middle and save is not None:
+            accelerator.save_state(str(save))
+    after = values(inner)
+    assert len(seen) == (STEPS if load is None else STEPS - middle)
+    assert_moved(before, after)
+    accelerator.free_memory()
+    return after, seen
+
+
+def equal_training(setup: Setup, prepares: Preparing, where: str, **recipe: Any) -> None:
+    assert_equal(trained(setup, plainly, **recipe), trained(setup, prepares, **recipe), where)
+
+
+@case(2)
+def _stage_1_untouched(setup: Setup) -> None:
+    for name, recipe in RECIPES.items():
+        equal_training(setup, untouched_before, f"built before, {name}", **recipe)
+        equal_training(setup, untouched_after, f"built after, {name}", **recipe)
+
+
+def _each_recipe(setup: Setup, stage: str) -> None:
+    for name, recipe in RECIPES.items():
+        equal_training(setup, PREPARED[stage], f"{stage}, {name}", **recipe)
+
+
+@case(2)
+def _stage_1(setup: Setup) -> None:
+    _each_recipe(setup, "stage 1")
+
+
+@case(2)
+def _stage_2(setup: Setup) -> None:
+    _each_recipe(setup, "stage 2")
+
+
+@case(2)
+def _stage_2_not_overlapped(setup: Setup) -> None:
+    _each_recipe(setup, "stage 2, not overlapped")
+
+
+@case(2)
+def _clips_inside_the_step(setup: Setup) -> None:
+    expected, _ = trained(setup, plainly, clip=0.05)
+    for stage in (1, 2):
+        actual, _ = trained(setup, by_prepare(stage=stage, max_grad_norm=0.05))
+        assert_equal(expected, actual, f"stage {stage}")
+
+
+@case(2)
+def _steps_inside_backward(setup: Setup) -> None:
+    for stage in (1, 2):
+        accelerator = Accelerator()
+        model, opt, loader, _ = by_prepare(stage=stage)(accelerator, build_model(), build_loader(setup.world_size))
+        for inputs, targets in loader:
+            accelerator.backward((model(inputs) - targets).square().mean())
+            opt.step()
+            opt.zero_grad()
+        assert "regime: overlapped" in opt.optimizer.explain()
+
+
+@case(2)
+def _a_scheduler_waits_for_a_step_that_is_taken(setup: Setup) -> None:
+    forget()
+    accelerator = Accelerator()
+    by = by_prepare(stage=2, max_grad_norm=0.05)
+    model, opt, loader, scheduler = by(accelerator, build_model(), build_loader(setup.world_size))
+    rates = []
+    for number, (inputs, targets) in enumerate(loader):
+        spoilt = number == 1 and setup.rank == 1
+        accelerator.backward((model(inputs) - targets).square().mean() * (float("inf") if spoilt else 1.0))
+        opt.step()
+        scheduler.step()
+        opt.zero_grad()
+        assert accelerator.optimizer_step_was_skipped is (number == 1)
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates[:5] == [0.05, 0.05, 0.025, 0.025, 0.0125], (
+        "two steps of a scheduler at two ranks, but for the skipped one"
+    )
+
+
+# Saving and loading
+
+
+def _saves(setup: Setup, stage: str) -> None:
+    folder, prepares = setup.folder, PREPARED[stage]
+    for name in ("train", "clip and accumulate"):
+        recipe = RECIPES[name]
+        expected = trained(setup, plainly, save=folder / f"{name}-plain", **recipe)
+        actual = trained(setup, prepares, save=folder / f"{name}-{stage}", **recipe)
+        assert_equal(expected, actual, f"{stage}, a run that saves, {name}")
+        saved = folder / f"{name}-{stage}"
+        if prepares is not untouched_before:
+            assert len(list((saved / "zero_0").glob("step-*/complete.json"))) == 1
+            assert (saved / "optimizer.bin").stat().st_size < 2000, "the whole state is in accelerate's own file"
+        for start in (saved, folder / f"{name}-plain"):
+            resumed, seen = trained(setup, prepares, load=start, **recipe)
+            assert_equal((expected[0], expected[1][STEPS // 2 :]), (resumed, seen), f"{stage}, {name}, from {start}")
+
+
+@case(2)
+def _stage_1_untouched_saves(setup: Setup) -> None:
+    """All ranks ask for the state dict at once, and every rank loads the whole one."""
+    _saves(setup, "stage 1, untouched")
+
+
+@case(2)
+def _stage_1_saves(setup: Setup) -> None:
+    _saves(setup, "stage 1")
+
+
+@case(2)
+def _stage_2_saves(setup: Setup) -> None:
+    _saves(setup, "stage 2")
+
+
+@case(2)
+def _the_state_is_shown_outside_save_state(setup: Setup) -> None:
+    accelerator = Accelerator()
+    model, opt, loader, _ = PREPARED["stage 2"](accelerator, build_model(), build_loader(setup.world_size))
+    inputs, targets = next(iter(loader))
+    accelerator.backward((model(inputs) - targets).square().mean())
+    opt.step()
+    opt.zero_grad()
+    accelerator.save_state(str(setup.folder / "state"))
+    for rank in range(setup.world_size):
+        opt.optimizer.consolidate_state_dict(to=rank)
+    assert len(opt.state_dict()["state"]) == 6
+    accelerator.save_model(model, str(setup.folder / "model"))
+    torch.distributed.barrier()
+    from safetensors.torch import load_file
+
+    saved = load_file(setup.folder / "model" / "model.safetensors")
+    assert_equal(values(model.module), saved, "save_model")
+
+
+@case(2)
+def _a_folder_saved_from_flat_storage_is_not_loaded(setup: Setup) -> None:
+    """Accelerate keeps one of the tensors that share memory; hence `prepare` refuses flat storage."""
+    forget()
+    accelerator = Accelerator()
+    model = build_model()
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
+    ddp, opt = accelerator.prepare(model, opt)
+    ddp(torch.ones(3, 6)).sum().backward()
+    opt.step()
+    accelerator.save_state(str(setup.folder / "state"))
+    torch.distributed.barrier()
+    with pytest.raises(RuntimeError, match="None is covering the entire storage"):
+        accelerator.load_state(str(setup.folder / "state"))
+
+
+def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
+    as_a_job(setup, lambda setup: _trains_or_resumes(setup, folder, stage, resume))
+
+
+def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
+    plain = in_rank_order if setup.world_size > 2 and stage == "stage 2" else plainly
+    results = []
+    for name, prepares in (("plain", plain), ("ours", PREPARED[stage])):
+        place: dict[str, Any] = {"load": folder / name} if resume else {"save": folder / name}
+        results.append(trained(setup, prepares, clip=0.05, **place))
+    assert_equal(results[0], results[1], f"{stage} at {setup.world_size} ranks")
+
+
+@pytest.mark.parametrize("stage", ["stage 1, untouched", "stage 1", "stage 2"])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_loads_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    for resume, size in enumerate(sizes):
+        run_ranks(_trains, size, tmp_path, stage, bool(resume), timeout=240)
+
+
+# What is refused
+
+
+@case(2)
+def _what_cannot_be_prepared_is_refused(setup: Setup) -> None:
+    accelerator = Accelerator()
+    model = build_model()
+    with pytest.raises(ValueError, match="parameters_as_bucket_view=False with accelerate, got True: save_model"):
+        prepare(accelerator, model, AdamW, parameters_as_bucket_view=True)
+    with pytest.raises(TypeError, match=r"Expected a function of the optimizer .* Pass functools.partial\(StepLR"):
+        prepare(accelerator, model, AdamW, schedule(AdamW(model.parameters())))
+    other = nn.Linear(2, 2)
+    ddp, _ = prepare(accelerator, model, AdamW, stage=2, **OPTIONS)
+    other(torch.ones(2)).sum().backward()
+    ddp(torch.ones(3, 6)).sum().backward()
+    with pytest.raises(ValueError, match="Expected parameters of one sharded optimizer, got 2 with a gradient"):
+        accelerator.clip_grad_norm_([*ddp.parameters(), *other.parameters()], 1.0)
+    assert accelerator.clip_grad_norm_(other.parameters(), 1.0) > 0
+
+
+@case.each
+def test_accelerate(run: Callable[[], None]) -> None:
+    run()

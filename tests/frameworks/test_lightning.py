@@ -1,0 +1,329 @@
+"""lightning's Trainer and Fabric with this library's optimizer, next to themselves with DDP and the plain optimizer."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import SequentialLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.frameworks.job import as_a_job, assert_equal, assert_moved, values
+from tests.multiproc.cases import sum_in_rank_order
+from tests.multiproc.harness import Cases, Setup, run_ranks
+
+pytest.importorskip("lightning", minversion="2.6")
+
+from lightning import Fabric, LightningModule, Trainer
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero.integrations.lightning import ZeroDDPStrategy
+
+case = Cases(as_a_job, timeout=240)
+
+OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+STEPS, GLOBAL_BATCH = 12, 12
+
+
+class Net(LightningModule):
+    """A small model that remembers its losses and learning rates."""
+
+    def __init__(self, build: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.build = build
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        inputs, targets = batch
+        loss: Tensor = (self.layers(inputs) - targets).square().mean()
+        self.seen.append((loss.detach(), self.trainer.optimizers[0].param_groups[0]["lr"]))
+        return loss
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        inputs, targets = batch
+        self.log("far", (self.layers(inputs) - targets).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        params: Any = [
+            {"params": self.layers[:2].parameters(), "weight_decay": 0.0},
+            {"params": self.layers[2:].parameters()},
+        ]
+        opt = AdamW(params, **OPTIONS) if self.build is None else self.build(params)
+        return {"optimizer": opt, "lr_scheduler": {"scheduler": StepLR(opt, 4, 0.5), "interval": "step"}}
+
+
+class InRankOrder(DDPStrategy):
+    """DDP that sums as stage 2 does at three ranks."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook(None, sum_in_rank_order)
+
+
+def zero(params: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(params, AdamW, **options, **OPTIONS)
+
+
+def build_loader(world_size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    count = STEPS * GLOBAL_BATCH
+    data = TensorDataset(torch.randn(count, 6, generator=generator), torch.randn(count, 1, generator=generator))
+    return DataLoader(data, batch_size=GLOBAL_BATCH // world_size)
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "stage 1": lambda: ZeroDDPStrategy(stage=1),
+    "stage 2": lambda: ZeroDDPStrategy(stage=2),
+    "stage 2, not overlapped": lambda: ZeroDDPStrategy(stage=2, zero={"overlap_with_ddp": False}),
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "train": {},
+    "clip": {"gradient_clip_val": 0.05},
+    "accumulate": {"accumulate_grad_batches": 2},
+    "clip and accumulate": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3},
+    "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.05},
+}
+
+
+def trained(
+    setup: Setup,
+    strategy: Any,
+    build: Callable[[Any], Any] | None = None,
+    save: Path | None = None,
+    load: Path | None = None,
+    **recipe: Any,
+) -> tuple[dict[str, Tensor], list[Any], Any]:
+    """Parameters after two epochs, losses and learning rates, and the Trainer."""
+    net = Net(build)
+    before = values(net)
+    saver = recipe.pop("callbacks", None)
+    if save is not None:
+        saver = ModelCheckpoint(save, monitor="far", save_top_k=2, filename="{epoch}")
+    epochs = recipe.pop("max_epochs", 2)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=setup.world_size,
+        strategy=strategy,
+        max_epochs=epochs,
+        callbacks=saver,
+        enable_checkpointing=saver is not None,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=True,
+        **recipe,
+    )
+    loader = build_loader(setup.world_size)
+    trainer.fit(net, loader, loader, ckpt_path=None if load is None else str(load))
+    after = values(net)
+    assert_moved(before, after)
+    assert len(net.seen) == (epochs * STEPS if load is None else STEPS)
+    return after, net.seen, trainer
+
+
+def equal_training(setup: Setup, strategy: Any, build: Any, where: str, **recipe: Any) -> Any:
+    expected = trained(setup, "ddp", **recipe)
+    actual = trained(setup, strategy, build, **recipe)
+    assert_equal(expected[:2], actual[:2], where)
+    return actual[2]
+
+
+@case(2)
+def _stage_1_in_plain_ddp(setup: Setup) -> None:
+    for name, recipe in RECIPES.items():
+        if name != "bf16":
+            equal_training(setup, "ddp", zero, name, **recipe)
+    equal_training(setup, "ddp", zero, "bf16", precision="bf16-mixed")
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):  # of Lightning: see the page
+        trained(setup, "ddp", zero, **RECIPES["bf16"])
+    clipped = partial(zero, max_grad_norm=0.05, nonfinite="step")
+    expected = trained(setup, "ddp", **RECIPES["bf16"])
+    assert_equal(expected[:2], trained(setup, "ddp", clipped, precision="bf16-mixed")[:2], "clipped inside")
+    folder = setup.folder
+    expected = trained(setup, "ddp", save=folder / "plain")
+    actual = trained(setup, "ddp", zero, save=folder / "ours")
+    assert_equal(expected[:2], actual[:2], "a run that saves")
+    resumed = trained(setup, "ddp", zero, load=folder / "ours" / "epoch=0.ckpt")
+    assert_equal((expected[0], expected[1][STEPS:]), resumed[:2], "resumed")
+
+
+def _each_recipe(setup: Setup, stage: str) -> None:
+    for name, recipe in RECIPES.items():
+        trainer = equal_training(setup, STRATEGIES[stage](), None, f"{stage}, {name}", **recipe)
+        assert isinstance(trainer.optimizers[0], ZeroRedundancyOptimizer)
+        if name == "train" and "not" not in stage:
+            assert "regime: overlapped" in trainer.optimizers[0].explain(), trainer.optimizers[0].explain()
+
+
+@case(2)
+def _stage_1(setup: Setup) -> None:
+    _each_recipe(setup, "stage 1")
+
+
+@case(2)
+def _stage_2(setup: Setup) -> None:
+    _each_recipe(setup, "stage 2")
+
+
+@case(2)
+def _stage_2_not_overlapped(setup: Setup) -> None:
+    _each_recipe(setup, "stage 2, not overlapped")
+
+
+def _saves(setup: Setup, stage: str) -> None:
+    folder = setup.folder
+    for recipe in (RECIPES["train"], RECIPES["clip and accumulate"]):
+        place = folder / f"{len(recipe)}"
+        expected = trained(setup, "ddp", save=place / "plain", **recipe)
+        actual = trained(setup, STRATEGIES[stage](), save=place / "ours", **recipe)
+        assert_equal(expected[:2], actual[:2], f"{stage}, a run that saves")
+        best = [Path(one[2].checkpoint_callback.best_model_path).name for one in (expected, actual)]
+        assert best[0] == best[1]
+        again = Net.load_from_checkpoint(place / "ours" / "epoch=1.ckpt", map_location="cpu")
+        assert_equal(expected[0], values(again), "load_from_checkpoint")
+        assert len(list((place / "ours" / "epoch=0.ckpt.zero" / "0").glob("step-*/complete.json"))) == 1
+        for start in ("ours", "plain"):
+            resumed = trained(setup, STRATEGIES[stage](), load=place / start / "epoch=0.ckpt", **recipe)
+            assert_equal((expected[0], expected[1][STEPS:]), resumed[:2], f"{stage}, resumed from {start}")
+        torch.distributed.barrier()
+        actual[2].strategy.remove_checkpoint(str(place / "ours" / "epoch=0.ckpt"))
+        torch.distributed.barrier()
+        assert sorted(path.name for path in (place / "ours").iterdir()) == ["epoch=1.ckpt", "epoch=1.ckpt.zero"]
+
+
+@case(2)
+def _stage_1_saves(setup: Setup) -> None:
+    _saves(setup, "stage 1")
+
+
+@case(2)
+def _stage_2_saves(setup: Setup) -> None:
+    _saves(setup, "stage 2")
+
+
+@case(2)
+def _the_last_checkpoint_may_be_a_link(setup: Setup) -> None:
+    expected = trained(setup, STRATEGIES["stage 2"]())
+    saver = ModelCheckpoint(setup.folder, save_last="link", filename="{epoch}")
+    half = trained(setup, STRATEGIES["stage 2"](), callbacks=saver, limit_train_batches=STEPS, max_epochs=1)
+    assert len(half[1]) == STEPS
+    assert (setup.folder / "last.ckpt").is_symlink()
+    resumed = trained(setup, STRATEGIES["stage 2"](), load=setup.folder / "last.ckpt")
+    assert_equal((expected[0], expected[1][STEPS:]), resumed[:2], "resumed from a link")
+
+
+def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
+    as_a_job(setup, lambda setup: _trains_or_resumes(setup, folder, stage, resume))
+
+
+def _trains_or_resumes(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
+    plain = InRankOrder() if setup.world_size > 2 and stage == "stage 2" else "ddp"
+    results = []
+    by_strategy = stage in STRATEGIES
+    ours = STRATEGIES[stage]() if by_strategy else "ddp"
+    for name, strategy, build in (("plain", plain, None), ("ours", ours, None if by_strategy else zero)):
+        place: dict[str, Any] = {"load": folder / name / "epoch=0.ckpt"} if resume else {"save": folder / name}
+        results.append(trained(setup, strategy, build, gradient_clip_val=0.05, **place)[:2])
+    assert_equal(results[0], results[1], f"{stage} at {setup.world_size} ranks")
+
+
+@pytest.mark.parametrize("stage", ["stage 1, in plain ddp", "stage 1", "stage 2"])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_resumes_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    for resume, size in enumerate(sizes):
+        run_ranks(_trains, size, tmp_path, stage, bool(resume), timeout=240)
+
+
+# Fabric, which needs no strategy of this library
+
+
+def _in_fabric(setup: Setup, stage: int | None, clip: float | None, steps: range, start: Path | None) -> Any:
+    fabric = Fabric(
+        accelerator="cpu", devices=setup.world_size, strategy=FabricDDP(gradient_as_bucket_view=True), precision="32"
+    )
+    fabric.launch()
+    torch.manual_seed(3)
+    inner = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    if stage == 2:
+        model = fabric.setup_module(inner)
+        opt: Any = shard_optimizer(model, AdamW, stage=2, **OPTIONS)
+    else:
+        opt = AdamW(inner.parameters(), **OPTIONS) if stage is None else zero(inner.parameters())
+        model, opt = fabric.setup(inner, opt)
+    if start is not None:
+        checkpoint.load(start, model, opt)
+    before, seen = values(inner), []
+    for step in steps:
+        torch.manual_seed(100 * step + setup.rank)
+        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            loss = model(torch.randn(5, 6)).square().mean()
+            fabric.backward(loss)
+        if step % 2 == 0:
+            continue
+        if clip is not None and stage == 2:
+            opt.clip_grad_norm_(clip)
+        elif clip is not None:
+            fabric.clip_gradients(model, opt, max_norm=clip)
+        opt.step()
+        opt.zero_grad()
+        seen.append(loss.detach())
+    assert_moved(before, values(inner))
+    return values(inner), seen, model, opt
+
+
+@case(2)
+def _fabric(setup: Setup) -> None:
+    for clip in (None, 0.05):
+        expected = _in_fabric(setup, None, clip, range(10), None)
+        for stage in (1, 2):
+            actual = _in_fabric(setup, stage, clip, range(10), None)
+            assert_equal(expected[:2], actual[:2], f"stage {stage}, clip {clip}")
+            half = _in_fabric(setup, stage, clip, range(6), None)
+            place = setup.folder / f"{stage}-{clip}"
+            checkpoint.save(place, half[2], half[3])
+            resumed = _in_fabric(setup, stage, clip, range(6, 10), place)
+            assert_equal((expected[0], expected[1][3:]), resumed[:2], f"stage {stage}, resumed")
+
+
+# What is refused
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class InSequence(Net):
+    def configure_optimizers(self) -> Any:
+        opt = AdamW(self.parameters(), **OPTIONS)
+        return [opt], [SequentialLR(opt, [StepLR(opt, 2), StepLR(opt, 3)], [4])]
+
+
+@case(2)
+def _what_cannot_be_sharded_is_refused(setup: Setup) -> None:
+    for net, kind, message in (
+        (Manual(), NotImplementedError, "Expected automatic optimization with ZeroDDPStrategy"),
+        (InSequence(), TypeError, "Expected a scheduler of one optimizer, got SequentialLR"),
+    ):
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=ZeroDDPStrategy(stage=2), max_steps=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        with pytest.raises(kind, match=message):
+            trainer.fit(net, build_loader(2))
+
+
+@case.each
+def test_lightning(run: Callable[[], None]) -> None:
+    run()

@@ -1,0 +1,154 @@
+"""The building blocks for frameworks: `attach`, `needs_hook`, wrappers, and what torch's norms find in stage 2."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from tests.multiproc.cases import assert_equal_models, batches, build_model, loss_of
+from tests.multiproc.harness import Cases, Setup
+
+case = Cases()
+
+OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+MODES: dict[str, dict[str, Any]] = {
+    "stage 1": {},
+    "stage 1, overlapped": {"overlap_with_ddp": True},
+    "stage 1, clipped": {"max_grad_norm": 0.1},
+    "stage 2, overlapped": {"stage": 2, "overlap_with_ddp": True},
+    "stage 2, clipped": {"stage": 2, "overlap_with_ddp": True, "max_grad_norm": 0.1},
+    "stage 2": {"stage": 2},
+}
+
+
+class Outer(nn.Module):
+    """Holds a model and nothing else, as the modules of frameworks do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inside = module
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.inside(inputs)
+        return result
+
+
+def wrapped(model: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
+
+
+def trained_plainly(setup: Setup, max_grad_norm: float | None) -> nn.Module:
+    model = wrapped(build_model())
+    opt = AdamW(model.parameters(), **OPTIONS)
+    for inputs, targets in batches(setup.rank, 5):
+        loss_of(model, inputs, targets).backward()
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        opt.step()
+        opt.zero_grad()
+    inner: nn.Module = model.module
+    return inner
+
+
+@case(2)
+def _an_optimizer_that_was_built_first_equals_the_plain_one(setup: Setup) -> None:
+    for name, mode in MODES.items():
+        expected = trained_plainly(setup, mode.get("max_grad_norm"))
+        inner = build_model()
+        before = [param.detach().clone() for param in inner.parameters()]
+        opt = ZeroRedundancyOptimizer(inner.parameters(), AdamW, **mode, **OPTIONS)
+        needs = "stage" in mode or "overlap_with_ddp" in mode
+        assert opt.needs_hook is needs, name
+        model = Outer(wrapped(inner))
+        opt.attach(model)
+        assert not opt.needs_hook, name
+        for inputs, targets in batches(setup.rank, 5):
+            loss_of(model, inputs, targets).backward()
+            opt.step()
+            opt.zero_grad()
+        assert_equal_models(expected, inner, name)
+        assert not any(map(torch.equal, before, inner.parameters())), "nothing moved"
+        assert opt.last_step is not None
+        if "max_grad_norm" in mode:
+            assert opt.last_step.grad_norm is not None
+
+
+@case(2)
+def _shard_optimizer_looks_through_wrappers(setup: Setup) -> None:
+    expected = trained_plainly(setup, None)
+    for wrap in (Outer, lambda ddp: torch.compile(ddp, backend="eager"), lambda ddp: Outer(Outer(ddp))):
+        inner = build_model()
+        model: Any = wrap(wrapped(inner))
+        decayed = [param for param in inner.parameters() if param.ndim > 1]
+        others = [param for param in inner.parameters() if param.ndim <= 1]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": OPTIONS["weight_decay"]}]
+        opt = shard_optimizer(model, AdamW, stage=2, params=groups, **OPTIONS)
+        assert not opt.needs_hook
+        assert [len(group["params"]) for group in opt.param_groups] == [len(decayed), len(others)]
+        for inputs, targets in batches(setup.rank, 5):
+            loss_of(model, inputs, targets).backward()
+            opt.step()
+            opt.zero_grad()
+        assert_equal_models(expected, inner, "in a wrapper")
+
+
+@case(2)
+def _what_cannot_be_attached_is_refused(setup: Setup) -> None:
+    inner = build_model()
+    opt = ZeroRedundancyOptimizer(inner.parameters(), AdamW, stage=2, **OPTIONS)
+    with pytest.raises(TypeError, match=r"Expected a DistributedDataParallel model.* got Sequential"):
+        opt.attach(inner)
+    ddp = wrapped(inner)
+    ddp.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ValueError, match=r"Expected a DDP model without a communication hook, got one that has one"):
+        opt.attach(ddp)
+    assert opt.needs_hook
+    ddp = wrapped(inner)
+    loss = loss_of(ddp, *next(batches(setup.rank, 1)))
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"Expected a DDP communication hook .* Call opt.attach\(ddp\)"):
+        opt.step()
+    opt.zero_grad()
+    with pytest.raises(ValueError, match=r"none in common"):
+        opt.attach(wrapped(build_model()))
+    opt.attach(wrapped(inner))
+    with pytest.raises(ValueError, match=r"Expected an optimizer without a hook"):
+        opt.attach(wrapped(inner))
+
+
+@case(2)
+def _torchs_norms_of_stage_2_name_the_line_to_change(setup: Setup) -> None:
+    """A collective in their place could hang: a rank that has all gradients it is asked for would not take part."""
+    inner = build_model()
+    ddp = wrapped(inner)
+    opt = shard_optimizer(ddp, AdamW, stage=2, overlap=False, **OPTIONS)
+    loss_of(ddp, *next(batches(setup.rank, 1))).backward()
+    before = [param.detach().clone() for param in inner.parameters()]
+    calls: list[Callable[[], object]] = [
+        lambda: nn.utils.clip_grad_norm_(ddp.parameters(), 0.1),
+        lambda: nn.utils.get_total_norm([param.grad for param in ddp.parameters() if param.grad is not None]),
+    ]
+    for call in calls:
+        line = f"{__file__}:{call.__code__.co_firstlineno}: "
+        with pytest.raises(RuntimeError, match=rf"opt.clip_grad_norm_\(max_norm\) clips .*{re.escape(line)}lambda: nn"):
+            call()
+    expected = wrapped(build_model())
+    plain = AdamW(expected.parameters(), **OPTIONS)
+    loss_of(expected, *next(batches(setup.rank, 1))).backward()
+    assert torch.equal(opt.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(expected.parameters(), 0.1))
+    opt.step()
+    plain.step()
+    assert_equal_models(expected.module, inner, "clipped by the norm of all")
+    assert not any(map(torch.equal, before, inner.parameters())), "nothing moved"
+
+
+@case.each
+def test_attach(run: Callable[[], None]) -> None:
+    run()
