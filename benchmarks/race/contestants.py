@@ -313,6 +313,14 @@ MODES: dict[str, Mode] = {
     "ddp_zero stage 2, wrap": Mode(wrapped(), gradients=None),
     "ddp_zero stage 2, wrap, sync in forward": Mode(wrapped(sync="forward"), gradients=None),
     "ddp_zero stage 2, buckets of 8 MiB": Mode(ours(8, stage=2), gradients=None, is_extra=True),
+    "ddp_zero stage 2, elements": Mode(ours(stage=2, partition="elements"), used_up, is_extra=True),
+    "ddp_zero stage 2, elements, sync in forward": Mode(
+        ours(stage=2, partition="elements", sync="forward"), used_up, is_extra=True
+    ),
+    "ddp_zero stage 2, elements, wrap": Mode(wrapped(partition="elements"), gradients=None, is_extra=True),
+    "ddp_zero stage 2, elements, wrap, sync in forward": Mode(
+        wrapped(partition="elements", sync="forward"), gradients=None, is_extra=True
+    ),
     "FSDP2 over nodes, no reshard after forward": Mode(hybrid_fsdp, of_fsdp, is_extra=True),
     "ddp_zero stage 1 over nodes, overlapped": Mode(over_nodes(ours), is_extra=True),
     "ddp_zero stage 2 over nodes, interleaved": Mode(over_nodes(ours, stage=2), used_up, is_extra=True),
