@@ -34,6 +34,7 @@ FLOORS = {
     "backward": 6,
     "stage2": 7,
     "state": 7,
+    "about": 7,
     "front": 8,
     "checkpoint": 9,
     "integrations": 10,
