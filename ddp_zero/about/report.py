@@ -9,7 +9,7 @@ from importlib import metadata
 
 import torch
 
-from ddp_zero.about.probes import Finding, backends, devices, find
+from ddp_zero.about.probes import PROBES, Finding, Probe, backends, devices, find
 
 FRAMEWORKS = ("transformers", "accelerate", "lightning")
 
@@ -111,11 +111,12 @@ def _is_of(version: str, release: str) -> bool:
     return version == release or version.startswith((f"{release}.", f"{release}+", f"{release} "))
 
 
-def report(version: str) -> Report:
+def report(version: str, probes: Sequence[Probe] = PROBES) -> Report:
     """Look at this machine. Initializes no process group and imports no framework.
 
     Args:
         version: of this library.
+        probes: what to try.
     """
     versions = {
         "ddp_zero": version,
@@ -129,7 +130,7 @@ def report(version: str) -> Report:
         versions=versions,
         backends=available,
         devices=present,
-        findings=find(),
+        findings=find(probes),
         combinations=[
             Combination(backend, device, available[backend] and device in present, was_run)
             for backend, device, was_run in COMBINATIONS

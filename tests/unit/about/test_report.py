@@ -151,6 +151,22 @@ def test_every_probe_is_broken_above() -> None:
     assert set(BREAKS) == {probe.name for probe in PROBES}
 
 
+def test_an_accelerator_is_counted_and_makes_its_combinations_ones_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name in ("gloo", "nccl"))
+    found = report.report("1", ())
+    assert found.devices == {"cpu": 1, "cuda": 2}
+    assert [(one.backend, one.device, one.was_run) for one in found.combinations if one.is_here] == [
+        ("gloo", "cpu", True),
+        ("gloo", "cuda", False),
+        ("nccl", "cuda", False),
+    ]
+
+
 def test_versions_are_those_of_the_tests_or_named() -> None:
     same: dict[str, str | None] = {"torch": "2.13.0+cpu", "Python": "3.11.4", "system": "Linux 6.1 x86_64"}
     assert report.differences(same) == []
