@@ -1,5 +1,6 @@
 """ZeRO stages 1 and 2 for plain PyTorch DistributedDataParallel: state and gradients sharded, the numbers unchanged."""
 
+import ddp_zero.about.needs  # noqa: F401  # first: it says what is missing
 from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.elements.elementwise import elementwise
 from ddp_zero.local.compacting import compact

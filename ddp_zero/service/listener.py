@@ -42,9 +42,7 @@ def listen(answers: Answers, store_host: str | None, time_out: float) -> Address
     """
     secret = secrets.token_bytes(SECRET_BYTES)
     try:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+        listener = open_port()
     except OSError as error:
         return Address((), 0, "", f"it cannot listen: {error}")
     port = listener.getsockname()[1]
@@ -55,6 +53,17 @@ def listen(answers: Answers, store_host: str | None, time_out: float) -> Address
     thread.start()
     weakref.finalize(answers, _close, listener, os.getpid())
     return Address(own_hosts(store_host), port, secret.hex())
+
+
+def open_port() -> socket.socket:
+    """A socket that listens at a free port of all interfaces.
+
+    Raises:
+        OSError: if this machine refuses.
+    """
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
 
 
 def _accept(listener: socket.socket, secret: bytes, reference: "weakref.ref[Answers]", time_out: float) -> None:

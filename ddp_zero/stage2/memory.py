@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ddp_zero.backward.reducer import BucketViews, NewBucket, windows_in_bucket
 from ddp_zero.comm.tracing import logger
-from ddp_zero.heap import FreedMemory
 from ddp_zero.plan.buckets import bucket_mb
 from ddp_zero.stage2.bucket import ScratchLayout, Workshop
+from ddp_zero.sync.heap import FreedMemory
 
 _MIB = 1 << 20
 _BUFFERS = 3  # one being filled, one being reduced, one to receive into

@@ -14,13 +14,13 @@ from torch import Tensor
 from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.tracing import logger
 from ddp_zero.elements.memory import check_can_be_cut
-from ddp_zero.heap import return_freed_memory
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.ownership import Pieces, home, is_cut, piece_of
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.plan.partitions import Layout, Partition, WholeParameters
 from ddp_zero.plan.shapes import is_dense
 from ddp_zero.plan.shard_plan import Bucket, ParameterSpec, ShardPlan
+from ddp_zero.sync.heap import return_freed_memory
 from ddp_zero.sync.parameter_sync import ParameterSync
 from ddp_zero.sync.storage import PackedStorage, ViewStorage, release
 

@@ -34,11 +34,12 @@ FLOORS = {
     "backward": 6,
     "stage2": 7,
     "state": 7,
+    "about": 7,
     "front": 8,
     "checkpoint": 9,
     "integrations": 10,
 }
-"""The packages; `options`, `loss_scale` and `heap`, the ground; and every other file at the root, the front.
+"""The packages; `options` and `loss_scale`, the ground; and every other file at the root, the front.
 
 Imports between them go down.
 """
@@ -50,7 +51,7 @@ FRAMEWORKS = {
 }
 """What a file may import besides torch."""
 
-GROUND = {"options", "loss_scale", "heap"}
+GROUND = {"options", "loss_scale"}
 
 WITHOUT_TORCH = {"backward.machine", "backward.regime", "checkpoint.fit"}
 """Files above floor 0 that are pure as well."""

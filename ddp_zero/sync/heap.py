@@ -1,6 +1,7 @@
 """The C library's heap: memory that was freed but still counts as this process's."""
 
 import ctypes
+from collections.abc import Callable
 from contextlib import suppress
 
 _WORTH_BYTES = 32 << 20
@@ -28,6 +29,13 @@ def return_freed_memory(nbytes: int) -> None:
     Args:
         nbytes: how much was just freed. Less than 32 MiB is not worth the search, which takes up to 0.1 s.
     """
-    if nbytes >= _WORTH_BYTES:
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+    if nbytes >= _WORTH_BYTES and (trim := find_trim()):
+        trim(0)
+
+
+def find_trim() -> Callable[[int], object] | None:
+    """The function of glibc that gives freed memory back, or None if the C library has none."""
+    with suppress(OSError, AttributeError, TypeError):  # TypeError: on Windows no library is the process itself
+        trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+        return trim
+    return None
