@@ -35,8 +35,8 @@ def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
             inner.add_param_group(localise_group(exposed[-1], stepped))
             check_epsilon(inner, inner.param_groups, table, sharded.stepped)
     except Exception:
+        sharded.stepped.own(sharded.binding.owned(), sharded.binding.owned_parts())  # while it knows the added ones
         sharded.stepped.extend(sharded.table)
-        sharded.stepped.own(sharded.binding.owned(), sharded.binding.owned_parts())
         del exposed[groups_before[0] :], inner.param_groups[groups_before[1] :]
         raise
     with sharded.change():

@@ -19,7 +19,7 @@ from ddp_zero.plan.ownership import Pieces, home, is_cut, piece_of
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.plan.partitions import Layout, Partition, WholeParameters
 from ddp_zero.plan.shapes import is_dense
-from ddp_zero.plan.shard_plan import Bucket, ParameterSpec, ShardPlan
+from ddp_zero.plan.shard_plan import Bucket, ParameterSpec, ShardPlan, segments_of
 from ddp_zero.sync.heap import return_freed_memory
 from ddp_zero.sync.parameter_sync import ParameterSync
 from ddp_zero.sync.storage import PackedStorage, ViewStorage, release
@@ -126,7 +126,13 @@ class Binding:
         self._bind(self._table.specs(self._active))
 
     def bucket_over(self, index: int, params: Sequence[int]) -> Bucket:
-        """A bucket of DDP's that the plan does not have; see `Partition.bucket_over`."""
+        """A bucket of DDP's that the plan does not have, such as one with a parameter that was frozen since.
+
+        If DDP's buckets are those that the plan follows, owners stay: they hold what earlier passes have added up.
+        """
+        if any(set(params) <= set(bucket) for bucket in self.layout or ()):
+            kind = self.plan.specs[params[0]].kind
+            return Bucket(index, kind, segments_of(sorted(params), self.plan.specs, self.pieces, self._comm.world_size))
         return self._partition.bucket_over(index, params, self.plan.specs, self.pieces, self._comm.world_size)
 
     def settle(self) -> None:
