@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.comm import communicator
+from ddp_zero.comm import exchange
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import SegmentReduction, room_numel, sum_dtype
 from tests.multiproc.harness import Setup, run_ranks
@@ -42,7 +42,7 @@ def _random_reductions(setup: Setup) -> int:
         out = own if sum_dtype(dtype) == dtype else torch.empty(own.numel(), dtype=sum_dtype(dtype))
         needed = room_numel(comm, parts, numel)
         assert needed <= max(numel, setup.world_size - 1), "never more than the bucket"
-        with mock.patch.object(communicator, "_CHUNK_BYTES", chunk):
+        with mock.patch.object(exchange, "_CHUNK_BYTES", chunk):
             room = torch.empty(needed, dtype=dtype)
             reduction = SegmentReduction(comm, whole, parts, out, room, (7, trial), limit=numel)
             result = reduction.wait()

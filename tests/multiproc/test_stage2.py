@@ -1130,7 +1130,7 @@ def _a_first_bucket_in_pieces(setup: Setup) -> None:
     every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
     for overlap, options in product(BOTH, every_options):
         pieces = mock.Mock(side_effect=ReducedRuns)
-        with mock.patch.multiple(partitioned, _PIECE_BYTES=256, _BUCKET_PIECES=1, ReducedRuns=pieces):
+        with mock.patch.multiple(partitioned, _RUN_BYTES=256, _BUCKET_RUNS=1, ReducedRuns=pieces):
             twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
             twins.train(setup, 5)
             twins.assert_moved()
@@ -1140,7 +1140,7 @@ def _a_first_bucket_in_pieces(setup: Setup) -> None:
 @case(2)
 def _a_first_bucket_in_pieces_on_a_rank_that_has_joined(setup: Setup) -> None:
     pieces = mock.Mock(side_effect=ReducedRuns)
-    with mock.patch.multiple(partitioned, _PIECE_BYTES=256, _BUCKET_PIECES=1, ReducedRuns=pieces):
+    with mock.patch.multiple(partitioned, _RUN_BYTES=256, _BUCKET_RUNS=1, ReducedRuns=pieces):
         test_overlap._uneven_inputs(setup)
     pieces.assert_called()
 
