@@ -383,7 +383,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._engine.sharded.master_weights()
 
     def refresh_master_weights(self) -> None:
-        """Copy the model's parameters to the masters, after writing to the model. Never communicates.
+        """Copy the model's parameters to the masters, after writing to the model, on every rank. Never communicates.
 
         Raises:
             RuntimeError: without ``master_weights=True``; between a backward pass that has stepped and ``opt.step()``.

@@ -204,7 +204,6 @@ class GroupedReduction:
         self._has_ended.wait()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
-        has_ended(self)
         return self._out
 
     def fail(self, error: RuntimeError) -> None:
@@ -225,6 +224,7 @@ class GroupedReduction:
                 self._add_up_replicas(total)
         except RuntimeError as error:
             raise RuntimeError(f"{error} (A replica waits for its shard group, which may have lost a rank.)") from error
+        has_ended(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
         self._has_ended.set()
 
     def _add_up_replicas(self, total: Tensor) -> None:

@@ -206,7 +206,7 @@ def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
 
 
 def has_ended(job: Background) -> None:
-    """Stop keeping a job that was waited for."""
+    """Stop keeping a job that has nothing in flight any more."""
     _unfinished.discard(job)
 
 

@@ -114,11 +114,11 @@ class ShardPlan:
         """The owner of each parameter's first element, and so of all of it unless it is cut."""
         return tuple(map(home, self.pieces))
 
-    def digest(self) -> int:
-        """A 63-bit hash that differs if two plans differ in anything that is sent."""
+    def digest(self, *more: object) -> int:
+        """A 63-bit hash that differs if two plans differ in anything that is sent, or in ``more``."""
         layout = [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in self.buckets]
         pieces = [[(piece.owner, piece.stop) for piece in pieces] for pieces in self.pieces]
-        text = repr((self.world_size, pieces, [(spec.numel, spec.kind) for spec in self.specs], layout))
+        text = repr((self.world_size, pieces, [(spec.numel, spec.kind) for spec in self.specs], layout, more))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def _check_bucket(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:

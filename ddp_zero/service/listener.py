@@ -5,10 +5,12 @@ port is closed and the thread ends. A thread that answers keeps its process, and
 up: a program may end while another rank still reads its state. It waits at most for the time-out.
 """
 
+import errno
 import os
 import secrets
 import socket
 import threading
+import time
 import weakref
 from contextlib import suppress
 from typing import Protocol
@@ -19,6 +21,9 @@ from ddp_zero.service.handshake import SECRET_BYTES, WrongPeer, admit
 
 _BACKLOG = 1024
 _HANDSHAKE_SECONDS = 10.0
+_PAUSE_SECONDS = 0.5
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EINTR)
+"""Errors of `accept` after which the port still works: too few descriptors or memory, a caller that has hung up."""
 NAME = "ddp_zero state"
 
 
@@ -70,8 +75,12 @@ def _accept(listener: socket.socket, secret: bytes, reference: "weakref.ref[Answ
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:  # closed
-            return
+        except OSError as error:
+            if error.errno not in _PASSING or reference() is None:  # closed
+                return
+            logger.warning("a call for optimizer state could not be accepted yet: %s", error)
+            time.sleep(_PAUSE_SECONDS)
+            continue
         try:
             threading.Thread(
                 target=_answer, args=(connection, secret, reference, time_out), name=NAME, daemon=False

@@ -109,6 +109,7 @@ class ShardDict:
     def owned_state(self) -> dict[int, dict[Any, Any]]:
         """The states of what this rank owns, by parameter index, with masters, in the unsharded order. Not copied."""
         sharded = self._sharded
+        sharded.check_memory_order()
         sharded.stepped.follow_model()
         sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of)
         by_index = with_masters(sharded.inner.state, sharded.stepped)

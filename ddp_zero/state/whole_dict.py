@@ -78,6 +78,7 @@ class WholeDict:
     def gather(self, to: int) -> None:
         """See `ZeroRedundancyOptimizer.consolidate_state_dict`."""
         sharded = self._sharded
+        sharded.check_memory_order()
         sharded.local_step.mirror_to_inner()
         sharded.stepped.follow_model()
         gathered = gather_state(
@@ -192,6 +193,7 @@ class WholeDict:
         sharded = self._sharded
         if sharded.snapshot is not None:
             return sharded.snapshot
+        sharded.check_memory_order()
         if sharded.comm.world_size > 1:
             known = self._state_at_birth() if sharded.order.is_at_birth else None
             return self._state_on_demand() if known is None else known

@@ -47,7 +47,8 @@ class Binding:
         pieces: who owns which elements of every parameter, by index.
         plan: the current plan.
         not_reduced: the active parameters in none of the DDP buckets that the plan follows.
-        digest: a number that differs if owners, buckets or the parameters in them differ.
+        digest: a number that differs if owners, buckets or the parameters in them differ, or the order in memory of
+            parameters that may be cut.
         sync: sends and receives its buckets.
     """
 
@@ -224,7 +225,7 @@ class Binding:
         params = self._table.params
         ranks = self._comm.world_size
         self.plan = self._partition.plan(specs, self.pieces, ranks, self.layout, BUCKET_CAP_BYTES)
-        self.digest = self.plan.digest()
+        self.digest = self.plan.digest([param.stride() for param in params] if self.cuts else [])
         self.sync = self._new_sync()
         reduced = {param for bucket in self.layout or () for param in bucket}
         followed = self.layout is not None

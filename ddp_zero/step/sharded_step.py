@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.tracing import label
+from ddp_zero.elements.memory import check_can_be_cut
+from ddp_zero.local.awaited import untouched
 from ddp_zero.local.local_step import LocalStep, ParamGroup
 from ddp_zero.local.masters import GradientSource, SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
-from ddp_zero.plan.ownership import Pieces
+from ddp_zero.plan.ownership import Pieces, is_cut
 from ddp_zero.service.changes import StateChanges
 from ddp_zero.step.binding import Binding
 from ddp_zero.step.coupling import CouplingWatch
@@ -72,6 +74,7 @@ class ShardedStep:
         self.order = StateOrder()
         self.norm_order: Sequence[int] = range(len(table))
         self.snapshot: State | None = None
+        self._strides = _strides_of(table)
         self._model: weakref.ref[nn.Module] | None = None
 
     def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "ShardedStep":
@@ -91,6 +94,7 @@ class ShardedStep:
         clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
         clone.order = copy.deepcopy(self.order, memo)
         clone.norm_order = self.norm_order
+        clone._strides = self._strides
         clone.extend(table, clone.binding)
         return clone
 
@@ -245,8 +249,30 @@ class ShardedStep:
 
     def refresh(self, may_talk: bool = True, held: Collection[int] = ()) -> None:
         """Plan again if a parameter was moved, frozen or unfrozen since the last step; see `Binding.refresh`."""
+        self.check_memory_order()
         if self.binding.refresh(may_talk, held):
             self._bind()
+
+    def check_memory_order(self) -> None:
+        """Check that the elements of parameters that are cut lie in the order in which their states do.
+
+        Raises:
+            RuntimeError: naming the first that do not, as after ``model.to(memory_format=...)``; on every rank, since
+                all run the same loop. ValueError if they have gaps.
+        """
+        strides = _strides_of(self.table) if self.binding.cuts else self._strides
+        for index, (now, before) in enumerate(zip(strides, self._strides, strict=True)):
+            if now == before:
+                continue
+            check_can_be_cut(self.table.params[index], self.table.label(index))
+            if is_cut(self.binding.pieces[index]) and not self.order.is_at_birth:
+                raise RuntimeError(
+                    f"Expected the elements of {self.table.label(index)} in the order in memory that its state has, by "
+                    f"strides {list(before)}, got strides {list(now)} ({self.comm.name(self.comm.group_rank)}): with "
+                    "partition='elements' ranks share it in that order. Change memory formats before the first step; "
+                    "later, keep opt.state_dict() of before the change, and load it after."
+                )
+        self._strides = strides
 
     def adopt(self, layout: Sequence[Sequence[int]], pieces: list[Pieces], moves_later: bool) -> None:
         """Take over a layout of buckets, and move state to its new owners. A collective.
@@ -288,6 +314,7 @@ class ShardedStep:
     def loaded(self, indices: Sequence[int]) -> None:
         """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
         self.snapshot = None
+        self._strides = _strides_of(self.table)
         self.local_step.mirror_to_exposed()
         self._bind()
         self.order.loaded([self.stepped[index] for index in indices], self.inner.state)
@@ -296,6 +323,7 @@ class ShardedStep:
     def extend(self, table: ParameterTable, binding: Binding) -> None:
         """Take over parameters that were added; existing ones keep their index and their owner."""
         self.snapshot = None
+        self._strides = [*self._strides, *_strides_of(table)[len(self._strides) :]]
         self.table = table
         self.binding = binding
         self.order.note_new(self.inner.state, self.stepped.index_of)
@@ -329,6 +357,11 @@ class ShardedStep:
                 for bucket, params in self.binding.owned_of_bucket().items()
             }
         )
+
+
+def _strides_of(table: ParameterTable) -> list[tuple[int, ...]]:
+    with untouched():
+        return [param.stride() for param in table.params]
 
 
 def _groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:

@@ -1,7 +1,9 @@
 """``partition="elements"``: cut parameters, the plain optimizer's numbers, state dicts and checkpoints, 1/N each."""
 
 import copy
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from tests.multiproc.cases import (
     build_overlapped_twins,
     build_twins,
     optimizer_case,
+    sum_in_rank_order,
 )
 from tests.multiproc.harness import Cases, Setup, run_ranks
 
@@ -442,6 +445,125 @@ def test_eight_ranks_share_one_large_parameter_within_two_percent() -> None:
     for state, sent, nbytes in found:
         assert abs(state * 8 / (2 * nbytes) - 1) < 0.02, found  # two moments an element
         assert abs(sent * 8 / (2 * 7 * nbytes) - 1) < 0.02, found  # gradients and parameters, to 7 peers
+
+
+class Branched(nn.Module):
+    """As `large_model`, with a branch that a forward pass may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.branch = nn.Linear(8, 64, bias=False), nn.Linear(64, 64)
+        self.middle, self.last = nn.Linear(64, 32), nn.Linear(32, 3)
+        self.takes_branch = True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        hidden = hidden + self.branch(hidden) if self.takes_branch else hidden
+        return self.last(torch.tanh(self.middle(hidden)))  # type: ignore[no-any-return]
+
+
+@case(2, 3)
+def _a_branch_that_is_frozen_between_two_passes(setup: Setup) -> None:
+    """Its bucket then fits no longer, while owners hold what the first pass has added up."""
+    models = [Branched(), Branched()]
+    before = copy.deepcopy(models[0])
+    plain_model, ddp = (
+        DistributedDataParallel(one, gradient_as_bucket_view=True, find_unused_parameters=True) for one in models
+    )
+    plain_model.register_comm_hook(None, sum_in_rank_order)
+    plain = AdamW(plain_model.parameters(), lr=1e-2)
+    opt = shard_optimizer(ddp, AdamW, lr=1e-2, stage=2, **CUT)
+    for step in range(5):
+        sums: list[Tensor | None] = [None for _ in plain_model.parameters()]
+        for attempt, (inputs, targets) in enumerate(batches(setup.rank, 2, seed=step)):
+            for one in models:
+                one.takes_branch = step < 2
+                one.branch.requires_grad_(step < 3 or (step == 3 and attempt == 0))
+            nn.functional.mse_loss(plain_model(inputs), targets).backward()
+            for place, param in enumerate(plain_model.parameters()):  # averaged pass by pass, as in stage 2
+                held, param.grad = sums[place], None if param.grad is None else param.grad.clone()
+                sums[place] = param.grad if held is None else held if param.grad is None else held + param.grad
+                param.grad = None if attempt == 0 else sums[place]
+            with opt.accumulate() if attempt == 0 else nullcontext():
+                nn.functional.mse_loss(ddp(inputs), targets).backward()
+        for optimizer in (plain, opt):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_models(plain_model, ddp, f"step {step}")
+    assert cut_parameters(opt)
+    assert all(not torch.equal(*pair) for pair in zip(before.parameters(), ddp.module.parameters(), strict=True))
+
+
+@case(2)
+def _a_memory_order_that_changes(setup: Setup) -> None:
+    """Before the first step parts follow it; later they cannot, and nothing is stepped, given or saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 19, 3), nn.Tanh(), nn.Conv2d(19, 11, 3), nn.Flatten(), nn.Linear(176, 3))
+    images = torch.randn(6, 4, 3, 8, 8, generator=torch.Generator().manual_seed(setup.rank))
+    for stage in (1, 2):
+        for changes_at in (0, 3):
+            models = [copy.deepcopy(model), copy.deepcopy(model)]
+            plain_model, ddp = (DistributedDataParallel(one, gradient_as_bucket_view=True) for one in models)
+            plain = AdamW(plain_model.parameters(), lr=1e-2)
+            opt = shard_optimizer(ddp, AdamW, lr=1e-2, stage=stage, overlap=False, **CUT)
+            for step, inputs in enumerate(images):
+                if step == changes_at:
+                    state = opt.state_dict()
+                    for one in models:
+                        one.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                    if step:
+                        _assert_order_is_refused(setup, ddp, opt)
+                        opt.load_state_dict(state)
+                for wrapped, optimizer in ((plain_model, plain), (ddp, opt)):
+                    with warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", "Grad strides do not match")
+                        wrapped(inputs).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_equal_models(plain_model, ddp, f"stage {stage}, changed at {changes_at}, step {step}")
+            assert 2 in cut_parameters(opt)
+            assert all(not torch.equal(*pair) for pair in zip(model.parameters(), ddp.parameters(), strict=True))
+            if setup.rank == 1:
+                assert_identical(plain.state_dict()["state"], opt.state_dict()["state"], f"stage {stage}, {changes_at}")
+            dist.barrier()  # rank 0 must not drop the optimizer before it has answered
+
+
+def _assert_order_is_refused(setup: Setup, ddp: DistributedDataParallel, opt: ZeroRedundancyOptimizer) -> None:
+    before = [param.detach().clone() for param in ddp.parameters()]
+    calls: list[Callable[[], Any]] = [opt.step, opt.state_dict, opt.consolidate_state_dict]
+    calls.append(lambda: checkpoint.save(setup.folder / "checkpoint", ddp, opt).wait())
+    for call in calls:
+        with pytest.raises(
+            RuntimeError, match=r"parameter 2 .*by strides \[171, 9, 3, 1\], got .*rank \d.*state_dict\(\)"
+        ):
+            call()
+    assert all(torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True))
+
+
+@case(2)
+def _a_group_that_is_refused(setup: Setup) -> None:
+    """With masters too, the optimizer is then as it was."""
+    for options in ({}, CUT):
+        model = large_model(dtype=torch.bfloat16)
+        twin = copy.deepcopy(model)
+        opts = [
+            ZeroRedundancyOptimizer(one.parameters(), AdamW, lr=1e-2, master_weights=True, **options)
+            for one in (model, twin)
+        ]
+        for step in range(3):
+            more = nn.Linear(40, 50, dtype=torch.bfloat16).weight
+            wrong = [more, more.sum()] if setup.rank == 1 else [more]
+            with pytest.raises((ValueError, RuntimeError), match="non-leaf Tensor"):
+                opts[0].add_param_group({"params": wrong})
+            assert len(opts[0].param_groups) == len(opts[0].optim.param_groups) == 1
+            for one, optimizer in zip((model, twin), opts, strict=True):
+                for param in one.parameters():
+                    param.grad = torch.full_like(param, 0.1 * (step + 1))
+                optimizer.step()
+            assert_equal_models(twin, model, f"step {step}, {options}")
+        start = large_model(dtype=torch.bfloat16)
+        assert all(not torch.equal(*pair) for pair in zip(start.parameters(), model.parameters(), strict=True))
 
 
 # Refusals

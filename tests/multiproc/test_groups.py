@@ -24,7 +24,9 @@ from torch.optim import SGD, AdamW
 import ddp_zero
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.comm import ranks as ranks_module
+from ddp_zero.comm import ring
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.reduction import start_reduction
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.loss_scale import DynamicLossScale
 from tests.multiproc.cases import SumByGroup, assert_equal_models, assert_identical, batches, build_model, loss_of
@@ -222,6 +224,22 @@ def _an_interrupted_backward_pass(setup: Setup) -> None:
         train_step((expected, plain), batch)
         train_step((ddp, opt), batch)
         assert_equal_models(reference, model, f"after step {step}")
+
+
+@case(4)
+def _a_sum_that_nobody_waits_for_is_not_kept(setup: Setup) -> None:
+    """As after a backward pass that was interrupted: once nothing is in flight, its memory is free."""
+    ranks = ranks_module.arrange(None, by_node(range(4)))
+    whole = torch.full((6,), float(setup.rank))
+    parts = list(whole.split(3))
+    out = parts[ranks.shard.group_rank]
+    start_reduction(ranks, whole, parts, out, torch.empty(6), (7, 0), 6)
+    deadline = time.monotonic() + 20
+    while ring._unfinished and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not ring._unfinished
+    assert out.tolist() == [6.0, 6.0, 6.0]
+    dist.barrier()
 
 
 @case(4)

@@ -1,5 +1,6 @@
 """Connections between ranks: what travels, who may call, and what happens when a peer stops talking."""
 
+import errno
 import gc
 import os
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_zero.service import listener as listener_module
 from ddp_zero.service.address import BLOCK_BYTES, Address, own_hosts
 from ddp_zero.service.caller import call
 from ddp_zero.service.changes import StateChanges
@@ -228,6 +230,23 @@ def test_a_listener_answers_several_callers_and_ends_with_its_owner() -> None:
     assert wait_until(lambda: threading.active_count() == before)
     with pytest.raises(OSError, match="refused"):
         call(address, 5.0)
+
+
+def test_a_listener_outlives_a_shortage_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failures = socket.socket.accept, [errno.EMFILE, errno.ECONNABORTED]
+
+    def fails_at_first(listener: socket.socket) -> Any:
+        if failures:
+            raise OSError(failures.pop(), "not now")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fails_at_first)
+    monkeypatch.setattr(listener_module, "_PAUSE_SECONDS", 0.01)
+    echo = Echo()
+    with call(listen(echo, None, 5.0), 5.0) as connection:
+        send_frame(connection, {"is": "there"})
+        assert receive_frame(connection) == {"is": "there"}
+    assert not failures
 
 
 def test_a_caller_keeps_who_answers_until_it_hangs_up() -> None:
