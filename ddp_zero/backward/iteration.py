@@ -92,6 +92,7 @@ class Iteration:
             if self._joins():
                 share_options(self._sharded, has_joined=not in_backward())
             self._sharded.begin()
+            self._sharded.changes.begin()
             self.has_begun = True
 
 

@@ -28,7 +28,7 @@ from ddp_zero.step.state_order import State, StateOrder, migrate_state
 class ShardedStep:
     """What a rank steps and syncs, and in which order.
 
-    `begin`, `step_bucket` for every bucket in plan order, `end`, `raise_errors`; or `begin` and `run`.
+    `begin`, `StateChanges.begin`, `step_bucket` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`.
 
     Args:
         ranks: the ranks.
@@ -103,6 +103,7 @@ class ShardedStep:
     def run(self, source: GradientSource, **kwargs: Any) -> Any:
         """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
         result = None
+        self.changes.begin()
         for bucket in self.binding.plan.buckets:
             result = self.step_bucket(bucket.index, source, **kwargs)
         self.end(**kwargs)
@@ -131,7 +132,6 @@ class ShardedStep:
         in this step and sends what it has; `raise_errors` follows `end`.
         """
         self.order.is_at_birth = False
-        self.changes.begin()
 
         def step() -> Any:
             with label("local_step", bucket=index), self.stepped.lent(self._stepped_with(index), source):
@@ -139,9 +139,7 @@ class ShardedStep:
 
         try:
             result = self._try_locally(step)
-            bucket = self.binding.plan.buckets[index]
-            self.changes.note_work(self._devices(bucket.segments[self.comm.group_rank].params))
-            self.binding.sync.start(bucket)
+            self.binding.sync.start(self.binding.plan.buckets[index])
         except BaseException:
             self.abandon()
             raise
@@ -154,7 +152,7 @@ class ShardedStep:
             RuntimeError: if a peer has gone or the group's time-out passed.
         """
         sync = self.binding.sync
-        self.changes.begin()  # a plan may have no bucket
+        self.changes.note_work(self._devices(range(len(self.table))))  # of all buckets, on the stream that stepped them
         try:
             self._try_locally(lambda: self.local_step.step_empty(**kwargs))
             has_failed = sync.errors.has_own
