@@ -221,9 +221,11 @@ class Decision:
         return {index: norm_of(factors.apply(index, _known(whole(index, source))), norm_type) for index in owned}
 
     def _is_left_to_another(self, index: int, source: GradientSource) -> bool:
-        pieces, grad = self._sharded.binding.pieces[index], source.gradient(index)
-        has_all = grad is not None and grad.shape == self._sharded.table.params[index].shape
-        return has_all and is_cut(pieces) and home(pieces) != self._sharded.comm.group_rank
+        pieces = self._sharded.binding.pieces[index]
+        if not is_cut(pieces) or home(pieces) == self._sharded.comm.group_rank:
+            return False
+        grad = source.gradient(index)
+        return grad is not None and grad.shape == self._sharded.table.params[index].shape
 
     def _sum_over_ranks(self, flag: Tensor | float) -> float:
         mine = flag if isinstance(flag, Tensor) else torch.tensor(flag, device=self._sharded.table.accelerator())

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -152,7 +152,7 @@ class ShardedStep:
             RuntimeError: if a peer has gone or the group's time-out passed.
         """
         sync = self.binding.sync
-        self.changes.note_work(self._devices(range(len(self.table))))  # of all buckets, on the stream that stepped them
+        self.changes.note_work(self._devices_of_plan())  # of all buckets, on the stream that stepped them
         try:
             self._try_locally(lambda: self.local_step.step_empty(**kwargs))
             has_failed = sync.errors.has_own
@@ -258,7 +258,9 @@ class ShardedStep:
             RuntimeError: naming the first that do not, as after ``model.to(memory_format=...)``; on every rank, since
                 all run the same loop. ValueError if they have gaps.
         """
-        strides = _strides_of(self.table) if self.binding.cuts else self._strides
+        if not self.binding.cuts:
+            return
+        strides = _strides_of(self.table)
         for index, (now, before) in enumerate(zip(strides, self._strides, strict=True)):
             if now == before:
                 continue
@@ -335,10 +337,11 @@ class ShardedStep:
 
     def change(self) -> AbstractContextManager[None]:
         """A change of the state outside a step; see `StateChanges`."""
-        return self.changes.one(self._devices(range(len(self.table))))
+        return self.changes.one(self._devices_of_plan())
 
-    def _devices(self, indices: Iterable[int]) -> set[torch.device]:
-        return {self.table.params[index].device for index in indices}
+    def _devices_of_plan(self) -> set[torch.device]:
+        """The devices of buckets, which are fewer than parameters; a moved parameter has made a new plan."""
+        return {torch.device(bucket.kind.partition("/")[0]) for bucket in self.binding.plan.buckets if bucket.kind}
 
     def _order_norms(self) -> None:
         model, index_of = None if self._model is None else self._model(), self.table.index_of
