@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddp_zero.sync.heap import return_pages
+
 
 @dataclass
 class PoolStatistics:
@@ -77,6 +79,11 @@ class BufferPool:
         self.statistics.held_bytes -= sum(buffer.numel() for buffer in unused)
         self._drop_free(self._keep_bytes)
         self._used.clear()
+
+    def rest(self) -> None:
+        """Give back the pages of free buffers, which nobody writes to before they are lent or pointed at again."""
+        for buffer in self._free:
+            return_pages(buffer)
 
     def _size_for(self, nbytes: int) -> int:
         size = max(nbytes, self._largest_bytes)

@@ -221,8 +221,13 @@ class BucketMemory:
         self._views.clear()
         self._freed.clear()
 
-    def end_iteration(self, buckets: int) -> None:
-        """Give back what the iteration's buckets, from the first on, still hold."""
+    def end_iteration(self, buckets: int, is_in_flight: bool) -> None:
+        """Give back what the iteration's buckets, from the first on, still hold; idle scratches need no pages then.
+
+        Args:
+            buckets: how many have arrived.
+            is_in_flight: whether peers may still read what was lent, since the iteration was given up.
+        """
         for index in range(buckets):
             scratch = self._lent.pop(index, None)
             if scratch is not None:
@@ -233,8 +238,10 @@ class BucketMemory:
         for storage, _ in self._freed:
             storage.resize_(0)
         self._buffers.clear()
-        self._workshop.scratches.trim()
-        self._workshop.rooms.trim()
+        for pool in (self._workshop.scratches, self._workshop.rooms):
+            pool.trim()
+            if not is_in_flight:
+                pool.rest()
 
     def reset(self) -> None:
         """Start with new scratches: peers may still write into those that were in flight."""

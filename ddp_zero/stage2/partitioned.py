@@ -305,9 +305,10 @@ class PartitionedGradients:
 
     def _end_iteration(self) -> None:
         self._saw_local_pass = False
+        is_in_flight = not all(arrival.is_summed for arrival in self._arrivals)
         for arrival in self._arrivals:
             arrival.release()
-        self._memory.end_iteration(len(self._arrivals))
+        self._memory.end_iteration(len(self._arrivals), is_in_flight)
         self._arrivals.clear()
         self._visible.forget_taken()
 
