@@ -56,6 +56,9 @@ def check(folder: Path, link: Link) -> str:
         if found["link"] is None:
             left_out.append(f"{path.name}: the link is not shaped, so computing and communicating share the cores")
             continue
+        if found.get("nodes", 1) > 1:
+            left_out.append(f"{path.name}: ranks of a node share its link, which the model does not have")
+            continue
         comparisons += compare(found, path.stem, link)
         unknown = [name for name in found["modes"] if name not in MODES]
         left_out += [f"{path.name}: no prediction for {', '.join(unknown)}"] if unknown else []

@@ -11,6 +11,7 @@ from benchmarks.scale.schedule import (
     Job,
     Phases,
     Step,
+    cut_step,
     ddp_step,
     fsdp_step,
     overlapped_step,
@@ -18,6 +19,7 @@ from benchmarks.scale.schedule import (
     torch_zero_step,
 )
 from benchmarks.scale.wire import Cut
+from ddp_zero.plan.elements import cut_evenly
 from ddp_zero.plan.partition import partition_greedy
 from ddp_zero.plan.shard_plan import ParameterSpec, ShardPlan, owners_by_bucket, plan_for_ddp, plan_standalone
 from ddp_zero.step.binding import BUCKET_CAP_BYTES
@@ -26,6 +28,7 @@ MODELS = ("26m", "87m")  # of `models.MODELS`
 MANY = "many"
 MANY_SMALL = [4 * 32, 4 * 32 * 32] * 1000  # linear layers of width 32, each with its bias
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's default, as is 25 MiB for the others
+ITEM_BYTES = 4  # of an element in fp32
 STATE_FACTOR = 2  # AdamW keeps two moments of each element
 
 
@@ -111,6 +114,7 @@ class Shards:
     """What ranks own of a model, at one number of ranks; bytes of parameters of the rank that owns most."""
 
     overlapped: int
+    cut: int
     standalone: int
 
 
@@ -121,8 +125,19 @@ def plan_job(shape: Shape, ranks: int, phases: Phases) -> tuple[Job, Shards]:
     owners = owners_by_bucket(shape.sizes, whole, ranks, shape.layout, split=True)
     overlapped = plan_for_ddp(specs, owners, ranks, shape.layout, BUCKET_CAP_BYTES)
     standalone = plan_standalone(specs, whole, ranks, BUCKET_CAP_BYTES)
-    job = Job(ranks, phases, _cuts(overlapped), _cuts(standalone), Cut.of(_loads(standalone)))
-    return job, Shards(max(_loads(overlapped)), max(_loads(standalone)))
+    cut = tuple(_cut_evenly([shape.sizes[tensor] for tensor in bucket], ranks) for bucket in shape.layout)
+    job = Job(ranks, phases, _cuts(overlapped), cut, _cuts(standalone), Cut.of(_loads(standalone)))
+    most_of_cut = int(torch.stack([bucket.segments for bucket in cut]).sum(0).max())
+    return job, Shards(max(_loads(overlapped)), most_of_cut, max(_loads(standalone)))
+
+
+def _cut_evenly(sizes: Sequence[int], ranks: int) -> Cut:
+    """A bucket with ``partition="elements"``, of tensors in fp32."""
+    segments = torch.zeros(ranks, dtype=torch.float64)
+    for pieces in cut_evenly([size // ITEM_BYTES for size in sizes], ranks):
+        for piece in pieces:
+            segments[piece.owner] += ITEM_BYTES * (piece.stop - piece.start)
+    return Cut(segments)
 
 
 def _cuts(plan: ShardPlan) -> tuple[Cut, ...]:
@@ -173,9 +188,9 @@ def _stage_1(owned: Callable[[Shards], int]) -> Memory:
     return lambda sizes: 2 * sizes.params + STATE_FACTOR * owned(sizes.shards)
 
 
-def _stage_2(keeps_shard: bool) -> Memory:
+def _stage_2(keeps_shard: bool, cuts: bool = False) -> Memory:
     def memory(sizes: Sizes) -> float:
-        owned = sizes.shards.overlapped
+        owned = sizes.shards.cut if cuts else sizes.shards.overlapped
         return sizes.params + STATE_FACTOR * owned + keeps_shard * owned + 3 * sizes.bucket
 
     return memory
@@ -193,6 +208,10 @@ def _overlapped(stage: int, lag: int | None, syncs_in_forward: bool = False) -> 
     if stage == 1:
         return Mode(step, _stage_1(lambda shards: shards.overlapped), STATE_ALL)
     return Mode(step, _stage_2(keeps_shard=lag is None), BUCKETS_ONLY if lag else BUCKETS_AND_SHARD)
+
+
+def _elements(syncs_in_forward: bool) -> Mode:
+    return Mode(partial(cut_step, syncs_in_forward=syncs_in_forward), _stage_2(False, cuts=True), BUCKETS_ONLY)
 
 
 MODES: dict[str, Mode] = {
@@ -213,6 +232,8 @@ MODES: dict[str, Mode] = {
     f"{TWO}, last bucket": _overlapped(stage=2, lag=None),
     f"{TWO}, after backward": _overlapped(stage=2, lag=None),
     f"{TWO}, sync in forward": _overlapped(stage=2, lag=1, syncs_in_forward=True),
+    f"{TWO}, elements": _elements(syncs_in_forward=False),
+    f"{TWO}, elements, sync in forward": _elements(syncs_in_forward=True),
 }
 
 

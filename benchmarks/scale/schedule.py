@@ -6,7 +6,7 @@ for how long. What the CPU spends on copying, and on summing what has come, is n
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Job:
         ranks: how many.
         phases: what they compute.
         overlapped: DDP's buckets in the order of their reduction, cut by the plan for a step inside backward.
+        cut: the same buckets with ``partition="elements"``.
         standalone: the buckets of the plan for a step after backward.
         whole: all parameters as one, cut by largest first; what torch's ZeroRedundancyOptimizer does.
     """
@@ -52,6 +53,7 @@ class Job:
     ranks: int
     phases: Phases
     overlapped: tuple[Cut, ...]
+    cut: tuple[Cut, ...]
     standalone: tuple[Cut, ...]
     whole: Cut
 
@@ -199,8 +201,13 @@ def standalone_step(lanes: Lanes, job: Job) -> None:
         lanes.wait("sync", index)
 
 
+def cut_step(lanes: Lanes, job: Job, syncs_in_forward: bool = False) -> None:
+    """Stage 2 interleaved, of buckets that are cut into equal parts."""
+    overlapped_step(lanes, replace(job, overlapped=job.cut), stage=2, lag=1, syncs_in_forward=syncs_in_forward)
+
+
 def overlapped_step(lanes: Lanes, job: Job, stage: int, lag: int | None, syncs_in_forward: bool = False) -> None:
-    """What the hook does, see `ddp_zero.overlap`; in stage 2 a reduction waits for the one before.
+    """What the hook does, see `ddp_zero.backward.hook`; in stage 2 a reduction waits for the one before.
 
     ``syncs_in_forward``: all buckets are sent after the last step, the one that forward needs first before the others.
     """

@@ -23,7 +23,8 @@ def job_of(*buckets: list[int], phases: Phases = PHASES) -> Job:
     """Buckets by megabytes per rank; the same when stepping after backward."""
     cuts = tuple(Cut.of([MEGABYTE * part for part in parts]) for parts in buckets)
     whole = Cut.of([MEGABYTE * sum(parts) for parts in zip(*buckets, strict=True)])
-    return Job(whole.ranks, phases, cuts, cuts, whole)
+    evenly = tuple(Cut.evenly(cut.total, whole.ranks) for cut in cuts)
+    return Job(whole.ranks, phases, cuts, evenly, cuts, whole)
 
 
 def seconds(mode: str, job: Job, link: Link = UNIT, transport: Transport = Transport.GLOO) -> float:
@@ -42,6 +43,8 @@ THREE = job_of([2, 2], [2, 2], [2, 2])
         ("DDP + fused AdamW", 3 + 2 + 12 + 12),  # the link is busy from the first bucket on
         ("torch ZeroRedundancyOptimizer, bucket views", 3 + 2 + 12 + 6 + 12),  # two broadcasts of 6 MB in turn
         ("FSDP2, no reshard after forward", 3 * (2 + 1) + 3 * (2 + 4) + 6),  # everything blocks
+        (TWO + "elements", 3 + 3 * (2 + 2) + 2),  # as interleaved: the parts are equal here anyway
+        (TWO + "elements, sync in forward", 3 * (2 + 2) + 3 * 2 + 1),
         (ONE + "standalone", 3 + 2 + 12 + 3 * 2 + 2),  # syncs 0 and 1 behind steps 1 and 2
         (ONE + "overlapped", 3 + 2 + 12 + 3 * 2),  # the syncs queue behind the all-reduces
         (ONE + "interleaved", 3 + 2 + 12 + 3 * 2),  # the link has no gap to fill
@@ -162,7 +165,7 @@ def test_a_measured_model_has_the_buckets_that_were_measured() -> None:
 
 
 def test_memory_is_that_of_the_formulas() -> None:
-    sizes = Sizes(ranks=4, params=1000, shards=Shards(overlapped=300, standalone=260), bucket=50)
+    sizes = Sizes(ranks=4, params=1000, shards=Shards(overlapped=300, cut=250, standalone=260), bucket=50)
     memory = {name: mode.memory(sizes) for name, mode in MODES.items()}
     assert memory["DDP + fused AdamW"] == 4000
     assert memory["torch ZeroRedundancyOptimizer, bucket views"] == memory[ONE + "standalone"] == 2000 + 520
@@ -170,7 +173,7 @@ def test_memory_is_that_of_the_formulas() -> None:
     assert memory[ONE + "interleaved"] == memory[ONE + "overlapped"] == 2000 + 600
     assert memory[TWO + "interleaved"] == memory[TWO + "sync in forward"] == 1000 + 600 + 150
     assert memory[TWO + "last bucket"] == memory[TWO + "after backward"] == 1000 + 600 + 150 + 300
-    assert ideal(sizes) == 1000 + 500 + 150
+    assert memory[TWO + "elements"] == memory[TWO + "elements, sync in forward"] == ideal(sizes) == 1000 + 500 + 150
 
 
 def test_shares_shrink_until_the_largest_tensor_is_all_that_a_rank_owns() -> None:
@@ -179,6 +182,26 @@ def test_shares_shrink_until_the_largest_tensor_is_all_that_a_rank_owns() -> Non
     assert owned == sorted(owned, reverse=True)
     assert owned[-1] == owned[-3] == max(shape.sizes)
     assert owned[0] == pytest.approx(sum(shape.sizes) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 128, 1024])
+def test_shares_of_cut_parameters_keep_shrinking(ranks: int) -> None:
+    shape = built_in("26m")
+    job, shards = plan_job(shape, ranks, PHASES)
+    even, grain = sum(shape.sizes) / ranks, 4 * 64
+    assert shards.cut == pytest.approx(even, abs=len(job.cut) * grain)
+    for bucket, cut in zip(shape.layout, job.cut, strict=True):
+        nbytes = sum(shape.sizes[tensor] for tensor in bucket)
+        assert cut.total == nbytes, "every element has one owner"
+        assert float((cut.segments - nbytes / ranks).abs().max()) <= grain, "a part is even but for a grain"
+
+
+def test_behind_a_slow_link_cut_parameters_step_as_fast_as_ddp_around_rings() -> None:
+    job, _ = plan_job(built_in("26m"), 64, Phases(0.17, 0.33, 0.04))
+    link = Link(gbit=1.0, latency=65e-6, message=65e-6)
+    times = {name: seconds(name, job, link) for name in MODES}
+    assert times[TWO + "elements"] < times[TWO + "interleaved"]
+    assert times[TWO + "elements, sync in forward"] < times["DDP + fused AdamW"]
 
 
 def test_4096_ranks_take_a_second_or_so() -> None:
@@ -228,11 +251,13 @@ def test_a_check_compares_medians_with_predictions_from_the_same_result(tmp_path
     assert comparison.error == pytest.approx(comparison.predicted / 2 - 1)
     (tmp_path / "compare-26m-2ranks-1gbit.json").write_text(json.dumps(found))
     (tmp_path / "compare-26m-2ranks.json").write_text(json.dumps(a_result(None)))
+    (tmp_path / "compare-26m-4ranks-2nodes-1gbit.json").write_text(json.dumps({**found, "nodes": 2}))
     text = check(tmp_path, link)
     assert "| compare-26m-2ranks-1gbit | DDP + fused AdamW | 2000 | 1133 | -43.3% | 101.0 | 101.5 | 5 | 406 |" in text
     assert "1 comparisons; median error 43.3%, largest -43.3% (DDP + fused AdamW, compare-26m-2ranks-1gbit)" in text
     assert "compare-26m-2ranks.json: the link is not shaped" in text
     assert "compare-26m-2ranks-1gbit.json: no prediction for unheard of" in text
+    assert "compare-26m-4ranks-2nodes-1gbit.json: ranks of a node share its link" in text
 
 
 def test_a_check_of_a_result_without_memory_leaves_its_cells_empty(tmp_path: Path) -> None:
