@@ -24,6 +24,7 @@ PACKAGE = REPOSITORY / "ddp_zero"
 
 FLOORS = {
     "plan": 0,
+    "record": 0,
     "ground": 0,
     "elements": 1,
     "local": 2,
@@ -34,6 +35,7 @@ FLOORS = {
     "backward": 6,
     "stage2": 7,
     "state": 7,
+    "insight": 7,
     "about": 7,
     "front": 8,
     "checkpoint": 9,
