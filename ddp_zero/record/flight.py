@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ddp_zero.record.ring import Ring, Span
+from ddp_zero.record.ring import Ring, Span, name_of
 
 VARIABLE = "DDP_ZERO_RECORD_DIR"
 VERSION = 1
 FIELDS = (
     *("number", "optimizer", "step", "phase", "bucket", "begun", "ended"),
-    *("sent", "received", "message", "peer", "thread"),
+    *("sent", "received", "message", "peer", "failed"),
 )
 """The columns of an event in a file; times in seconds since the epoch, None in ``ended`` while it lasts."""
 
@@ -73,13 +73,12 @@ def identify(rank: int, members: Iterable[int], time_out: float) -> None:
     _start_watch()
 
 
-def write(reason: str, error: str = "", failed: Span | None = None) -> Path | None:
+def write(reason: str, error: str = "") -> Path | None:
     """Write this rank's record, in place of an earlier one of this process.
 
     Args:
         reason: why it is written.
         error: the error, if there is one.
-        failed: the event in which it was raised, and which counts as not ended.
 
     Returns:
         The file; None without a folder, or if it cannot be written, since this must not hide the error.
@@ -91,13 +90,13 @@ def write(reason: str, error: str = "", failed: Span | None = None) -> Path | No
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"attempt-{_attempt()}-rank-{_Job.rank:05}.json"
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(_record(reason, error, failed)))
+        unfinished.write_text(json.dumps(_record(reason, error)))
         unfinished.replace(path)
         return path
     return None
 
 
-def _record(reason: str, error: str, failed: Span | None) -> dict[str, Any]:
+def _record(reason: str, error: str) -> dict[str, Any]:
     now = time.time()
     origin = now - time.perf_counter_ns() * 1e-9
     return {
@@ -114,23 +113,17 @@ def _record(reason: str, error: str, failed: Span | None) -> dict[str, Any]:
         "error": error,
         "stacks": _stacks(),
         "fields": list(FIELDS),
-        "events": [_row(span, origin, span is failed) for span in RING.events()],
+        "events": [_row(span, origin) for span in RING.events()],
     }
 
 
-def _row(span: Span, origin: float, has_failed: bool) -> list[Any]:
-    peer = span.peer
-    if callable(peer):
-        try:
-            peer = peer()
-        except Exception as error:  # of a process group that is gone
-            peer = f"unknown ({type(error).__name__})"
-    ended = None if has_failed or not span.ended else round(origin + span.ended * 1e-9, 6)
+def _row(span: Span, origin: float) -> list[Any]:
+    ended = None if not span.ended else round(origin + span.ended * 1e-9, 6)
     optimizer = -1 if span.recorder is None else span.recorder.optimizer
     begun = round(origin + span.begun * 1e-9, 6)
     return [
         *(span.number, optimizer, span.step, span.phase, span.bucket, begun, ended),
-        *(span.sent, span.received, span.message, peer, span.thread),
+        *(span.sent, span.received, span.message, name_of(span.peer), span.failed),
     ]
 
 

@@ -61,11 +61,12 @@ class Recorder:
         span.phase, span.bucket, span.step, span.recorder = phase, bucket, self.step, self
         span.begun = span.ended = span.sent = span.received = 0
         span.message = span.peer = ""
+        span.failed = False
         span.thread = threading.get_ident()
         return span
 
     def ended(self, span: Span, error: BaseException | None) -> None:
-        """Add up an event that has ended; write the flight record if it has failed."""
+        """Add up an event that has ended; write the flight record if there is an error."""
         phase = span.phase
         with self._one_adds:
             self.totals[phase] = self.totals.get(phase, 0) + span.ended - span.counted
@@ -74,7 +75,7 @@ class Recorder:
             span.start_mark = None
         if error is not None:
             where = phase if span.bucket < 0 else f"{phase} of bucket {span.bucket}"
-            flight.write(f"an error in {where}", f"{type(error).__name__}: {error}", failed=span)
+            flight.write(f"an error in {where}", f"{type(error).__name__}: {error}")
 
     def moved(self, sent: int, received: int) -> None:
         """Add bytes of parameters and gradients whose messages were posted."""

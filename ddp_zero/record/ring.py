@@ -17,7 +17,7 @@ class Adds(Protocol):
     clock: Any
 
     def ended(self, span: "Span", error: BaseException | None) -> None:
-        """Add up an event that has ended."""
+        """Add up an event that has ended, by an error if there is one that no event within it has reported."""
 
 
 class Span:
@@ -31,13 +31,27 @@ class Span:
         begun, ended: `time.perf_counter_ns`; 0 if it has not.
         sent, received: bytes of messages posted meanwhile.
         message: what was waited for last, such as ``the sync of bucket 3``.
-        peer: the rank whose message was waited for last, by name; a function while it lasts, which is not called then.
+        peer: the rank whose message is waited for, by name, or a function that returns it; empty once it has arrived.
+        failed: whether an error has ended it.
         thread: `threading.get_ident`.
         counted: up to when its time was added up already; by default, not at all.
     """
 
     __slots__ = (
-        *("begun", "bucket", "counted", "ended", "message", "number", "outer", "peer", "phase", "received", "recorder"),
+        *(
+            "begun",
+            "bucket",
+            "counted",
+            "ended",
+            "failed",
+            "message",
+            "number",
+            "outer",
+            "peer",
+            "phase",
+            "received",
+            "recorder",
+        ),
         *("sent", "start_mark", "step", "thread"),
     )
 
@@ -46,13 +60,14 @@ class Span:
         self.phase = self.message = ""
         self.step = self.begun = self.counted = self.ended = self.sent = self.received = self.thread = 0
         self.peer: str | Callable[[], str] = ""
+        self.failed = False
         self.outer: Span | None = None
         self.recorder: Adds | None = None
         self.start_mark: object = None
 
     def __enter__(self) -> "Span":
         self.outer = getattr(_current, "span", None)
-        _current.span = self
+        _current.span, _current.error = self, 0
         recorder = self.recorder
         if recorder is not None and recorder.clock is not None:
             self.start_mark = recorder.clock.mark()
@@ -63,9 +78,14 @@ class Span:
         self.ended = perf_counter_ns()
         _current.span = self.outer
         self.outer = None
+        if error is None:
+            self.peer = ""  # the function may refer to a process group, which must not outlive its users
+            is_new = False
+        else:
+            self.failed, self.peer = True, name_of(self.peer)
+            is_new, _current.error = getattr(_current, "error", 0) != id(error), id(error)
         if self.recorder is not None:
-            self.recorder.ended(self, error)
-        self.peer = ""  # it may refer to a process group, which must not outlive its users
+            self.recorder.ended(self, error if is_new else None)
 
 
 class Ring:
@@ -97,6 +117,14 @@ class Ring:
     def newest_time(self) -> int:
         """When the newest event began or ended, by `time.perf_counter_ns`; 0 if there is none."""
         return max((max(slot.begun, slot.ended) for slot in self._slots if slot.number >= 0), default=0)
+
+
+def name_of(peer: str | Callable[[], str]) -> str:
+    """The name of a rank, as far as it can still be found."""
+    try:
+        return peer() if callable(peer) else peer
+    except Exception as error:  # of a process group that is gone
+        return f"unknown ({type(error).__name__})"
 
 
 def waits_for(message: str, peer: Callable[[], str]) -> None:

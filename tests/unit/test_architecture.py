@@ -27,6 +27,7 @@ FLOORS = {
     "record": 0,
     "ground": 0,
     "elements": 1,
+    "postmortem": 1,
     "local": 2,
     "comm": 3,
     "sync": 4,
