@@ -17,8 +17,12 @@ from ddp_zero.record.recorder import Interval, Recorder
 from ddp_zero.step.record import Number
 from ddp_zero.step.report import imbalance
 
-PHASES = ("wait_reduce", "decide", "local_step", "sync", "wait_sync", "share_errors", "step")
-"""Phases whose seconds `Stats.read` returns."""
+PHASES = (
+    *("forward", "backward", "wait_reduce", "decide", "local_step"),
+    *("sync", "wait_sync", "wait_errors", "share_errors", "step"),
+)
+"""Phases whose seconds `Stats.read` returns; the first two are known where a `ddp_zero.monitor.Monitor` has the model.
+"""
 
 EXPOSED = ("wait_reduce", "wait_sync", "wait_errors", "share_errors", "join_streams")
 """Phases in which the training loop does nothing but wait for other ranks, or for the stream that does."""
@@ -87,7 +91,11 @@ class Stats:
         """At the end of a step, where gradients and state are there."""
         ended = self._recorder.step - 1
         if ended <= 3 or ended % _SAMPLED == 0:
-            self._note_peaks(memory.parts(self._running))
+            self.note_memory()
+
+    def note_memory(self) -> None:
+        """Look at the memory of every part, for its peak."""
+        self._note_peaks(memory.parts(self._running))
 
     def _note_peaks(self, now: Mapping[str, int]) -> None:
         for name, nbytes in now.items():

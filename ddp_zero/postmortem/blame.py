@@ -9,6 +9,9 @@ from ddp_zero.postmortem.records import Event, Record
 LOCAL = "local_step"
 """The phase in which a rank waits for nobody: an error there is its own."""
 
+_BUSY = {LOCAL, "forward", "backward", "reduce", "sync"}
+"""Phases in which a rank waits for nobody, as far as it knows."""
+
 _POSTED_BY = {"wait_reduce": "reduce", "wait_sync": "sync"}
 
 
@@ -59,20 +62,20 @@ def blame(records: Sequence[Record]) -> Verdict:
     members = sorted({rank for record in records for rank in record.members} | set(by_rank))
     silent = [rank for rank in members if rank not in by_rank]
     waits = {rank: wait for rank, record in by_rank.items() if (wait := last_wait(record)) is not None}
-    peers = {rank: wait.peer_rank for rank, wait in waits.items()}
+    peers = {rank: wait.peer_rank for rank, wait in waits.items() if wait.phase not in _BUSY}
     failed = [rank for rank, wait in waits.items() if wait.phase == LOCAL and wait.failed]
     if failed:
         return Verdict(failed, "its own step has failed", waits, silent)
-    ends = Counter(end for rank in waits if (end := _end_of_chain(rank, peers)) is not None)
+    ends = Counter(end for rank in peers if (end := _end_of_chain(rank, peers)) is not None)
     if silent:
         waited_for = [rank for rank in silent if ends[rank]]
         why = "it has left no record: it was killed or stopped, or ended before it could write one"
         return Verdict(waited_for or silent, why, waits, silent)
     if ends:
         return Verdict([ends.most_common(1)[0][0]], "the others waited for it, and it waited for none", waits, silent)
-    outside = [rank for rank in members if rank not in waits]
+    outside = [rank for rank in members if rank not in peers]
     if outside and len(outside) < len(members):
-        return Verdict(outside, "it was outside the library while the others waited", waits, silent)
+        return Verdict(outside, "it was busy elsewhere while the others waited", waits, silent)
     progress = {rank: _progress(record) for rank, record in by_rank.items()}
     behind = [rank for rank in members if progress[rank] == min(progress.values())]
     if len(behind) < len(members):
@@ -81,7 +84,7 @@ def blame(records: Sequence[Record]) -> Verdict:
 
 
 def _end_of_chain(rank: int, peers: Mapping[int, int | None]) -> int | None:
-    """The rank at the end of a chain of waits; None if that begins nowhere, ends with every rank, or is a circle."""
+    """The rank at the end of a chain of waits, which waits for none; None if it ends with every rank or in a circle."""
     seen = {rank}
     following = peers.get(rank)
     while following is not None and following not in seen:

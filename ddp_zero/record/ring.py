@@ -68,11 +68,7 @@ class Span:
     def __enter__(self) -> "Span":
         self.outer = getattr(_current, "span", None)
         _current.span, _current.error = self, 0
-        recorder = self.recorder
-        if recorder is not None and recorder.clock is not None:
-            self.start_mark = recorder.clock.mark()
-        self.begun = self.counted = perf_counter_ns()
-        return self
+        return self.start()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.ended = perf_counter_ns()
@@ -86,6 +82,20 @@ class Span:
             is_new, _current.error = getattr(_current, "error", 0) != id(error), id(error)
         if self.recorder is not None:
             self.recorder.ended(self, error if is_new else None)
+
+    def start(self) -> "Span":
+        """Begin without being what this thread is in, so that a different thread may call `stop`."""
+        recorder = self.recorder
+        if recorder is not None and recorder.clock is not None:
+            self.start_mark = recorder.clock.mark()
+        self.begun = self.counted = perf_counter_ns()
+        return self
+
+    def stop(self) -> None:
+        """End what `start` has begun."""
+        self.ended = perf_counter_ns()
+        if self.recorder is not None:
+            self.recorder.ended(self, None)
 
 
 class Ring:

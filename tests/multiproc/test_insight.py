@@ -1,5 +1,7 @@
 """What an optimizer says of itself on real ranks: its numbers, records of the end of a job, who has diverged."""
 
+import csv
+import json
 import os
 import signal
 import threading
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_zero
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.monitor import Monitor
 from ddp_zero.postmortem.__main__ import main
 from ddp_zero.postmortem.blame import blame
 from ddp_zero.postmortem.records import read_folder
@@ -99,6 +102,7 @@ def _skipped_steps_count(setup: Setup) -> None:
 
 @case(2)
 def _numbers_are_unchanged_while_everything_is_recorded(setup: Setup) -> None:
+    rows: list[Any] = []
     ddp_zero.record_to(setup.folder / "records")
     try:
         for stage in (1, 2):
@@ -107,10 +111,17 @@ def _numbers_are_unchanged_while_everything_is_recorded(setup: Setup) -> None:
                     build_overlapped_twins(optimizer_case("AdamW fused"), interleaved=True, bucket_cap_mb=0.0003),
                     build_twins(optimizer_case("toy LAMB")),
                 ):
+                    lines: list[str] = []
+                    options: dict[str, Any] = {"wall_clock_breakdown": lines.append, "memory_log": lines.append}
+                    monitor = Monitor(twins.opt, every=1, to=[rows.append], model=twins.model, **options)
                     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
                         twins.train(setup, 3, after_step=partial(_read, twins.opt))
                     twins.opt.check_agreement()
                     twins.assert_moved()
+                    monitor.close()
+                    twins.train(setup, 1)
+                    assert len(lines) == (12 if setup.rank == 0 else 0)
+        assert len(rows) == (12 if setup.rank == 0 else 0), "three of each"
         assert not list((setup.folder / "records").glob("*")), "nothing has failed"
     finally:
         ddp_zero.record_to(None)
@@ -118,6 +129,37 @@ def _numbers_are_unchanged_while_everything_is_recorded(setup: Setup) -> None:
 
 def _read(opt: ZeroRedundancyOptimizer, step: int) -> None:
     assert opt.stats()["step"] == step + 1
+
+
+@case(2)
+def _a_monitor_writes_every_few_steps_where_it_is_told_to(setup: Setup) -> None:
+    for overlap in (True, False):
+        model, opt = _small_buckets(2, overlap=overlap)
+        rows: list[Any] = []
+        lines: list[str] = []
+        name = f"overlap-{overlap}"
+        files = [setup.folder / f"{name}.csv", setup.folder / f"{name}.jsonl"]
+        shown: dict[str, Any] = {"wall_clock_breakdown": lines.append, "memory_log": lines.append}
+        monitor = Monitor(opt, every=2, to=[*files, rows.append], model=model, all_ranks=True, **shown)
+        _train(model, opt, setup.rank, 5)
+        monitor.close()
+        assert [row["step"] for row in rows] == [2, 4]
+        total, mean = rows[1]["total_local_step_s"] - rows[0]["total_local_step_s"], rows[1]["mean_local_step_s"]
+        assert mean == pytest.approx(total / 2)
+        assert all(rows[1][phase] > 0 for phase in ("forward_s", "backward_s", "mean_forward_s", "mean_backward_s"))
+        with (setup.folder / f"{name}-rank{setup.rank}.csv").open() as file:
+            table = list(csv.DictReader(file))
+        assert [float(row["step"]) for row in table] == [2, 4]
+        assert [float(row["total_sent_bytes"]) for row in table] == [row["total_sent_bytes"] for row in rows]
+        text = (setup.folder / f"{name}-rank{setup.rank}.jsonl").read_text()
+        parsed = [json.loads(line) for line in text.splitlines()]
+        assert [row["time"] for row in parsed] == [row["time"] for row in rows]
+        times = [line for line in lines if "time (ms)" in line]
+        assert [line.split(", time")[0] for line in times] == [f"[Rank {setup.rank}] step {step}" for step in (2, 4)]
+        assert all(" | bwd_allreduce: " in line and " | step_allgather: " in line for line in times)
+        phases = [line.split(", ")[:2] for line in lines if "memory (MiB)" in line]
+        expected = [(step, phase) for step in (2, 4) for phase in ("forward", "backward", "step")]
+        assert phases == [[f"[Rank {setup.rank}] step {step}", f"after {phase}"] for step, phase in expected]
 
 
 @case(2, 3)

@@ -69,6 +69,14 @@ def test_a_rank_that_waits_for_nothing_while_others_wait_for_it_is_named() -> No
     assert "File 'train.py', line 7, in load" in text
 
 
+def test_a_rank_that_computes_while_others_wait_for_it_is_named() -> None:
+    computing = Event(9, 0, 3, "forward", -1, 41.0, None)
+    for records in ([record(0, waiting(1)), record(1, computing)], [record(0, waiting(None)), record(1, computing)]):
+        alone = [Record(**{**vars(one), "members": (0, 1)}) for one in records]
+        assert blame(alone).culprits == [1]
+        assert "rank 1 (host1, process 101): step 3, forward, for 9.0 s" in report(alone)
+
+
 def test_without_peers_the_rank_outside_the_library_is_named_or_the_one_behind() -> None:
     in_collective = [record(rank, done("reduce"), waiting(None)) for rank in (0, 1, 3)]
     assert blame([*in_collective, record(2, done("reduce"))]).culprits == [2]
