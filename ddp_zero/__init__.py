@@ -6,6 +6,7 @@ from ddp_zero.elements.elementwise import elementwise
 from ddp_zero.local.compacting import compact
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.record.flight import record_to
 from ddp_zero.shard import hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer, wrap
 from ddp_zero.shardable import check_shardable
 from ddp_zero.step.record import StepRecord, StepRegime
@@ -22,6 +23,7 @@ __all__ = [
     "elementwise",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "record_to",
     "shard_optimizer",
     "wrap",
 ]

@@ -16,14 +16,14 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.backward.admission import check_can_sync
 from ddp_zero.backward.gradients import CommHook
-from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.ranks import arrange
 from ddp_zero.elements.elementwise import check_elementwise
 from ddp_zero.engine import Engine
-from ddp_zero.explain import explain
 from ddp_zero.forwarding import attribute_of_inner
 from ddp_zero.gradient_access import accumulating, clip_grad_norm, full_grad
+from ddp_zero.information import Information
+from ddp_zero.insight.stats import Stats
 from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group
 from ddp_zero.local.awaited import untouched
 from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon
@@ -34,7 +34,6 @@ from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.options import StepOptions
 from ddp_zero.param_groups import add_param_group
-from ddp_zero.plan.partition import GlobalRank, GroupRank
 from ddp_zero.plan.partitions import partition_named
 from ddp_zero.stage2.bucket import options_of_stage
 from ddp_zero.state.load_together import load_together
@@ -43,12 +42,11 @@ from ddp_zero.state.whole_dict import WholeDict
 from ddp_zero.step.binding import Binding
 from ddp_zero.step.decision import check_options
 from ddp_zero.step.join import ZeroJoinHook, refuse_replicas
-from ddp_zero.step.record import StepRecord
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import State
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
     """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
@@ -191,6 +189,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._engine = engine
         self._whole = WholeDict(engine.sharded, engine.decision, self._build)
         self._shard = ShardDict(engine.sharded, self._whole)
+        self._stats = Stats(engine)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters, at any time; existing parameters keep their owners. A collective.
@@ -256,7 +255,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: if gradients are not finite and ``nonfinite="raise"``, on every rank; or if a peer failed or
                 the group's time-out passed: parameters may then be half updated.
         """
-        return self._engine.step(closure, kwargs)
+        with self._engine.sharded.comm.trace.label("step"):
+            return self._engine.step(closure, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters, including those that wait to be added to the next sum.
@@ -290,11 +290,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             RuntimeError: if a peer failed or the group's time-out passed.
         """
         self._engine.sharded.binding.sync.left.complete()
-
-    @property
-    def last_step(self) -> StepRecord | None:
-        """The record of the last step, the same on every rank; None before the first."""
-        return self._engine.sharded.last_step
 
     # Gradients
 
@@ -534,63 +529,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         def __getattr__(self, name: str) -> Any:
             """A public attribute of the inner optimizer that is not defined here; methods become collectives."""
             return attribute_of_inner(self, name)
-
-    # Information
-
-    @property
-    def overlap_status(self) -> OverlapStatus:
-        """The status of the plan of the overlapped step; UNINITIALIZED without overlap."""
-        hook = self._engine.hook
-        return OverlapStatus.UNINITIALIZED if hook is None else hook.machine.status
-
-    @property
-    def overlap_phase(self) -> Phase:
-        """Where the current iteration of the overlapped step is; REST without overlap."""
-        hook = self._engine.hook
-        return Phase.REST if hook is None else hook.machine.phase
-
-    def explain(self) -> str:
-        """What each rank owns, how balanced it is and what a step sends, as text. Never communicates."""
-        return explain(self._engine, self.parameters_as_bucket_view)
-
-    def __repr__(self) -> str:
-        sharded = self._engine.sharded
-        owned = len(sharded.binding.owned())
-        return (
-            f"ZeroRedundancyOptimizer of {type(self.optim).__name__}, rank {self.rank} of {self.world_size}, "
-            f"{owned} of {len(sharded.table)} parameters owned\n{super().__repr__()}"
-        )
-
-    @property
-    def stage(self) -> int:
-        """1: optimizer state is sharded; 2: gradients too."""
-        return self._engine.stage
-
-    @property
-    def rank(self) -> GroupRank:
-        """This process's rank in the group."""
-        return self._engine.sharded.ranks.everyone.group_rank
-
-    @property
-    def global_rank(self) -> GlobalRank:
-        """This process's rank in the whole job."""
-        comm = self._engine.sharded.ranks.everyone
-        return comm.global_rank(comm.group_rank)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._engine.sharded.ranks.everyone.world_size
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The group whose ranks share the optimizer."""
-        return self._engine.sharded.ranks.everyone.process_group
-
-    @property
-    def shard_group(self) -> ProcessGroup:
-        """The group over whose ranks state is sharded: ``process_group`` if none was given."""
-        return self._engine.sharded.comm.process_group
 
 
 def library_options() -> list[str]:

@@ -120,11 +120,15 @@ class Gradients(Protocol):
     def describe(self) -> list[str]:
         """Lines for ``opt.explain()``."""
 
+    def buffer_bytes(self) -> tuple[int, int]:
+        """Bytes of buffers that buckets share, now and at most."""
+
 
 class ReducedBucket:
     """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
 
     Args:
+        index: of the bucket.
         windows: the bucket's parameters, and where DDP lays their gradients.
         future: resolves to the averaged bucket.
         sharded: knows the optimizer's parameters.
@@ -132,9 +136,10 @@ class ReducedBucket:
     """
 
     def __init__(
-        self, windows: Mapping[Tensor, Window], future: Future[Any], sharded: ShardedStep, side: SideStream
+        self, index: int, windows: Mapping[Tensor, Window], future: Future[Any], sharded: ShardedStep, side: SideStream
     ) -> None:
         self.params = list(windows)
+        self._index = index
         self._windows = windows
         self._future = future
         self._sharded = sharded
@@ -144,7 +149,8 @@ class ReducedBucket:
     def wait(self) -> None:
         """Block until the reduction has resolved."""
         if self._reduced is None:
-            reduced = self._future.wait()
+            with self._sharded.comm.trace.label("wait_reduce", self._index):
+                reduced = self._future.wait()
             self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
             self._side.keep(self._reduced)
 
@@ -194,7 +200,7 @@ class WholeGradients:
         windows = self._windows.get(index)
         if windows is None or list(map(id, windows)) != list(map(id, params)):
             windows = self._windows[index] = windows_in_bucket(params)
-        return future, ReducedBucket(windows, future, self._sharded, self._side)
+        return future, ReducedBucket(index, windows, future, self._sharded, self._side)
 
     def settle(self) -> None:
         """The reducer keeps all gradients."""
@@ -243,6 +249,10 @@ class WholeGradients:
     def describe(self) -> list[str]:
         """Nothing beyond the regime."""
         return []
+
+    def buffer_bytes(self) -> tuple[int, int]:
+        """None: buckets are DDP's."""
+        return 0, 0
 
 
 def watching(watch: LocalWatch, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:

@@ -57,7 +57,7 @@ from ddp_zero.backward.reducer import (
 )
 from ddp_zero.backward.regime import Choice, Facts, Regime, choose
 from ddp_zero.backward.side_stream import SideStream
-from ddp_zero.comm.tracing import label, logger
+from ddp_zero.comm.tracing import logger
 from ddp_zero.local.masters import GradientSource
 from ddp_zero.step.join import borrow_gradients
 from ddp_zero.step.record import StepRecord, StepRegime
@@ -139,7 +139,7 @@ class OverlapHook:
         self._iteration.matching += matches
         if self._watch.is_on:
             self._watch.screen(params, bucket.buffer())
-        with label("reduce", bucket=index):
+        with self._sharded.comm.trace.label("reduce", index):
             future, arrival = self.gradients.start(state, bucket, index, matches)
         self._iteration.arrived.append(arrival)
         self._carry_out(actions)
@@ -342,7 +342,7 @@ class OverlapHook:
     def _record(self) -> None:
         """Record a step that was taken inside backward."""
         regime = StepRegime.OVERLAPPED if self.deferred_because is None else StepRegime.DEFERRED
-        self._sharded.last_step = StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because)
+        self._sharded.note_step(StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because))
         self._has_stepped = True
         self._watch.clear()
 

@@ -14,7 +14,6 @@ from ddp_zero.backward.gradients import BucketGradients, Gradients
 from ddp_zero.backward.reducer import in_backward
 from ddp_zero.backward.regime import Choice, Regime
 from ddp_zero.backward.side_stream import SideStream
-from ddp_zero.comm.tracing import label
 from ddp_zero.local.masters import GradientSource
 from ddp_zero.step.join import borrow_gradients, serve_joined, share_options
 from ddp_zero.step.sharded_step import ShardedStep
@@ -55,8 +54,7 @@ class Iteration:
         self._begin()
         arrival, sharded = self.arrived[index], self._sharded
         with self._side.running(arrival.params[0].device):
-            with label("wait_reduce", bucket=index):
-                arrival.wait()
+            arrival.wait()
             sharded.step_bucket(index, arrival)
         arrival.release()
 
@@ -65,7 +63,8 @@ class Iteration:
         self._begin()
         with self._side.running(self.arrived[0].params[0].device):
             self._sharded.end()
-        self._side.join()
+        with self._sharded.comm.trace.label("join_streams"):
+            self._side.join()
 
     def step_all(self, has_joined: bool) -> None:
         """Step from published gradients, or from a peer's on a rank that has joined."""

@@ -41,6 +41,7 @@ from ddp_zero.comm.exchange import (
 from ddp_zero.comm.groups import check_not_forked, count_built
 from ddp_zero.comm.peers import gather_text
 from ddp_zero.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
+from ddp_zero.comm.tracing import Trace
 from ddp_zero.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
 from ddp_zero.plan.partition import GlobalRank, GroupRank
 from ddp_zero.plan.ring import RingSchedule, gather_schedule, sum_schedule
@@ -75,6 +76,7 @@ class Communicator:
         group: the process group; None for the default one.
         generation: distinguishes the messages of optimizers on one group; see `next_generation`.
         member: what messages call a member of the group.
+        trace: takes the events of the optimizer; None: a new one.
 
     Raises:
         RuntimeError: if `torch.distributed` is not initialised, this process is not a member of the group, or it was
@@ -85,11 +87,14 @@ class Communicator:
         world_size: size of the group.
         sent_bytes: bytes of parameters and gradients that this rank has sent to its peers, in syncs and in reductions
             of this library.
+        trace: as given.
         control_bytes: bytes sent to report to peers how a step went; see `StepErrors`.
         round: number of steps synced or abandoned so far; part of a message's tag.
     """
 
-    def __init__(self, group: ProcessGroup | None, generation: int = 0, member: str = "rank") -> None:
+    def __init__(
+        self, group: ProcessGroup | None, generation: int = 0, member: str = "rank", trace: Trace | None = None
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "Expected torch.distributed to be initialised, got no default process group. Call "
@@ -104,6 +109,7 @@ class Communicator:
             )
         check_not_forked(self.process_group)
         self.world_size = dist.get_world_size(self.process_group)
+        self.trace = Trace() if trace is None else trace
         self.sent_bytes = 0
         self.control_bytes = 0
         self._generation = generation
@@ -166,9 +172,9 @@ class Communicator:
         raw = [segment.detach().view(torch.uint8) for segment in segments]
         nbytes = padded_size([segment.nbytes for segment in segments])
         if nbytes is not None and self._backends.get(device.type) == "nccl":
-            self.sent_bytes += nbytes * (self.world_size - 1)
+            self._count(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
             return PaddedGather(self.process_group, raw, nbytes, device)
-        self.sent_bytes += mine.nbytes * (self.world_size - 1)
+        self._count(mine.nbytes * (self.world_size - 1), sum(part.numel() for part in raw) - mine.nbytes)
         return Exchange(start_broadcasts(self.process_group, raw, self.name), segments)
 
     # Messages between pairs of ranks
@@ -205,8 +211,8 @@ class Communicator:
         nbytes = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
         if is_control:
             self.control_bytes += nbytes
-        elif nbytes:  # a thread that only receives must not count while another one does
-            self.sent_bytes += nbytes
+        else:
+            self._count(nbytes, sum(tensor.nbytes for tensors in received.values() for tensor in tensors))
         return Exchange(works, [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors])
 
     # Rings
@@ -251,7 +257,7 @@ class Communicator:
             after=partial(self.name, after),
         )
         sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
-        self.sent_bytes += sum(chunk.stop - chunk.start for chunk in sent) * itemsize
+        self._count(*(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received)))
         if self._ring_worker is None:
             self._ring_worker = RingWorker()
         return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, room, factor))
@@ -275,14 +281,14 @@ class Communicator:
         is_nccl = self._backends.get(whole.device.type) == "nccl"
         numel = padded_size([part.numel() for part in parts])
         if is_nccl and numel is not None:
-            self.sent_bytes += (self.world_size - 1) * numel * mine.element_size()
+            self._count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
             return start_padded_sum(self.process_group, parts, numel)
         if is_nccl:
             mine = torch.empty_like(mine)
             work = dist.reduce_scatter(mine, list(parts), group=self.process_group, async_op=True)
         else:
             work = dist.all_reduce(whole, group=self.process_group, async_op=True)
-        self.sent_bytes += whole.nbytes - mine.nbytes
+        self._count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
         return Exchange([(lambda: "every rank", started(work))], [whole, mine]), mine
 
     def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
@@ -290,6 +296,11 @@ class Communicator:
         raw = as_bytes(tensor.detach())
         if raw.numel():
             dist.broadcast(raw, group_src=owner, group=self.process_group)
+
+    def _count(self, sent: int, received: int) -> None:
+        if sent:  # a thread that only receives must not count while another one does
+            self.sent_bytes += sent
+        self.trace.moved(sent, received)
 
     # Agreement
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
 from ddp_zero.plan.partition import GroupRank
+from ddp_zero.record.ring import waits_for
 
 _CHUNK_BYTES = 4 << 20
 
@@ -78,6 +79,7 @@ class Exchange:
             RuntimeError: naming the peer, if one failed or the group's time-out passed.
         """
         for position, (peer, work) in enumerate(self._works[self._waited :], start=self._waited):
+            waits_for(what, peer)
             try:
                 work.wait()
             except RuntimeError as error:

@@ -106,8 +106,8 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None) -> Ran
     if len(groups.groups) == 1:
         return Ranks.alone(everyone)
     across = _group_across(everyone, shard_group, groups)
-    shard = Communicator(shard_group, next_generation(shard_group), "shard rank")
-    return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica"))
+    shard = Communicator(shard_group, next_generation(shard_group), "shard rank", everyone.trace)
+    return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", everyone.trace))
 
 
 def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:

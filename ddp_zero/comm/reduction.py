@@ -218,14 +218,18 @@ class GroupedReduction:
         Raises:
             RuntimeError: if a rank failed or a group's time-out passed.
         """
+        with self._comm.trace.label("reduce_across", self._subject[1]):
+            self._add_up()
+        has_ended(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
+        self._has_ended.set()
+
+    def _add_up(self) -> None:
         total = self._within.wait()
         try:
             if total.numel():
                 self._add_up_replicas(total)
         except RuntimeError as error:
             raise RuntimeError(f"{error} (A replica waits for its shard group, which may have lost a rank.)") from error
-        has_ended(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
-        self._has_ended.set()
 
     def _add_up_replicas(self, total: Tensor) -> None:
         comm, numel = self._comm, total.numel()

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ddp_zero.plan.ring import Chunk, RingSchedule, chunk_numel
+from ddp_zero.record.ring import waits_for
 
 _RECEIVES_AHEAD = 8  # Gloo begins to send a message when its receive is posted
 _LEAST_BYTES, _MOST_BYTES = 64 << 10, 256 << 10  # of a chunk
@@ -96,9 +97,12 @@ class RingTransfer:
         Raises:
             RuntimeError: naming the neighbour, if a rank failed or the group's time-out passed.
         """
+        waits_for(what, self._neighbours.before)
         self._has_received.wait()
         error, peer = self._error, self._neighbours.before
         try:
+            if self._sends and error is None:
+                waits_for(what, self._neighbours.after)
             while self._sends and error is None:
                 self._sends[0].wait()
                 self._sends.popleft()

@@ -84,7 +84,8 @@ class StepErrors:
             RuntimeError: if a peer is gone or the group's time-out passed.
         """
         if self._sent is not None:
-            self._sent.exchange.wait("the end of the step")
+            with self._comm.trace.label("wait_errors"):
+                self._sent.exchange.wait("the end of the step")
 
     def raise_any(self) -> None:
         """Wait for the blocks of the peers, and raise the errors once. Does nothing if nothing was shared.

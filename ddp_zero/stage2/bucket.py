@@ -20,7 +20,6 @@ from ddp_zero.comm.reduction import (
     start_reduction,
     sum_dtype,
 )
-from ddp_zero.comm.tracing import label
 from ddp_zero.plan.ownership import Piece, Pieces, is_cut
 from ddp_zero.plan.shard_plan import Bucket
 from ddp_zero.stage2.buffers import BufferPool
@@ -234,7 +233,8 @@ class ReducedSegment:
         if self._reduction is None:
             return
         workshop = self._workshop
-        with workshop.side.running(self.layout.device), label("wait_reduce", bucket=self.layout.index):
+        waiting = workshop.comm.trace.label("wait_reduce", self.layout.index)
+        with workshop.side.running(self.layout.device), waiting:
             total = self._reduction.wait()
             if workshop.predivide_factor != workshop.num_summed:
                 total.mul_(workshop.predivide_factor / workshop.num_summed)

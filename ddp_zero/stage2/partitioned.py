@@ -217,6 +217,11 @@ class PartitionedGradients:
         """The memory that the buckets have needed, in words."""
         return [self._memory.describe()]
 
+    def buffer_bytes(self) -> tuple[int, int]:
+        """Of scratches, and of rooms to receive into."""
+        pools = (self._workshop.scratches.statistics, self._workshop.rooms.statistics)
+        return sum(pool.held_bytes for pool in pools), sum(pool.most_bytes for pool in pools)
+
     # The start of a backward pass
 
     def gradient_arrives(self, index: int | None) -> None:

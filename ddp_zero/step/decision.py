@@ -127,14 +127,16 @@ class Decision:
         sharded = self._sharded
         inverse = self._inverse_scale(occasion)
         checks = self._checks_finite(occasion)
-        findings = self._look(occasion, inverse, checks)
+        with sharded.comm.trace.label("decide"):
+            findings = self._look(occasion, inverse, checks)
         self.watch.is_on |= checks
         scale = self._scale(occasion)
         if checks and findings.nonfinite:
-            parameter, rank = self._find_culprit(occasion.source)
-            if parameter is not None or not findings.is_suspicion:
-                self._do_not_step(occasion, findings, scale, parameter, rank)
-                return None
+            with sharded.comm.trace.label("decide"):
+                parameter, rank = self._find_culprit(occasion.source)
+                if parameter is not None or not findings.is_suspicion:
+                    self._do_not_step(occasion, findings, scale, parameter, rank)
+                    return None
         factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
         source = ScaledGradients(sharded.stepped, occasion.source, factors) if factors else occasion.source
         result = sharded.run(source, **kwargs)
@@ -317,7 +319,7 @@ class Decision:
         return found, None if rank is None else GroupRank(rank)
 
     def _record(self, record: StepRecord) -> None:
-        self._sharded.last_step = record
+        self._sharded.note_step(record)
         self.forget()
 
 

@@ -31,6 +31,7 @@ class StepRecord:
         deferred_because: why it waited for all buckets, or None.
         nonfinite_parameter: the first parameter, by name, whose averaged gradient was not finite; None if all were or
             none was checked.
+        number: which step of this optimizer it was, from 1; steps that were not taken count, too.
         nonfinite_rank: the first group rank whose own gradient of it was not finite before averaging; None if all were
             finite, or if no communication hook of this library saw the gradients.
     """
@@ -41,6 +42,7 @@ class StepRecord:
     deferred_because: str | None = None
     nonfinite_parameter: str | None = None
     nonfinite_rank: int | None = None
+    number: int = field(default=0, compare=False)
     norm: Number = field(default=None, repr=False, compare=False)
     coefficient: Number = field(default=None, repr=False, compare=False)
     scale: Number = field(default=None, repr=False, compare=False)

@@ -1,6 +1,7 @@
 """Text reports on a sharded optimizer; local, so that any rank may print them at any time."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,44 @@ def state_bytes(state: Mapping[Any, Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors_in(state))
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank owns.
+
+    Attributes:
+        parameters: how many, whole or in part.
+        elements: of these.
+        nbytes: their size in bytes.
+        trained: bytes of those that a step can change.
+    """
+
+    parameters: int
+    elements: int
+    nbytes: int
+    trained: int
+
+
+def share_of(plan: ShardPlan, rank: int) -> Share:
+    """What one rank owns."""
+    parameters = elements = nbytes = trained = 0
+    for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
+        for piece in pieces:
+            if piece.owner == rank:
+                numel = piece.stop - piece.start
+                size = numel * spec.nbytes // spec.numel if numel else 0
+                parameters += 1
+                elements += numel
+                nbytes += size
+                trained += size if spec.active else 0
+    return Share(parameters, elements, nbytes, trained)
+
+
+def imbalance(plan: ShardPlan) -> float:
+    """The largest share of trainable bytes over the mean share, 1.0 if there are none."""
+    trained = [share_of(plan, rank).trained for rank in range(plan.world_size)]
+    return max(trained) * plan.world_size / sum(trained) if any(trained) else 1.0
+
+
 def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> str:
     """A table of what each rank owns.
 
@@ -21,25 +60,14 @@ def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> s
         group_rank: this rank, marked with a star.
         own_state_bytes: bytes of optimizer state that it holds now; those of other ranks are estimated from it.
     """
-    counts, elements, sizes, trained = ([0] * plan.world_size for _ in range(4))
-    for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
-        for piece in pieces:
-            numel = piece.stop - piece.start
-            nbytes = numel * spec.nbytes // spec.numel if numel else 0
-            counts[piece.owner] += 1
-            elements[piece.owner] += numel
-            sizes[piece.owner] += nbytes
-            trained[piece.owner] += nbytes if spec.active else 0
-
+    shares = [share_of(plan, rank) for rank in range(plan.world_size)]
+    trained = [share.trained for share in shares]
     lines = [f"{'rank':>6} {'parameters':>11} {'elements':>15} {'bytes':>15} {'state bytes now':>17}"]
-    for rank in range(plan.world_size):
+    for rank, share in enumerate(shares):
         state = f"{own_state_bytes:,}" if rank == group_rank else _estimate(trained, group_rank, rank, own_state_bytes)
         mark = "*" if rank == group_rank else " "
-        lines.append(f"{mark}{rank:>5} {counts[rank]:>11,} {elements[rank]:>15,} {sizes[rank]:>15,} {state:>17}")
-    mean = sum(trained) / plan.world_size
-    lines.append(
-        f"imbalance: {max(trained) / mean if mean else 1.0:.3f} (largest share of trainable bytes / mean share)"
-    )
+        lines.append(f"{mark}{rank:>5} {share.parameters:>11,} {share.elements:>15,} {share.nbytes:>15,} {state:>17}")
+    lines.append(f"imbalance: {imbalance(plan):.3f} (largest share of trainable bytes / mean share)")
     dormant = sum(not spec.active for spec in plan.specs)
     sent = trained[group_rank] * (plan.world_size - 1)
     lines.append(f"sync: {len(plan.buckets)} buckets, {sent:,} bytes sent by this rank per step")

@@ -4,6 +4,8 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_zero.comm.ranks import Ranks
-from ddp_zero.comm.tracing import label
 from ddp_zero.elements.memory import check_can_be_cut
 from ddp_zero.local.awaited import untouched
 from ddp_zero.local.local_step import LocalStep, ParamGroup
@@ -134,7 +135,7 @@ class ShardedStep:
         self.order.is_at_birth = False
 
         def step() -> Any:
-            with label("local_step", bucket=index), self.stepped.lent(self._stepped_with(index), source):
+            with self.comm.trace.label("local_step", index), self.stepped.lent(self._stepped_with(index), source):
                 return self.local_step.step(index, **kwargs)
 
         try:
@@ -177,11 +178,18 @@ class ShardedStep:
 
         A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
         """
-        try:
-            if self.coupling.check():
-                self.local_step.mirror_to_exposed()
-        finally:
-            self.binding.sync.raise_errors()
+        with self.comm.trace.label("share_errors"):
+            try:
+                if self.coupling.check():
+                    self.local_step.mirror_to_exposed()
+            finally:
+                self.binding.sync.raise_errors()
+
+    def note_step(self, record: StepRecord) -> None:
+        """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
+        number = 1 if self.last_step is None else self.last_step.number + 1
+        self.last_step = replace(record, number=number)
+        self.comm.trace.step_ended(perf_counter_ns(), record.stepped)
 
     def _try_locally(self, step: Callable[[], Any]) -> Any:
         """Do this rank's part of a step, unless an earlier part has failed."""

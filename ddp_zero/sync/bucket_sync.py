@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.exchange import InFlight
-from ddp_zero.comm.tracing import label
-from ddp_zero.plan.partition import GroupRank
 from ddp_zero.plan.shard_plan import Bucket
 from ddp_zero.sync.storage import ParameterStorage
 
@@ -29,13 +28,13 @@ class BucketSync:
     exchange: InFlight
     changed: Sequence[Tensor]
 
-    def receive(self, storage: ParameterStorage, me: GroupRank) -> None:
+    def receive(self, storage: ParameterStorage, comm: Communicator) -> None:
         """Wait for the messages and show the parameters in the model.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
-        with label("wait_sync", bucket=self.bucket.index):
+        with comm.trace.label("wait_sync", self.bucket.index):
             self.exchange.wait(f"the sync of bucket {self.bucket.index}")
-        storage.write_back(self.bucket, self.segments, me)
+        storage.write_back(self.bucket, self.segments, comm.group_rank)
         increment_version(self.changed)  # as an in-place step does on the owner

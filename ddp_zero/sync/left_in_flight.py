@@ -92,7 +92,7 @@ class LeftInFlight:
                 return
             sync = self._syncs[index]
             try:
-                sync.receive(self._storage, self._comm.group_rank)
+                sync.receive(self._storage, self._comm)
             except RuntimeError as error:
                 self._error = error
                 raise

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.step_errors import StepErrors
-from ddp_zero.comm.tracing import label
 from ddp_zero.plan.shard_plan import Bucket
 from ddp_zero.sync.bucket_sync import BucketSync
 from ddp_zero.sync.left_in_flight import LeftInFlight
@@ -124,13 +123,13 @@ class ParameterSync:
         while len(self._in_flight) >= self._max_in_flight:
             self._receive(self._in_flight.popleft())
         self._held.discard(bucket.index)
-        with label("sync", bucket=bucket.index):
+        with self._comm.trace.label("sync", bucket.index):
             segments = self.storage.segments_to_sync(bucket, self._comm.group_rank)
             exchange = self._comm.start_exchange(segments, (self._plan_digest, bucket.index))
             self._in_flight.append(BucketSync(bucket, segments, exchange, self._stepped_elsewhere(bucket)))
 
     def _receive(self, sync: BucketSync) -> None:
-        sync.receive(self.storage, self._comm.group_rank)
+        sync.receive(self.storage, self._comm)
 
     def _stepped_elsewhere(self, bucket: Bucket) -> list[Tensor]:
         """Parameters that others stepped: not those without a gradient, which a graph may still need in backward."""

@@ -15,6 +15,7 @@ from ddp_zero.local.arguments import check_class, check_flags, check_known, chec
 
 OURS = {
     *("attach", "needs_hook", "accumulate", "clip_grad_norm_", "full_grad", "last_step", "stage", "explain"),
+    *("stats", "check_agreement"),
     *("loss_scale", "scale", "master_weights", "refresh_master_weights"),
     *("overlap_phase", "overlap_status", "reset", "finish_sync"),
     *("sharded_state_dict", "load_sharded_state_dict", "state"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_zero.comm.ranks import Ranks
+from ddp_zero.comm.tracing import Trace
 from ddp_zero.local.awaited import Awaited, all_arrivals
 from ddp_zero.plan.shard_plan import ShardPlan
 from ddp_zero.sync.parameter_sync import ParameterSync
@@ -39,6 +40,7 @@ class OneRank:
 
     def __init__(self) -> None:
         self.round = 0
+        self.trace = Trace()
         self.sent: list[int] = []
         self.waited: list[int] = []
         self.peer_is_dead = False

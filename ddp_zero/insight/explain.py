@@ -1,21 +1,21 @@
 """The text of `ZeroRedundancyOptimizer.explain`: what each rank owns, how balanced that is and what a step sends."""
 
-from ddp_zero.engine import Engine
+from ddp_zero.insight.running import Running
 from ddp_zero.step.report import describe_shards, draw_buckets, state_bytes
 
 
-def explain(engine: Engine, flat: bool) -> str:
+def explain(running: Running, flat: bool) -> str:
     """Describe an optimizer. Never communicates.
 
     Args:
-        engine: of the optimizer.
+        running: the optimizer.
         flat: whether parameters live in flat storage.
     """
-    sharded, comm, ranks = engine.sharded, engine.sharded.comm, engine.sharded.ranks
+    sharded, comm, ranks = running.sharded, running.sharded.comm, running.sharded.ranks
     storage = "flat storage" if flat else "storage of their own"
-    mode = "overlapped with DDP" if engine.overlaps else "standalone"
+    mode = "overlapped with DDP" if running.overlaps else "standalone"
     lines = [
-        f"ZeroRedundancyOptimizer({type(sharded.inner).__name__}), stage {engine.stage}, {mode}: "
+        f"ZeroRedundancyOptimizer({type(sharded.inner).__name__}), stage {running.stage}, {mode}: "
         f"rank {ranks.everyone.group_rank} of {ranks.everyone.world_size}, parameters in {storage}"
     ]
     if ranks.replicas is not None:
@@ -23,9 +23,9 @@ def explain(engine: Engine, flat: bool) -> str:
             f"sharded over the {comm.world_size} ranks of each of {ranks.num_replicas} shard groups: this is "
             f"{comm.name(comm.group_rank)} of group {ranks.replica}; the table shows shard ranks"
         )
-    if engine.hook is not None:
-        lines += engine.hook.describe()
-    if engine.decision.options.sync == "forward":
+    if running.hook is not None:
+        lines += running.hook.describe()
+    if running.decision.options.sync == "forward":
         where = "in the next forward pass" if sharded.leaves_syncs else "at the end of the step: see sync="
         lines.append(f"parameters of others are waited for {where}")
     plan = sharded.binding.plan

@@ -1,0 +1,259 @@
+"""What an optimizer says of itself on real ranks: its numbers, records of the end of a job, who has diverged."""
+
+import csv
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_zero
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.monitor import Monitor
+from ddp_zero.postmortem.__main__ import main
+from ddp_zero.postmortem.blame import blame
+from ddp_zero.postmortem.records import read_folder
+from ddp_zero.postmortem.report import report
+from ddp_zero.record.flight import RING
+from ddp_zero.step.sharded_step import ShardedStep
+from tests.multiproc.cases import (
+    at_stage,
+    batches,
+    build_model,
+    build_overlapped_twins,
+    build_twins,
+    loss_of,
+    optimizer_case,
+)
+from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks_to_end
+
+case = Cases(group_timeout=30)
+
+
+def _small_buckets(stage: int, **options: Any) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    caps: Any = [0.0005]
+    model = DistributedDataParallel(build_model(), gradient_as_bucket_view=True, bucket_cap_mb_list=caps)
+    return model, shard_optimizer(model, torch.optim.AdamW, stage=stage, lr=1e-2, **options)
+
+
+def _train(model: nn.Module, opt: ZeroRedundancyOptimizer, rank: int, steps: int) -> None:
+    for inputs, targets in batches(rank, steps):
+        loss_of(model, inputs, targets).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@case(2, 3)
+def _numbers_of_a_step_equal_those_counted(setup: Setup) -> None:
+    modes: list[tuple[int, bool, dict[str, Any]]] = [(1, False, {}), (1, True, {}), (2, True, {})]
+    for stage, overlap, options in [*modes, (2, True, {"max_grad_norm": 0.5})]:
+        model, opt = _small_buckets(stage, overlap=overlap, **options)
+        comm = opt._engine.sharded.comm
+        _train(model, opt, setup.rank, 4)
+        sent, events, began = comm.sent_bytes, RING.newest, time.perf_counter()
+        _train(model, opt, setup.rank, 1)
+        took, numbers = time.perf_counter() - began, opt.stats()
+        assert comm.sent_bytes - sent == numbers["sent_bytes"] > 0
+        assert comm.sent_bytes == numbers["total_sent_bytes"]
+        moved = torch.tensor([int(numbers["sent_bytes"]), int(numbers["received_bytes"])])
+        dist.all_reduce(moved)
+        nbytes = sum(param.nbytes for param in model.parameters())
+        assert moved.tolist() == [stage * (setup.world_size - 1) * nbytes] * 2, "what all send is what all receive"
+        record = opt.last_step
+        assert record is not None
+        assert numbers["step"] == record.number == 5
+        assert numbers["skipped_steps"] == 0
+        assert numbers["buckets"] == len(opt._engine.sharded.binding.plan.buckets) > (1 if overlap else 0)
+        assert numbers["state_bytes"] > 0
+        assert numbers["parameter_bytes"] == nbytes
+        assert 0 < numbers["local_step_s"] < took
+        assert 0 < numbers["exposed_communication_s"] < took
+        assert (numbers["grad_norm"] > 0) == bool(options)
+        assert (numbers["buffer_bytes"] > 0) == (stage == 2)
+        assert numbers["peak_gradient_bytes"] >= (nbytes if stage == 1 else 1)
+        assert RING.newest - events <= 8 + 6 * numbers["buckets"], "a handful of events per bucket"
+        assert all(isinstance(number, int | float) for number in numbers.values())
+        assert list(numbers) == list(opt.stats())
+
+
+@case(2, 3)
+def _skipped_steps_count(setup: Setup) -> None:
+    model, opt = _small_buckets(2, nonfinite="skip")
+    _train(model, opt, setup.rank, 2)
+    inputs, targets = next(batches(setup.rank, 1))
+    loss = loss_of(model, inputs, targets)
+    (loss * (float("nan") if setup.rank == 1 else 1.0)).backward()
+    opt.step()
+    record = opt.last_step
+    assert record is not None
+    assert (record.stepped, record.number) == (False, 3)
+    assert [opt.stats()[name] for name in ("step", "skipped_steps")] == [3, 1]
+
+
+@case(2)
+def _numbers_are_unchanged_while_everything_is_recorded(setup: Setup) -> None:
+    rows: list[Any] = []
+    ddp_zero.record_to(setup.folder / "records")
+    try:
+        for stage in (1, 2):
+            with at_stage(stage):
+                for twins in (
+                    build_overlapped_twins(optimizer_case("AdamW fused"), interleaved=True, bucket_cap_mb=0.0003),
+                    build_twins(optimizer_case("toy LAMB")),
+                ):
+                    lines: list[str] = []
+                    options: dict[str, Any] = {"wall_clock_breakdown": lines.append, "memory_log": lines.append}
+                    monitor = Monitor(twins.opt, every=1, to=[rows.append], model=twins.model, **options)
+                    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+                        twins.train(setup, 3, after_step=partial(_read, twins.opt))
+                    twins.opt.check_agreement()
+                    twins.assert_moved()
+                    monitor.close()
+                    twins.train(setup, 1)
+                    assert len(lines) == (12 if setup.rank == 0 else 0)
+        assert len(rows) == (12 if setup.rank == 0 else 0), "three of each"
+        assert not list((setup.folder / "records").glob("*")), "nothing has failed"
+    finally:
+        ddp_zero.record_to(None)
+
+
+def _read(opt: ZeroRedundancyOptimizer, step: int) -> None:
+    assert opt.stats()["step"] == step + 1
+
+
+@case(2)
+def _a_monitor_writes_every_few_steps_where_it_is_told_to(setup: Setup) -> None:
+    for overlap in (True, False):
+        model, opt = _small_buckets(2, overlap=overlap)
+        rows: list[Any] = []
+        lines: list[str] = []
+        name = f"overlap-{overlap}"
+        files = [setup.folder / f"{name}.csv", setup.folder / f"{name}.jsonl"]
+        shown: dict[str, Any] = {"wall_clock_breakdown": lines.append, "memory_log": lines.append}
+        monitor = Monitor(opt, every=2, to=[*files, rows.append], model=model, all_ranks=True, **shown)
+        _train(model, opt, setup.rank, 5)
+        monitor.close()
+        assert [row["step"] for row in rows] == [2, 4]
+        total, mean = rows[1]["total_local_step_s"] - rows[0]["total_local_step_s"], rows[1]["mean_local_step_s"]
+        assert mean == pytest.approx(total / 2)
+        assert all(rows[1][phase] > 0 for phase in ("forward_s", "backward_s", "mean_forward_s", "mean_backward_s"))
+        with (setup.folder / f"{name}-rank{setup.rank}.csv").open() as file:
+            table = list(csv.DictReader(file))
+        assert [float(row["step"]) for row in table] == [2, 4]
+        assert [float(row["total_sent_bytes"]) for row in table] == [row["total_sent_bytes"] for row in rows]
+        text = (setup.folder / f"{name}-rank{setup.rank}.jsonl").read_text()
+        parsed = [json.loads(line) for line in text.splitlines()]
+        assert [row["time"] for row in parsed] == [row["time"] for row in rows]
+        times = [line for line in lines if "time (ms)" in line]
+        assert [line.split(", time")[0] for line in times] == [f"[Rank {setup.rank}] step {step}" for step in (2, 4)]
+        assert all(" | bwd_allreduce: " in line and " | step_allgather: " in line for line in times)
+        phases = [line.split(", ")[:2] for line in lines if "memory (MiB)" in line]
+        expected = [(step, phase) for step in (2, 4) for phase in ("forward", "backward", "step")]
+        assert phases == [[f"[Rank {setup.rank}] step {step}", f"after {phase}"] for step, phase in expected]
+
+
+@case(2, 3)
+def _a_rank_with_other_parameters_is_named(setup: Setup) -> None:
+    model, opt = _small_buckets(1)
+    _train(model, opt, setup.rank, 2)
+    opt.check_agreement()
+    changed = dict(model.named_parameters())
+    with torch.no_grad():
+        if setup.rank == 1:
+            changed["module.3.weight"][2, 3].mul_(1 + 2**-20)
+    with pytest.raises(RuntimeError, match=r"got 1 of 10 that differ .*3\.weight.* on rank 1 \(global rank 1\)"):
+        opt.check_agreement()
+    with torch.no_grad():
+        if setup.rank == 1:
+            changed["module.0.weight"][[0, 1]] = changed["module.0.weight"][[1, 0]].clone()
+    with pytest.raises(RuntimeError, match=r"got 2 of 10 .*0\.weight.* on rank 1 .*; .*3\.weight.* on rank 1 "):
+        opt.check_agreement()
+
+
+@case.each
+def test_insight(run: Any) -> None:
+    run()
+
+
+# The end of a job
+
+
+def _until_a_rank_is_gone(setup: Setup, folder: str, how: str) -> str:
+    """Train until rank 1 is killed or stopped in the fourth step; returns what the records say near the time-out."""
+    ddp_zero.record_to(folder)
+    process = Path(folder) / f"process-{setup.rank}"
+    process.write_text(str(os.getpid()))
+    model, opt = _small_buckets(2)
+    _train(model, opt, setup.rank, 3)
+    found: list[str] = []
+    if how == "stopped":
+        watch = threading.Thread(target=_wait_for_record, args=(Path(folder), setup.rank, found))
+        watch.start()
+    with pytest.MonkeyPatch.context() as patch:
+        if setup.rank == 1:
+            step, calls = ShardedStep.step_bucket, [0]
+
+            def gone(*args: Any, **kwargs: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == 2 and how == "killed":
+                    kill_this_process()
+                if calls[0] == 2:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                return step(*args, **kwargs)
+
+            patch.setattr(ShardedStep, "step_bucket", gone)
+        with pytest.raises(RuntimeError, match=r"rank 1 \(global rank 1\)"):
+            _train(model, opt, setup.rank, 1)
+    if how == "stopped":
+        watch.join()
+        if setup.rank == 0:
+            time.sleep(1)  # the other rank raises at about the same time
+            os.kill(int((Path(folder) / "process-1").read_text()), signal.SIGKILL)
+    return "".join(found)
+
+
+def _wait_for_record(folder: Path, rank: int, found: list[str]) -> None:
+    """What the first record of this rank says."""
+    while True:
+        records = (
+            [record for record in read_folder(folder) if record.rank == rank] if any(folder.glob("a*.json")) else []
+        )
+        if records:
+            found.append(report(records))
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_the_records_name_the_rank_that_was_lost(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    time_out = 60.0 if how == "killed" else 6.0
+    outcomes = run_ranks_to_end(_until_a_rank_is_gone, 3, str(tmp_path), how, timeout=100, group_timeout=time_out)
+    assert [outcome.killed for outcome in outcomes] == [False, True, False], outcomes
+    assert [outcome.error for outcome in outcomes] == [None, None, None], outcomes
+    for outcome in outcomes:
+        if how == "stopped" and outcome.result is not None:
+            assert "written for no event for 4." in outcome.result, "before the time-out"
+            assert "Everyone waited for rank 1" in outcome.result
+    records = read_folder(tmp_path)
+    assert [record.rank for record in records] == [0, 2]
+    verdict = blame(records)
+    assert list(verdict.culprits) == [1]
+    assert {wait.step for wait in verdict.waits.values()} == {4}
+    assert main([str(tmp_path), "--events", "3"]) == 0
+    text = capsys.readouterr().out
+    print(text)
+    assert "2 of 3 ranks have left a record" in text
+    assert "Everyone waited for rank 1: it has left no record: it was killed or stopped" in text
+    (first,) = {(wait.phase, wait.bucket, wait.message) for wait in verdict.waits.values()}
+    assert f"What 2 of 2 other ranks with a record waited for: step 4, {first[0]} of bucket {first[1]}, " in text
+    assert first[2] in ("the reduction of bucket 1", "the sync of bucket 1", "the reduction of bucket 2")
