@@ -32,7 +32,8 @@ def main(root: Path, result: Path, dies_after: int, late: float) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
     opt = shard_optimizer(ddp, torch.optim.AdamW, stage=2, lr=0.01)
-    first = checkpoint.load(root, ddp, opt).step + 1 if attempt else 0
+    has_saved = any(root.glob("step-*/complete.json"))  # hosts count attempts of their own
+    first = checkpoint.load(root, ddp, opt).step + 1 if has_saved else 0
     print(f"attempt {attempt} rank {rank} starts at step {first}", flush=True)
     for step in range(first, STEPS):
         generator = torch.Generator().manual_seed(100 * step + rank)

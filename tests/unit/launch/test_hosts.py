@@ -1,0 +1,178 @@
+"""Hostfiles, filters, allocations and environment files, as text."""
+
+import pytest
+
+from ddp_zero.launch.environment import exported, parse_environment
+from ddp_zero.launch.hosts import Host, filtered, limited, parse_filter, parse_hostfile
+from ddp_zero.launch.slurm import expand_nodelist, hosts_of_allocation, is_allocation, port_of_allocation
+
+HOSTS = (Host("a", (0, 1, 2, 3)), Host("b", (0, 1)), Host("c-1.example", (0,)))
+
+
+# Hostfiles
+
+
+def test_a_hostfile_with_comments_and_blank_lines() -> None:
+    text = "# all of them\n\na slots=4   # the first\n  b\tslots=2\r\nc-1.example slots=1#no space\n"
+    assert parse_hostfile(text, "hosts") == HOSTS
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a", "line 1: Expected 'name slots=count'"),
+        ("a slots=1\nb slots=", "line 2: Expected 'name slots=count'"),
+        ("a slots=0", "count of at least 1, got 'a slots=0'"),
+        ("a slots=-1", "got 'a slots=-1'"),
+        ("a slots = 1", "got 'a slots = 1'"),
+        ("a slots=1 b slots=2", "got 'a slots=1 b slots=2'"),
+        ("a slots=1\n\n# x\na slots=2", "line 4: Expected each host once, got 'a', as in line 1."),
+        ("-oProxyCommand=x slots=1", "line 1: Expected a host name of letters"),
+        ("a[1-2] slots=1", "got 'a[1-2]'"),
+        ("root@a slots=1", "got 'root@a'"),
+        ("# nothing\n", "for each host in the file, got none"),
+    ],
+)
+def test_a_bad_line_is_refused_by_its_number(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match="the file") as caught:
+        parse_hostfile(text, "the file")
+    assert said in str(caught.value)
+
+
+def test_all_bad_lines_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"line 1.*\n.*line 3") as caught:
+        parse_hostfile("a\nb slots=1\nb slots=1", "f")
+    assert "line 2" not in str(caught.value).replace("as in line 2", "")
+
+
+# Filters
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a", {"a": None}),
+        ("a@b:1,0", {"a": None, "b": (0, 1)}),
+        (" a : x", None),
+        ("b:0, 2", {"b": (0, 2)}),
+        ("", None),
+        ("a@", None),
+        ("a:", None),
+        ("a:0,,1", None),
+        ("a:-1", None),
+        ("a@a", None),
+        ("a:1,01", None),
+    ],
+)
+def test_a_filter(text: str, found: dict[str, tuple[int, ...] | None] | None) -> None:
+    if found is not None:
+        assert parse_filter(text, "--include") == found
+    else:
+        with pytest.raises(ValueError, match="--include"):
+            parse_filter(text, "--include")
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "left"),
+    [
+        ("", "", HOSTS),
+        ("b", "", (HOSTS[1],)),
+        ("c-1.example@a:3,1", "", (Host("a", (1, 3)), HOSTS[2])),
+        ("", "b@a:0", (Host("a", (1, 2, 3)), HOSTS[2])),
+        ("", "a:0,1,2,3@b", (HOSTS[2],)),
+    ],
+)
+def test_filters_choose_hosts_and_slots(include: str, exclude: str, left: tuple[Host, ...]) -> None:
+    assert filtered(HOSTS, include, exclude) == left
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "said"),
+    [
+        ("a", "b", "--include or --exclude, got both"),
+        ("c-1.exampel", "", "Did you mean 'c-1.example'?"),
+        ("", "zzz", "There are a, b, c-1.example."),
+        ("b:1,2", "", r"slots of b in --include, \[0, 1\], got \[2\]"),
+        ("", "a@b@c-1.example", "which leaves none"),
+    ],
+)
+def test_filters_that_do_not_fit_are_refused(include: str, exclude: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        filtered(HOSTS, include, exclude)
+
+
+def test_the_first_hosts_and_slots() -> None:
+    assert limited(HOSTS, 2, None) == HOSTS[:2]
+    assert limited(HOSTS, 2, 2) == (Host("a", (0, 1)), HOSTS[1])
+    assert limited([Host("a", (1, 3))], None, 1) == (Host("a", (1,)),)
+    for num_nodes, nproc, said in ((4, None, "from 1 to 3"), (0, None, "got 0"), (None, 2, "the slots of c-1.example")):
+        with pytest.raises(ValueError, match=said):
+            limited(HOSTS, num_nodes, nproc)
+
+
+# Slurm
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a", ["a"]),
+        ("a,b-2", ["a", "b-2"]),
+        ("gpu[1-3]", ["gpu1", "gpu2", "gpu3"]),
+        ("gpu[08-10,3],login", ["gpu08", "gpu09", "gpu10", "gpu3", "login"]),
+        ("r[1-2]n[1,3]x", ["r1n1x", "r1n3x", "r2n1x", "r2n3x"]),
+    ],
+)
+def test_a_list_of_nodes(text: str, names: list[str]) -> None:
+    assert expand_nodelist(text) == names
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,", ",a", "a[", "a[]", "a[1-]", "a[3-1]", "a[1-999999999]", "a]", "a,a", "a[x]"]
+)
+def test_what_is_no_list_of_nodes_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="Expected"):
+        expand_nodelist(text)
+
+
+def test_an_allocation() -> None:
+    job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert is_allocation(job)
+    assert not is_allocation({"SLURM_JOB_ID": "1"})
+    assert port_of_allocation(job) == 23456
+    assert hosts_of_allocation({**job, "SLURM_GPUS_ON_NODE": "4"}, None)[1] == Host("n2", (0, 1, 2, 3))
+    assert hosts_of_allocation({**job, "SLURM_GPUS_PER_NODE": "h100:2"}, None)[0] == Host("n1", (0, 1))
+    assert hosts_of_allocation({**job, "SLURM_TASKS_PER_NODE": "2(x2)"}, None)[1] == Host("n2", (0, 1))
+    assert hosts_of_allocation({**job, "SLURM_TASKS_PER_NODE": "2,1"}, None)[1] == Host("n2", (0,))
+    assert hosts_of_allocation({**job, "SLURM_TASKS_PER_NODE": "odd"}, 3)[1] == Host("n2", (0, 1, 2))
+    for tasks in ("1", "1(x3)", "odd", "0(x2)"):
+        with pytest.raises(ValueError, match="for 2 nodes"):
+            hosts_of_allocation({**job, "SLURM_TASKS_PER_NODE": tasks}, None)
+    with pytest.raises(ValueError, match="salloc"):
+        hosts_of_allocation({}, None)
+
+
+# Variables
+
+
+def test_an_environment_file() -> None:
+    text = "# for all\nA=1\n\nexport B= two words \nC='q=u'\nHOME\nD=\n"
+    found = parse_environment(text, "f", {"HOME": "/home/me"})
+    assert found == {"A": "1", "B": " two words", "C": "q=u", "HOME": "/home/me", "D": ""}
+
+
+def test_bad_lines_of_an_environment_file_are_named() -> None:
+    with pytest.raises(ValueError, match=r"line 1.*\n.*line 2.*\n.*line 4") as caught:
+        parse_environment("1A=2\nNOT_HERE\nA=1\nA=2", "the file", {})
+    assert "'NOT_HERE=value', got neither" in str(caught.value)
+
+
+def test_what_other_hosts_get_of_the_environment() -> None:
+    here = {
+        "NCCL_DEBUG": "INFO",
+        "HOME": "/root",
+        "OMP_NUM_THREADS": "2",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "MY_NCCL_X": "1",
+    }
+    assert exported(here) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}

@@ -1,0 +1,142 @@
+"""Which hosts, how they are reached and where they meet; and that ``--dry-run`` starts nothing."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ddp_zero.launch import launcher, processes
+from ddp_zero.launch.check import Answer, ask
+from ddp_zero.launch.commands import HostCommand
+from ddp_zero.launch.guard import MARK
+from ddp_zero.launch.hosts import Host
+from ddp_zero.launch.launcher import hosts_of, launcher_of, main, meeting_of, variables_of
+from ddp_zero.launch.options import Options, parse
+
+ALLOCATION = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+TWO = (Host("n1", (0, 1)), Host("n2", (0, 1)))
+
+
+def options(*arguments: str) -> Options:
+    return parse([*arguments, "train.py"], "/bin/py")
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
+    return f"--hostfile={tmp_path / 'hosts'}"
+
+
+def test_hosts_are_of_the_file_the_allocation_or_this_machine(hostfile: str) -> None:
+    assert hosts_of(options(hostfile, "--exclude=n1:0"), ALLOCATION) == (Host("n1", (1,)), TWO[1])
+    assert hosts_of(options("--num-nodes=1"), ALLOCATION) == TWO[:1]
+    assert hosts_of(options("--nproc=3"), {}) == (Host("localhost", (0, 1, 2)),)
+    assert hosts_of(options("--launcher=local", "--nproc=1"), ALLOCATION) == (Host("localhost", (0,)),)
+    with pytest.raises(ValueError, match="Expected --hostfile with --launcher ssh"):
+        hosts_of(options("--launcher=ssh"), ALLOCATION)
+    with pytest.raises(OSError, match="nowhere"):
+        hosts_of(options("--hostfile=nowhere"), {})
+
+
+def test_how_hosts_are_reached(hostfile: str) -> None:
+    here = (Host(socket.gethostname(), (0,)),)
+    assert launcher_of(options(), (Host("localhost", (0,)),), {}) == "local"
+    assert launcher_of(options(hostfile), here, ALLOCATION) == "local"
+    assert launcher_of(options(hostfile), TWO, ALLOCATION) == "ssh"
+    assert launcher_of(options(hostfile), TWO[:1], {}) == "ssh"
+    assert launcher_of(options(), TWO, ALLOCATION) == "slurm"
+    assert launcher_of(options("--launcher=mpirun"), here, {}) == "mpirun"
+    with pytest.raises(ValueError, match="got n1, n2"):
+        launcher_of(options("--launcher=local"), TWO, {})
+
+
+def test_where_they_meet() -> None:
+    answers = {"n1": Answer(("10.0.0.1", "10.1.0.1"), 77), "n2": Answer((), 78)}
+    found = meeting_of(options(), "ssh", TWO, answers, {})
+    assert (found.address, found.port, found.own) == ("10.0.0.1", 77, {"n1": "10.0.0.1"})
+    given = meeting_of(options("--master-addr=x", "--master-port=5"), "ssh", TWO, answers, {})
+    assert (given.address, given.port) == ("x", 5)
+    asked = meeting_of(options(), "ssh", TWO, {}, {})  # for --dry-run
+    assert (asked.address, asked.port) == ("n1", launcher.DEFAULT_PORT)
+    slurm = meeting_of(options(), "slurm", TWO, {}, ALLOCATION)
+    assert (slurm.address, slurm.port, slurm.own) == ("n1", 20005, {"n1": "n1", "n2": "n2"})
+    assert meeting_of(options(), "ssh", TWO[:1], answers, {}).address is None
+    assert found.job != given.job
+    with pytest.raises(RuntimeError, match=r"an address of n1 .* Say --master-addr"):
+        meeting_of(options(), "ssh", TWO, {"n1": Answer((), 1)}, {})
+
+
+def test_variables_of_files_come_last_and_others_only_go_to_other_hosts(tmp_path: Path) -> None:
+    here = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "file").write_text("NCCL_DEBUG=WARN\nOMP_NUM_THREADS\n")
+    file = f"--env-file={tmp_path / 'file'}"
+    assert variables_of(options(), "local", here) == {}
+    assert variables_of(options(), "ssh", here) == here
+    assert variables_of(options(file), "local", here) == {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+
+
+def test_a_dry_run_prints_a_command_for_each_host_and_asks_none(
+    hostfile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a dry run starts nothing")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert main([hostfile, "--dry-run", "--include=n2:1", "train.py"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("n2: ssh ")
+    assert "CUDA_VISIBLE_DEVICES=1" in line
+    assert line.endswith("torch.distributed.run --nproc-per-node=1 --standalone train.py'")
+    assert main(["--hostfile=nowhere", "--dry-run", "train.py"]) == 2
+    assert "ddp_zero.launch: error: " in capsys.readouterr().err
+
+
+def test_every_host_that_is_not_ready_is_named() -> None:
+    says = {
+        "good": f"print('{MARK}' + '{{\"addresses\": [], \"port\": 1}}')",
+        "fails": "import sys; sys.exit('no python here')",
+        "silent": "pass",
+        "slow": "import time; time.sleep(60)",
+    }
+
+    def command(host: str) -> HostCommand:
+        return HostCommand(host, (sys.executable, "-c", says[host]) if host in says else ("no-such-program",))
+
+    assert ask(["good"], command, 30) == {"good": Answer((), 1)}
+    with pytest.raises(RuntimeError, match="Expected all 5 hosts to be ready, got from\n  fails: ") as caught:
+        ask([*says, "gone"], command, 3)
+    message = str(caught.value)
+    for line in ("exit code 1, no python here", "silent: exit code 0, no output", "slow: no answer within 3 s"):
+        assert line in message
+    assert "gone: no-such-program cannot be started: No such file" in message
+    assert "good" not in message
+
+
+def commands_of(*programs: str) -> list[HostCommand]:
+    return [HostCommand(f"h{number}", (sys.executable, "-c", program)) for number, program in enumerate(programs)]
+
+
+@pytest.mark.parametrize(
+    ("programs", "code", "said"),
+    [
+        (["pass", "pass"], 0, []),
+        (["import sys; sys.exit(7)", "import sys; sys.stdin.read()"], 7, ["h0 ended with exit code 7; stopping h1"]),
+        (["import os; os.kill(os.getpid(), 9)"], 137, ["h0 ended with exit code 137"]),
+    ],
+)
+def test_the_first_failure_is_the_exit_code_and_ends_the_others(
+    programs: Sequence[str], code: int, said: Sequence[str]
+) -> None:
+    lines: list[str] = []
+    assert processes.run(commands_of(*programs), 5, 100, lines.append) == code
+    assert lines == said
+
+
+def test_a_program_that_cannot_be_started_ends_those_that_were() -> None:
+    lines: list[str] = []
+    commands = [*commands_of("import sys; sys.stdin.read()"), HostCommand("h1", ("no-such-program",))]
+    assert processes.run(commands, 5, 100, lines.append) == 127
+    assert "Expected no-such-program to be started for h1" in lines[0]
