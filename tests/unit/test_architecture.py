@@ -25,6 +25,7 @@ PACKAGE = REPOSITORY / "ddp_zero"
 FLOORS = {
     "plan": 0,
     "ground": 0,
+    "dsconfig": 0,
     "elements": 1,
     "local": 2,
     "comm": 3,
