@@ -143,10 +143,10 @@ REDUCTION = [
 ]
 
 LOGGING = [
-    honoured("steps_per_print", "Rank 0 logs step, skipped steps, learning rate and momentum every so many steps."),
-    honoured("wall_clock_breakdown", "Rank 0 logs the milliseconds of forward, backward and step of every step."),
-    honoured("memory_breakdown", "Rank 0 logs the memory in use, and its peak, at every step."),
-    honoured("dump_state", "Rank 0 logs the configuration as it is used."),
+    honoured("steps_per_print", "Rank 0 prints step, skipped steps, learning rate and momentum every so many steps."),
+    honoured("wall_clock_breakdown", "Rank 0 prints the milliseconds of forward, backward and step of every step."),
+    honoured("memory_breakdown", "Rank 0 prints the memory in use, and its peak, at every step."),
+    honoured("dump_state", "Rank 0 prints the configuration as it is used."),
     honoured("log_level", "The level of the logger ddp_zero.", off=(None,)),
     honoured("tensorboard", "A block.", switch="enabled"),
     honoured("tensorboard.enabled", "Rank 0 writes learning rate and loss scale for TensorBoard, if it is installed."),
