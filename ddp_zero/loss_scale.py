@@ -23,6 +23,8 @@ class DynamicLossScale:
         growth_interval: see ``growth_factor``.
         hysteresis: the number of overflows since the last growth at which the scale starts to back off; 1: at once.
         minimum: the scale never falls below this; an overflow at it raises.
+        first_interval: the ``growth_interval`` at the start and after an overflow; None: the same as later.
+        restores_hysteresis: whether every step without an overflow restores the hysteresis, not only a growth.
 
     Raises:
         TypeError: for a value that is not a number.
@@ -35,6 +37,8 @@ class DynamicLossScale:
     growth_interval: int = 2000
     hysteresis: int = 1
     minimum: float = 1.0
+    first_interval: int | None = None
+    restores_hysteresis: bool = False
 
     def __post_init__(self) -> None:
         for name in ("initial", "growth_factor", "backoff_factor", "minimum"):
@@ -47,12 +51,19 @@ class DynamicLossScale:
             raise ValueError(f"Expected growth_factor of at least 1 and finite, got {self.growth_factor}.")
         if not 0 < self.backoff_factor < 1:
             raise ValueError(f"Expected 0 < backoff_factor < 1, got {self.backoff_factor}.")
-        for name in ("growth_interval", "hysteresis"):
-            value = getattr(self, name)
+        if not isinstance(self.restores_hysteresis, bool):
+            raise TypeError(f"Expected restores_hysteresis to be True or False, got {self.restores_hysteresis!r}.")
+        for name in ("growth_interval", "hysteresis", "first_interval"):
+            value = 1 if name == "first_interval" and self.first_interval is None else getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"Expected {name} to be an int, got {value!r}.")
             if value < 1:
                 raise ValueError(f"Expected {name} of at least 1, got {value}.")
+
+    @property
+    def head_start(self) -> int:
+        """Steps that count towards the first growth as if they had been taken; negative if it comes later."""
+        return 0 if self.first_interval is None else self.growth_interval - self.first_interval
 
 
 class LossScale:
@@ -68,7 +79,7 @@ class LossScale:
     def __init__(self, policy: DynamicLossScale | float) -> None:
         self._policy = policy if isinstance(policy, DynamicLossScale) else None
         self.value = float(policy.initial if isinstance(policy, DynamicLossScale) else policy)
-        self._good_steps = 0
+        self._good_steps = 0 if self._policy is None else self._policy.head_start
         self._patience = self._policy.hysteresis if self._policy is not None else 0
 
     @property
@@ -95,7 +106,8 @@ class LossScale:
         for name, number in numbers.items():
             check_number(f"{name} of the loss scale", number)
         value, good_steps, patience = (float(numbers[name] or 0) for name in ("value", "good_steps", "patience"))
-        if not (SMALLEST <= value <= LARGEST and good_steps >= 0):
+        least = 0 if self._policy is None else min(0, self._policy.head_start)
+        if not (SMALLEST <= value <= LARGEST and good_steps >= least):
             raise ValueError(f"Expected a loss scale from {SMALLEST} to {LARGEST}, got {dict(state)}.")
         lowest = 0.0 if self._policy is None else self._policy.minimum
         self.value, self._good_steps, self._patience = max(value, lowest), int(good_steps), int(patience)
@@ -110,12 +122,14 @@ class LossScale:
         if policy is None:
             return
         if has_overflowed:
-            self._good_steps = 0
+            self._good_steps = policy.head_start
             self._patience -= 1
             if self._patience <= 0:
                 self.value = max(self.value * policy.backoff_factor, policy.minimum)
             return
         self._good_steps += 1
+        if policy.restores_hysteresis:
+            self._patience = policy.hysteresis
         if self._good_steps == policy.growth_interval:
             self._good_steps = 0
             self._patience = policy.hysteresis

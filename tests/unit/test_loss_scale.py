@@ -57,6 +57,26 @@ def test_it_doubles_after_an_interval_of_good_steps_and_halves_at_an_overflow() 
     assert follow(scale, "..x...") == [8, 8, 4, 4, 4, 8]
 
 
+def test_the_first_growth_may_come_later_than_the_others() -> None:
+    scale = LossScale(DynamicLossScale(initial=8.0, growth_interval=2, first_interval=3))
+    assert follow(scale, ".......") == [8, 8, 16, 16, 32, 32, 64]
+    assert follow(scale, "x...") == [32, 32, 32, 64]
+    state = LossScale(DynamicLossScale(initial=8.0, growth_interval=2, first_interval=3)).state_dict()
+    scale.load_state_dict(state)
+    assert follow(scale, "...") == [8, 8, 16]
+    early = LossScale(DynamicLossScale(initial=8.0, growth_interval=3, first_interval=1))
+    assert follow(early, "....x.") == [16, 16, 16, 32, 16, 32]
+
+
+def test_every_good_step_may_restore_the_hysteresis() -> None:
+    often, once = (
+        LossScale(DynamicLossScale(initial=8.0, hysteresis=2, restores_hysteresis=restores))
+        for restores in (True, False)
+    )
+    assert follow(often, "x.x.xx") == [8, 8, 8, 8, 8, 4]
+    assert follow(once, "x.x.xx") == [8, 8, 4, 4, 2, 1]
+
+
 def test_its_usual_numbers_are_those_of_grad_scaler() -> None:
     policy, theirs = DynamicLossScale(), torch.amp.GradScaler("cpu")
     assert (policy.initial, policy.growth_factor) == (theirs.get_scale(), theirs.get_growth_factor())

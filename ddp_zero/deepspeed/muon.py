@@ -1,0 +1,196 @@
+"""Muon for matrices and Adam for all else, in one optimizer, as DeepSpeed's ``"type": "Muon"`` combines them.
+
+Muon: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The momentum of a matrix is
+replaced by one whose singular values are all about 1, found by five rounds of a polynomial in the matrix
+(Newton-Schulz). With ``ns_method="gram"`` the rounds work on the smaller square matrix X X^T: the same polynomial, with
+fewer operations.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+_POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+_ROUNDS, _RESTART = 5, 2
+_SMALL = 1e-7
+METHODS = {"standard": torch.bfloat16, "gram": torch.float16}
+"""Ways to orthogonalize, and the dtype in which each computes."""
+
+MUON_OPTIONS = ("lr", "momentum", "weight_decay", "ns_method")
+ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+_KINDS = ((True, MUON_OPTIONS, "muon_lr", 0.02), (False, ADAM_OPTIONS, "adam_lr", 3e-4))
+
+
+class MuonWithAdam(Optimizer):
+    """Steps groups with ``use_muon`` by Muon, the others by Adam.
+
+    Args:
+        params: groups, each with ``use_muon``; see `muon_groups`.
+        lr: learning rate.
+        momentum: of Muon, used with Nesterov's look-ahead.
+        weight_decay: decoupled, unless ``adam_w_mode`` is False, for Adam.
+        ns_method: ``"gram"`` or ``"standard"``.
+        betas: of Adam.
+        eps: of Adam.
+        adam_w_mode: whether Adam's weight decay is decoupled.
+        use_muon: for groups that do not say.
+
+    Raises:
+        ValueError: for another method, or a parameter that is not a matrix in a group with ``use_muon``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_method: str = "gram",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        adam_w_mode: bool = True,
+        use_muon: bool = True,
+    ) -> None:
+        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_method=ns_method, betas=betas, eps=eps)
+        super().__init__(params, {**defaults, "adam_w_mode": adam_w_mode, "use_muon": use_muon})
+        for group in self.param_groups:
+            if group["ns_method"] not in METHODS:
+                raise ValueError(f"Expected ns_method to be one of {list(METHODS)}, got {group['ns_method']!r}.")
+            for param in group["params"] if group["use_muon"] else ():
+                if param.ndim < 2:
+                    raise ValueError(
+                        f"Expected matrices in a group with use_muon, got one of shape {list(param.shape)}."
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns what the closure returns, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if group["use_muon"]:
+                    self._step_by_muon(param, param.grad, group)
+                else:
+                    self._step_by_adam(param, param.grad, group)
+        return loss
+
+    def _step_by_muon(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        state, beta = self.state[param], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - beta)
+        ahead = grad.lerp(momentum, beta)
+        matrix = ahead.reshape(len(ahead), -1) if ahead.ndim == 4 else ahead
+        rows, columns = grad.shape[-2:]
+        scale = math.sqrt(rows / columns) if rows > columns else 1.0
+        update = orthogonalized(matrix, group["ns_method"]).to(grad.dtype) * scale
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.sub_(update.reshape(param.shape), alpha=group["lr"])
+
+    def _step_by_adam(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        state, (first, second) = self.state[param], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        state["step"] += 1
+        if group["adam_w_mode"]:
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+        else:
+            grad = grad.add(param, alpha=group["weight_decay"])
+        mean = state["exp_avg"].lerp_(grad, 1 - first)
+        square = state["exp_avg_sq"].mul_(second).addcmul_(grad, grad, value=1 - second)
+        root = (square / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
+        param.addcdiv_(mean, root, value=-group["lr"] / (1 - first ** state["step"]))
+
+
+def orthogonalized(matrix: Tensor, method: str) -> Tensor:
+    """A matrix with the same singular vectors and singular values of about 1.
+
+    Args:
+        matrix: 2-D, or a batch of such.
+        method: a key of `METHODS`.
+
+    Returns:
+        In the dtype of the method.
+    """
+    is_tall = matrix.size(-2) > matrix.size(-1)
+    wide = matrix.mT if is_tall else matrix
+    wide = wide.float() if wide.dtype is torch.float16 else wide
+    normed = (wide / (wide.norm(dim=(-2, -1), keepdim=True) + _SMALL)).to(METHODS[method])
+    by_gram = method == "gram" and normed.size(-1) > normed.size(-2)
+    found = _on_the_gram_matrix(normed) if by_gram else _on_the_matrix(normed)
+    return found.mT if is_tall else found
+
+
+def _on_the_matrix(matrix: Tensor) -> Tensor:
+    linear, cubic, quintic = _POLYNOMIAL
+    for _ in range(_ROUNDS):
+        gram = matrix @ matrix.mT
+        matrix = linear * matrix + (cubic * gram + quintic * gram @ gram) @ matrix
+    return matrix
+
+
+def _on_the_gram_matrix(matrix: Tensor) -> Tensor:
+    """The factor by which the rounds multiply the matrix, found from X X^T alone, and applied twice for precision."""
+    linear, cubic, quintic = _POLYNOMIAL
+    gram, factor = matrix @ matrix.mT, None
+    for number in range(_ROUNDS):
+        if number == _RESTART and factor is not None:
+            matrix = factor @ matrix
+            gram, factor = matrix @ matrix.mT, None
+        change = cubic * gram + quintic * gram @ gram
+        if factor is None:
+            factor = change + linear * torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
+        else:
+            factor = linear * factor + change @ factor
+        if number + 1 not in (_ROUNDS, _RESTART):
+            half = linear * gram + change @ gram
+            gram = linear * half + change @ half
+    assert factor is not None, "there are rounds after the restart"
+    return factor @ matrix
+
+
+def muon_groups(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[nn.Parameter, str], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Each group divided into matrices for Muon and all else for Adam, with the options of either.
+
+    Embeddings and heads (``embed`` or ``lm_head`` in the name) are Adam's, whatever their shape. An attribute
+    ``use_muon`` of a parameter decides otherwise.
+
+    Args:
+        groups: parameter groups.
+        names: of the parameters.
+        options: of the configuration; ``muon_lr`` and ``adam_lr`` are the learning rates of one kind.
+    """
+    divided = []
+    for group in groups:
+        own = {name: value for name, value in group.items() if name != "params"}
+        for use_muon, known, lr, usual in _KINDS:
+            chosen = [
+                param for param in group["params"] if param.requires_grad and _is_for_muon(param, names) is use_muon
+            ]
+            if not chosen:
+                continue
+            shared = {"lr": usual} | {name: options[name] for name in known if name in options}
+            rate = {"lr": options[lr]} if lr in options else {}
+            mine = {name: value for name, value in own.items() if name in known}
+            divided.append({"params": chosen, "use_muon": use_muon, **shared, **rate, **mine})
+    return divided
+
+
+def _is_for_muon(param: nn.Parameter, names: Mapping[nn.Parameter, str]) -> bool:
+    given = getattr(param, "use_muon", None)
+    if given is not None:
+        return bool(given)
+    name = names.get(param, "").lower()
+    return param.ndim >= 2 and not any(word in name for word in ("embed", "lm_head"))

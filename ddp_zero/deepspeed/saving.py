@@ -1,0 +1,212 @@
+"""Checkpoints of an engine: folders of `ddp_zero.checkpoint` by tag, and a file ``latest`` with the newest tag.
+
+``save_dir/tag/step-<number>/`` holds model, optimizer, schedule, counters and client state; nothing in it is unpickled.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_zero import checkpoint
+from ddp_zero.comm.agreement import Agreement
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.tracing import logger
+from ddp_zero.deepspeed.params import full_fp32_param
+from ddp_zero.local.compacting import compact
+
+if TYPE_CHECKING:
+    from ddp_zero.deepspeed.engine import Engine
+
+PathLike = str | os.PathLike[str]
+
+LATEST = "latest"
+_COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to load.
+
+    Attributes:
+        strict: whether the model must fit exactly.
+        optimizer: the optimizer's state.
+        scheduler: the schedule's.
+        counters: those of the engine.
+    """
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    counters: bool = True
+
+
+def save(
+    engine: "Engine",
+    save_dir: PathLike,
+    tag: str | int | None,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    exclude_frozen_parameters: bool,
+) -> bool:
+    """Save everything as ``save_dir/tag``. A collective.
+
+    Args:
+        engine: after a step.
+        save_dir: a folder that all ranks share.
+        tag: a name without a path, the same on every rank; None: ``global_step<number>``.
+        client_state: numbers, strings, tensors, and lists, tuples and dicts of them, saved from rank 0.
+        save_latest: name the tag in the file ``latest``.
+        exclude_frozen_parameters: must be False.
+
+    Returns:
+        True.
+
+    Raises:
+        ValueError: for a tag that is a path or empty, or, with ``checkpoint.tag_validation: Fail``, differs between
+            ranks.
+        NotImplementedError: for ``exclude_frozen_parameters``.
+        TypeError: for client state that cannot be saved without pickle.
+    """
+    if exclude_frozen_parameters:
+        raise NotImplementedError(
+            "Expected exclude_frozen_parameters=False, got True: a checkpoint that is to be resumed holds the whole "
+            "model. save_16bit_model() and save_fp32_model() can exclude them."
+        )
+    name = _checked(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    extra = {
+        "client_state": client_state,
+        "engine": {counter: getattr(engine, counter) for counter in _COUNTERS},
+        "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+    }
+    checkpoint.save(Path(save_dir) / name, engine.ddp, engine.optimizer, extra=extra, keep=1).wait()
+    if save_latest:
+        with Agreement(_peers(engine), "naming the latest checkpoint"):
+            if _peers(engine).group_rank == 0:
+                _write(Path(save_dir) / LATEST, name)
+    return True
+
+
+def _checked(engine: "Engine", tag: str) -> str:
+    """Rank 0's tag, once ranks have been compared as the configuration says."""
+    if not tag or Path(tag).name != tag or tag == LATEST:
+        raise ValueError(f"Expected a tag that names a folder, got {tag!r}.")
+    tags = _peers(engine).all_gather_text(tag)
+    validation = engine._config.tag_validation
+    if len(set(tags)) > 1 and validation == "fail":
+        raise ValueError(f"Expected the same tag on every rank, got {tags}.")
+    if len(set(tags)) > 1 and validation == "warn":
+        logger.warning("Expected the same tag on every rank, got %s: saving as %r.", tags, tags[0])
+    return tags[0]
+
+
+def _write(file: Path, text: str) -> None:
+    beside = file.with_name(f".{file.name}.unfinished")
+    beside.write_text(text)
+    beside.replace(file)
+
+
+def load(
+    engine: "Engine", load_dir: PathLike, tag: str | int | None, wanted: Wanted
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load what `save` saved, at any number of ranks and in any stage. A collective.
+
+    Args:
+        engine: before a step or between two.
+        load_dir: the folder given to `save`.
+        tag: None: that in the file ``latest``.
+        wanted: what to load besides the model.
+
+    Returns:
+        The folder and the client state; None and None, with a warning, if there is no tag and no ``latest``.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint of the tag.
+        ValueError: if it is damaged or does not fit.
+    """
+    name = _latest(engine, Path(load_dir)) if tag is None else str(tag)
+    if name is None:
+        return None, None
+    folder = Path(load_dir) / name
+    optimizer = engine.optimizer if wanted.optimizer else None
+    loaded = checkpoint.load(folder, engine.ddp, optimizer, strict=wanted.strict)
+    zero = engine.zero
+    keeps_masters = wanted.optimizer and engine._config.zero.load_from_fp32_weights
+    if zero is not None and engine._config.has_masters and not keeps_masters:
+        zero.refresh_master_weights()
+    if wanted.scheduler and engine.lr_scheduler is not None and loaded.extra["scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(loaded.extra["scheduler"])
+    if wanted.counters:
+        for counter in _COUNTERS:
+            setattr(engine, counter, loaded.extra["engine"][counter])
+    return str(folder), loaded.extra["client_state"]
+
+
+def _latest(engine: "Engine", folder: Path) -> str | None:
+    """The tag in the file ``latest``, as rank 0 reads it."""
+    comm = _peers(engine)
+    file = folder / LATEST
+    mine = file.read_text().strip() if comm.group_rank == 0 and file.is_file() else ""
+    name = comm.all_gather_text(mine)[0]
+    if not name:
+        logger.warning("Expected a file %s, or a tag, got neither: nothing was loaded.", file)
+        return None
+    if Path(name).name != name:
+        raise ValueError(f"Expected the name of a folder in {file}, got {name!r:.80}.")
+    return name
+
+
+def save_weights(
+    engine: "Engine", save_dir: PathLike, filename: str, exclude_frozen_parameters: bool, in_fp32: bool
+) -> bool:
+    """Save the model's state dict by `torch.save` on rank 0, for ``torch.load(file, weights_only=True)``. A collective.
+
+    Args:
+        engine: after a step.
+        save_dir: created if missing.
+        filename: of the file.
+        exclude_frozen_parameters: leave out parameters that do not require a gradient.
+        in_fp32: masters in place of low-precision parameters, and other floating values converted.
+
+    Returns:
+        True.
+
+    Raises:
+        ValueError: for a name that ends in ``.safetensors``.
+        OSError: on rank 0 if writing fails; RuntimeError on the others.
+    """
+    if filename.endswith(".safetensors"):
+        raise ValueError(
+            f"Expected a name for torch.save, such as pytorch_model.bin, got {filename!r}. For safetensors use "
+            "engine.save_checkpoint() and python -m ddp_zero.checkpoint export."
+        )
+    comm, weights = _peers(engine), dict[str, Any]()
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+        if exclude_frozen_parameters and is_frozen:
+            continue
+        found = _in_fp32(engine, value) if in_fp32 else value
+        if comm.group_rank == 0:
+            weights[name] = found.detach() if isinstance(found, Tensor) else found
+    with Agreement(comm, "saving the model's weights"):
+        if comm.group_rank == 0:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(compact(weights), Path(save_dir) / filename)
+    return True
+
+
+def _in_fp32(engine: "Engine", value: Any) -> Any:
+    """A value in fp32, if it is a floating one. A collective for a parameter with a master."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    zero = engine.zero
+    if zero is not None and value in zero._engine.sharded.table.index_of:
+        return full_fp32_param(zero, value)
+    return value.float()
+
+
+def _peers(engine: "Engine") -> Communicator:
+    return engine._comm

@@ -1,0 +1,186 @@
+"""Configurations are valid or cannot be built, and say everything that is wrong with them."""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_zero.dsconfig.config import Batch, Config
+from ddp_zero.dsconfig.document import read, value_at
+from ddp_zero.dsconfig.keys import ConfigError
+from ddp_zero.dsconfig.sections import ZeroSection
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        ((32, 4, None), 2, (32, 4, 4)),
+        ((32, None, 2), 2, (32, 8, 2)),
+        ((None, 4, 3), 2, (24, 4, 3)),
+        ((32, None, None), 2, (32, 16, 1)),
+        ((None, 4, None), 2, (8, 4, 1)),
+        ((24, 4, 3), 2, (24, 4, 3)),
+        ((1, None, None), 1, (1, 1, 1)),
+    ],
+)
+def test_any_two_numbers_give_the_third(
+    given: tuple[Any, Any, Any], ranks: int, expected: tuple[int, int, int]
+) -> None:
+    assert Batch.solve(*given, ranks) == Batch(*expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "told"),
+    [
+        ((33, 4, None), 2, "33 = 4 * 4 * 2, which is 32"),
+        ((32, 4, 3), 2, "32 = 4 * 3 * 2, which is 24"),
+        ((3, None, 2), 2, "3 = 1 * 2 * 2, which is 4"),
+        ((1, None, None), 2, "1 = 1 * 1 * 2, which is 2"),
+        ((None, None, 2), 2, "got neither"),
+        ((None, None, None), 2, "got neither"),
+        ((0, 4, None), 2, "train_batch_size = 0"),
+        ((8, 4.5, None), 2, "train_micro_batch_size_per_gpu = 4.5"),
+        ((8, True, None), 2, "train_micro_batch_size_per_gpu = True"),
+    ],
+)
+def test_contradictions_are_refused_with_the_equation(given: tuple[Any, Any, Any], ranks: int, told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Batch.solve(*given, ranks)
+    assert told in str(raised.value)
+    assert "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps" in str(raised.value)
+
+
+def parsed(**document: Any) -> Config:
+    return Config.parse({"train_batch_size": 4, **document}, 2)
+
+
+def test_defaults_are_those_of_deepspeed() -> None:
+    config = parsed()
+    assert (config.rest.gradient_clipping, config.zero.stage, config.dtype) == (1.0, 0, "float32")
+    assert (config.fp16.initial_scale_power, config.fp16.loss_scale_window, config.fp16.hysteresis) == (16, 1000, 2)
+    assert (config.fp16.min_loss_scale, config.fp16.is_dynamic) == (1, True)
+    assert config.zero.ignore_unused_parameters
+    assert config.zero.bucket_elements is None
+    assert not config.is_sharded
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        parsed().zero.stage = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("document", "dtype", "masters", "sharded"),
+    [
+        ({"fp16": {"enabled": True}}, "float16", True, True),
+        ({"bf16": {"enabled": True}}, "bfloat16", True, True),
+        ({"bfloat16": {"enabled": True}}, "bfloat16", True, True),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            "bfloat16",
+            False,
+            True,
+        ),
+        ({"zero_optimization": {"stage": 1}}, "float32", False, True),
+        ({"zero_optimization": True}, "float32", False, True),
+        ({"zero_optimization": {"cpu_offload": True}}, "float32", False, True),
+    ],
+)
+def test_precision_follows_from_the_blocks(document: dict[str, Any], dtype: str, masters: bool, sharded: bool) -> None:
+    config = parsed(**document)
+    assert (config.dtype, config.has_masters, config.is_sharded) == (dtype, masters, sharded)
+
+
+def test_sizes_in_scientific_notation_are_ints_and_the_smaller_one_counts() -> None:
+    zero = parsed(zero_optimization={"stage": 2, "reduce_bucket_size": 5e8, "allgather_bucket_size": 2e8}).zero
+    assert (zero.reduce_bucket_size, zero.bucket_elements) == (500_000_000, 200_000_000)
+    assert isinstance(zero.bucket_elements, int)
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis: expected an int of at least 1, got 0"),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale"),
+        ({"fp16": {"enabled": True, "loss_scale": True}}, "fp16.loss_scale"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "8 > 2 ** 2"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 both enabled"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "both true or both false"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected one of 0, 1, 2, got 4"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "reduce_bucket_size"),
+        ({"zero_optimization": {"contiguous_gradients": "yes"}}, "contiguous_gradients: expected true or false"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, "offload_optimizer.device"),
+        ({"zero_optimization": 3}, "zero_optimization: expected a block, got 3"),
+        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type: expected a name"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),
+        ({"optimizer": {"type": "Adam", "params": [1]}}, "optimizer.params: expected a block"),
+        ({"gradient_clipping": -1}, "gradient_clipping: expected a number of at least 0"),
+        ({"communication_data_type": "int8"}, "communication_data_type"),
+        ({"communication_data_type": "fp32", "bf16": {"enabled": True}}, "stage 0, where DDP sends them"),
+        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor = 2 in stage 0"),
+        ({"gradient_predivide_factor": 2.0, "prescale_gradients": True}, "got both"),
+        ({"checkpoint": {"tag_validation": "maybe"}}, "Ignore, Warn or Fail"),
+        ({"data_types": {"param_dtype": "bf16"}}, "enable that mode"),
+        ({"torch_autocast": {"enabled": True, "dtype": "int4"}}, "torch_autocast.dtype"),
+    ],
+)
+def test_values_out_of_range_are_refused_and_named(document: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parsed(**document)
+    assert told in str(raised.value)
+
+
+def test_all_that_is_wrong_is_listed() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parsed(fp16={"enabled": 1, "hysteresis": 0}, gradient_clipping="x", zero_optimization={"stage": 7})
+    assert str(raised.value).count("- ") == 4
+
+
+def test_a_section_cannot_be_built_invalid() -> None:
+    with pytest.raises(ConfigError, match="stage"):
+        ZeroSection(stage=3)
+
+
+def test_a_document_is_a_dict_a_file_or_base64(tmp_path: Path) -> None:
+    content = {"train_batch_size": 4, "fp16": {"enabled": False}}
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(content))
+    encoded = base64.urlsafe_b64encode(json.dumps(content).encode()).decode()
+    sources: list[Any] = [content, file, str(file), encoded]
+    for source in sources:
+        assert read(source) == content
+    copied = read(content)
+    copied["fp16"]["enabled"] = True
+    assert content["fp16"] == {"enabled": False}, "what is given is not changed"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"a": 1, "a": 2}', "every key once, got several of 'a'"),
+        ("[1]", "Expected a JSON object"),
+        ('{"a": 1 /* no */}', "Comments"),
+    ],
+)
+def test_files_that_are_not_a_configuration_are_refused(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        read(file)
+
+
+def test_sources_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read("nowhere/ds_config.json")
+    with pytest.raises(TypeError, match="Expected a configuration"):
+        read(3)  # type: ignore[arg-type]
+
+
+def test_a_value_is_found_by_its_path() -> None:
+    document: Mapping[str, Any] = {"a": {"b": 1}, "c": 2}
+    assert [value_at(document, path) for path in ("a.b", "c", "a.x", "c.d", "x")] == [1, 2, None, None, None]
