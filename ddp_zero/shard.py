@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.backward.gradients import CommHook
+from ddp_zero.backward.reducer import ddp_takes
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.engine import INTERLEAVED_LAG
@@ -132,8 +133,8 @@ def wrap(
 
     The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB:
     three of them are what gradients need in stage 2. They are given as ``bucket_cap_mb_list``, which holds from the
-    first iteration on; with ``bucket_cap_mb`` the first one has a single bucket of all parameters. A collective, as the
-    construction of DDP is.
+    first iteration on; with ``bucket_cap_mb``, which is used where this version of DDP has no such list, the first one
+    has a single bucket of all parameters. A collective, as the construction of DDP is.
 
     Args:
         module: the model, not wrapped, on the device where it trains.
@@ -159,7 +160,9 @@ def wrap(
     group = sharers if isinstance(sharers, ProcessGroup) else given.get("process_group")
     cuts = options.get("partition") == CutParameters.name  # parts are even in a bucket of any size
     cap = bucket_mb(sizes, 1 if cuts else get_world_size(group))
-    caps: dict[str, Any] = {} if "bucket_cap_mb" in given else dict(bucket_cap_mb_list=[cap])
+    caps: dict[str, Any] = {"bucket_cap_mb": cap}
+    if ddp_takes("bucket_cap_mb_list"):
+        caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, shard_optimizer(model, optimizer_class, **options)
 

@@ -21,6 +21,9 @@ run of the tests fails if they do not show what the page says.
 | --- | --- | --- |
 """
 
+VERSIONS = "\n## Versions of torch and of Python\n"
+"""Where the part of the page begins that `tests/versions.py` writes."""
+
 _HERE = "tests/multiproc/"
 PARITY = _HERE + "test_parity.py::test_every_optimizer_equals_ddp_with_the_plain_one"
 PARAMETERS = _HERE + "test_parameters.py::test_parameters"
@@ -200,7 +203,8 @@ def unshown(page: str, outcomes: Mapping[str, str]) -> list[str]:
 
 
 def render(outcomes: Mapping[str, str], page: str) -> str:
-    """The page as Markdown; features of which the outcomes say nothing keep what the present page says."""
+    """The page as Markdown; what the outcomes say nothing of keeps what the present page says."""
     claims = claims_of(page)
     found = {what: verdict(works, test, outcomes) or claims.get(what, NOT_RUN) for what, works, test in FEATURES}
-    return _HEADER + "".join(f"| {what} | {found[what]} | `{test}` |\n" for what, _, test in FEATURES)
+    rows = "".join(f"| {what} | {found[what]} | `{test}` |\n" for what, _, test in FEATURES)
+    return _HEADER + rows + "".join(page.partition(VERSIONS)[1:])

@@ -126,7 +126,8 @@ def _group_of_one() -> dist.ProcessGroup:
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group = dist.ProcessGroup(HashStore(), 0, 1)
     group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, fake.FakeProcessGroup._create_internal(0, 1))
+    build = getattr(fake.FakeProcessGroup, "_create_internal", fake.FakeProcessGroup)  # torch 2.8 has the constructor
+    group._register_backend(torch.device("cpu"), kind, build(0, 1))
     return group
 
 

@@ -10,6 +10,7 @@ from ddp_zero.backward.reducer import (
     gradients_are_views,
     has_hook,
     has_static_graph,
+    is_finalized_by_hand,
     reduced_parameters,
 )
 from ddp_zero.local.parameters import ParameterTable
@@ -62,11 +63,12 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
 
     Raises:
         TypeError: if it is not a DDP model.
-        NotImplementedError: for a complex parameter.
+        NotImplementedError: for a complex parameter, or as `check_finalizes` does.
         ValueError: if optimizer and model have no parameter in common, or are on different ranks.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
+    check_finalizes(ddp)
     complex_params = [index for param, index in sharded.table.index_of.items() if param.is_complex()]
     if complex_params:
         raise NotImplementedError(
@@ -80,6 +82,20 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
         raise ValueError(
             "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
             "process_group=ddp.process_group to the optimizer."
+        )
+
+
+def check_finalizes(ddp: DistributedDataParallel) -> None:
+    """Check that DDP publishes gradients at the end of each backward pass, after which the hook acts.
+
+    Raises:
+        NotImplementedError: if the user is to call ``finalize_backward()``.
+    """
+    if is_finalized_by_hand(ddp):
+        raise NotImplementedError(
+            "Expected DDP to finalize each backward pass, got a model with require_manual_backward_finalization=True: "
+            "steps inside backward and stage 2 rely on gradients being in place when backward() returns. Set it to "
+            "False, or build the optimizer with overlap_with_ddp=False and stage=1."
         )
 
 

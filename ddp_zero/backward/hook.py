@@ -30,7 +30,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.admission import UnusedParameters, check_bucket_of, check_none_unused, sparse_gradient
+from ddp_zero.backward import admission
 from ddp_zero.backward.averaged import check_unreduced
 from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.gradients import Gradients
@@ -122,7 +122,7 @@ class OverlapHook:
         self._compositions: list[tuple[int, ...]] = []
         self._provisional = 0  # layouts adopted so far that DDP might still replace
         self.may_be_replaced = False
-        self._unused = UnusedParameters()
+        self._unused = admission.UnusedParameters()
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
@@ -132,7 +132,7 @@ class OverlapHook:
             self._open_iteration()
         matches = self._iteration.matching == index and self._matches_plan(index, params, is_last)
         if not matches and bucket.buffer().layout is not torch.strided:
-            raise sparse_gradient(self._table, params)
+            raise admission.sparse_gradient(self._table, params)
         if index == 0:
             self._iteration.choice = self._choose(params, matches)
         actions = self.machine.bucket_arrived(index, is_last, matches, self._iteration.choice.regime)
@@ -158,7 +158,7 @@ class OverlapHook:
         """
         if self.machine.phase in (Phase.REST, Phase.RUNNING) and not self._passes.last_is_local:
             arrived = {param for one in self._iteration.arrived for param in one.params}
-            check_none_unused(self._ddp, self._table, arrived, self.machine.where)
+            admission.check_none_unused(self._ddp, self._table, arrived, self.machine.where)
         self.machine.step_called()
         self.late.check_none()
 
@@ -261,6 +261,7 @@ class OverlapHook:
     # An iteration
 
     def _open_iteration(self) -> None:
+        admission.check_finalizes(self._ddp)
         accumulates = self.accumulates or not will_reduce(self._ddp)
         adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
         if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
@@ -301,7 +302,7 @@ class OverlapHook:
     def _facts(self, params: list[Tensor], matches: bool) -> Facts:
         """What this iteration's regime depends on; the same on every rank."""
         if not self._compositions:
-            check_bucket_of(self._ddp, params)
+            admission.check_bucket_of(self._ddp, params)
         return Facts(
             knows_buckets=bool(self._compositions),
             fits_plan=matches,

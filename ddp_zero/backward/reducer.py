@@ -22,6 +22,7 @@ The callers depend on these facts, measured on torch 2.13.0:
 """
 
 import gc
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -309,6 +310,28 @@ def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Se
         before: the number of parameters in each earlier bucket of this pass.
     """
     return len(before), sum(before) + len(bucket.parameters()) == len(reduced_parameters(ddp))
+
+
+def missing() -> list[str]:
+    """What this file relies on and this version of torch does not have, in words; `about.probes` tries the rest."""
+    needed = {
+        "DDP's reducer": (torch.distributed.Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets")),
+        "DDP": (DistributedDataParallel, ("register_comm_hook", "_get_ddp_logging_data", "_set_static_graph")),
+        "autograd's engine": (torch.autograd.Variable._execution_engine, ("queue_callback",)),
+    }
+    return [
+        f"{owner} has no {name}" for owner, (one, names) in needed.items() for name in names if not hasattr(one, name)
+    ]
+
+
+def ddp_takes(option: str) -> bool:
+    """Whether this version's `DistributedDataParallel` has an option of this name."""
+    return option in inspect.signature(DistributedDataParallel).parameters
+
+
+def is_finalized_by_hand(ddp: DistributedDataParallel) -> bool:
+    """Whether gradients are published when the user calls ``finalize_backward()``, where torch has that."""
+    return bool(getattr(ddp, "require_manual_backward_finalization", False))
 
 
 def has_hook(ddp: DistributedDataParallel) -> bool:

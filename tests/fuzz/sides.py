@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, lr_scheduler
 
+from ddp_zero.backward.reducer import ddp_takes
 from tests.fuzz.case import Case
 from tests.fuzz.net import Net, batch_of
 from tests.fuzz.toys import find_optimizer
@@ -101,7 +102,8 @@ class Side:
         case = self.case
         cap, options = case.ddp.bucket_cap_mb, dict[str, Any]()
         if cap is not None:
-            options = {"bucket_cap_mb_list": [cap]} if case.ddp.caps_first else {"bucket_cap_mb": cap}
+            from_the_start = case.ddp.caps_first and ddp_takes("bucket_cap_mb_list")
+            options = {"bucket_cap_mb_list": [cap]} if from_the_start else {"bucket_cap_mb": cap}
         self.ddp = DistributedDataParallel(
             self.net,
             gradient_as_bucket_view=case.ddp.gradient_as_bucket_view,

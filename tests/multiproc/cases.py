@@ -90,6 +90,9 @@ class OptimizerCase:
     matrices_only: bool = False
 
 
+HAS_MUON = hasattr(torch.optim, "Muon")
+"""Since torch 2.9."""
+
 OPTIMIZERS = [
     OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.05}),
     OptimizerCase("SGD momentum", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
@@ -107,7 +110,7 @@ OPTIMIZERS = [
     OptimizerCase("RMSprop", torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}),
     OptimizerCase("Rprop", torch.optim.Rprop, {"lr": 1e-3}),
     OptimizerCase("Adafactor", torch.optim.Adafactor, {"lr": 1e-2}),
-    OptimizerCase("Muon", torch.optim.Muon, {"lr": 1e-2}, matrices_only=True),
+    *([OptimizerCase("Muon", torch.optim.Muon, {"lr": 1e-2}, matrices_only=True)] if HAS_MUON else []),
     OptimizerCase("toy LAMB", ToyLAMB),
     OptimizerCase("toy 8-bit Adam", ToyAdam8bit),
 ]

@@ -87,6 +87,21 @@ def test_without_torch_distributed_the_import_says_so() -> None:
     assert ended.stderr.splitlines()[-1].startswith("ImportError: Expected a PyTorch with torch.distributed, got")
 
 
+@pytest.mark.parametrize(
+    ("change", "lack"),
+    [
+        ("del torch.distributed.Reducer._rebuild_buckets", "DDP's reducer has no _rebuild_buckets. Install"),
+        ("del torch._C._current_graph_task_id", "module 'torch._C' has no attribute '_current_graph_task_id'. Install"),
+    ],
+)
+def test_without_a_name_that_it_relies_on_the_import_says_which(change: str, lack: str) -> None:
+    ended = run(f"import torch, torch.distributed\n{change}\nimport ddp_zero")
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: Expected a PyTorch whose DDP and autograd have what ddp_zero relies on, got")
+    assert lack in last
+
+
 def failing(error: Exception) -> Probe:
     def look() -> str:
         raise error

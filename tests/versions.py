@@ -1,0 +1,190 @@
+"""``python -m tests.versions 2.8.0 2.15.0``: the core of the tests under other versions of torch and of Python.
+
+Each version gets an environment of its own, with what its package index offers for it: outside of a CPU index that is a
+CUDA build, 5 GB and a minute or two. The environment is removed when its tests have ended. ``--write`` records outcomes
+and the date in docs/status.md.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.features import STATUS, VERSIONS
+
+ROOT = Path(__file__).parent.parent
+NEEDS = ("pytest>=8", "hypothesis>=6.100", "safetensors>=0.5", "hatchling>=1.27", "numpy")
+
+_HERE = "tests/multiproc/test_"
+CORE = (
+    _HERE + "ddp_options.py",
+    _HERE + "attach.py",
+    _HERE + "parity.py::test_every_optimizer_equals_ddp_with_the_plain_one[2]",
+    *[
+        _HERE + f"overlap_parity.py::test_overlap_parity[{mode}-2 ranks]"
+        for mode in ("stage 1, split, interleaved", "stage 2, split, interleaved", "stage 2, split, in opt.step()")
+    ],
+    *[_HERE + f"overlap.py::test_overlap[{name}]" for name in ("compiled-2", "no_sync_accumulates-3")],
+    *[
+        _HERE + f"stage2.py::test_stage_2[{name}-2]"
+        for name in ("accumulate", "mixed_dtypes", "any_parameters_unused", "passes_that_ddp_does_not_reduce")
+    ],
+    *[
+        _HERE + f"stage2.py::test_stage_2[{name}-3]"
+        for name in ("the_second_step_is_taken_inside_backward", "uneven_inputs_stepped_outside", "clipping")
+    ],
+    _HERE + "join.py::test_join_with_ddp_equals_the_plain_optimizer[3-0-5]",
+    *[
+        _HERE + f"checkpoint.py::test_checkpoint[{name}-2]"
+        for name in ("every_optimizer_resumes", "torchs_tools_read_it", "drives_torch_distributed_checkpoint")
+    ],
+    *[
+        _HERE + f"elements.py::test_elements[{name}-2]"
+        for name in ("every_elementwise_optimizer_inside_backward", "uneven_inputs", "masters_of_parts")
+    ],
+    _HERE + "rings.py::test_rings[every_mode_equals_ddp_with_the_plain_optimizer-3]",
+    _HERE + "sync_forward.py::test_whoever_uses_a_parameter_waits_for_it",
+    _HERE + "wheel.py::test_it_reports_and_trains_where_there_is_no_checkout",
+)
+"""What is run: each package of the library, and whatever stands on names of torch that are private or new."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found under one version.
+
+    Attributes:
+        torch: its version, with that of its build.
+        python: its version.
+        passed: number of tests.
+        failed: number of tests.
+        skipped: number of tests, for what this version does not have.
+        on: the date.
+    """
+
+    torch: str
+    python: str
+    passed: int
+    failed: int
+    skipped: int
+    on: str
+
+    @property
+    def works(self) -> bool:
+        """Whether nothing failed, and something passed."""
+        return self.failed == 0 < self.passed
+
+    def __str__(self) -> str:
+        counts = f"{self.passed} | {self.failed} | {self.skipped}"
+        return f"| {self.torch} | {self.python} | {'yes' if self.works else 'no'} | {counts} | {self.on} |"
+
+
+def rows_of(page: str) -> list[Row]:
+    """The rows of the table in docs/status.md."""
+    pattern = r"^\| ([0-9]\S*) \| ([0-9.]+) \| (?:yes|no) \| (\d+) \| (\d+) \| (\d+) \| ([0-9-]+) \|$"
+    found = re.findall(pattern, page, re.MULTILINE)
+    return [Row(torch, python, int(p), int(f), int(s), on) for torch, python, p, f, s, on in found]
+
+
+def _order(row: Row) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", f"{row.torch.partition('+')[0]}.{row.python}")]
+
+
+def render(page: str, new: Sequence[Row]) -> str:
+    """The page with rows added, or put in the place of earlier ones of the same versions."""
+    kept = {(row.torch, row.python): row for row in [*rows_of(page), *new]}
+    lines = "".join(f"{row}\n" for row in sorted(kept.values(), key=_order))
+    return page.partition(VERSIONS)[0] + VERSIONS + _HEADER + lines
+
+
+_HEADER = """
+`python -m tests.versions VERSION ...` runs the core of the tests under another torch, in an environment of its own;
+`--python` takes another interpreter, `--write` writes this table. *skipped*: what this torch does not have.
+
+| torch | Python | works | passed | failed | skipped | on |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def run(version: str, interpreter: str, folder: Path) -> Row:
+    """Build an environment for a version of torch, run the tests in it, and remove it.
+
+    Args:
+        version: of torch.
+        interpreter: of Python.
+        folder: where the environment is built, and where the output stays.
+
+    Raises:
+        subprocess.CalledProcessError: if the environment cannot be built, or the library not be imported in it.
+    """
+    home = folder / f"torch-{version}"
+    python = home / "bin" / "python"
+    try:
+        _call(interpreter, "-m", "venv", home)
+        _call(python, "-m", "pip", "install", "-q", "--no-cache-dir", f"torch=={version}", *NEEDS)
+        found = json.loads(_call(python, "-m", "ddp_zero", "--json"))
+        for one in found["findings"]:
+            if not one["works"]:
+                print(f"{version}: {one['name']}: {one['means']} [{one['detail']}]", flush=True)
+        report, log = folder / f"{version}.xml", folder / f"{version}.log"
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", report, *CORE]
+        with log.open("w") as output:
+            ended = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
+        if ended.returncode:
+            print(log.read_text()[-20_000:], flush=True)
+        counts = dict(next(ElementTree.parse(report).iter("testsuite")).items())
+        failed = int(counts["failures"]) + int(counts["errors"])
+        skipped = int(counts["skipped"])
+        passed = int(counts["tests"]) - failed - skipped
+        if not failed and ended.returncode:
+            failed = 1  # pytest itself says that something is wrong
+        versions = found["versions"]
+        return Row(versions["torch"], versions["Python"], passed, failed, skipped, str(date.today()))
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _call(*command: str | Path) -> str:
+    """What a command prints; what it says on stderr is shown if it fails."""
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        print(ended.stdout[-5000:], ended.stderr[-5000:], flush=True)
+        ended.check_returncode()
+    return ended.stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the versions that are named; 0 if all work."""
+    parser = ArgumentParser(prog="python -m tests.versions", description="The core of the tests under other versions.")
+    parser.add_argument("versions", nargs="+", help="of torch, such as 2.8.0")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter, such as python3.12")
+    parser.add_argument("--folder", type=Path, help="where environments are built; needs 7 GB")
+    parser.add_argument("--write", action="store_true", help="write the table in docs/status.md")
+    options = parser.parse_args(arguments)
+    folder = options.folder or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for version in options.versions:
+        try:
+            row = run(version, options.python, folder.resolve())
+        except subprocess.CalledProcessError as error:
+            print(f"torch {version}: {error}", flush=True)
+            rows.append(None)
+            continue
+        rows.append(row)
+        print(row, flush=True)
+        if options.write:
+            STATUS.write_text(render(STATUS.read_text(), [row]))
+    return 0 if all(row is not None and row.works for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
