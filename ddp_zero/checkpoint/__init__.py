@@ -32,6 +32,7 @@ from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.peers import Peers, check_not_alone
 from ddp_zero.local.live_model import LiveModel, group_of
+from ddp_zero.record.progress import showing
 
 __all__ = ["Loaded", "load", "save", "wait"]
 
@@ -180,7 +181,8 @@ def load(
         is_same_world = len(saved.rank_extras) == peers.world_size
         rank_extra = plan.read_extra(saved.rank_extras[peers.group_rank]) if is_same_world else None
     with Agreement(peers, "reading a checkpoint that was found whole"):
-        plan.carry_out()
+        with showing(f"loading {saved.folder.name}", plan.bytes_to_read(), peers.group_rank == 0):
+            plan.carry_out()
     return Loaded(saved.folder, saved.step, extra, rank_extra, tuple(plan.fit.misfits), tuple(plan.fit.notes))
 
 

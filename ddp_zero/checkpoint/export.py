@@ -11,15 +11,16 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.folder import folder_of, open_regular, sync_folder
-from ddp_zero.checkpoint.manifest import StoredTensor, fill, stored_in
+from ddp_zero.checkpoint.manifest import StoredTensor, fill, stored_in, total_bytes
 from ddp_zero.checkpoint.tensor_file import pieces, verify
+from ddp_zero.record.progress import Counted, showing
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -64,12 +65,19 @@ def export(path: Path, out: Path) -> list[Path]:
     """
     saved = SavedCheckpoint.open(path)
     shared = saved.shared
-    verify(saved.folder, stored_in([saved.model, saved.state, shared.param_groups, shared.other_state]))
+    stored = list(stored_in([saved.model, saved.state, shared.param_groups, shared.other_state]))
+    with showing(f"checking {saved.folder.name}", total_bytes(stored)):
+        verify(saved.folder, stored)
     out.mkdir(parents=True, exist_ok=True)
-    files = [_replace(out / MODEL_FILE, lambda file: _write_model(saved, file))]
-    if shared.optimizer is not None:
-        files.append(_replace(out / OPTIMIZER_FILE, lambda file: torch.save(_optimizer_state(saved), file)))
+    with showing(f"exporting {saved.folder.name}", total_bytes(stored)):
+        files = [_replace(out / MODEL_FILE, lambda file: _write_model(saved, file))]
+        if shared.optimizer is not None:
+            files.append(_replace(out / OPTIMIZER_FILE, lambda file: _write_optimizer(saved, file)))
     return files
+
+
+def _write_optimizer(saved: SavedCheckpoint, file: BinaryIO) -> None:
+    torch.save(_optimizer_state(saved), cast(BinaryIO, Counted(file)))
 
 
 def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:

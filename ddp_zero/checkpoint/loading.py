@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.fit import Fit, fit_groups, fit_values, listed, renamed
-from ddp_zero.checkpoint.manifest import StoredTensor, as_meta, fill, stored_in
+from ddp_zero.checkpoint.manifest import StoredTensor, as_meta, fill, stored_in, total_bytes
 from ddp_zero.checkpoint.optimizers import OptimizerState, class_name, group_options, other_state
 from ddp_zero.checkpoint.tensor_file import read, read_into, verify
 from ddp_zero.comm.peers import Peers
@@ -17,6 +17,7 @@ from ddp_zero.local.live_model import LiveModel, by_group, is_extra
 from ddp_zero.local.masters import MASTER_KEY, rounds_to
 from ddp_zero.plan.partition import partition_greedy
 from ddp_zero.plan.shapes import Value
+from ddp_zero.record.progress import showing
 
 
 @dataclass
@@ -174,7 +175,8 @@ class Restore:
         needed = list(dict.fromkeys(stored for tree in trees for stored in stored_in(tree)))
         owners = partition_greedy([stored.nbytes for stored in needed], peers.world_size)
         mine = [stored for stored, owner in zip(needed, owners, strict=True) if owner == peers.group_rank]
-        verify(self.saved.folder, mine)
+        with showing(f"checking {self.saved.folder.name}", total_bytes(mine), peers.group_rank == 0):
+            verify(self.saved.folder, mine)
         self._verify_masters()
 
     def _verify_masters(self) -> None:
@@ -191,6 +193,12 @@ class Restore:
                 raise ValueError(f"Expected {name!r} to be its saved master weight rounded, got a different value.")
 
     # Changing the model and the optimizer
+
+    def bytes_to_read(self) -> int:
+        """How much `carry_out` reads on this rank."""
+        kept = () if self.optimizer is None else self.optimizer.kept()
+        states = {index: self.states[index] for index in kept if index in self.states}
+        return total_bytes(stored_in([self.values, self.extra_states, states, self.groups, self.other_state]))
 
     def carry_out(self) -> None:
         """Read everything into place, a tensor at a time; steps that run user code come first, since they may raise."""

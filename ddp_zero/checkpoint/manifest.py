@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,6 +155,11 @@ def stored_in(tree: Tree) -> list[StoredTensor]:
 
     fill(tree, note)
     return found
+
+
+def total_bytes(tensors: Iterable[StoredTensor]) -> int:
+    """Bytes of the elements of stored tensors."""
+    return sum(stored.nbytes for stored in tensors)
 
 
 def fill(tree: Tree, read: Callable[[StoredTensor], Any]) -> Tree:

@@ -24,6 +24,7 @@ from ddp_zero.comm.beside import Beside
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.peers import Alone, Peers
 from ddp_zero.comm.tracing import logger
+from ddp_zero.record.progress import showing
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class SaveJob:
     tensors: list[Tensor]
 
 
-def write(job: SaveJob, peers: Peers) -> Path:
+def write(job: SaveJob, peers: Peers, shows_progress: bool = True) -> Path:
     """Write this rank's part and wait for all others. A collective. Returns the folder of the complete checkpoint.
 
     Raises:
@@ -59,7 +60,10 @@ def write(job: SaveJob, peers: Peers) -> Path:
                     f"Expected the folder that rank 0 created, got none on {peers.name(rank)}: {job.folder}. All "
                     "ranks must save to one file system."
                 )
-            spans = write_tensors(job.folder / tensor_file_name(rank), job.tensors)
+            with showing(
+                f"saving step {job.step}", sum(one.nbytes for one in job.tensors), shows_progress and rank == 0
+            ):
+                spans = write_tensors(job.folder / tensor_file_name(rank), job.tensors)
             write_text(job.folder / part_name(rank), encode_part(job.text, spans))
         with Agreement(peers, "completing a checkpoint"):
             if rank == 0:
@@ -173,7 +177,7 @@ def finish_all() -> None:
 
 def _logged(job: SaveJob, peers: Peers) -> Path:
     try:
-        return write(job, peers)
+        return write(job, peers, shows_progress=False)
     except Exception as error:
         logger.error("saving a checkpoint in the background has failed: %s", error)
         raise

@@ -19,6 +19,7 @@ from torch import Tensor
 from ddp_zero.checkpoint.folder import open_regular
 from ddp_zero.checkpoint.manifest import FileSpan, StoredTensor
 from ddp_zero.local.tree import memory_of
+from ddp_zero.record.progress import moved
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20
@@ -62,6 +63,7 @@ def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, file.name) from error
         raise
+    moved(plain.nbytes)
     return begin, file.tell() - begin, plain.nbytes, hashlib.sha256(memory).hexdigest()
 
 
@@ -178,6 +180,7 @@ def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
             if file.readinto(piece) != len(piece):
                 raise ValueError(f"Expected {left} more bytes, got the end of {path}.")
             digest.update(piece)
+            moved(len(piece))
             yield piece
             left -= len(piece)
     if digest.hexdigest() != stored.span.sha256:

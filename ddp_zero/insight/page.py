@@ -33,9 +33,10 @@ th:first-child, td:first-child, td.name, th.name { text-align: left; }
 .what { flex: 0 0 92px; }
 .size { flex: 0 0 92px; text-align: right; font-variant-numeric: tabular-nums; }
 .track { flex: 1 1 auto; min-width: 0; }
-.bar { display: flex; height: 24px; }
-.own { display: flex; min-width: 0; border-right: 2px solid #fff; box-sizing: border-box; overflow: hidden; }
-.part { min-width: 0; box-sizing: border-box; border-right: 1px solid rgba(255, 255, 255, .65); }
+.bar { display: flex; gap: 2px; height: 24px; min-width: 12px; }
+.own { display: flex; min-width: 3px; overflow: hidden; }
+.part { min-width: 0; box-sizing: border-box; }
+.wide { border-right: 1px solid rgba(255, 255, 255, .65); }
 .part:last-child { border-right: 0; }
 .key { display: inline-block; width: 14px; height: 14px; border-radius: 3px; margin-right: 6px; vertical-align: -2px; }
 .legend span.rank { margin-right: 18px; white-space: nowrap; }
@@ -43,7 +44,7 @@ th:first-child, td:first-child, td.name, th.name { text-align: left; }
 .r4 { background: #6b7785; } .r5 { background: #b8423a; } .r6 { background: #2a9aa8; } .r7 { background: #8a6d1f; }
 details { margin: 2px 0 10px 92px; }
 summary { cursor: pointer; color: #4b5560; }
-pre { background: #f5f6f8; padding: 12px; overflow-x: auto; font-size: 12px; }
+pre { background: #f5f6f8; padding: 12px; white-space: pre-wrap; font-size: 12px; }
 </style>
 </head>
 <body>
@@ -122,7 +123,7 @@ def _rank_row(plan: ShardPlan, rank: int) -> str:
 
 def _bucket_rows(plan: ShardPlan, bucket: Bucket, names: Sequence[str], largest: int) -> str:
     total = _bytes_of(plan, bucket)
-    owned = "".join(_owned(plan, segment, names) for segment in bucket.segments if segment.params)
+    owned = "".join(_owned(plan, segment, names, total) for segment in bucket.segments if segment.params)
     rows = "\n".join(
         f'<tr><td class="name">{html.escape(names[param])}</td><td>{segment.owner}</td><td>{start:,} to {stop:,}</td>'
         f"<td>{nbytes:,}</td></tr>"
@@ -139,13 +140,13 @@ def _bucket_rows(plan: ShardPlan, bucket: Bucket, names: Sequence[str], largest:
     )
 
 
-def _owned(plan: ShardPlan, segment: Segment, names: Sequence[str]) -> str:
+def _owned(plan: ShardPlan, segment: Segment, names: Sequence[str], total: int) -> str:
     parts = list(_parts(plan, segment))
     mine = sum(nbytes for *_, nbytes in parts)
     divisions = "".join(
-        f'<div class="part" style="flex:{max(nbytes, 1)} 1 0" title="{_title(plan, segment, names, part)}"></div>'
+        f'<div class="part{" wide" if 200 * part[-1] > total else ""}" style="flex:{max(part[-1], 1)} 1 0" '
+        f'title="{_title(plan, segment, names, part)}"></div>'
         for part in parts
-        for nbytes in part[-1:]
     )
     return (
         f'<div class="own r{segment.owner % _HUES}" data-rank="{segment.owner}" style="flex:{max(mine, 1)} 1 0">'
