@@ -303,6 +303,13 @@ def test_loads_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tm
 
 
 @case(2)
+def _fp16_is_refused_by_accelerate_on_a_cpu(setup: Setup) -> None:
+    """So nothing here can show it."""
+    with pytest.raises(ValueError, match="fp16 mixed precision requires a GPU"):
+        Accelerator(mixed_precision="fp16")
+
+
+@case(2)
 def _what_cannot_be_prepared_is_refused(setup: Setup) -> None:
     accelerator = Accelerator()
     model = build_model()

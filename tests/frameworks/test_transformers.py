@@ -314,6 +314,13 @@ def test_resumes_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], 
 
 
 @case(2)
+def _fp16_is_refused_by_transformers_on_a_cpu(setup: Setup) -> None:
+    """So nothing here can show it."""
+    with pytest.raises(ValueError, match="fp16 mixed precision requires a GPU"):
+        trained(Trainer, setup.folder / "plain", fp16=True)
+
+
+@case(2)
 def _what_cannot_be_sharded_is_refused(setup: Setup) -> None:
     with pytest.raises(TypeError, match=r"Expected a ZeroRedundancyOptimizer, got AdamW. Pass its class"):
         trained(ZeroTrainer, setup.folder / "ours", optimizers=_plain_adamw)
