@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, Reducer  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -315,7 +315,7 @@ def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Se
 def missing() -> list[str]:
     """What this file relies on and this version of torch does not have, in words; `about.probes` tries the rest."""
     needed = {
-        "DDP's reducer": (torch.distributed.Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets")),
+        "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets")),
         "DDP": (DistributedDataParallel, ("register_comm_hook", "_get_ddp_logging_data", "_set_static_graph")),
         "autograd's engine": (torch.autograd.Variable._execution_engine, ("queue_callback",)),
     }

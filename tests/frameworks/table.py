@@ -14,7 +14,7 @@ YES, NOT_RUN = "yes", "not run"
 _BEGIN, _END = "<!-- written by pytest tests/frameworks --write-frameworks -->\n", "<!-- end of the table -->"
 
 
-def _row(framework: str, mode: str, file: str, case: str, suffix: str, elsewhere: str | None) -> tuple[str, ...]:
+def _row(framework: str, mode: str, file: str, case: str, suffix: str, elsewhere: str) -> tuple[str, ...]:
     """A row's framework and mode, and the pattern of the test cases for each column.
 
     Args:
@@ -23,11 +23,11 @@ def _row(framework: str, mode: str, file: str, case: str, suffix: str, elsewhere
         file: the test file, without its prefix.
         case: the case that trains, with every recipe.
         suffix: what the name of the case that saves and resumes has in addition.
-        elsewhere: the parameter of the test at another number of ranks; None: there is none.
+        elsewhere: the parameter of the test at another number of ranks.
     """
     test = f"tests/frameworks/test_{file}.py::test_{file}"
     ranks = f"tests/frameworks/test_{file}.py::test_[a-z_]*at_another_number_of_ranks"
-    other = "nothing shows it" if elsewhere is None else rf"{ranks}\[sizes[01]-{elsewhere}\]"
+    other = rf"{ranks}\[sizes[01]-{elsewhere}\]"
     return (framework, mode, *[rf"{test}\[{case}-2\]"] * 3, *[rf"{test}\[{case}{suffix}-2\]"] * 2, other)
 
 
@@ -42,8 +42,8 @@ ROWS = [
     _row(PL, '1, `strategy="ddp"`', PL, "stage_1_in_plain_ddp", "", "stage 1, in plain ddp"),
     _row(PL, "1, `ZeroDDPStrategy`", PL, "stage_1", "_saves", "stage 1"),
     _row(PL, "2, `ZeroDDPStrategy`", PL, "stage_2", "_saves", "stage 2"),
-    _row("Fabric", "1, `fabric.setup`", PL, "fabric", "", None),
-    _row("Fabric", "2, `shard_optimizer`", PL, "fabric", "", None),
+    _row("Fabric", "1, `fabric.setup`", PL, "fabric", "", "Fabric, stage 1"),
+    _row("Fabric", "2, `shard_optimizer`", PL, "fabric", "", "Fabric, stage 2"),
 ]
 
 

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.frameworks.job import as_a_job, assert_equal, assert_moved, forget, values
+from tests.frameworks.job import as_a_job, assert_equal, assert_moved, forget, scale_on_a_cpu, values
 from tests.multiproc.cases import sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup, run_ranks
 
@@ -94,7 +94,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
     "clip and accumulate": {"clip": 0.05, "accumulate": 3},
     "bf16": {"precision": "bf16", "clip": 0.05},
+    "fp16": {"precision": "fp16", "clip": 0.05},
 }
+OVERFLOWS: dict[str, Any] = {"precision": "fp16", "init_scale": 2.0**30}
 
 
 def trained(
@@ -104,16 +106,19 @@ def trained(
     clip: float | None = None,
     accumulate: int = 1,
     precision: str = "no",
+    init_scale: float = 1024.0,
     save: Path | None = None,
     load: Path | None = None,
 ) -> tuple[dict[str, Tensor], list[Any]]:
     """Parameters after an epoch and what was seen of every step; saved in the middle, or continued from there."""
     forget()
     accelerator = Accelerator(gradient_accumulation_steps=accumulate, mixed_precision=precision)
+    if precision == "fp16":
+        scale_on_a_cpu(accelerator, init_scale)
     inner = build_model()
     before = values(inner)
     model, opt, loader, scheduler = prepares(accelerator, inner, build_loader(setup.world_size))
-    middle, seen = STEPS // 2, []
+    middle, seen, skipped = STEPS // 2, [], 0
     if load is not None:
         accelerator.load_state(str(load))
         loader = accelerator.skip_first_batches(loader, middle)
@@ -127,12 +132,14 @@ def trained(
             opt.step()
             scheduler.step()
             opt.zero_grad()
+            skipped += accelerator.optimizer_step_was_skipped
         seen.append((loss.detach(), norm, scheduler.get_last_lr()))
         if number == middle and save is not None:
             accelerator.save_state(str(save))
     after = values(inner)
     assert len(seen) == (STEPS if load is None else STEPS - middle)
     assert_moved(before, after)
+    assert (skipped > 2) is (init_scale > 2.0**20), skipped
     accelerator.free_memory()
     return after, seen
 
@@ -149,6 +156,7 @@ def _stage_1_untouched(setup: Setup) -> None:
 
 
 def _each_recipe(setup: Setup, stage: str) -> None:
+    equal_training(setup, PREPARED[stage], f"{stage}, fp16 with overflows", **OVERFLOWS)
     for name, recipe in RECIPES.items():
         equal_training(setup, PREPARED[stage], f"{stage}, {name}", **recipe)
 

@@ -19,8 +19,10 @@ from tests.multiproc.harness import Cases, Setup, run_ranks
 pytest.importorskip("lightning", minversion="2.6")
 
 from lightning import Fabric, LightningModule, Trainer
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
@@ -92,6 +94,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "clip and accumulate": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3},
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.05},
 }
+SCALER: dict[str, Any] = {"init_scale": 2.0**30, "growth_interval": 3}
+"""The first steps overflow, and the scale changes in others."""
+
+
+def fp16(plugin: type = MixedPrecision) -> list[Any]:
+    """Mixed precision with a loss scale; by its name alone Lightning turns it into bf16 on a CPU."""
+    return [plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", **SCALER))]
 
 
 def trained(
@@ -106,6 +115,8 @@ def trained(
     net = Net(build)
     before = values(net)
     saver = recipe.pop("callbacks", None)
+    if recipe.pop("fp16", False):
+        recipe["plugins"] = fp16()
     if save is not None:
         saver = ModelCheckpoint(save, monitor="far", save_top_k=2, filename="{epoch}")
     epochs = recipe.pop("max_epochs", 2)
@@ -149,6 +160,7 @@ def _stage_1_in_plain_ddp(setup: Setup) -> None:
     clipped = partial(zero, max_grad_norm=0.05, nonfinite="step")
     expected = trained(setup, "ddp", **RECIPES["bf16"])
     assert_equal(expected[:2], trained(setup, "ddp", clipped, precision="bf16-mixed")[:2], "clipped inside")
+    _scales_its_loss(setup, "ddp", zero)
     folder = setup.folder
     expected = trained(setup, "ddp", save=folder / "plain")
     actual = trained(setup, "ddp", zero, save=folder / "ours")
@@ -157,12 +169,19 @@ def _stage_1_in_plain_ddp(setup: Setup) -> None:
     assert_equal((expected[0], expected[1][STEPS:]), resumed[:2], "resumed")
 
 
+def _scales_its_loss(setup: Setup, strategy: Any, build: Any) -> None:
+    trainer = equal_training(setup, strategy, build, "fp16", fp16=True)
+    scale = trainer.precision_plugin.scaler.get_scale()
+    assert 1.0 < scale < SCALER["init_scale"], "no step has overflowed"
+
+
 def _each_recipe(setup: Setup, stage: str) -> None:
     for name, recipe in RECIPES.items():
         trainer = equal_training(setup, STRATEGIES[stage](), None, f"{stage}, {name}", **recipe)
         assert isinstance(trainer.optimizers[0], ZeroRedundancyOptimizer)
         if name == "train" and "not" not in stage:
             assert "regime: overlapped" in trainer.optimizers[0].explain(), trainer.optimizers[0].explain()
+    _scales_its_loss(setup, STRATEGIES[stage](), None)
 
 
 @case(2)
@@ -247,10 +266,12 @@ def test_resumes_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], 
 # Fabric, which needs no strategy of this library
 
 
-def _in_fabric(setup: Setup, stage: int | None, clip: float | None, steps: range, start: Path | None) -> Any:
-    fabric = Fabric(
-        accelerator="cpu", devices=setup.world_size, strategy=FabricDDP(gradient_as_bucket_view=True), precision="32"
-    )
+def _in_fabric(
+    setup: Setup, stage: int | None, clip: float | None, steps: range, start: Path | None, **options: Any
+) -> Any:
+    in_rank_order = options.pop("in_rank_order", False)
+    strategy = FabricDDP(gradient_as_bucket_view=True)
+    fabric = Fabric(accelerator="cpu", devices=setup.world_size, strategy=strategy, **options)
     fabric.launch()
     torch.manual_seed(3)
     inner = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -260,6 +281,8 @@ def _in_fabric(setup: Setup, stage: int | None, clip: float | None, steps: range
     else:
         opt = AdamW(inner.parameters(), **OPTIONS) if stage is None else zero(inner.parameters())
         model, opt = fabric.setup(inner, opt)
+    if in_rank_order:
+        model._forward_module.register_comm_hook(None, sum_in_rank_order)
     if start is not None:
         checkpoint.load(start, model, opt)
     before, seen = values(inner), []
@@ -293,6 +316,33 @@ def _fabric(setup: Setup) -> None:
             checkpoint.save(place, half[2], half[3])
             resumed = _in_fabric(setup, stage, clip, range(6, 10), place)
             assert_equal((expected[0], expected[1][3:]), resumed[:2], f"stage {stage}, resumed")
+    expected = _in_fabric(setup, None, None, range(16), None, plugins=fp16(FabricMixedPrecision))
+    actual = _in_fabric(setup, 1, None, range(16), None, plugins=fp16(FabricMixedPrecision))
+    assert_equal(expected[:2], actual[:2], "stage 1, fp16")
+
+
+def _trains_in_fabric(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
+    as_a_job(setup, lambda setup: _trains_or_resumes_in_fabric(setup, folder, stage, resume))
+
+
+def _trains_or_resumes_in_fabric(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
+    number = int(stage[-1])
+    plain = {"in_rank_order": setup.world_size > 2 and number == 2}
+    results = []
+    for name, kind, options in (("plain", None, plain), ("ours", number, {})):
+        steps, start = (range(6, 10), folder / name) if resume else (range(6), None)
+        *result, model, opt = _in_fabric(setup, kind, 0.05, steps, start, **options)
+        results.append(result)
+        if not resume:
+            checkpoint.save(folder / name, model, opt)
+    assert_equal(results[0], results[1], f"{stage} at {setup.world_size} ranks")
+
+
+@pytest.mark.parametrize("stage", ["Fabric, stage 1", "Fabric, stage 2"])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_fabric_resumes_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    for resume, size in enumerate(sizes):
+        run_ranks(_trains_in_fabric, size, tmp_path, stage, bool(resume), timeout=240)
 
 
 # What is refused

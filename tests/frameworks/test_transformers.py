@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from tests.frameworks.job import Words, as_a_job, assert_equal, assert_moved, values
+from tests.frameworks.job import Words, as_a_job, assert_equal, assert_moved, scale_on_a_cpu, values
 from tests.multiproc.cases import sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup, run_ranks
 
@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.integrations.transformers import ZeroTrainer
+from ddp_zero.integrations.transformers import ZeroTrainer, ZeroTrainerMixin
 
 case = Cases(as_a_job, timeout=240)
 
@@ -86,6 +86,18 @@ def trained(
     return trainer, after, log
 
 
+class Scaled(Trainer):
+    """The Trainer with fp16 and a loss scale, as on a GPU."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        scale_on_a_cpu(self.accelerator, 1024.0)
+
+
+class ScaledZero(ZeroTrainerMixin, Scaled):
+    """The same, sharded."""
+
+
 def without_norm(log: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{key: value for key, value in entry.items() if key != "grad_norm"} for entry in log]
 
@@ -131,6 +143,9 @@ def _stage_1_untouched(setup: Setup) -> None:
             )
             assert_equal(expected, actual, name)
             assert_equal(expected_log, log, name)
+    _, expected, expected_log = trained(Scaled, setup.folder / "plain", optimizers=_plain_adamw, fp16=True)
+    _, actual, log = trained(Scaled, setup.folder / "ours", optimizers=_untouched(), fp16=True)
+    assert_equal((expected, expected_log), (actual, log), "fp16")
 
 
 class Sharding(Trainer):
@@ -157,6 +172,10 @@ def _each_recipe(setup: Setup, stage: str) -> None:
     for name, recipe in RECIPES.items():
         trainer = equal_training(setup, ZeroTrainer, {"zero": STAGES[stage]}, f"{stage}, {name}", **recipe)
         assert trainer.zero_optimizer.stage == STAGES[stage]["stage"]
+    for options in ({"max_grad_norm": 0.5}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}):
+        _, expected, log = trained(Scaled, setup.folder / "plain", fp16=True, **options)
+        _, actual, our_log = trained(ScaledZero, setup.folder / "ours", zero=STAGES[stage], fp16=True, **options)
+        assert_equal((expected, without_norm(log)), (actual, without_norm(our_log)), f"{stage}, fp16, {options}")
 
 
 @case(2)

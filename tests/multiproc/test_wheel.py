@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ddp_zero
+from ddp_zero.about.report import RUN
 
 pytest.importorskip("hatchling", reason="the wheel is built by hatchling, which the extra [test] installs")
 
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import ddp_zero
+from ddp_zero.about.report import RUN
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 torch.manual_seed(0)
@@ -73,7 +75,9 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert fields["License-Expression"] == "BSD-3-Clause"
     assert fields["Description-Content-Type"] == "text/markdown"
     assert set(fields.get_all("Provides-Extra", [])) >= {"transformers", "accelerate", "lightning", "plot"}
-    assert [need for need in fields.get_all("Requires-Dist", []) if "extra" not in need] == ["torch>=2.13.0"]
+    assert [need for need in fields.get_all("Requires-Dist", []) if "extra" not in need] == [
+        f"torch>={RUN['torch'][0]}"
+    ]
 
 
 def test_it_reports_and_trains_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_zero
 from ddp_zero.about import report
 from ddp_zero.about.probes import PROBES, NotTried, Probe, find
+from tests.versions import rows_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -182,12 +183,13 @@ def test_an_accelerator_is_counted_and_makes_its_combinations_ones_of_this_machi
     ]
 
 
-def test_versions_are_those_of_the_tests_or_named() -> None:
+def test_versions_are_those_of_the_tests_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RUN", {"torch": ("2.8.0", "2.13.0"), "Python": ("3.11",), "system": ("Linux",)})
     same: dict[str, str | None] = {"torch": "2.13.0+cpu", "Python": "3.11.4", "system": "Linux 6.1 x86_64"}
     assert report.differences(same) == []
     other: dict[str, str | None] = {"torch": "2.13.01", "Python": "3.1", "system": "Darwin 23 arm64"}
     assert report.differences(other) == [
-        "torch 2.13.01 (run: 2.13.0)",
+        "torch 2.13.01 (run: 2.8.0, 2.13.0)",
         "Python 3.1 (run: 3.11)",
         "system Darwin 23 arm64 (run: Linux)",
     ]
@@ -200,7 +202,15 @@ def test_an_absent_framework_has_no_version() -> None:
 
 def test_the_pages_say_the_same_of_what_was_run() -> None:
     limits = (ROOT / "docs" / "limits.md").read_text()
-    assert f"torch {report.RUN['torch']} (CPU build), Python {report.RUN['Python']}, Gloo, Linux" in limits
+    assert "torch 2.13.0 (CPU build), Python 3.11, Gloo, Linux" in limits
+    rows = rows_of((ROOT / "docs" / "status.md").read_text())
+    assert all(row.works for row in rows), "list what does not work in docs/limits.md, not as run"
+    assert {row.torch.partition("+")[0] for row in rows} | {"2.13.0"} == set(report.RUN["torch"])
+    assert {".".join(row.python.split(".")[:2]) for row in rows} | {"3.11"} == set(report.RUN["Python"])
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'dependencies = ["torch>={report.RUN["torch"][0]}"]' in project
+    classifiers = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
+    assert tuple(classifiers) == report.RUN["Python"]
     was_run = {(backend, device) for backend, device, run in report.COMBINATIONS if run}
     assert was_run == {("gloo", "cpu")}
     assert "Nothing has been run on a GPU or with NCCL" in limits

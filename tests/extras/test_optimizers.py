@@ -1,0 +1,91 @@
+"""Optimizers of other libraries next to DDP with the plain one, in every mode; each runs where it is installed.
+
+What couples parameters, such as Prodigy, is refused: `tests/multiproc/test_coupling.py`. Methods such as ``train()`` of
+schedule-free ones: `tests/multiproc/test_forwarding.py`.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from tests.multiproc.cases import OptimizerCase, Twins, at_stage, build_model, build_overlapped_twins, build_twins
+from tests.multiproc.harness import Setup, run_ranks
+
+MODES: dict[str, Callable[..., Twins]] = {
+    "standalone": build_twins,
+    "stage 1, inside backward": partial(build_overlapped_twins, interleaved=True),
+    "stage 2": partial(build_overlapped_twins, interleaved=True),
+    "stage 2, not overlapped": partial(build_overlapped_twins, overlap=False),
+}
+MATRICES: dict[str, dict[str, Any]] = {
+    "SOAP": {"lr": 3e-3, "precondition_frequency": 2},
+    "Shampoo": {"lr": 3e-3, "preconditioning_compute_steps": 2},
+}
+"""They multiply gradients as matrices where they lie, and last bits of a product depend on addresses: see `copying`."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "ScalableShampoo": {"lr": 3e-3, "start_preconditioning_step": 2},
+    "Lion": {"lr": 1e-3},
+    "ADOPT": {"lr": 1e-2},
+    "Lamb": {"lr": 1e-2},
+    "AdEMAMix": {"lr": 1e-2},
+    "StableAdamW": {"lr": 1e-2},
+    "AdaBelief": {"lr": 1e-2},
+}
+
+
+def copying(kind: type[Optimizer]) -> type[Optimizer]:
+    """The class, stepping from copies of gradients, which begin where memory does, as those of DDP alone."""
+
+    class Copying(kind):  # type: ignore[misc, valid-type]
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad = param.grad.clone()
+            return super().step(closure)
+
+    return Copying
+
+
+def _equal(setup: Setup, case: OptimizerCase, mode: str) -> None:
+    warnings.simplefilter("ignore")  # of other libraries
+    with at_stage(2 if mode.startswith("stage 2") else 1):
+        twins = MODES[mode](case, model=build_model(matrices_only=case.matrices_only))
+    try:
+        twins.train(setup, 6)
+        twins.assert_moved()
+    except AssertionError as error:
+        raise AssertionError(f"{case.name}, {mode}: {error}") from error
+
+
+def _pytorch_optimizer(setup: Setup) -> None:
+    import pytorch_optimizer as real
+
+    for name, options in OTHERS.items():
+        for mode in MODES:
+            _equal(setup, OptimizerCase(name, getattr(real, name), options), mode)
+    for name, options in MATRICES.items():
+        _equal(setup, OptimizerCase(name, getattr(real, name), options), "standalone")
+        for mode in MODES:
+            _equal(setup, OptimizerCase(name, copying(getattr(real, name)), options), mode)
+
+
+def test_pytorch_optimizer() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    run_ranks(_pytorch_optimizer, 2, timeout=400)
+
+
+def _muon(setup: Setup) -> None:
+    for mode in MODES:
+        _equal(setup, OptimizerCase("Muon", torch.optim.Muon, {"lr": 1e-2}, matrices_only=True), mode)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_of_torch() -> None:
+    run_ranks(_muon, 2)
