@@ -1,7 +1,6 @@
 """`ZeroRedundancyOptimizer`: the façade that users hold. Its methods are one call each; `engine.py` takes the steps."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,10 +20,10 @@ from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.ranks import arrange
 from ddp_zero.elements.elementwise import check_elementwise
 from ddp_zero.engine import Engine
-from ddp_zero.explain import explain
+from ddp_zero.explain import explain, owner_of
 from ddp_zero.forwarding import attribute_of_inner
 from ddp_zero.gradient_access import accumulating, clip_grad_norm, full_grad
-from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group
+from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group, own_options
 from ddp_zero.local.awaited import untouched
 from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon
 from ddp_zero.local.live_model import the_ddp_model_in
@@ -159,7 +158,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             division = partition_named(partition)
             check_can_be_sharded(optimizer_class)
             check_params(params)
-            check_known(defaults, optimizer_class, library_options())
+            check_known(defaults, optimizer_class, own_options(ZeroRedundancyOptimizer.__init__))
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
@@ -553,6 +552,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """What each rank owns, how balanced it is and what a step sends, as text. Never communicates."""
         return explain(self._engine, self.parameters_as_bucket_view)
 
+    def owner_of(self, param: Tensor) -> GroupRank:
+        """The rank, in ``process_group``, that owns a parameter; of a shard group's ranks, this one's. Stays local.
+
+        Raises:
+            ValueError: for a parameter that is not in the optimizer, or that several ranks share.
+        """
+        return owner_of(self._engine, param)
+
     def __repr__(self) -> str:
         sharded = self._engine.sharded
         owned = len(sharded.binding.owned())
@@ -591,9 +598,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def shard_group(self) -> ProcessGroup:
         """The group over whose ranks state is sharded: ``process_group`` if none was given."""
         return self._engine.sharded.comm.process_group
-
-
-def library_options() -> list[str]:
-    """The names of this library's own options."""
-    names = inspect.signature(ZeroRedundancyOptimizer.__init__).parameters
-    return [name for name in names if name not in ("self", "params", "optimizer_class", "defaults")]
