@@ -34,8 +34,11 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.LayerNorm(10), nn.Linear(10, 3))
         self.register_buffer("offset", torch.linspace(0, 1, 3))
 
+    offset: Tensor
+
     def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.layers(inputs) + self.offset
+        output: Tensor = self.layers(inputs)
+        output = output + self.offset
         return output
 
 
@@ -86,7 +89,8 @@ class Plain:
             stepped.grad = self.sums.get(index, param.grad).float()  # type: ignore[union-attr]
         self.sums.clear()
         self._step()
-        return loss
+        last: Tensor = loss
+        return last
 
     def _add_up(self) -> None:
         for index, param in enumerate(self.params):
@@ -159,7 +163,7 @@ def assert_same(plain: Plain, engine: ours.Engine, where: str) -> None:
     assert engine.get_global_grad_norm() == plain.norm, where
 
 
-COMBINATIONS = [
+COMBINATIONS: list[dict[str, Any]] = [
     dict(stage=0, clip=0.2),
     dict(stage=0, rounds=2, clip=0.0),
     dict(stage=0, dtype=BF16, clip=0.2),
@@ -180,13 +184,13 @@ def _every_stage_equals_ddp(setup: Setup) -> None:
     for options in COMBINATIONS:
         dtype, rounds, stage = options.get("dtype", FP32), options.get("rounds", 1), options["stage"]
         clip = options.get("clip", 1.0)  # DeepSpeed's default
-        document = config(**{"clip": None, **options})  # type: ignore[arg-type]
+        document = config(**{"clip": None, **options})
         engine = start(document)
-        plain = Plain(Net(), dtype, stage, rounds, clip, scale=2.0**7)  # type: ignore[arg-type]
+        plain = Plain(Net(), dtype, stage, rounds, clip, scale=2.0**7)
         assert engine.module.offset.dtype is FP32
-        batches = data(setup.rank, STEPS * rounds, dtype)  # type: ignore[arg-type,operator]
+        batches = data(setup.rank, STEPS * rounds, dtype)
         for step in range(STEPS):
-            mine = [next(batches) for _ in range(rounds)]  # type: ignore[call-overload]
+            mine = [next(batches) for _ in range(rounds)]
             is_spoiled = dtype is not FP32 and step in (2, 6, 7, 8) and setup.rank == 1
             spoil = float("inf") if is_spoiled else 1.0
             expected = plain.train(mine, spoil)
@@ -198,7 +202,7 @@ def _every_stage_equals_ddp(setup: Setup) -> None:
             assert torch.equal(loss, expected) or is_spoiled, (options, step)
             assert_same(plain, engine, f"{options}, step {step}")
             assert engine.was_step_applied() != (dtype is not FP32 and step in (2, 6, 7, 8))
-        assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * rounds)  # type: ignore[operator]
+        assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * rounds)
         assert plain.skipped == (0 if dtype is FP32 else 4), "overflows were forced"
         moved = [not torch.equal(one.float(), two) for one, two in zip(plain.params, Net().parameters(), strict=True)]
         assert all(moved), options
@@ -385,7 +389,10 @@ def _set_values(setup: Setup, engine: ours.Engine) -> None:
 def _optimizers_loaders_and_schedules_of_the_user(setup: Setup) -> None:
     samples = TensorDataset(*(torch.cat(parts) for parts in zip(*data(0, 5, FP32), strict=True)))
     model = Net()
-    groups = [{"params": list(model.parameters())[:2], "lr": 0.5}, {"params": list(model.parameters())[2:]}]
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.parameters())[:2], "lr": 0.5},
+        {"params": list(model.parameters())[2:]},
+    ]
     sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     steps = torch.optim.lr_scheduler.StepLR(sgd, step_size=1, gamma=0.5)
     document = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "dataloader_drop_last": True}
@@ -402,7 +409,8 @@ def _optimizers_loaders_and_schedules_of_the_user(setup: Setup) -> None:
     assert engine.get_lr() == [0.5 / 4, 0.1 / 4]
     assert type(optimizer.optim) is torch.optim.SGD
     built = start(document, optimizer=lambda params: torch.optim.Adagrad(params), lr_scheduler=lambda one: one)
-    assert type(value_of(built.zero).optim) is torch.optim.Adagrad  # type: ignore[arg-type]
+    assert built.zero is not None
+    assert type(built.zero.optim) is torch.optim.Adagrad
     for name in ("Lion", "Muon", "Lamb", "SGD", "adagrad", "NAdam", "torch.optim.RAdam"):
         named = start({**document, "optimizer": {"type": name, "params": {"lr": 0.01}}})
         before = [param.detach().clone() for param in named.module.parameters()]
