@@ -2,12 +2,13 @@
 
 import os
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.engine import Engine
 from ddp_zero.insight.agreement import check_agreement
-from ddp_zero.insight.explain import explain
+from ddp_zero.insight.explain import explain, owner_of
 from ddp_zero.insight.page import write_page
 from ddp_zero.insight.stats import Stats
 from ddp_zero.plan.partition import GlobalRank, GroupRank
@@ -58,6 +59,14 @@ class Information:
         if html is not None:
             write_page(html, self._engine, text)
         return text
+
+    def owner_of(self, param: Tensor) -> GroupRank:
+        """The rank, in ``process_group``, that owns a parameter; of a shard group's ranks, this one's. Stays local.
+
+        Raises:
+            ValueError: for a parameter that is not in the optimizer, or that several ranks share.
+        """
+        return owner_of(self._engine, param)
 
     @property
     def overlap_status(self) -> OverlapStatus:

@@ -1,7 +1,6 @@
 """`ZeroRedundancyOptimizer`: the façade that users hold. Its methods are one call each; `engine.py` takes the steps."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -24,7 +23,7 @@ from ddp_zero.forwarding import attribute_of_inner
 from ddp_zero.gradient_access import accumulating, clip_grad_norm, full_grad
 from ddp_zero.information import Information
 from ddp_zero.insight.stats import Stats
-from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group
+from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group, own_options
 from ddp_zero.local.awaited import untouched
 from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon
 from ddp_zero.local.live_model import the_ddp_model_in
@@ -157,7 +156,7 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
             division = partition_named(partition)
             check_can_be_sharded(optimizer_class)
             check_params(params)
-            check_known(defaults, optimizer_class, library_options())
+            check_known(defaults, optimizer_class, own_options(ZeroRedundancyOptimizer.__init__))
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
@@ -529,9 +528,3 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         def __getattr__(self, name: str) -> Any:
             """A public attribute of the inner optimizer that is not defined here; methods become collectives."""
             return attribute_of_inner(self, name)
-
-
-def library_options() -> list[str]:
-    """The names of this library's own options."""
-    names = inspect.signature(ZeroRedundancyOptimizer.__init__).parameters
-    return [name for name in names if name not in ("self", "params", "optimizer_class", "defaults")]

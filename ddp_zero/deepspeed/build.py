@@ -14,8 +14,9 @@ from ddp_zero.deepspeed.optimizers import Choice
 from ddp_zero.deepspeed.precision import dtype_named
 from ddp_zero.dsconfig.config import Config
 from ddp_zero.dsconfig.keys import ConfigError
+from ddp_zero.local.arguments import own_options
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, library_options
+from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.plan.buckets import bucket_mb
 from ddp_zero.shard import shard_optimizer
 
@@ -77,7 +78,7 @@ def sharding_options(config: Config) -> dict[str, Any]:
     if config.bf16.enabled:
         options["nonfinite"] = "skip" if config.bf16.check_grad_overflow else "step"
     if config.offload.device == "cpu":
-        if "offload" not in library_options():
+        if "offload" not in own_options(ZeroRedundancyOptimizer.__init__):
             raise ConfigError(
                 "Expected a version of ddp_zero that offloads state, got one without. Leave "
                 "zero_optimization.offload_optimizer out."

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import get_rank, get_world_size, is_initialized
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_zero.comm.tracing import logger
@@ -175,5 +176,15 @@ def _schedule(config: Config, optimizer: Optimizer, given_optimizer: Any, given:
                 f"Expected a schedule over the optimizer, or a function of it, got {type(given).__name__} over another "
                 "one, or one that holds others. Pass lr_scheduler=lambda optimizer: ..."
             )
-        given.optimizer = optimizer
+        _follow(given, optimizer)
     return given
+
+
+def _follow(schedule: Any, optimizer: Optimizer) -> None:
+    """Let a schedule set the rates of the sharded optimizer, and torch's count its steps instead of the plain one's."""
+    schedule.optimizer = optimizer
+    if isinstance(schedule, LRScheduler):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        LambdaLR(optimizer, lambda _: 1.0)  # which makes the optimizer note that it steps
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_zero.deepspeed.lion_lamb import Lamb, Lion
-from ddp_zero.deepspeed.muon import ADAM_OPTIONS, MUON_OPTIONS, MuonWithAdam, muon_groups
+from ddp_zero.deepspeed.own_optimizers import ADAM_OPTIONS, MUON_OPTIONS, Lamb, Lion, MuonWithAdam, muon_groups
 from ddp_zero.dsconfig.keys import ConfigError
 from ddp_zero.dsconfig.sections import OptimizerSection
 

@@ -1,6 +1,10 @@
 """The text of `ZeroRedundancyOptimizer.explain`: what each rank owns, how balanced that is and what a step sends."""
 
+from torch import Tensor
+
 from ddp_zero.insight.running import Running
+from ddp_zero.plan.ownership import home, is_cut
+from ddp_zero.plan.partition import GroupRank
 from ddp_zero.step.report import describe_shards, draw_buckets, state_bytes
 
 
@@ -31,3 +35,18 @@ def explain(running: Running, flat: bool) -> str:
     plan = sharded.binding.plan
     state = state_bytes(sharded.inner.state)
     return "\n".join([*lines, describe_shards(plan, comm.group_rank, state), draw_buckets(plan)])
+
+
+def owner_of(running: Running, param: Tensor) -> GroupRank:
+    """See `ZeroRedundancyOptimizer.owner_of`."""
+    sharded = running.sharded
+    index = sharded.table.index_of.get(param)
+    if index is None:
+        raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+    pieces, comm = sharded.binding.pieces[index], sharded.comm
+    if is_cut(pieces):
+        shared = ", ".join(f"{comm.name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
+        raise ValueError(f"Expected {sharded.table.label(index)} to have one owner, got several: {shared}.")
+    owner = sharded.ranks.everyone.place_of(comm.global_rank(home(pieces)))
+    assert owner is not None, "a shard group is part of everyone"
+    return owner

@@ -2,6 +2,8 @@
 
     trainer = ZeroTrainer(model=model, args=args, train_dataset=data, zero={"stage": 2})
 
+``zero`` may also be the path of a DeepSpeed configuration.
+
 In stage 1 without overlap the Trainer itself takes a `ddp_zero.ZeroRedundancyOptimizer` in the place of any optimizer.
 """
 
@@ -20,6 +22,7 @@ from transformers.training_args import ParallelMode
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, compact
 from ddp_zero.checkpoint.optimizers import unwrapped
+from ddp_zero.deepspeed.trainer import TrainerConfig
 
 FOLDER = "zero"
 """Folder of the sharded checkpoint within a folder ``checkpoint-<step>`` of the Trainer."""
@@ -45,6 +48,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         *args: of the Trainer.
         zero: options of `ZeroRedundancyOptimizer`, such as ``{"stage": 2}``; ``overlap_with_ddp`` and
             ``parameters_as_bucket_view`` are True unless given, ``max_grad_norm`` is that of the training arguments.
+            Or the path of a DeepSpeed configuration, whose ``"auto"`` values are filled from the training arguments;
+            the optimizer and the schedule are the file's if it has them, else the Trainer's.
         **kwargs: of the Trainer. An optimizer that is passed as ``optimizers=`` must be sharded already.
 
     Raises:
@@ -54,8 +59,9 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             Trainer registers exceptions by the model.
     """
 
-    def __init__(self, *args: Any, zero: Mapping[str, Any] = _NOTHING, **kwargs: Any) -> None:
-        self._zero_options = dict(zero)
+    def __init__(self, *args: Any, zero: Mapping[str, Any] | str | Path = _NOTHING, **kwargs: Any) -> None:
+        self._zero_config = TrainerConfig(zero) if isinstance(zero, str | Path) else None
+        self._zero_options = {} if isinstance(zero, str | Path) else dict(zero)
         self._attached: nn.Module | None = None
         self._clips_inside = False
         super().__init__(*args, **kwargs)
@@ -94,6 +100,11 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
                 f"Expected a job of several processes, got {self.args.parallel_mode}. Start it with torchrun, on CPUs "
                 "with use_cpu=True in the training arguments, or use the plain Trainer."
             )
+        existing: Any = getattr(self, "optimizer")  # noqa: B009  # mypy cannot tell its type
+        if existing is None and self._zero_config is not None:
+            self._zero_options = self._zero_config.options()
+            configured: Any = self._zero_config.optimizer(self.model if model is None else model)
+            self.optimizer = configured
         if self.optimizer is None:
             chosen: Any = getattr(self, "optimizer_cls_and_kwargs")  # noqa: B009  # mypy cannot tell its type
             try:
@@ -120,8 +131,18 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         own = {"overlap_with_ddp": True, "parameters_as_bucket_view": True, "max_grad_norm": clip if clip > 0 else None}
         return ZeroRedundancyOptimizer, {"optimizer_class": kind, **options, **own, **self._zero_options}
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Build the schedule of the DeepSpeed configuration, if it has one, or the Trainer's."""
+        existing: Any = getattr(self, "lr_scheduler")  # noqa: B009  # mypy cannot tell its type
+        if existing is None and self._zero_config is not None:
+            self.lr_scheduler = self._zero_config.scheduler(self.zero_optimizer)
+            self._created_lr_scheduler = self.lr_scheduler is not None
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        if self._zero_config is not None:
+            self._zero_config.complete(self.args, self.model, max_steps)
+        prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
         self._attach()
         return prepared
 

@@ -157,3 +157,9 @@ def _shown(value: object) -> str:
     if isinstance(value, torch.dtype | str | int | float | complex | bool | None | list | tuple | dict):
         return f"{value!r:.80}"
     return f"an object of type {type(value).__name__}"
+
+
+def own_options(constructor: Callable[..., Any]) -> list[str]:
+    """The names of this library's own options, from the constructor that takes them."""
+    names = inspect.signature(constructor).parameters
+    return [name for name in names if name not in ("self", "params", "optimizer_class", "defaults")]

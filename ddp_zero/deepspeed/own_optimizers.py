@@ -1,9 +1,12 @@
-"""Muon for matrices and Adam for all else, in one optimizer, as DeepSpeed's ``"type": "Muon"`` combines them.
+"""Lion and Lamb, which torch does not have, and Muon for matrices with Adam for all else, with DeepSpeed's options.
 
-Muon: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The momentum of a matrix is
-replaced by one whose singular values are all about 1, found by five rounds of a polynomial in the matrix
-(Newton-Schulz). With ``ns_method="gram"`` the rounds work on the smaller square matrix X X^T: the same polynomial, with
-fewer operations.
+Alternative considered: a library of optimizers as an optional dependency. It has other options and defaults (no bounds
+of Lamb's coefficient, no bias correction), and would have to be installed for a page of code.
+
+Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023. Lamb: You et al., "Large Batch Optimization
+for Deep Learning", 2020. Muon: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the
+momentum of a matrix is replaced by one whose singular values are all about 1, found by five rounds of a polynomial in
+the matrix (Newton-Schulz). With ``ns_method="gram"`` the rounds work on the smaller square matrix X X^T.
 """
 
 import math
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ddp_zero.elements.elementwise import elementwise
+
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 _ROUNDS, _RESTART = 5, 2
 _SMALL = 1e-7
@@ -24,6 +29,117 @@ METHODS = {"standard": torch.bfloat16, "gram": torch.float16}
 MUON_OPTIONS = ("lr", "momentum", "weight_decay", "ns_method")
 ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 _KINDS = ((True, MUON_OPTIONS, "muon_lr", 0.02), (False, ADAM_OPTIONS, "adam_lr", 3e-4))
+
+
+def _checked(lr: float, betas: tuple[float, float], weight_decay: float) -> dict[str, Any]:
+    """Options that both have.
+
+    Raises:
+        ValueError: for one out of its range.
+    """
+    first, second = betas
+    for name, value in {"lr": lr, "weight_decay": weight_decay}.items():
+        if not value >= 0:
+            raise ValueError(f"Expected {name} of at least 0, got {value!r}.")
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise ValueError(f"Expected betas from 0 up to 1, got {betas!r}.")
+    return {"lr": lr, "betas": (first, second), "weight_decay": weight_decay}
+
+
+@elementwise
+class Lion(Optimizer):
+    """Steps by the sign of a momentum.
+
+    Args:
+        params: as for any torch optimizer.
+        lr: learning rate.
+        betas: shares of the momentum in the update, and of the old momentum in the new one.
+        weight_decay: decoupled.
+    """
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, _checked(lr, betas, weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns what the closure returns, if there is one."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                momentum = state["exp_avg"]
+                update = (momentum * first).add_(param.grad, alpha=1 - first).sign_()
+                param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                momentum.mul_(second).add_(param.grad, alpha=1 - second)
+        return loss
+
+
+class Lamb(Optimizer):
+    """Adam with a rate for each parameter.
+
+    A parameter's rate is ``lr`` times the ratio of its own norm to that of its update, within bounds.
+
+    Args:
+        params: as for any torch optimizer.
+        lr: learning rate.
+        bias_correction: correct the moments of the first steps.
+        betas: of both moments.
+        eps: added to the root of the second moment.
+        eps_inside_sqrt: add it before taking the root.
+        weight_decay: part of the update, and of its norm.
+        max_coeff: the largest ratio.
+        min_coeff: the smallest ratio.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        own = dict(eps=eps, eps_inside_sqrt=eps_inside_sqrt, max_coeff=max_coeff, min_coeff=min_coeff)
+        super().__init__(params, {**_checked(lr, betas, weight_decay), **own, "bias_correction": bias_correction})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns what the closure returns, if there is one."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, param.grad, group)
+        return loss
+
+    def _step(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state, (first, second) = self.state[param], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        state["step"] += 1
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.mul_(first).add_(grad, alpha=1 - first)
+        square.mul_(second).addcmul_(grad, grad, value=1 - second)
+        root = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
+        update = mean.div(root).add_(param, alpha=group["weight_decay"])
+        size, change = param.norm(), update.norm()
+        ratio = (size / change).clamp(group["min_coeff"], group["max_coeff"])
+        ratio = torch.where((size == 0) | (change == 0), torch.ones_like(ratio), ratio)
+        rate = group["lr"]
+        if group["bias_correction"]:
+            rate *= math.sqrt(1 - second ** state["step"]) / (1 - first ** state["step"])
+        param.sub_(update.mul_(ratio), alpha=rate)
 
 
 class MuonWithAdam(Optimizer):
@@ -70,10 +186,7 @@ class MuonWithAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; returns what the closure returns, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluate(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -194,3 +307,10 @@ def _is_for_muon(param: nn.Parameter, names: Mapping[nn.Parameter, str]) -> bool
         return bool(given)
     name = names.get(param, "").lower()
     return param.ndim >= 2 and not any(word in name for word in ("embed", "lm_head"))
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -1,0 +1,487 @@
+"""The engine with DeepSpeed's calls, bit for bit next to DDP, the unsharded optimizer and fp32 masters by hand."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import TensorDataset
+
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import deepspeed as ours
+from ddp_zero.dsconfig.keys import ConfigError
+from tests.multiproc.harness import Cases, Setup
+
+case = Cases(timeout=240)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STEPS = 12
+
+
+class Net(nn.Module):
+    """Matrices and vectors, and a buffer that stays in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.LayerNorm(10), nn.Linear(10, 3))
+        self.register_buffer("offset", torch.linspace(0, 1, 3))
+
+    offset: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layers(inputs)
+        output = output + self.offset
+        return output
+
+
+def data(rank: int, rounds: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(50 + rank)
+    for _ in range(rounds):
+        yield torch.randn(4, 6, generator=generator).to(dtype), torch.randn(4, 3, generator=generator)
+
+
+@dataclass
+class Plain:
+    """What the engine should do, with DDP, AdamW over fp32 copies, and DeepSpeed's rule for the loss scale."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    stage: int
+    rounds: int
+    clip: float
+    scale: float = 1.0
+    window: int = 3
+    patience: int = 2
+    good: int = -1
+    skipped: int = 0
+    sums: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for param in self.model.parameters():
+            param.data = param.data.to(self.dtype)
+        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
+        low = self.dtype is not FP32
+        self.params = list(self.ddp.parameters())
+        self.stepped = [nn.Parameter(one.detach().float()) if low else one for one in self.params]
+        self.optimizer = torch.optim.AdamW(self.stepped, lr=0.02, weight_decay=0.1)
+        self.norm: float | None = None
+
+    def train(self, batches: list[tuple[Tensor, Tensor]], spoil: float) -> Tensor:
+        self.optimizer.zero_grad()
+        self.ddp.zero_grad()
+        for number, (inputs, targets) in enumerate(batches):
+            averages = self.stage == 2 or number == self.rounds - 1
+            self.ddp.require_backward_grad_sync = averages
+            loss = (self.ddp(inputs).float() - targets).square().mean() * spoil
+            divided = loss / self.rounds if self.rounds > 1 else loss
+            (divided * self.scale if self.dtype is FP16 else divided).backward()
+            if self.stage == 2:
+                self._add_up()
+        for stepped, param, index in zip(self.stepped, self.params, range(len(self.params)), strict=True):
+            stepped.grad = self.sums.get(index, param.grad).float()  # type: ignore[union-attr]
+        self.sums.clear()
+        self._step()
+        last: Tensor = loss
+        return last
+
+    def _add_up(self) -> None:
+        for index, param in enumerate(self.params):
+            assert param.grad is not None
+            grad = param.grad.float()
+            self.sums[index] = self.sums[index] + grad if index in self.sums else grad
+            param.grad = None
+
+    def _step(self) -> None:
+        for stepped in self.stepped:
+            assert stepped.grad is not None
+            if self.dtype is FP16:
+                stepped.grad.mul_(1 / self.scale)
+        has_overflowed = not all(bool(torch.isfinite(one.grad).all()) for one in self.stepped)  # type: ignore[arg-type]
+        self._follow(has_overflowed)
+        if has_overflowed:
+            self.skipped += 1
+            self.norm = float("inf")
+            return
+        self.norm = float(clip_grad_norm_(self.stepped, self.clip if self.clip > 0 else float("inf")))
+        self.optimizer.step()
+        with torch.no_grad():
+            for stepped, param in zip(self.stepped, self.params, strict=True):
+                param.copy_(stepped)
+
+    def _follow(self, has_overflowed: bool) -> None:
+        if self.dtype is not FP16:
+            return
+        if has_overflowed:
+            self.good = -1
+            self.patience -= 1
+            if self.patience <= 0:
+                self.scale = max(self.scale / 2, 1.0)
+            return
+        self.good += 1
+        if self.good == self.window:
+            self.good, self.patience = 0, 2
+            self.scale *= 2
+
+
+def config(stage: int, dtype: torch.dtype = FP32, rounds: int = 1, clip: float | None = None, **zero: Any) -> Any:
+    document: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": rounds,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, **zero},
+    }
+    if clip is not None:
+        document["gradient_clipping"] = clip
+    if dtype is BF16:
+        document["bf16"] = {"enabled": True}
+    if dtype is FP16:
+        document["fp16"] = {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 3}
+    return document
+
+
+def start(document: dict[str, Any], model: nn.Module | None = None, **more: Any) -> ours.Engine:
+    engine, optimizer, _, scheduler = ours.initialize(model=Net() if model is None else model, config=document, **more)
+    assert engine.optimizer is optimizer
+    assert engine.lr_scheduler is scheduler
+    return engine
+
+
+def assert_same(plain: Plain, engine: ours.Engine, where: str) -> None:
+    for (name, one), other in zip(engine.module.named_parameters(), plain.params, strict=True):
+        assert one.dtype is plain.dtype, where
+        assert torch.equal(one, other), f"{where}: {name}"
+    assert engine.skipped_steps == plain.skipped, where
+    assert engine.loss_scale() == (plain.scale if plain.dtype is FP16 else 1.0), where
+    assert engine.get_global_grad_norm() == plain.norm, where
+
+
+COMBINATIONS: list[dict[str, Any]] = [
+    dict(stage=0, clip=0.2),
+    dict(stage=0, rounds=2, clip=0.0),
+    dict(stage=0, dtype=BF16, clip=0.2),
+    dict(stage=1, rounds=2),
+    dict(stage=1, clip=0.2, overlap_comm=True),
+    dict(stage=1, clip=0.0, dtype=BF16, rounds=3),
+    dict(stage=1, dtype=FP16, clip=0.2, rounds=2),
+    dict(stage=2, clip=0.2, rounds=2, ignore_unused_parameters=False),
+    dict(stage=2, clip=0.0, overlap_comm=True),
+    dict(stage=2, dtype=BF16, rounds=2, clip=0.2, reduce_bucket_size=60),
+    dict(stage=2, dtype=FP16, clip=0.2, overlap_comm=True),
+    dict(stage=2, dtype=FP16, clip=0.0, rounds=2, ignore_unused_parameters=False),
+]
+
+
+@case(2)
+def _every_stage_equals_ddp(setup: Setup) -> None:
+    for options in COMBINATIONS:
+        dtype, rounds, stage = options.get("dtype", FP32), options.get("rounds", 1), options["stage"]
+        clip = options.get("clip", 1.0)  # DeepSpeed's default
+        document = config(**{"clip": None, **options})
+        engine = start(document)
+        plain = Plain(Net(), dtype, stage, rounds, clip, scale=2.0**7)
+        assert engine.module.offset.dtype is FP32
+        batches = data(setup.rank, STEPS * rounds, dtype)
+        for step in range(STEPS):
+            mine = [next(batches) for _ in range(rounds)]
+            is_spoiled = dtype is not FP32 and step in (2, 6, 7, 8) and setup.rank == 1
+            spoil = float("inf") if is_spoiled else 1.0
+            expected = plain.train(mine, spoil)
+            for number, (inputs, targets) in enumerate(mine):
+                loss = (engine(inputs).float() - targets).square().mean() * spoil
+                assert engine.is_gradient_accumulation_boundary() == (number == len(mine) - 1)
+                engine.backward(loss)
+                engine.step()
+            assert torch.equal(loss, expected) or is_spoiled, (options, step)
+            assert_same(plain, engine, f"{options}, step {step}")
+            assert engine.was_step_applied() != (dtype is not FP32 and step in (2, 6, 7, 8))
+        assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * rounds)
+        assert plain.skipped == (0 if dtype is FP32 else 4), "overflows were forced"
+        moved = [not torch.equal(one.float(), two) for one, two in zip(plain.params, Net().parameters(), strict=True)]
+        assert all(moved), options
+
+
+@case(2)
+def _a_schedule_follows_the_steps_that_were_taken(setup: Setup) -> None:
+    document = config(2, FP16)
+    document["scheduler"] = {
+        "type": "WarmupLR",
+        "params": {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 0.4},
+    }
+    engine = start(document)
+    rates = []
+    for step, (inputs, targets) in enumerate(data(setup.rank, 8, FP16)):
+        rates.append(engine.get_lr()[0])
+        loss = (engine(inputs).float() - targets).square().mean() * (float("inf") if step == 3 else 1.0)
+        engine.backward(loss)
+        engine.step()
+    assert rates == pytest.approx([0, 0, 0.1, 0.2, 0.2, 0.3, 0.4, 0.4])
+    assert engine.lr_scheduler.get_last_lr() == engine.get_lr()
+
+
+@case(2)
+def _a_checkpoint_continues_in_any_stage(setup: Setup) -> None:
+    """Under tags, with `latest`, client state, counters, the schedule and the loss scale."""
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 20}}
+    for name, (before, after, dtype) in {"a": (2, 1, FP16), "b": (1, 2, BF16), "c": (0, 2, FP32)}.items():
+        folder = setup.folder / name
+        documents = [{**config(stage, dtype), "scheduler": schedule} for stage in (before, after)]
+        batches = list(data(setup.rank, 8, dtype))
+        first = start(documents[0])
+        run(first, batches[:4], spoils=2 if dtype is FP16 else None)
+        assert first.save_checkpoint(folder, client_state={"epoch": 3, "rng": torch.arange(3)})
+        assert (folder / "latest").read_text() == "global_step4"
+        run(first, batches[4:])
+        second = start(documents[1])
+        path, client = second.load_checkpoint(folder)
+        assert path == str(folder / "global_step4")
+        assert client is not None
+        assert (client["epoch"], client["rng"].tolist()) == (3, [0, 1, 2])
+        assert (second.global_steps, second.skipped_steps) == (4, 1 if dtype is FP16 else 0)
+        run(second, batches[4:])
+        for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
+            assert torch.equal(one, other), name
+        assert (first.get_lr(), first.loss_scale()) == (second.get_lr(), second.loss_scale())
+        assert first.save_checkpoint(folder, tag="global_step4", save_latest=False), "a tag can be saved again"
+        third = start(documents[1])
+        assert third.load_checkpoint(folder, tag="global_step4", load_module_only=True)[0]
+        assert (third.global_steps, third.lr_scheduler.last_batch_iteration) == (0, -1)
+        run(third, batches[:1])
+    assert third.load_checkpoint(setup.folder / "nowhere") == (None, None)
+    with pytest.raises(ValueError, match="tag that names a folder"):
+        third.save_checkpoint(setup.folder, tag="../up")
+    with pytest.raises(NotImplementedError, match="save_16bit_model"):
+        third.save_checkpoint(setup.folder, exclude_frozen_parameters=True)
+
+
+def run(engine: ours.Engine, batches: list[tuple[Tensor, Tensor]], spoils: int | None = None) -> None:
+    for number, (inputs, targets) in enumerate(batches):
+        loss = (engine(inputs).float() - targets).square().mean() * (float("inf") if number == spoils else 1.0)
+        engine.backward(loss)
+        engine.step()
+
+
+@case(2)
+def _weights_are_saved_as_they_are_or_in_fp32(setup: Setup) -> None:
+    model = Net()
+    model.layers[0].bias.requires_grad_(False)
+    engine = start(config(2, BF16), model)
+    run(engine, list(data(setup.rank, 3, BF16)))
+    masters = {name: ours.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    assert engine.save_16bit_model(setup.folder / "out")
+    assert engine.save_fp32_model(setup.folder / "out", "fp32.bin", exclude_frozen_parameters=True)
+    dist.barrier()
+    low = torch.load(setup.folder / "out" / "pytorch_model.bin", weights_only=True)
+    full = torch.load(setup.folder / "out" / "fp32.bin", weights_only=True)
+    state = engine.module.state_dict()
+    assert set(low) == set(state)
+    assert set(full) == set(state) - {"layers.0.bias"}
+    for name, value in low.items():
+        assert torch.equal(value, state[name]), name
+    for name in set(full) - {"offset"}:
+        assert torch.equal(full[name], masters[name]), name  # type: ignore[arg-type]
+    assert not torch.equal(full["layers.0.weight"], low["layers.0.weight"].float()), "masters are more precise"
+    with pytest.raises(ValueError, match="safetensors"):
+        engine.save_16bit_model(setup.folder, "model.safetensors")
+
+
+@case(2)
+def _whole_values_of_what_is_sharded(setup: Setup) -> None:
+    """Of masters, gradients and state, as the unsharded optimizer has them."""
+    for stage, dtype, partition in ((1, BF16, None), (2, BF16, None), (2, FP32, "elements"), (1, FP32, None)):
+        engine = start_with(stage, dtype, partition)
+        plain = Plain(Net(), dtype, stage, 1, 1.0)
+        batches = list(data(setup.rank, 3, dtype))
+        assert all(ours.safe_get_full_optimizer_state(one, "exp_avg") is None for one in engine.module.parameters())
+        for batch in batches:
+            run(engine, [batch])
+            plain.train([batch], 1.0)
+        for param, stepped in zip(engine.module.parameters(), plain.stepped, strict=True):
+            expected = plain.optimizer.state[stepped]
+            where = f"stage {stage}, {dtype}, {partition}"
+            assert torch.equal(value_of(ours.safe_get_full_fp32_param(param)), stepped), where
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(value_of(ours.safe_get_full_optimizer_state(param, key)), expected[key]), (
+                    where,
+                    key,
+                )
+            assert ours.safe_get_full_optimizer_state(param, "nothing") is None
+            assert ours.safe_get_full_grad(param) is None
+        _gradients(setup, engine, plain)
+        _set_values(setup, engine)
+
+
+def start_with(stage: int, dtype: torch.dtype, partition: str | None) -> ours.Engine:
+    if partition is None:
+        return start(config(stage, dtype))
+    model = Net()
+    zero = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        stage=stage,
+        partition=partition,
+        max_grad_norm=1.0,
+        lr=0.02,
+        weight_decay=0.1,
+    )
+    return start(config(stage, dtype), model, optimizer=zero)
+
+
+def value_of(found: Tensor | None) -> Tensor:
+    assert found is not None
+    return found
+
+
+def _gradients(setup: Setup, engine: ours.Engine, plain: Plain) -> None:
+    inputs, targets = next(iter(data(setup.rank + 9, 1, plain.dtype)))
+    engine.backward((engine(inputs).float() - targets).square().mean())
+    plain.ddp.zero_grad()
+    (plain.ddp(inputs).float() - targets).square().mean().backward()
+    held = 0
+    for param, other in zip(engine.module.parameters(), plain.params, strict=True):
+        assert other.grad is not None
+        assert torch.equal(value_of(ours.safe_get_full_grad(param)), other.grad.float())
+        mine = ours.safe_get_local_grad(param)
+        held += 0 if mine is None else mine.numel()
+    everyone = torch.tensor(held)
+    dist.all_reduce(everyone)
+    assert everyone.item() == sum(param.numel() for param in engine.module.parameters()), "every element has one owner"
+    ours.safe_update_full_grad_vectorized(engine.module.parameters(), lambda grad, param: torch.zeros_like(grad))
+    for param in engine.module.parameters():
+        assert not value_of(ours.safe_get_full_grad(param)).any()
+    engine.step()
+    assert engine.get_global_grad_norm() == 0.0, "the step has used what was set"
+
+
+def _set_values(setup: Setup, engine: ours.Engine) -> None:
+    param = next(engine.module.parameters())
+    ones = torch.full_like(param, 1.25, dtype=FP32)
+    ours.safe_set_full_fp32_param(param, ones)
+    assert torch.equal(param.float(), ones)
+    assert torch.equal(value_of(ours.safe_get_full_fp32_param(param)), ones)
+    ours.safe_set_full_optimizer_state(param, 2 * ones, "exp_avg")
+    assert torch.equal(value_of(ours.safe_get_full_optimizer_state(param, "exp_avg")), 2 * ones)
+    assert engine.zero is not None
+    local = ours.safe_get_local_optimizer_state(param, "exp_avg")
+    if local is not None:
+        ours.safe_set_local_optimizer_state(param, torch.full_like(local, 7.0), "exp_avg")
+    assert torch.equal(value_of(ours.safe_get_full_optimizer_state(param, "exp_avg")), torch.full_like(ones, 7.0))
+    if not engine.zero.explain().count("elements"):
+        owns = engine.zero.owner_of(param) == setup.rank
+        assert (local is not None) == owns
+        assert (ours.safe_get_local_fp32_param(param) is not None) == owns
+    with pytest.raises(ValueError, match="value of shape"):
+        ours.safe_set_full_fp32_param(param, torch.zeros(1))
+    if not engine.bfloat16_enabled():
+        with pytest.raises(NotImplementedError, match="safe_set_full_fp32_param"):
+            ours.safe_set_local_fp32_param(param, ones)
+    run(engine, list(data(setup.rank, 2, param.dtype)))
+
+
+@case(2)
+def _optimizers_loaders_and_schedules_of_the_user(setup: Setup) -> None:
+    samples = TensorDataset(*(torch.cat(parts) for parts in zip(*data(0, 5, FP32), strict=True)))
+    model = Net()
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.parameters())[:2], "lr": 0.5},
+        {"params": list(model.parameters())[2:]},
+    ]
+    sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    steps = torch.optim.lr_scheduler.StepLR(sgd, step_size=1, gamma=0.5)
+    document = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "dataloader_drop_last": True}
+    engine, optimizer, loader, scheduler = ours.initialize(
+        model=model, optimizer=sgd, lr_scheduler=steps, training_data=samples, config_params=document
+    )
+    assert isinstance(optimizer, ZeroRedundancyOptimizer)
+    assert loader is not None
+    assert (scheduler, len(loader), engine.train_micro_batch_size_per_gpu()) == (steps, 2, 4)
+    for inputs, targets in loader:
+        assert len(inputs) == 4
+        engine.backward((engine(inputs) - targets).square().mean())
+        engine.step()
+    assert engine.get_lr() == [0.5 / 4, 0.1 / 4]
+    assert type(optimizer.optim) is torch.optim.SGD
+    built = start(document, optimizer=lambda params: torch.optim.Adagrad(params), lr_scheduler=lambda one: one)
+    assert built.zero is not None
+    assert type(built.zero.optim) is torch.optim.Adagrad
+    for name in ("Lion", "Muon", "Lamb", "SGD", "adagrad", "NAdam", "torch.optim.RAdam"):
+        named = start({**document, "optimizer": {"type": name, "params": {"lr": 0.01}}})
+        before = [param.detach().clone() for param in named.module.parameters()]
+        run(named, list(data(setup.rank, 2, FP32)))
+        after = list(named.module.parameters())
+        assert all(not torch.equal(one, two) for one, two in zip(before, after, strict=True)), name
+
+
+@case(2)
+def _what_is_wrong_is_an_error(setup: Setup) -> None:
+    engine = start(config(2, rounds=2))
+    inputs, targets = next(iter(data(setup.rank, 1, FP32)))
+    with pytest.raises(RuntimeError, match=r"engine\.step\(\) outside"), engine.no_sync():
+        engine.step()
+    engine.step()
+    with pytest.raises(RuntimeError, match="between two steps, got it after 1 of 2 rounds"):
+        engine.set_train_batch_size(16)
+    (engine(inputs) - targets).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"Expected engine\.backward"):
+        engine.step()
+    with pytest.raises(ValueError, match="scalar loss"):
+        engine.backward(engine(inputs))
+    engine.zero_grad()
+    with pytest.raises(ConfigError, match="train_batch_size = "):
+        engine.set_train_batch_size(17)
+    engine.set_train_batch_size(8)
+    assert engine.get_batch_info() == (8, 4, 1)
+    with pytest.raises(ConfigError, match="FSDP2"):
+        start(config(3))
+    with pytest.raises(TypeError, match="one configuration"):
+        ours.initialize(model=Net())
+    with pytest.raises(TypeError, match="not wrapped"):
+        ours.initialize(config={})
+    with pytest.raises(TypeError, match='"optimizer" in the configuration'):
+        start({"train_batch_size": 8})
+    with pytest.raises(NotImplementedError, match="mpu=None"):
+        start({"train_batch_size": 8}, mpu=object())
+    with pytest.raises(ConfigError, match=r"parameters of fp32.* got layers\.0\.weight"):
+        start(config(1), Net().bfloat16())
+
+
+@case(2)
+def _progress_is_printed_and_written(setup: Setup) -> None:
+    document = {
+        **config(1, FP16),
+        "csv_monitor": {"enabled": True, "output_path": str(setup.folder), "job_name": "job"},
+    }
+    engine = start({**document, "wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 2})
+    run(engine, list(data(setup.rank, 3, FP16)))
+    dist.barrier()
+    rows = (setup.folder / "job" / "Train_Samples_lr.csv").read_text().splitlines()
+    assert rows == ["step,lr", "8,0.02", "16,0.02", "24,0.02"]
+    scales = (setup.folder / "job" / "Train_Samples_loss_scale.csv").read_text().splitlines()
+    assert scales == ["step,loss_scale", "8,128.0", "16,128.0", "24,128.0"]
+
+
+@case.each
+def test_deepspeed(run: Callable[[], None]) -> None:
+    run()
+
+
+def test_the_command_prints_what_becomes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ddp_zero.deepspeed.__main__ import _check
+
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
+    assert _check(str(file), 2) == 0
+    assert "8 samples a step = 4 * 1 rounds * 2 ranks" in capsys.readouterr().out
+    file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3}}))
+    assert _check(str(file), 2) == 1
+    assert "FSDP2" in capsys.readouterr().err
+    file.write_text(json.dumps({"train_batch_size": "auto"}))
+    assert _check(str(file), 2) == 0
+    assert '"auto" is filled in' in capsys.readouterr().out
