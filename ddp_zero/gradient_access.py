@@ -66,6 +66,7 @@ def clip_grad_norm(
         float(norm_type),
         is_partitioned=engine.is_partitioned,
         inverse_scale=decision.inverse_scale,
+        beyond=decision.beyond,
         check=check,
     )
     decision.clipped = total, coefficient

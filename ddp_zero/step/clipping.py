@@ -7,6 +7,7 @@ several, torch combines norms dtype by dtype, and those of fp16 and bf16 in that
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +17,60 @@ from ddp_zero.local.masters import LOW_PRECISION
 from ddp_zero.step.sharded_step import ShardedStep
 
 _NO_GRADIENT = -1.0  # no norm is negative
+
+WHOLE, COMMON = -2, -1
+"""Keys of a `Share`: the norm of all gradients, and of those in groups without a limit of their own."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Whose gradient was not finite.
+
+    Attributes:
+        parameter: its name.
+        rank: the first group rank whose own gradient of it was not finite before averaging, if that is known.
+        found: a sentence about it.
+    """
+
+    parameter: str
+    rank: int | None
+    found: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the data-parallel ranks of one optimizer have found in their gradients, the same on all of them.
+
+    Attributes:
+        totals: norms by `WHOLE`, `COMMON` or the position of a group with its own limit; None without a gradient.
+        norm_type: order of the p-norm.
+        flag: above 0 if a gradient was not finite.
+        find: finds whose that was; a collective of these ranks.
+    """
+
+    totals: Mapping[int, Tensor | None] = field(default_factory=dict)
+    norm_type: float = 2.0
+    flag: Tensor | float = 0.0
+    find: Callable[[], Culprit | None] = lambda: None
+
+
+class Beyond:
+    """The part of the model that an optimizer does not hold, where a decision concerns all of it. Here: nothing.
+
+    `ddp_zero.parallel` asks ranks with other experts, other parts of parameters and other stages.
+    """
+
+    def counts(self, index: int) -> bool:
+        """Whether a parameter adds to norms here, and not on another rank that holds the same."""
+        return True
+
+    def join(self, share: Share) -> Share:
+        """The same for the whole model, equal on all of its ranks. A collective of theirs."""
+        return share
+
+    def culprit(self, share: Share) -> Culprit | None:
+        """Whose gradient was not finite, after a joined share says that one was. A collective."""
+        return share.find()
 
 
 def norms_of(grads: Mapping[int, Tensor], norm_type: float) -> dict[int, Tensor]:
@@ -121,6 +176,7 @@ def clip_gradients(
     *,
     is_partitioned: bool,
     inverse_scale: float | None,
+    beyond: Beyond,
     check: Callable[[Tensor], None],
 ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
@@ -133,6 +189,7 @@ def clip_gradients(
         is_partitioned: True if a rank has gradients only of what it owns; then this is a collective.
         inverse_scale: one over the loss scale, by which gradients are multiplied for their norms; None: no loss scale.
             The gradients themselves are multiplied only in the step, since they may underflow before.
+        beyond: the rest of the model.
         check: called with the norm before anything is changed; may raise.
 
     Returns:
@@ -151,7 +208,9 @@ def clip_gradients(
     if is_partitioned:
         everyone, _ = gather_norms(sharded, norms, norm_type)
         norms = {index: everyone[index] for index in indices if index in everyone}
-    total = total_norm(list(norms.values()), norm_type)
+    own = total_norm([norm for index, norm in norms.items() if beyond.counts(index)], norm_type)
+    total = beyond.join(Share({WHOLE: own}, norm_type)).totals[WHOLE]
+    assert total is not None, "the norm of no gradients is 0"
     check(total)
     coefficient = coefficient_of(total, max_norm)
     for grad in grads.values():

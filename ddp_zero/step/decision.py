@@ -13,8 +13,9 @@ If there is nothing to decide, no gradient is read and nothing is sent. If gradi
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +30,21 @@ from ddp_zero.options import StepOptions, check_max_grad_norm
 from ddp_zero.plan.ownership import home, is_cut
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.step.amp import AmpState
-from ddp_zero.step.clipping import coefficient_of, gather_norms, norm_of, norms_of, total_norm
+from ddp_zero.step.clipping import (
+    COMMON,
+    WHOLE,
+    Beyond,
+    Culprit,
+    Share,
+    coefficient_of,
+    gather_norms,
+    norm_of,
+    norms_of,
+    total_norm,
+)
 from ddp_zero.step.record import Number, StepRecord, StepRegime
 from ddp_zero.step.sharded_step import ShardedStep
-from ddp_zero.step.watch import LocalWatch, culprit
+from ddp_zero.step.watch import LocalWatch, culprit, suspect_nonfinite
 
 _OWN_KEY = "max_grad_norm"
 
@@ -67,6 +79,7 @@ class _Findings:
     norm: Number = None
     smallest: Number = None
     coefficients: Mapping[int, Tensor] = field(default_factory=dict)
+    share: Share = field(default_factory=Share)
 
 
 class Decision:
@@ -82,6 +95,7 @@ class Decision:
         clipped: the norm and the coefficient of an explicit clip since the last step, for the record.
         norms_before_clip: norms before that clip, by parameter. Clipping by a norm that is not finite makes every
             gradient non-finite, so only these still show the culprit.
+        beyond: the rest of the model, which the decision concerns as well.
     """
 
     def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
@@ -90,6 +104,7 @@ class Decision:
         self.watch = LocalWatch()
         self.clipped: tuple[Number, Number] = (None, None)
         self.norms_before_clip: Mapping[int, Tensor] = {}
+        self.beyond = Beyond()
         self._sharded = sharded
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
@@ -133,9 +148,9 @@ class Decision:
         scale = self._scale(occasion)
         if checks and findings.nonfinite:
             with sharded.comm.trace.label("decide"):
-                parameter, rank = self._find_culprit(occasion.source)
-                if parameter is not None or not findings.is_suspicion:
-                    self._do_not_step(occasion, findings, scale, parameter, rank)
+                culprit = self.beyond.culprit(findings.share)
+                if culprit is not None or not findings.is_suspicion:
+                    self._do_not_step(occasion, findings, scale, culprit)
                     return None
         factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
         source = ScaledGradients(sharded.stepped, occasion.source, factors) if factors else occasion.source
@@ -192,22 +207,31 @@ class Decision:
         if limits:
             norms = self._norms(owned, source, inverse)
         elif occasion.amp is None:
-            flag = _suspect_nonfinite(_known(sharded.stepped.gradient(index, source)) for index in owned)
+            flag = suspect_nonfinite(_known(sharded.stepped.gradient(index, source)) for index in owned)
         if occasion.amp is not None:
             flag = occasion.amp.found_nonfinite.clamp(max=1.0)
+        find = partial(self._find_culprit, source)
         if not limits:
-            return _Findings(bool(self._sum_over_ranks(flag)), is_suspicion=occasion.amp is None)
+            share = self.beyond.join(Share(flag=self._sum_over_ranks(flag), find=find))
+            return _Findings(bool(share.flag), is_suspicion=occasion.amp is None, share=share)
         every, flags = gather_norms(sharded, norms, self.options.norm_type, flag, occasion.may_have_joined)
-        norm = total_norm(list(every.values()), self.options.norm_type)
-        coefficients = self._coefficients(limits, every)
+        counted = {index: norm for index, norm in every.items() if self.beyond.counts(index)}
+        share = self.beyond.join(Share(self._totals(limits, counted), self.options.norm_type, flags, find))
+        return self._found(limits, share, checks, occasion)
+
+    def _found(
+        self, limits: Mapping[int, tuple[int, ...]], share: Share, checks: bool, occasion: Occasion
+    ) -> _Findings:
+        norm, coefficients = share.totals[WHOLE], self._coefficients(limits, share.totals)
+        assert norm is not None, "the norm of no gradients is 0"
         if not checks:
             smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
             return _Findings(False, False, norm, smallest, coefficients)
-        numbers = [norm, flags.to(norm.device), *coefficients.values()]
+        numbers = [norm, torch.as_tensor(share.flag).to(norm.device), *coefficients.values()]
         norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
         clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
         nonfinite = found > 0 or (occasion.amp is None and not math.isfinite(norm_read))
-        return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping)
+        return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping, share)
 
     def _norms(self, owned: Sequence[int], source: GradientSource, inverse: Tensor | float | None) -> dict[int, Tensor]:
         """The norm of each owned gradient as the step sees it before clipping; makes at most one copy at a time.
@@ -248,31 +272,37 @@ class Decision:
                 limits[position] = (position,)
         return limits
 
-    def _coefficients(self, limits: Mapping[int, tuple[int, ...]], norms: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        group_of = self._sharded.table.groups
-        found: dict[int, Tensor] = {}
+    def _totals(self, limits: Mapping[int, tuple[int, ...]], norms: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
+        """The norm of all gradients, and of those that each limit is for."""
+        norm_type, group_of = self.options.norm_type, self._sharded.table.groups
+        totals: dict[int, Tensor | None] = {WHOLE: total_norm(list(norms.values()), norm_type)}
         for first, members in limits.items():
-            own = self._sharded.param_groups[first].get(_OWN_KEY) if self._honours_groups else None
+            own = self._own_limit(first)
             order = norms if own is None else sorted(norms)  # with its own limit: as torch would clip its list
             own_norms = [norms[index] for index in order if group_of[index] in members]
-            if not own_norms:
-                continue
-            total = total_norm(own_norms, self.options.norm_type)
-            limit = self.options.max_grad_norm if own is None else own
+            totals[COMMON if own is None else first] = total_norm(own_norms, norm_type) if own_norms else None
+        return totals
+
+    def _coefficients(
+        self, limits: Mapping[int, tuple[int, ...]], totals: Mapping[int, Tensor | None]
+    ) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for first, members in limits.items():
+            own = self._own_limit(first)
+            total, limit = (totals[COMMON], self.options.max_grad_norm) if own is None else (totals[first], own)
             assert limit is not None, "only groups with a limit are in a set"
-            found.update(dict.fromkeys(members, coefficient_of(total, limit)))
+            if total is not None:
+                found.update(dict.fromkeys(members, coefficient_of(total, limit)))
         return found
+
+    def _own_limit(self, group: int) -> float | None:
+        own: float | None = self._sharded.param_groups[group].get(_OWN_KEY) if self._honours_groups else None
+        return own
 
     # Not stepping
 
-    def _do_not_step(
-        self, occasion: Occasion, findings: _Findings, scale: Number, parameter: int | None, rank: GroupRank | None
-    ) -> None:
-        name = None if parameter is None else self._sharded.table.name(parameter)
-        what = "the norm of all gradients has overflowed" if name is None else f"the gradient of {name} is not finite"
-        of_rank = (
-            "" if rank is None else f", nor was that of {self._sharded.ranks.everyone.name(rank)} before averaging"
-        )
+    def _do_not_step(self, occasion: Occasion, findings: _Findings, scale: Number, culprit: Culprit | None) -> None:
+        what = "the norm of all gradients has overflowed" if culprit is None else culprit.found
         at_minimum = self.loss_scale is not None and self.loss_scale.is_at_minimum
         minimum = self.loss_scale.value if self.loss_scale is not None else None
         if self.loss_scale is not None:
@@ -281,26 +311,26 @@ class Decision:
             StepRecord(
                 stepped=False,
                 regime=occasion.regime,
-                reason=what + of_rank,
+                reason=what,
                 deferred_because=occasion.deferred_because,
-                nonfinite_parameter=name,
-                nonfinite_rank=rank,
+                nonfinite_parameter=None if culprit is None else culprit.parameter,
+                nonfinite_rank=None if culprit is None else culprit.rank,
                 norm=findings.norm,
                 scale=scale,
             )
         )
         if at_minimum:
             raise RuntimeError(
-                f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {what}{of_rank}. "
+                f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {what}. "
                 "No rank has stepped. The model diverges, or a smaller minimum is needed: "
                 "loss_scale=DynamicLossScale(minimum=...)."
             )
         if self.options.nonfinite == "raise" and occasion.amp is None:
             raise RuntimeError(
-                f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {what}{of_rank}. No rank has stepped."
+                f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {what}. No rank has stepped."
             )
 
-    def _find_culprit(self, source: GradientSource) -> tuple[int | None, GroupRank | None]:
+    def _find_culprit(self, source: GradientSource) -> Culprit | None:
         """The first parameter with an averaged gradient that is not finite, and the rank it came from. Collective."""
         sharded, params = self._sharded, self._sharded.table.params
         first = next((i for i, norm in self.norms_before_clip.items() if not torch.isfinite(norm)), len(params))
@@ -311,12 +341,14 @@ class Decision:
                 break
         found = min(index for (index,) in sharded.comm.all_gather_ints([first]))
         if found == len(params):
-            return None, None
+            return None
         flags = self.watch.flags(params[found])
         everyone = sharded.ranks.everyone
         passes = min(count for (count,) in everyone.all_gather_ints([len(flags)]))
         rank = culprit(everyone.all_gather_ints(flags[:passes])) if passes else None
-        return found, None if rank is None else GroupRank(rank)
+        of_rank = "" if rank is None else f", nor was that of {everyone.name(GroupRank(rank))} before averaging"
+        name = sharded.table.name(found)
+        return Culprit(name, rank, f"the gradient of {name} is not finite{of_rank}")
 
     def _record(self, record: StepRecord) -> None:
         self._sharded.note_step(record)
@@ -337,18 +369,6 @@ def _is_there(grad: Tensor | None) -> bool:
 def _known(grad: Tensor | None) -> Tensor:
     assert grad is not None, "asked for those that have one"
     return grad
-
-
-def _suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
-    """1 if the sum of any gradient is not finite, else 0: one fast reading pass, without waiting for the device.
-
-    A sum is not finite if any element is not, but it may also overflow by itself, so the caller must check. Of
-    gradients that are converted for it, one is held at a time.
-    """
-    sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-    if not sums:
-        return 0.0
-    return 1.0 - torch.stack([torch.isfinite(total).to(sums[0].device) for total in sums]).all().double()
 
 
 def check_options(options: StepOptions, inner: Optimizer) -> None:

@@ -1,7 +1,7 @@
 """Records, without waiting for the device, which rank's own gradients were not finite before they were averaged."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,3 +51,15 @@ def culprit(statements: Sequence[Sequence[int]]) -> int | None:
         if found is not None and not all(flags):
             break
     return found
+
+
+def suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
+    """1 if the sum of any gradient is not finite, else 0: one fast reading pass, without waiting for the device.
+
+    A sum is not finite if any element is not, but it may also overflow by itself, so the caller must check. Of
+    gradients that are converted for it, one is held at a time.
+    """
+    sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    if not sums:
+        return 0.0
+    return 1.0 - torch.stack([torch.isfinite(total).to(sums[0].device) for total in sums]).all().double()
