@@ -1,7 +1,6 @@
 """`ZeroRedundancyOptimizer`: the façade that users hold. Its methods are one call each; `engine.py` takes the steps."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,26 +17,27 @@ from ddp_zero.backward.admission import check_can_sync
 from ddp_zero.backward.gradients import CommHook
 from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.ranks import arrange
+from ddp_zero.comm.ranks import Membership, arrange
 from ddp_zero.elements.elementwise import check_elementwise
 from ddp_zero.engine import Engine
 from ddp_zero.explain import explain
 from ddp_zero.forwarding import attribute_of_inner
 from ddp_zero.gradient_access import accumulating, clip_grad_norm, full_grad
-from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group
+from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group, keywords_of
 from ddp_zero.local.awaited import untouched
-from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon
+from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon, reserve_room
 from ddp_zero.local.live_model import the_ddp_model_in
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.options import StepOptions
+from ddp_zero.offload.disk import residence_for
+from ddp_zero.options import Offload, StepOptions
 from ddp_zero.param_groups import add_param_group
-from ddp_zero.plan.partition import GlobalRank, GroupRank
 from ddp_zero.plan.partitions import partition_named
 from ddp_zero.stage2.bucket import options_of_stage
 from ddp_zero.state.load_together import load_together
+from ddp_zero.state.parking import offload_state, reload_state
 from ddp_zero.state.shard_dict import ShardDict
 from ddp_zero.state.whole_dict import WholeDict
 from ddp_zero.step.binding import Binding
@@ -48,7 +48,7 @@ from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import State
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(Optimizer, Joinable, Membership):
     """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
@@ -105,6 +105,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             parameters begin, so that a rank has one Nth of state and messages however large a parameter is; for
             optimizers that step each element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
             RAdam, ASGD, Rprop, and classes declared by `ddp_zero.elementwise`).
+        offload: where optimizer state, masters and the step are: ``"cpu"``, on the host for parameters on an
+            accelerator, or ``ddp_zero.Offload("disk", folder=...)``, in memory-mapped files. None: with the parameters.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -144,6 +146,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         accumulate_in_fp32: bool = False,
         partition: str = "parameters",
         shard_group: ProcessGroup | None = None,
+        offload: Offload | str | None = None,
         **defaults: Any,
     ) -> None:
         ranks = arrange(process_group if is_group(process_group) else None, shard_group)  # else refused below, by all
@@ -153,13 +156,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
             reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
             options = StepOptions(
-                max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32
+                max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, offload
             )
             check_can_sync(sync, parameters_as_bucket_view)
             division = partition_named(partition)
             check_can_be_sharded(optimizer_class)
             check_params(params)
-            check_known(defaults, optimizer_class, library_options())
+            check_known(defaults, optimizer_class, keywords_of(ZeroRedundancyOptimizer.__init__))
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
@@ -169,16 +172,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             agreement.declare("step options", repr(options))
             agreement.declare_parameters(table)
             binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
-            stepped = SteppedTensors(table, master_weights)
+            stepped = SteppedTensors(table, master_weights, residence_for(options.offload))
             agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
             self._build = partial(build_inner, optimizer_class, defaults=defaults)
             self.optim = self._build(self.param_groups, stepped.own(binding.owned(), binding.owned_parts()))
-            if division.cuts:
-                check_elementwise(self.optim)
             check_options(options, self.optim)
+            check_elementwise(self.optim, is_needed=division.cuts)
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
-        self.defaults = self.optim.defaults
-        self.parameters_as_bucket_view = parameters_as_bucket_view
+            reserve_room(self.optim, stepped, table, binding.holdings())
+        self.defaults, self.parameters_as_bucket_view = self.optim.defaults, parameters_as_bucket_view
         sharded = ShardedStep(ranks, table, binding, self.optim, self, stepped)
         self._assemble(Engine(self, sharded, options, overlap_with_ddp, reduction))
         sharded.local_step.mirror_to_exposed()
@@ -189,6 +191,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _assemble(self, engine: Engine) -> None:
         """Take an engine, and what shows its state as state dicts."""
         self._engine = engine
+        self._ranks = engine.sharded.ranks
         self._whole = WholeDict(engine.sharded, engine.decision, self._build)
         self._shard = ShardDict(engine.sharded, self._whole)
 
@@ -391,6 +394,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._engine.check_before_step("opt.refresh_master_weights()")
         self._engine.sharded.refresh_masters()
 
+    # Where state is
+
+    def offload_state(self, to: Offload | str = "cpu") -> None:
+        """Move state and masters away until `reload_state`, between phases of a program. Never communicates.
+
+        State dicts and checkpoints work meanwhile; steps raise.
+
+        Args:
+            to: ``"cpu"``, the host's memory, or ``ddp_zero.Offload("disk", folder=...)``.
+
+        Raises:
+            RuntimeError: if there is no room, if state is away already, or between a backward pass that has stepped
+                and ``opt.step()``. Nothing is changed then.
+        """
+        self._engine.check_before_step("opt.offload_state()")
+        offload_state(self._engine.sharded, to)
+
+    def reload_state(self) -> None:
+        """Move state and masters back to where they are stepped. Never communicates.
+
+        Raises:
+            RuntimeError: without `offload_state` before.
+        """
+        reload_state(self._engine.sharded)
+
     # State dicts
 
     @property  # type: ignore[override]
@@ -565,35 +593,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def stage(self) -> int:
         """1: optimizer state is sharded; 2: gradients too."""
         return self._engine.stage
-
-    @property
-    def rank(self) -> GroupRank:
-        """This process's rank in the group."""
-        return self._engine.sharded.ranks.everyone.group_rank
-
-    @property
-    def global_rank(self) -> GlobalRank:
-        """This process's rank in the whole job."""
-        comm = self._engine.sharded.ranks.everyone
-        return comm.global_rank(comm.group_rank)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self._engine.sharded.ranks.everyone.world_size
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The group whose ranks share the optimizer."""
-        return self._engine.sharded.ranks.everyone.process_group
-
-    @property
-    def shard_group(self) -> ProcessGroup:
-        """The group over whose ranks state is sharded: ``process_group`` if none was given."""
-        return self._engine.sharded.comm.process_group
-
-
-def library_options() -> list[str]:
-    """The names of this library's own options."""
-    names = inspect.signature(ZeroRedundancyOptimizer.__init__).parameters
-    return [name for name in names if name not in ("self", "params", "optimizer_class", "defaults")]

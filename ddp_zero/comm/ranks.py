@@ -20,6 +20,7 @@ from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator, next_generation
 from ddp_zero.comm.ring import Background, RingWorker
 from ddp_zero.local.arguments import check_group, is_group
+from ddp_zero.plan.partition import GlobalRank, GroupRank
 from ddp_zero.plan.replicas import ShardGroups
 
 _NO_MEMBER = (
@@ -78,6 +79,37 @@ class Ranks:
     def _distinct(self) -> list[Communicator]:
         every = (self.everyone, self.shard, self.replicas)
         return list({id(comm): comm for comm in every if comm is not None}.values())
+
+
+class Membership:
+    """What an object with ranks shows of them."""
+
+    _ranks: Ranks
+
+    @property
+    def rank(self) -> GroupRank:
+        """This process's rank in the group."""
+        return self._ranks.everyone.group_rank
+
+    @property
+    def global_rank(self) -> GlobalRank:
+        """This process's rank in the whole job."""
+        return self._ranks.everyone.global_rank(self.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self._ranks.everyone.world_size
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group whose ranks share the optimizer."""
+        return self._ranks.everyone.process_group
+
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """The group over whose ranks state is sharded: ``process_group`` if none was given."""
+        return self._ranks.shard.process_group
 
 
 def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None) -> Ranks:

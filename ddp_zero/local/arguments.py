@@ -103,6 +103,12 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
                 )
 
 
+def keywords_of(function: Callable[..., Any]) -> list[str]:
+    """The names of the library's own options, of the parameters of a function that takes them besides others."""
+    names = inspect.signature(function).parameters
+    return [name for name in names if name not in ("self", "params", "optimizer_class", "defaults")]
+
+
 def grouped(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> list[dict[str, Any]]:
     """Group parameters by their options: equal options form a group, in order of first appearance.
 

@@ -26,6 +26,7 @@ FLOORS = {
     "plan": 0,
     "ground": 0,
     "elements": 1,
+    "offload": 1,
     "local": 2,
     "comm": 3,
     "sync": 4,
