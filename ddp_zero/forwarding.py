@@ -77,9 +77,10 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
         _check_between_steps(engine.hook, name)
         sharded.binding.sync.left.complete()
         sharded.stepped.follow_model()
-        sharded.check_masters()
+        sharded.check_ready()
     sharded.refresh()
     sharded.stepped.follow_memory()
+    sharded.stepped.follow_values()
     outcome: Future[Any] = Future()
     with sharded.change():
         before = _marks(sharded)
@@ -116,11 +117,7 @@ def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) ->
         has_state: whether this rank has any state, which the method may have created.
     """
     stepped, params = sharded.stepped, sharded.table.params
-    with torch.no_grad():
-        for index in written:
-            master = stepped.master(index)
-            if master is not None:
-                stepped.own_part(index, params[index].detach()).copy_(master)
+    stepped.show(written)
     travel = {param for bucket in sharded.binding.plan.buckets for one in bucket.segments for param in one.params}
     mine = [any(index in travel for index in written), any(index not in travel for index in written), has_state]
     every = sharded.ranks.everyone.all_gather_ints([int(flag) for flag in mine])

@@ -25,17 +25,19 @@ from ddp_zero.information import Information
 from ddp_zero.insight.stats import Stats
 from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group, own_options
 from ddp_zero.local.awaited import untouched
-from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon
+from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon, reserve_room
 from ddp_zero.local.live_model import the_ddp_model_in
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.options import StepOptions
+from ddp_zero.offload.disk import residence_for
+from ddp_zero.options import Offload, StepOptions
 from ddp_zero.param_groups import add_param_group
 from ddp_zero.plan.partitions import partition_named
 from ddp_zero.stage2.bucket import options_of_stage
 from ddp_zero.state.load_together import load_together
+from ddp_zero.state.parking import offload_state, reload_state
 from ddp_zero.state.shard_dict import ShardDict
 from ddp_zero.state.whole_dict import WholeDict
 from ddp_zero.step.binding import Binding
@@ -102,6 +104,8 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
             parameters begin, so that a rank has one Nth of state and messages however large a parameter is; for
             optimizers that step each element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
             RAdam, ASGD, Rprop, and classes declared by `ddp_zero.elementwise`).
+        offload: where optimizer state, masters and the step are: ``"cpu"``, on the host for parameters on an
+            accelerator, or ``ddp_zero.Offload("disk", folder=...)``, in memory-mapped files. None: with the parameters.
         **defaults: options for ``optimizer_class``.
 
     Attributes:
@@ -141,6 +145,7 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         accumulate_in_fp32: bool = False,
         partition: str = "parameters",
         shard_group: ProcessGroup | None = None,
+        offload: Offload | str | None = None,
         **defaults: Any,
     ) -> None:
         ranks = arrange(process_group if is_group(process_group) else None, shard_group)  # else refused below, by all
@@ -150,7 +155,7 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
             check_flags(parameters_as_bucket_view=parameters_as_bucket_view, overlap_with_ddp=overlap_with_ddp)
             reduction = options_of_stage(stage, grad_comm_dtype, gradient_predivide_factor)
             options = StepOptions(
-                max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32
+                max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, offload
             )
             check_can_sync(sync, parameters_as_bucket_view)
             division = partition_named(partition)
@@ -166,16 +171,15 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
             agreement.declare("step options", repr(options))
             agreement.declare_parameters(table)
             binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
-            stepped = SteppedTensors(table, master_weights)
+            stepped = SteppedTensors(table, master_weights, residence_for(options.offload))
             agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
             self._build = partial(build_inner, optimizer_class, defaults=defaults)
             self.optim = self._build(self.param_groups, stepped.own(binding.owned(), binding.owned_parts()))
-            if division.cuts:
-                check_elementwise(self.optim)
             check_options(options, self.optim)
+            check_elementwise(self.optim, is_needed=division.cuts)
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
-        self.defaults = self.optim.defaults
-        self.parameters_as_bucket_view = parameters_as_bucket_view
+            reserve_room(self.optim, stepped, table, binding.holdings())
+        self.defaults, self.parameters_as_bucket_view = self.optim.defaults, parameters_as_bucket_view
         sharded = ShardedStep(ranks, table, binding, self.optim, self, stepped)
         self._assemble(Engine(self, sharded, options, overlap_with_ddp, reduction))
         sharded.local_step.mirror_to_exposed()
@@ -384,6 +388,31 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         """
         self._engine.check_before_step("opt.refresh_master_weights()")
         self._engine.sharded.refresh_masters()
+
+    # Where state is
+
+    def offload_state(self, to: Offload | str = "cpu") -> None:
+        """Move state and masters away until `reload_state`, between phases of a program. Never communicates.
+
+        State dicts and checkpoints work meanwhile; steps raise.
+
+        Args:
+            to: ``"cpu"``, the host's memory, or ``ddp_zero.Offload("disk", folder=...)``.
+
+        Raises:
+            RuntimeError: if there is no room, if state is away already, or between a backward pass that has stepped
+                and ``opt.step()``. Nothing is changed then.
+        """
+        self._engine.check_before_step("opt.offload_state()")
+        offload_state(self._engine.sharded, to)
+
+    def reload_state(self) -> None:
+        """Move state and masters back to where they are stepped. Never communicates.
+
+        Raises:
+            RuntimeError: without `offload_state` before.
+        """
+        reload_state(self._engine.sharded)
 
     # State dicts
 

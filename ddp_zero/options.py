@@ -1,11 +1,63 @@
-"""What a step does besides the local optimizer: frozen, validated options."""
+"""What a step does besides the local optimizer, and where: frozen, validated options."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 from ddp_zero.loss_scale import LARGEST, SMALLEST, DynamicLossScale, check_number
 
 NONFINITE = ("skip", "raise", "step")
 SYNC = ("step", "forward")
+PLACES = ("cpu", "disk")
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where optimizer state, fp32 masters and the step are, if not with the parameters.
+
+    Attributes:
+        to: ``"cpu"``: in the host's memory, for parameters on an accelerator; parameters on the CPU are stepped as
+            without it. ``"disk"``: in memory-mapped files, also for parameters on the CPU; the step is on the host.
+        folder: for ``"disk"``: a folder on this rank's disk. Ranks may give different ones.
+        buffers: pinned buffers through which an accelerator's gradients and parameters travel, each of the size of the
+            largest part of a bucket that a rank owns. At least 1; with 3 copies in both directions and steps overlap.
+
+    Raises:
+        TypeError: for a value of the wrong type.
+        ValueError: for another place, a missing folder or one that is not used, or fewer than one buffer.
+    """
+
+    to: str = "cpu"
+    folder: str | os.PathLike[str] | None = field(default=None, repr=False, compare=False)
+    buffers: int = 3
+
+    def __post_init__(self) -> None:
+        if self.to not in PLACES:
+            raise ValueError(f"Expected offload to be one of {PLACES} or None, got {self.to!r}.")
+        if self.folder is not None and not isinstance(self.folder, str | os.PathLike):
+            raise TypeError(f"Expected folder to be a path, got {type(self.folder).__name__}.")
+        if self.to == "disk" and self.folder is None:
+            raise ValueError(
+                "Expected a folder for offload to a disk, got none. Pass offload=ddp_zero.Offload('disk', folder=...)."
+            )
+        if self.to == "cpu" and self.folder is not None:
+            raise ValueError(f"Expected no folder with offload to the CPU, got {str(self.folder)!r}. Use 'disk'.")
+        if type(self.buffers) is not int:
+            raise TypeError(f"Expected buffers to be an int, got {self.buffers!r}.")
+        if self.buffers < 1:
+            raise ValueError(f"Expected at least 1 buffer, got {self.buffers}.")
+
+    @classmethod
+    def of(cls, given: "Offload | str | None") -> "Offload | None":
+        """The options that a user gives, who may give the place alone.
+
+        Raises:
+            TypeError: if it is neither.
+        """
+        if given is None or isinstance(given, Offload):
+            return given
+        if not isinstance(given, str):
+            raise TypeError(f"Expected offload to be 'cpu', a ddp_zero.Offload or None, got {given!r:.80}.")
+        return cls(given)
 
 
 @dataclass(frozen=True)
@@ -22,6 +74,7 @@ class StepOptions:
         accumulate_in_fp32: whether averages of several backward passes add up in fp32 in stage 1, as in stage 2.
         sync: when to wait for parameters that other ranks have stepped: at the end of the ``"step"``, or at the first
             use of each, as in the next ``"forward"`` pass.
+        offload: where state and the step are, or the place alone; None: with the parameters.
 
     Raises:
         TypeError: for a value of the wrong type.
@@ -35,8 +88,10 @@ class StepOptions:
     master_weights: bool = False
     sync: str = "step"
     accumulate_in_fp32: bool = False
+    offload: Offload | str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "offload", Offload.of(self.offload))
         if self.max_grad_norm is not None:
             check_max_grad_norm(self.max_grad_norm)
         check_number("norm_type", self.norm_type)

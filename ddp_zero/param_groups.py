@@ -5,9 +5,8 @@ from contextlib import nullcontext
 
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.engine import Engine
-from ddp_zero.local.inner import check_epsilon
-from ddp_zero.local.local_step import copy_options
-from ddp_zero.local.masters import localise_group
+from ddp_zero.local.inner import check_epsilon, reserve_room
+from ddp_zero.local.local_step import copy_options, localise_group
 from ddp_zero.local.parameters import ParameterTable
 
 
@@ -33,6 +32,8 @@ def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
             sharded.stepped.extend(table)
             stepped = sharded.stepped.own(binding.owned(), binding.owned_parts())
             inner.add_param_group(localise_group(exposed[-1], stepped))
+            added = [(index, part) for index, part in binding.holdings() if index >= len(sharded.table)]
+            reserve_room(inner, sharded.stepped, table, added)
             check_epsilon(inner, inner.param_groups, table, sharded.stepped)
     except Exception:
         sharded.stepped.own(sharded.binding.owned(), sharded.binding.owned_parts())  # while it knows the added ones

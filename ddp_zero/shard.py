@@ -20,6 +20,7 @@ from ddp_zero.local.arguments import Grouping, check_class, check_flags, check_k
 from ddp_zero.local.live_model import the_ddp_model_in
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.options import Offload
 from ddp_zero.plan.buckets import bucket_mb
 from ddp_zero.plan.elements import CutParameters
 
@@ -84,6 +85,7 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     accumulate_in_fp32: bool = False,
     partition: str = "parameters",
     shard_group: ProcessGroup | None = None,
+    offload: Offload | str | None = None,
     **defaults: Any,
 ) -> ZeroRedundancyOptimizer:
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
@@ -106,7 +108,7 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
             stage 2, where it saves the memory of the averaged gradients.
         shard_buckets: spread each bucket over the ranks.
         parameters_as_bucket_view, grad_comm_dtype, gradient_predivide_factor, max_grad_norm, norm_type,
-            nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, partition, shard_group: see
+            nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, partition, shard_group, offload: see
             `ZeroRedundancyOptimizer`.
         **defaults: options for ``optimizer_class``.
 

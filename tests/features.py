@@ -63,6 +63,7 @@ COUPLED = _HERE + "test_coupling.py::test_an_optimizer_that_couples_parameters_i
 FORWARDED = _HERE + "test_forwarding.py::test_forwarding"
 FAILURES = _HERE + "test_failures.py::test_an_error_of_one_rank_is_raised_on_all"
 RESTART = _HERE + "test_restart.py::test_a_killed_worker_comes_back_and_ends_bit_equal"
+OFFLOAD = _HERE + "test_offload.py::test_offload"
 SHARD_GROUPS = _HERE + "test_groups.py::test_groups"
 LOST_REPLICA = _HERE + "test_groups.py::test_a_killed_rank_of_another_replica_is_told_within_the_time_out"
 RESUMES_GROUPS = (
@@ -121,6 +122,16 @@ FEATURES: list[tuple[str, str, str]] = [
         "... checkpoints that either partition and the plain optimizer load at any number of ranks",
         YES,
         CHECKPOINTS_OF_PARTS,
+    ),
+    (
+        "`offload=`: state and step on the host or in files, bit-equal in every mode (a stand-in for a device)",
+        YES,
+        OFFLOAD,
+    ),
+    (
+        "... a full disk, or a file that was cut, is an error on all ranks before anything is stepped there",
+        YES,
+        OFFLOAD,
     ),
     ("`shard_group=`: shard within groups, replicate across; replicas bit-equal after every step", YES, SHARD_GROUPS),
     ("... checkpoints resume without groups and at other numbers of ranks", YES, RESUMES_GROUPS),

@@ -190,7 +190,10 @@ class UnusedParameters:
     def learn(self, ddp: DistributedDataParallel, sharded: ShardedStep, has_run: bool) -> None:
         """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""
         if has_static_graph(ddp) and self._are_there is None:
-            self._are_there = sharded.has_unused(has_run)
+            table, comm = sharded.table, sharded.ranks.everyone
+            reduced = {param for bucket in sharded.binding.layout or () for param in bucket}
+            misses = has_run and any(table.params[param].grad is None for param in reduced)
+            self._are_there = any(flag for (flag,) in comm.all_gather_ints([int(misses)]))
 
     def forget(self) -> None:
         """Forget what was learnt, after parameters were added."""

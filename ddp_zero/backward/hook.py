@@ -296,7 +296,7 @@ class OverlapHook:
 
     def _choose(self, params: list[Tensor], matches: bool) -> Choice:
         choice = choose(self._facts(params, matches))
-        wrong = None if choice.regime is Regime.REDUCE_ONLY else self._sharded.wrong_master()
+        wrong = None if choice.regime is Regime.REDUCE_ONLY else self._sharded.why_refuse()
         return choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
 
     def _facts(self, params: list[Tensor], matches: bool) -> Facts:

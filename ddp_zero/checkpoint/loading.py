@@ -231,7 +231,7 @@ class Restore:
                 self.states[index] = present[index]
 
     def _read(self, stored: StoredTensor) -> Tensor:
-        device = torch.device("cpu") if self.optimizer is None else self.optimizer.table.accelerator()
+        device = torch.device("cpu") if self.optimizer is None else self.optimizer.device()
         return read(self.saved.folder, stored, device)
 
     def read_extra(self, tree: Any) -> Any:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -54,7 +55,10 @@ class OptimizerState(Protocol):
         """The whole states of `owned`, in the unsharded order, masters included. A collective."""
 
     def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
-        """What this rank keeps of a parameter's whole state."""
+        """What this rank keeps of a parameter's whole state, where it keeps states."""
+
+    def device(self) -> torch.device:
+        """Where states are read to."""
 
     def births(self) -> Mapping[int, Birth]:
         """When each of these states was created, comparable between ranks."""
@@ -145,6 +149,10 @@ class WholeState:
         """All of it."""
         return state
 
+    def device(self) -> torch.device:
+        """With the parameters."""
+        return self.table.accelerator()
+
     def births(self) -> Mapping[int, Birth]:
         """The position of each state in the optimizer's."""
         return {index: (0, place) for place, index in enumerate(self.state())}
@@ -232,8 +240,16 @@ class ShardedState:
 
     def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
         """The state of this rank's part, if the parameter is cut."""
-        part = self._engine.sharded.stepped.part(index)
-        return state if part is None else own_part(state, self.table, index, part)
+        stepped = self._engine.sharded.stepped
+        part = stepped.part(index)
+        mine = state if part is None else own_part(state, self.table, index, part)
+        stepped.residence.keep([mine])
+        return mine
+
+    def device(self) -> torch.device:
+        """With the parameters, or on the host if they are stepped there."""
+        accelerator = self.table.accelerator()
+        return torch.device("cpu") if self._engine.sharded.stepped.residence.is_away(accelerator) else accelerator
 
     def births(self) -> Mapping[int, Birth]:
         """The creation key of each state, by step first, then by parameter; see `StateOrder`."""

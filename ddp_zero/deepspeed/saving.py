@@ -16,7 +16,7 @@ from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.tracing import logger
 from ddp_zero.deepspeed.params import full_fp32_param
-from ddp_zero.local.compacting import compact
+from ddp_zero.sync.compacting import compact
 
 if TYPE_CHECKING:
     from ddp_zero.deepspeed.engine import Engine

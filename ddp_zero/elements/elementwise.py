@@ -43,12 +43,14 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
     return optimizer_class
 
 
-def check_elementwise(inner: Optimizer) -> None:
-    """Check that an optimizer steps each element by itself.
+def check_elementwise(inner: Optimizer, is_needed: bool = True) -> None:
+    """Check that an optimizer steps each element by itself, if it needs to.
 
     Raises:
         TypeError: if that is not known.
     """
+    if not is_needed:
+        return
     if type(inner) not in _known:
         names = ", ".join(sorted(known.__name__ for known in _known))
         raise TypeError(

@@ -32,6 +32,7 @@ def explain(running: Running, flat: bool) -> str:
     if running.decision.options.sync == "forward":
         where = "in the next forward pass" if sharded.leaves_syncs else "at the end of the step: see sync="
         lines.append(f"parameters of others are waited for {where}")
+    lines += sharded.stepped.residence.describe()
     plan = sharded.binding.plan
     state = state_bytes(sharded.inner.state)
     return "\n".join([*lines, describe_shards(plan, comm.group_rank, state), draw_buckets(plan)])

@@ -1,17 +1,21 @@
 """The inner optimizer: which classes can be sharded, and how one is built over a rank's parameters."""
 
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from ddp_zero.local.arguments import check_class
-from ddp_zero.local.local_step import ParamGroup
-from ddp_zero.local.masters import SteppedTensors, localise_group
+from ddp_zero.local.local_step import ParamGroup, localise_group
+from ddp_zero.local.masters import SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.offload.host import tensors_in
+
+_FUSED_ON_HOST = (SGD, Adagrad, Adam, AdamW)
 
 
 def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
@@ -50,6 +54,8 @@ def build_inner(
     Raises:
         TypeError: if the result is not an optimizer, or the class does not know one of the options.
     """
+    if any(param.device != one.device for param, one in stepped.items()):
+        defaults = options_on_host(optimizer_class, defaults)
     inner = optimizer_class([localise_group(group, stepped) for group in param_groups], **defaults)
     if not isinstance(inner, Optimizer):
         raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
@@ -122,10 +128,83 @@ def fresh_state(inner: Optimizer, stepped: torch.Tensor) -> dict[str, Any]:
         stepped: one of its tensors.
     """
     group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
-    stand_in = torch.nn.Parameter(torch.zeros_like(stepped))
+    return _stepped_once(inner, group, torch.nn.Parameter(torch.zeros_like(stepped)))
+
+
+def state_like(inner: Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
+    """The state that a step creates for a tensor of this shape, without memory where the class can step without.
+
+    Args:
+        inner: the optimizer; not changed.
+        group: options of the group that the tensor would be in.
+        like: determines shape, strides and dtype; may be on the meta device.
+
+    Raises:
+        Exception: whatever a class raises that cannot step zeros.
+    """
+    plain = {key: False for key in ("foreach", "fused", "capturable") if group.get(key)}  # of the same state
+    try:
+        meta = torch.nn.Parameter(torch.empty_like(like, device="meta"))
+        return _stepped_once(inner, {**group, **plain}, meta)
+    except Exception:
+        return _stepped_once(inner, group, torch.nn.Parameter(torch.zeros_like(like, device="cpu")))
+
+
+def _stepped_once(inner: Optimizer, group: Mapping[str, Any], stand_in: torch.Tensor) -> dict[str, Any]:
     stand_in.grad = torch.zeros_like(stand_in)
     scratch = copy.copy(inner)
     scratch.state = defaultdict(dict)
     scratch.param_groups = [{**group, "params": [stand_in]}]
     scratch.step()
     return dict(scratch.state[stand_in])
+
+
+def reserve_room(
+    inner: Optimizer,
+    stepped: SteppedTensors,
+    table: ParameterTable,
+    owned: Iterable[tuple[int, slice | None]],
+    *,
+    has_copies: bool = True,
+) -> None:
+    """Where room is limited: allocate it for the states of parameters before they are stepped.
+
+    Classes that hold another optimizer, or cannot step zeros, get theirs when their states exist.
+
+    Args:
+        inner: the optimizer.
+        stepped: what it steps.
+        table: the parameters.
+        owned: parameters, and the part of each that this rank owns.
+        has_copies: whether masters and copies of them exist already.
+
+    Raises:
+        RuntimeError: if there is no room.
+    """
+    if not stepped.residence.keeps or any(isinstance(value, Optimizer) for value in vars(inner).values()):
+        return
+    known: dict[Any, list[torch.Tensor]] = {}
+    likes: list[torch.Tensor] = []
+    for index, part in owned:
+        like = stepped.like(index, part)
+        key = (table.groups[index], like.shape, like.stride(), like.dtype)
+        if key not in known:
+            with contextlib.suppress(Exception):
+                known[key] = list(tensors_in(state_like(inner, inner.param_groups[table.groups[index]], like)))
+        likes += known.get(key, [])
+        if stepped.is_copied(index) and not has_copies:
+            likes.append(like)
+    stepped.residence.reserve(likes)
+
+
+def options_on_host(optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for an optimizer that is stepped on the host instead of an accelerator: fused, unless they say how.
+
+    Args:
+        optimizer_class: builds the optimizer.
+        options: the user's for all groups.
+    """
+    says_how = any(options.get(name) is not None for name in ("fused", "foreach")) or any(
+        options.get(name) for name in ("capturable", "differentiable")
+    )
+    return dict(options) if says_how or optimizer_class not in _FUSED_ON_HOST else {**options, "fused": True}

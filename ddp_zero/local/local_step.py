@@ -13,6 +13,7 @@ Alternatives considered: one optimizer per bucket (breaks ``optim.state`` and cl
 only groups that have parameters (a plain optimizer also visits groups whose parameters have no gradient).
 """
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
@@ -46,6 +47,25 @@ def restrict_group(group: Mapping[str, Any], keep: Collection[Tensor]) -> ParamG
         key: [value[position] for position in kept] if key in PER_PARAMETER_KEYS else value
         for key, value in group.items()
     }
+
+
+def localise_group(group: ParamGroup, stepped: Mapping[Tensor, Tensor]) -> ParamGroup:
+    """A copy of a user's group with the tensors stepped on this rank, names included."""
+    local = restrict_group(group, stepped)
+    local["params"] = [stepped[param] for param in local["params"]]
+    return local
+
+
+def groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:
+    """A getter for the current groups, without a cycle that only the garbage collector could free."""
+    reference = weakref.ref(optimizer)
+
+    def groups() -> list[ParamGroup]:
+        alive = reference()
+        assert alive is not None, "an optimizer that steps is alive"
+        return alive.param_groups
+
+    return groups
 
 
 class LocalStep:

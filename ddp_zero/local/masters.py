@@ -6,13 +6,15 @@ resolution add up instead of being rounded away. See Micikevicius et al., "Mixed
 
 A *part* is what this rank owns of a parameter that is cut: a 1-D window of the parameter's memory, or a master of that.
 
+A parameter that is *away* is stepped in different memory than its own, see `ddp_zero.offload`: what the inner optimizer
+holds is a copy, into which its value is copied before each step, or a master.
+
 Gradients are lent for the duration of a bucket's step: a master gets its parameter's gradient in fp32. Where the step
 scales gradients (clipping, loss scaling), it scales copies, so ``param.grad`` stays as backward left it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -22,8 +24,8 @@ from torch.autograd.graph import increment_version
 
 from ddp_zero.elements.memory import part_of
 from ddp_zero.local.awaited import untouched
-from ddp_zero.local.local_step import ParamGroup, restrict_group
 from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.offload.residence import Load, Residence
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -62,65 +64,23 @@ class PublishedGradients:
         """None: ``gradient`` is exact."""
 
 
-@dataclass(frozen=True)
-class GradientFactors:
-    """The factors that a step multiplies gradients by, in this order.
-
-    Attributes:
-        inverse_scale: one over the loss scale, rounded to fp32; None means 1.
-        coefficients: clipping coefficients by parameter group; groups left out are not clipped.
-        groups: the group of every parameter, by index.
-    """
-
-    inverse_scale: Tensor | float | None = None
-    coefficients: Mapping[int, Tensor | float] = field(default_factory=dict)
-    groups: Sequence[int] = ()
-
-    def apply(self, index: int, grad: Tensor) -> Tensor:
-        """A parameter's gradient times its factors: a new tensor, unless there are no factors."""
-        if self.inverse_scale is not None:
-            grad = _times(grad, self.inverse_scale)
-        if self.coefficients and self.groups[index] in self.coefficients:
-            grad = _times(grad, self.coefficients[self.groups[index]])
-        return grad
-
-    def __bool__(self) -> bool:
-        return self.inverse_scale is not None or bool(self.coefficients)
-
-
-class ScaledGradients:
-    """Gradients as the step uses them: in the dtype of the stepped tensor, times its factors.
-
-    Args:
-        stepped: the tensors that are stepped.
-        source: the gradients.
-        factors: the factors to multiply them by.
-    """
-
-    def __init__(self, stepped: "SteppedTensors", source: GradientSource, factors: GradientFactors) -> None:
-        self._stepped = stepped
-        self._source = source
-        self._factors = factors
-
-    def gradient(self, index: int) -> Tensor | None:
-        """The scaled gradient: a new tensor, unless there are no factors."""
-        grad = self._stepped.gradient(index, self._source)
-        return None if grad is None else self._factors.apply(index, grad)
-
-    def exact(self, index: int) -> None:
-        """None: ``gradient`` is exact."""
-
-
 class SteppedTensors:
     """The tensors that the inner optimizer holds: parameters, or what stands in for them, masters and parts.
 
     Args:
         table: the parameters.
         has_masters: True if low-precision parameters have masters.
+        residence: where stand-ins that are copies live.
+
+    Attributes:
+        has_masters, residence: as given.
+        are_parked: whether states and masters were moved away on demand, and cannot be stepped.
     """
 
-    def __init__(self, table: ParameterTable, has_masters: bool) -> None:
+    def __init__(self, table: ParameterTable, has_masters: bool, residence: Residence | None = None) -> None:
         self.has_masters = has_masters
+        self.residence = Residence() if residence is None else residence
+        self.are_parked = False
         self._table = table
         self._stand_ins: dict[int, Tensor] = {}
         self._index_of_stand_in: dict[Tensor, int] = {}
@@ -160,6 +120,14 @@ class SteppedTensors:
         """Whether the owner of a parameter keeps a master of it."""
         return self.has_masters and self._table.params[index].dtype in LOW_PRECISION
 
+    def is_away(self, index: int) -> bool:
+        """Whether a parameter is stepped in different memory than its own."""
+        return self.residence.is_away(self._table.params[index].device)
+
+    def is_copied(self, index: int) -> bool:
+        """Whether the owner of a parameter steps a copy of it, away or as a master, instead of its memory."""
+        return self.wants_master(index) or self.is_away(index)
+
     def dtype_of(self, index: int) -> torch.dtype:
         """The dtype of the tensor that the owner steps for a parameter."""
         return torch.float32 if self.wants_master(index) else self._table.params[index].dtype
@@ -179,9 +147,18 @@ class SteppedTensors:
             if index not in kept or self._parts.get(index) != parts.get(index):
                 self.give(index)
         for index in kept:
-            if index not in self._stand_ins and (self.wants_master(index) or index in parts):
+            if index not in self._stand_ins and self.has_stand_in(index, parts.get(index)):
                 self.take(index, None, parts.get(index))
         return {self._table.params[index]: self[index] for index in kept}
+
+    def has_stand_in(self, index: int, part: slice | None) -> bool:
+        """Whether something stands in for a parameter, or a part of it, on the rank that owns it."""
+        return part is not None or self.is_copied(index)
+
+    def like(self, index: int, part: slice | None) -> Tensor:
+        """What would be stepped for a parameter or a part of it, without memory."""
+        whole = torch.empty_like(self._table.params[index], dtype=self.dtype_of(index), device="meta")
+        return whole if part is None else part_of(whole, whole, part)
 
     def give(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
@@ -196,23 +173,24 @@ class SteppedTensors:
 
         Args:
             index: the parameter.
-            value: of the master, copied; None: that of the parameter.
+            value: of the copy, copied; None: that of the parameter.
             part: the elements that it stands for; None: all.
         """
         self.give(index)
         param = self._table.params[index]
         if value is None:
             value = param if part is None else part_of(param, param, part)
-        self.put(index, self._new_master(index, value) if self.wants_master(index) else _like(param, value), part)
+        if self.is_copied(index):
+            value = self.residence.new(value, self.dtype_of(index), param.device)
+        self.put(index, _like(param, value), part)
 
     def as_on_owner(self, index: int) -> Tensor:
-        """The tensor that the owner of a parameter, if not cut, steps before the first step; a master is made anew."""
+        """The tensor that the owner of a parameter, if not cut, steps before the first step; a copy is made anew."""
         param = self._table.params[index]
-        return self._new_master(index, param) if self.wants_master(index) else param
-
-    def _new_master(self, index: int, value: Tensor) -> Tensor:
-        param = self._table.params[index]
-        return _like(param, value.detach().to(param.device, torch.float32, copy=True))
+        if not self.is_copied(index):
+            return param
+        device = torch.device("cpu") if self.is_away(index) else param.device
+        return _like(param, param.detach().to(device, self.dtype_of(index), copy=True))
 
     def put(self, index: int, stand_in: Tensor, part: slice | None = None) -> None:
         """Use this tensor itself as a stand-in."""
@@ -236,7 +214,38 @@ class SteppedTensors:
         is_whole = part is not None and value.shape == param.shape  # a part has fewer elements
         return part_of(value, param, part) if is_whole and part is not None else value
 
+    def keep(self, indices: Iterable[int], state: Mapping[Any, Any]) -> int:
+        """After a step of these parameters, or a load: move their states, changed in place, to where states live.
+
+        Returns:
+            How many bytes of memory that frees.
+        """
+        if not self.residence.keeps:
+            return 0
+        owned = [(self[index], self.master(index)) for index in indices]
+        masters = [master.detach() for _, master in owned if master is not None]
+        return self.residence.keep([*(state[stepped] for stepped, _ in owned if stepped in state), masters])
+
+    def settle(self, state: Mapping[Any, Any]) -> None:
+        """Move copies and states that were made elsewhere, as by a deep copy, to where they live."""
+        for index, held in self._stand_ins.items():
+            if self.is_copied(index):
+                device = self._table.params[index].device
+                self.repoint(held, self.residence.new(held, held.dtype, device))
+        self.keep(self._stand_ins, state)
+
     # A step
+
+    def loads(self, indices: Sequence[int], source: GradientSource) -> list[Load]:
+        """What has to travel for a step of these parameters, which are away: gradients, and values without a master."""
+        found = []
+        for index in indices:
+            grad = self._as_reduced(index, source)
+            if grad is not None:
+                param = self._table.params[index].detach()
+                value = None if self.wants_master(index) else self.own_part(index, param)
+                found.append(Load(index, self.own_part(index, grad), value, self[index]))
+        return found
 
     @contextmanager
     def lent(self, indices: Sequence[int], source: GradientSource) -> Iterator[None]:
@@ -267,30 +276,47 @@ class SteppedTensors:
 
     def whole_gradient(self, index: int, source: GradientSource) -> Tensor | None:
         """The same of all of a parameter that is cut, if the source has that."""
-        has_master = self.master(index) is not None
-        exact = source.exact(index) if has_master else None
-        grad = source.gradient(index) if exact is None else exact
-        return grad.to(torch.float32) if has_master and grad is not None else grad
+        grad = self._as_reduced(index, source)
+        return grad.to(torch.float32) if self.master(index) is not None and grad is not None else grad
+
+    def _as_reduced(self, index: int, source: GradientSource) -> Tensor | None:
+        exact = source.exact(index) if self.master(index) is not None else None
+        return source.gradient(index) if exact is None else exact
 
     def follow_memory(self, indices: Iterable[int] | None = None) -> None:
         """Point parts, of these parameters or of all, at the parameters' memory, which may have moved since."""
         for index in self._parts if indices is None else [index for index in indices if index in self._parts]:
-            if self.wants_master(index):
+            if self.is_copied(index):
                 continue
             param, stand_in = self._table.params[index], self._stand_ins[index]
             window = part_of(param, param, self._parts[index])
             if window.data_ptr() != stand_in.data_ptr():
-                stand_in.data = window
+                self.repoint(stand_in, window)
 
     @torch.no_grad()
+    def follow_values(self) -> None:
+        """Copy parameters to what stands in for them away, for code that steps them without gradients."""
+        for index, held in self._stand_ins.items():
+            if self.is_away(index) and not self.wants_master(index):
+                held.copy_(self.own_part(index, self._table.params[index].detach()))
+
+    def repoint(self, stand_in: Tensor, memory: Tensor) -> None:
+        """Give a stand-in different memory."""
+        stand_in.data = memory
+
+    @torch.no_grad()
+    def show(self, indices: Iterable[int]) -> None:
+        """Copy what is stepped for these parameters to them, rounded."""
+        copied = [index for index in indices if index in self._stand_ins and self.is_copied(index)]
+        params = {index: self._table.params[index] for index in copied}
+        if copied:
+            self.residence.show([(self.own_part(i, params[i].detach()), self._stand_ins[i].detach()) for i in copied])
+            increment_version(list(params.values()))
+
     def _publish(self, stepped: Sequence[int]) -> None:
         """After a step: show what stand-ins hold in their parameters."""
-        targets = [index for index in stepped if self.wants_master(index)]
-        params = {index: self._table.params[index] for index in stepped}
-        if targets:
-            windows = [self.own_part(index, params[index].detach()) for index in targets]
-            torch._foreach_copy_(windows, [self._stand_ins[index] for index in targets])
-        increment_version([params[index] for index in stepped if not self.wants_master(index)])
+        self.show(stepped)
+        increment_version([self._table.params[index] for index in stepped if not self.is_copied(index)])
 
     # The model's parameters and the masters
 
@@ -342,13 +368,6 @@ def _like(param: Tensor, value: Tensor) -> Tensor:
     return made
 
 
-def localise_group(group: ParamGroup, stepped: Mapping[Tensor, Tensor]) -> ParamGroup:
-    """A copy of a user's group with the tensors stepped on this rank, names included."""
-    local = restrict_group(group, stepped)
-    local["params"] = [stepped[param] for param in local["params"]]
-    return local
-
-
 def with_masters(state: Mapping[Any, Any], stepped: SteppedTensors) -> dict[Any, Any]:
     """A state keyed by parameter index instead of by stepped tensor, with masters among its values."""
     by_index = {stepped.index_of(key) if isinstance(key, Tensor) else key: value for key, value in state.items()}
@@ -371,12 +390,6 @@ def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
                 "value. Load the model's state dict of the same step before the optimizer's. To continue from the "
                 "model as it is, leave 'master_weight' out of the optimizer's state."
             )
-
-
-def _times(grad: Tensor, factor: Tensor | float) -> Tensor:
-    """The product in the gradient's dtype and on its device, where a 0-d gradient would take those of the factor."""
-    factor = factor.to(grad.device) if isinstance(factor, Tensor) else factor
-    return (grad * factor).to(grad.dtype)
 
 
 def rounds_to(master: Tensor, param: Tensor) -> bool:

@@ -116,6 +116,7 @@ def _receive(sharded: ShardedStep, whole: WholeDict, optimizer: Optimizer, giver
             if index_of.get(saved_id, -1) in kept:
                 state = comm.receive_tree(giver, device)
                 _keep_master(sharded, index_of[saved_id], state)
+                sharded.stepped.residence.keep([state])
                 received["state"][saved_id] = state
         local, _, masters = whole.restrict(received)
         whole.take_over(optimizer, received, local, indices, masters)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.tracing import logger
 from ddp_zero.elements.memory import check_can_be_cut
+from ddp_zero.local.awaited import untouched
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.ownership import Pieces, home, is_cut, piece_of
 from ddp_zero.plan.partition import GroupRank
@@ -173,6 +174,29 @@ class Binding:
         self._bind(self._table.specs(self._active))
         return True
 
+    def checked_strides(self, strides: list[tuple[int, ...]], may_change: bool) -> list[tuple[int, ...]]:
+        """The strides of parameters now; see `ShardedStep.check_memory_order`.
+
+        Args:
+            strides: of parameters when they were last looked at.
+            may_change: whether parameters that are cut may have others, since they have no state yet.
+        """
+        if not self.cuts:
+            return strides
+        found = strides_of(self._table)
+        for index, (now, before) in enumerate(zip(found, strides, strict=True)):
+            if now == before:
+                continue
+            check_can_be_cut(self._table.params[index], self._table.label(index))
+            if is_cut(self.pieces[index]) and not may_change:
+                raise RuntimeError(
+                    f"Expected the elements of {self._table.label(index)} in the order in memory that its state has, "
+                    f"by strides {list(before)}, got strides {list(now)} ({self._comm.name(self._comm.group_rank)}): "
+                    "with partition='elements' ranks share it in that order. Change memory formats before the first "
+                    "step; later, keep opt.state_dict() of before the change, and load it after."
+                )
+        return found
+
     def owned(self) -> list[int]:
         """Indices of the parameters of which this rank owns anything, dormant ones included."""
         me = self._comm.group_rank
@@ -186,6 +210,21 @@ class Binding:
             for index, piece in mine
             if piece is not None and is_cut(self.pieces[index])
         }
+
+    def holdings(self) -> list[tuple[int, slice | None]]:
+        """The parameters of which this rank owns anything, and which part of each."""
+        parts = self.owned_parts()
+        return [(index, parts.get(index)) for index in self.owned()]
+
+    def gained(self, pieces: Sequence[Pieces]) -> list[tuple[int, slice | None]]:
+        """What this rank would own with these pieces and does not own now: parameters, and which part of each."""
+        me = self._comm.group_rank
+        found: list[tuple[int, slice | None]] = []
+        for index, (before, after) in enumerate(zip(self.pieces, pieces, strict=True)):
+            new = piece_of(after, me)
+            if new is not None and (new != piece_of(before, me) or is_cut(before) != is_cut(after)):
+                found.append((index, slice(new.start, new.stop) if is_cut(after) else None))
+        return found
 
     def owns(self, index: int) -> bool:
         """Whether this rank owns anything of a parameter."""
@@ -254,3 +293,9 @@ class Binding:
 
     def _addresses(self) -> list[int]:
         return [param.data_ptr() for param in self._table.params]
+
+
+def strides_of(table: ParameterTable) -> list[tuple[int, ...]]:
+    """The strides of all parameters, by index; of those in flight too."""
+    with untouched():
+        return [param.stride() for param in table.params]

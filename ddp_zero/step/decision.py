@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.local.local_step import ParamGroup
-from ddp_zero.local.masters import GradientFactors, GradientSource, ScaledGradients
+from ddp_zero.local.masters import GradientSource
+from ddp_zero.local.scaled import GradientFactors, ScaledGradients
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
 from ddp_zero.plan.ownership import home, is_cut

@@ -2,9 +2,10 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -12,18 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.ranks import Ranks
-from ddp_zero.elements.memory import check_can_be_cut
-from ddp_zero.local.awaited import untouched
-from ddp_zero.local.local_step import LocalStep, ParamGroup
+from ddp_zero.local.inner import reserve_room
+from ddp_zero.local.local_step import LocalStep, ParamGroup, groups_of
 from ddp_zero.local.masters import GradientSource, SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
-from ddp_zero.plan.ownership import Pieces, is_cut
+from ddp_zero.offload.residence import Load
+from ddp_zero.plan.ownership import Pieces
 from ddp_zero.service.changes import StateChanges
-from ddp_zero.step.binding import Binding
+from ddp_zero.step.binding import Binding, strides_of
 from ddp_zero.step.coupling import CouplingWatch
 from ddp_zero.step.record import StepRecord
 from ddp_zero.step.state_order import State, StateOrder, migrate_state
+from ddp_zero.sync.heap import FreedMemory
 
 
 class ShardedStep:
@@ -68,14 +71,15 @@ class ShardedStep:
         self.stepped = stepped
         self.last_step: StepRecord | None = None
         self.leaves_syncs = False
-        self._exposed_groups = _groups_of(exposed)
+        self._exposed_groups = groups_of(exposed)
         self.coupling = CouplingWatch(ranks.everyone, inner)
         self.local_step = LocalStep(inner, self._exposed_groups, self.coupling.note)
         self.changes = StateChanges()
         self.order = StateOrder()
         self.norm_order: Sequence[int] = range(len(table))
         self.snapshot: State | None = None
-        self._strides = _strides_of(table)
+        self._strides = strides_of(table)
+        self._freed = FreedMemory()
         self._model: weakref.ref[nn.Module] | None = None
 
     def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "ShardedStep":
@@ -87,9 +91,10 @@ class ShardedStep:
             memo: of `copy.deepcopy`.
         """
         table = ParameterTable(exposed.param_groups)
-        stepped = SteppedTensors(table, self.stepped.has_masters)
+        stepped = SteppedTensors(table, self.stepped.has_masters, self.stepped.residence.fresh())
         for index, stand_in, part in self.stepped.stand_ins():
             stepped.put(index, copy.deepcopy(stand_in, memo), part)
+        stepped.settle(inner.state)
         if not self.stepped.are_fresh:
             stepped.note_versions()
         clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
@@ -107,22 +112,22 @@ class ShardedStep:
         self.changes.begin()
         for bucket in self.binding.plan.buckets:
             result = self.step_bucket(bucket.index, source, **kwargs)
-        self.end(**kwargs)
+        last = self.end(**kwargs)
         self.raise_errors()
-        return result
+        return result if last is None else last
 
     def begin(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
 
         Raises:
-            RuntimeError: if the parameters in the exposed groups are not those that are sharded, or if one that this
-                rank owns is no longer its rounded master.
+            RuntimeError: if the parameters in the exposed groups are not those that are sharded, if one that this
+                rank owns is no longer its rounded master, or if state was moved away by ``opt.offload_state()``.
         """
         self.snapshot = None
         self.binding.sync.left.complete()
         self.table.check_groups(self.param_groups)
         self.stepped.follow_model()
-        self.check_masters()
+        self.check_ready()
         self.coupling.begin(self.comm.round + 1)
         return self.local_step.begin(closure)
 
@@ -133,28 +138,51 @@ class ShardedStep:
         in this step and sends what it has; `raise_errors` follows `end`.
         """
         self.order.is_at_birth = False
-
-        def step() -> Any:
-            with self.comm.trace.label("local_step", index), self.stepped.lent(self._stepped_with(index), source):
-                return self.local_step.step(index, **kwargs)
-
+        residence, loads = self.stepped.residence, partial(self._loads, index, source)
+        device = torch.device(self.binding.plan.buckets[index].kind.partition("/")[0] or "cpu")
         try:
-            result = self._try_locally(step)
-            self.binding.sync.start(self.binding.plan.buckets[index])
+            result = self._step_arrived(residence.arrive(index, device, source, loads), kwargs)
+            if self.local_step.steps_whole:  # with the gradients of this bucket, which are those of all
+                result = self._step_arrived(residence.drain(), kwargs) or result
         except BaseException:
             self.abandon()
             raise
         return result
 
-    def end(self, **kwargs: Any) -> None:
+    def _step_arrived(self, arrived: Iterable[tuple[int, GradientSource]], kwargs: dict[str, Any]) -> Any:
+        """Step these buckets, each when its gradients are where it is stepped, and start their syncs."""
+        result = None
+        for index, source in arrived:
+            result = self._try_locally(partial(self._step_locally, index, source, kwargs))
+            self.binding.sync.start(self.binding.plan.buckets[index])
+        return result
+
+    def _step_locally(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
+        stepped, indices = self.stepped, self._stepped_with(index)
+        stepped.residence.check()
+        with self.comm.trace.label("local_step", index), stepped.lent(indices, source):
+            result = self.local_step.step(index, **kwargs)
+        self._freed.add(stepped.keep(indices, self.inner.state))
+        return result
+
+    def _loads(self, index: int, source: GradientSource) -> list[Load]:
+        """What has to travel for the step of a bucket; nothing after an error of this rank."""
+        loads: list[Load] = self._try_locally(lambda: self.stepped.loads(self._stepped_with(index), source)) or []
+        return loads
+
+    def end(self, **kwargs: Any) -> Any:
         """Finish the syncs, expose the options that the step changed, note the states that it created.
+
+        Returns:
+            What the inner optimizer returned for the last bucket, if that was stepped only now; else None.
 
         Raises:
             RuntimeError: if a peer has gone or the group's time-out passed.
         """
         sync = self.binding.sync
-        self.changes.note_work(self._devices_of_plan())  # of all buckets, on the stream that stepped them
         try:
+            result = self._step_arrived(self.stepped.residence.drain(), kwargs)
+            self.changes.note_work(self._devices_of_plan())  # of all buckets, on the stream that stepped them
             self._try_locally(lambda: self.local_step.step_empty(**kwargs))
             has_failed = sync.errors.has_own
             self.end_syncs()
@@ -167,9 +195,11 @@ class ShardedStep:
         self.order.after_step(self.inner.state, self.stepped.index_of)
         self.stepped.note_versions()
         self.changes.end()
+        return result
 
     def abandon(self) -> None:
         """End a step that failed, or that a user drops: forget what is in flight."""
+        self.stepped.residence.abandon()
         self.binding.sync.abandon()
         self.changes.end()
 
@@ -220,14 +250,27 @@ class ShardedStep:
             return () if self.local_step.is_done else self.binding.owned()
         return self.binding.plan.buckets[index].segments[self.comm.group_rank].params
 
+    def check_ready(self) -> None:
+        """Check that a step can be taken; raises RuntimeError with `why_refuse`."""
+        if (complaint := self.why_refuse()) is not None:
+            raise RuntimeError(complaint)
+
+    def why_refuse(self) -> str | None:
+        """Why no step can be taken on this rank now, or None."""
+        if self.stepped.are_parked:
+            return (
+                "Expected optimizer state where it is stepped, got state that opt.offload_state() has moved away "
+                f"({self.comm.name(self.comm.group_rank)}). Call opt.reload_state() before the next backward pass."
+            )
+        return self.wrong_master()
+
     def check_masters(self) -> None:
         """If low-precision parameters may have been written to, check that they are their rounded masters.
 
         Raises:
             RuntimeError: naming the first that is not.
         """
-        complaint = self.wrong_master()
-        if complaint is not None:
+        if (complaint := self.wrong_master()) is not None:
             raise RuntimeError(complaint)
 
     def wrong_master(self) -> str | None:
@@ -245,12 +288,6 @@ class ShardedStep:
         self.stepped.note_versions()
         return None
 
-    def has_unused(self, has_run: bool) -> bool:
-        """Whether any rank that has run the model has no gradient for a parameter in DDP's buckets. A collective."""
-        reduced = {param for bucket in self.binding.layout or () for param in bucket}
-        unused = has_run and any(self.table.params[param].grad is None for param in reduced)
-        return any(flag for (flag,) in self.ranks.everyone.all_gather_ints([int(unused)]))
-
     # Changes of what is stepped
 
     def refresh(self, may_talk: bool = True, held: Collection[int] = ()) -> None:
@@ -266,21 +303,7 @@ class ShardedStep:
             RuntimeError: naming the first that do not, as after ``model.to(memory_format=...)``; on every rank, since
                 all run the same loop. ValueError if they have gaps.
         """
-        if not self.binding.cuts:
-            return
-        strides = _strides_of(self.table)
-        for index, (now, before) in enumerate(zip(strides, self._strides, strict=True)):
-            if now == before:
-                continue
-            check_can_be_cut(self.table.params[index], self.table.label(index))
-            if is_cut(self.binding.pieces[index]) and not self.order.is_at_birth:
-                raise RuntimeError(
-                    f"Expected the elements of {self.table.label(index)} in the order in memory that its state has, by "
-                    f"strides {list(before)}, got strides {list(now)} ({self.comm.name(self.comm.group_rank)}): with "
-                    "partition='elements' ranks share it in that order. Change memory formats before the first step; "
-                    "later, keep opt.state_dict() of before the change, and load it after."
-                )
-        self._strides = strides
+        self._strides = self.binding.checked_strides(self._strides, self.order.is_at_birth)
 
     def adopt(self, layout: Sequence[Sequence[int]], pieces: list[Pieces], moves_later: bool) -> None:
         """Take over a layout of buckets, and move state to its new owners. A collective.
@@ -295,12 +318,20 @@ class ShardedStep:
         """
         self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
         self.binding.sync.raise_errors()
+        self._make_room(pieces)
         with self.change():
             before = self.binding.pieces
             migrate_state(self.ranks, self.table, self.inner.state, self.order, self.stepped, before, pieces)
             self.binding.adopt(layout, pieces, moves_later)
             self.local_step.own(self.stepped.own(self.binding.owned(), self.binding.owned_parts()))
             self._bind()
+
+    def _make_room(self, pieces: Sequence[Pieces]) -> None:
+        """Before state moves to these owners: allocate what this rank gets where room is limited. Then a collective."""
+        if self.stepped.residence.keeps:
+            with Agreement(self.ranks.everyone, "making room for optimizer state"):
+                gained = self.binding.gained(pieces)
+                reserve_room(self.inner, self.stepped, self.table, gained, has_copies=False)
 
     def master_weights(self) -> dict[Tensor, Tensor]:
         """The masters of parameters that this rank owns, by parameter."""
@@ -322,7 +353,7 @@ class ShardedStep:
     def loaded(self, indices: Sequence[int]) -> None:
         """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
         self.snapshot = None
-        self._strides = _strides_of(self.table)
+        self._strides = strides_of(self.table)
         self.local_step.mirror_to_exposed()
         self._bind()
         self.order.loaded([self.stepped[index] for index in indices], self.inner.state)
@@ -331,7 +362,7 @@ class ShardedStep:
     def extend(self, table: ParameterTable, binding: Binding) -> None:
         """Take over parameters that were added; existing ones keep their index and their owner."""
         self.snapshot = None
-        self._strides = [*self._strides, *_strides_of(table)[len(self._strides) :]]
+        self._strides = [*self._strides, *strides_of(table)[len(self._strides) :]]
         self.table = table
         self.binding = binding
         self.order.note_new(self.inner.state, self.stepped.index_of)
@@ -360,26 +391,10 @@ class ShardedStep:
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of
         stepped.follow_memory()
+        self._freed.add(stepped.keep(self.binding.owned(), self.inner.state))
         self.local_step.bind(
             {
                 bucket: {stepped[index_of[param]] for param in params}
                 for bucket, params in self.binding.owned_of_bucket().items()
             }
         )
-
-
-def _strides_of(table: ParameterTable) -> list[tuple[int, ...]]:
-    with untouched():
-        return [param.stride() for param in table.params]
-
-
-def _groups_of(optimizer: Optimizer) -> Callable[[], list[ParamGroup]]:
-    """A getter for the current groups, without a cycle that only the garbage collector could free."""
-    reference = weakref.ref(optimizer)
-
-    def groups() -> list[ParamGroup]:
-        alive = reference()
-        assert alive is not None, "an optimizer that steps is alive"
-        return alive.param_groups
-
-    return groups

@@ -183,7 +183,7 @@ class _Held:
         self, state: State, order: StateOrder, stepped: SteppedTensors, index: int, part: slice | None
     ) -> None:
         """Take everything over."""
-        if self.master is not None or part is not None:
+        if stepped.has_stand_in(index, part):
             stepped.take(index, self.master, part)
         if self.birth is not None:
             key = stepped[index]

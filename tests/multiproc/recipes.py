@@ -270,6 +270,7 @@ class Sharded(Trainer):
         options: dict[str, Any],
         stage: int,
         mode: str,
+        **more: Any,
     ) -> None:
         super().__init__(
             recipe, DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=stage == 2)
@@ -277,7 +278,7 @@ class Sharded(Trainer):
         groups = split_groups(self.model, recipe.groups)
         if recipe.group_clip is not None:
             groups[1]["max_grad_norm"] = recipe.group_clip
-        own: dict[str, Any] = {"stage": stage, "master_weights": recipe.masters}
+        own: dict[str, Any] = {"stage": stage, "master_weights": recipe.masters, **more}
         if recipe.clip is not None and recipe.clips_inside:
             own |= {"max_grad_norm": recipe.clip, "norm_type": recipe.norm_type}
         if recipe.scaler == "own":

@@ -28,6 +28,7 @@ FLOORS = {
     "ground": 0,
     "dsconfig": 0,
     "elements": 1,
+    "offload": 1,
     "postmortem": 1,
     "timeline": 1,
     "local": 2,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.options import NONFINITE, StepOptions, check_max_grad_norm
+from ddp_zero.options import NONFINITE, Offload, StepOptions, check_max_grad_norm
 
 
 def test_by_default_nothing_is_asked_of_a_step_and_it_does_not_wait() -> None:
@@ -20,6 +20,7 @@ def test_by_default_nothing_is_asked_of_a_step_and_it_does_not_wait() -> None:
         "master_weights": False,
         "accumulate_in_fp32": False,
         "sync": "step",
+        "offload": None,
     }
     assert options.why_wait() is None
 
@@ -177,3 +178,31 @@ def test_a_static_scale_that_never_skips_says_why_it_waits() -> None:
     assert (
         StepOptions(loss_scale=4.0, nonfinite="step").why_wait() == "loss_scale is divided out of all gradients at once"
     )
+
+
+_ANY: Any = 1
+_FLOAT: Any = 1.0
+
+
+def test_offload_is_a_place_or_options_for_one() -> None:
+    assert StepOptions(offload="cpu").offload == Offload() == Offload("cpu", buffers=3)
+    assert StepOptions(offload=Offload("disk", folder="/a")).offload == Offload("disk", folder="/b"), "rank by rank"
+    assert repr(Offload("disk", folder="/a")) == repr(Offload("disk", folder="/b"))
+    assert repr(Offload()) != repr(Offload(buffers=2))
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "message"),
+    [
+        (lambda: StepOptions(offload="gpu"), ValueError, r"one of \('cpu', 'disk'\) or None, got 'gpu'"),
+        (lambda: StepOptions(offload="disk"), ValueError, r"a folder.*got none. Pass offload=ddp_zero.Offload\('disk'"),
+        (lambda: Offload.of(_ANY), TypeError, "'cpu', a ddp_zero.Offload or None, got 1"),
+        (lambda: Offload("cpu", folder="x"), ValueError, "no folder with offload to the CPU, got 'x'"),
+        (lambda: Offload("disk", folder=_ANY), TypeError, "folder to be a path, got int"),
+        (lambda: Offload(buffers=0), ValueError, "at least 1 buffer, got 0"),
+        (lambda: Offload(buffers=_FLOAT), TypeError, r"buffers to be an int, got 1\.0"),
+    ],
+)
+def test_offload_refuses(build: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        build()

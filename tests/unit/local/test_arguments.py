@@ -19,6 +19,7 @@ OURS = {
     *("loss_scale", "scale", "master_weights", "refresh_master_weights"),
     *("overlap_phase", "overlap_status", "reset", "finish_sync"),
     *("sharded_state_dict", "load_sharded_state_dict", "state"),
+    *("offload_state", "reload_state"),
     "shard_group",
     *("rank", "global_rank", "world_size", "process_group"),  # which torch's has as attributes
 }

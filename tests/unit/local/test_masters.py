@@ -8,17 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ddp_zero.local.absent import absent_gradient
-from ddp_zero.local.local_step import ParamGroup
+from ddp_zero.local.local_step import ParamGroup, localise_group
 from ddp_zero.local.masters import (
-    GradientFactors,
     GradientSource,
     PublishedGradients,
-    ScaledGradients,
     SteppedTensors,
     check_masters,
-    localise_group,
 )
 from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.local.scaled import GradientFactors, ScaledGradients
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

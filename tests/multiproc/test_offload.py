@@ -1,0 +1,595 @@
+"""``offload=``: state and step on the host or in files, with the numbers of the plain optimizer to the bit."""
+
+import copy
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from ddp_zero import Offload, ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, shard_optimizer
+from ddp_zero.local.absent import on_this_rank
+from ddp_zero.offload.schedule import AwaitBack, AwaitHost, CopyToHost, Schedule
+from ddp_zero.step import binding
+from tests.multiproc.cases import (
+    OPTIMIZERS,
+    OptimizerCase,
+    ToyLAMB,
+    Twins,
+    assert_equal_models,
+    assert_identical,
+    at_stage,
+    batches,
+    build_model,
+    build_overlapped_twins,
+    build_twins,
+    optimizer_case,
+)
+from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.recipes import MODES, Recipe, Reference, Sharded, low_precision_model, micro_batches
+from tests.multiproc.test_elements import large_model
+from tests.multiproc.test_forwarding import TOY
+from tests.multiproc.two_memories import TwoMemories, passage_of, taken_for_a_device
+
+case = Cases()
+
+ADAMW, MOMENTUM = optimizer_case("AdamW fused"), optimizer_case("SGD momentum")
+ELEMENTWISE = OPTIMIZERS[: [one.name for one in OPTIMIZERS].index("Adafactor")]
+CAP = 0.006  # MiB: several buckets
+PLACES = ("host", "disk", "both")
+BF16, FP16 = torch.bfloat16, torch.float16
+RECIPES = [
+    Recipe("clip inside", clip=0.3),
+    Recipe("masters of bf16, clip inside", dtype=BF16, masters=True, clip=0.3),
+    Recipe("masters of bf16", dtype=BF16, masters=True),
+    Recipe("masters of bf16, accumulate", dtype=BF16, masters=True, accumulate=2),
+    Recipe("bf16 without masters", dtype=BF16),
+    Recipe("GradScaler, unscale, clip by a call", scaler="torch", clip=0.3, clips_inside=False, overflows=(0, 3)),
+    Recipe("masters of fp16, own scale, clip", dtype=FP16, masters=True, scaler="own", clip=0.3, overflows=(2,)),
+    Recipe("skip", overflows=(1, 2)),
+    Recipe("accumulate, clip inside", accumulate=2, clip=0.3),
+]
+
+
+@contextmanager
+def offloaded(place: str, setup: Setup) -> Iterator[dict[str, Any]]:
+    """Options for state beside the parameters, on the host of a device stand-in, in files, or both of these."""
+    disk = Offload("disk", folder=setup.folder, buffers=2)
+    with taken_for_a_device() if place in ("host", "both") else nullcontext():
+        yield {"offload": {"beside": None, "host": "cpu"}.get(place, disk)}
+
+
+def twins_of(one: OptimizerCase, place: int, options: dict[str, Any], model: nn.Module | None = None) -> Twins:
+    """One of six modes, by a number: standalone, inside backward at the end or interleaved, waiting; both stages."""
+    mode = place % 6
+    stage, overlap = (1, 2)[mode % 2], mode < 4
+    groups = 1 + place // 6 % 2
+    model = model if model is not None else build_model(matrices_only=one.matrices_only)
+    if mode == 4:
+        return build_twins(one, groups, model, parameters_as_bucket_view=bool(groups - 1), **options)
+    with at_stage(stage):
+        return build_overlapped_twins(
+            one, groups, model, overlap=overlap, interleaved=mode >= 2, bucket_cap_mb=CAP / 2, zero_options=options
+        )
+
+
+def assert_same_state(twins: Twins, setup: Setup, what: str) -> None:
+    """The plain optimizer's state dict, bit for bit and in its order."""
+    twins.opt.consolidate_state_dict(to=0)
+    if setup.rank == 0:
+        assert_identical(twins.plain.state_dict(), twins.opt.state_dict(), what)
+
+
+def assert_kept(opt: ZeroRedundancyOptimizer, place: str) -> None:
+    """State is where the options say: in the file, and what is stepped is no parameter of the device."""
+    sharded = opt._engine.sharded
+    residence = sharded.stepped.residence
+    tensors = [value for state in opt.optim.state.values() for value in state.values() if isinstance(value, Tensor)]
+    if place != "host":
+        shelf = residence._shelf  # type: ignore[attr-defined]
+        assert all(shelf.has(tensor) for tensor in tensors if tensor.dim() and tensor.numel())
+        assert all(shelf.has(master) for master in sharded.stepped.masters.values())
+    if place != "disk":
+        params = set(map(id, sharded.table.params))
+        assert all(id(param) not in params for group in opt.optim.param_groups for param in group["params"])
+
+
+# The same numbers
+
+
+@case(2)
+def _every_optimizer_at_some_place(setup: Setup) -> None:
+    for number, one in enumerate(OPTIMIZERS):
+        where = PLACES[number % 3]
+        with offloaded(where, setup) as options:
+            twins = twins_of(one, number, options)
+            twins.train(setup, 4)
+            twins.assert_moved()
+            assert_kept(twins.opt, where)
+            assert_same_state(twins, setup, f"{one.name}, {where}")
+
+
+@case(3)
+def _every_mode_at_every_place(setup: Setup) -> None:
+    for mode in range(6):
+        for where in PLACES:
+            late: dict[str, Any] = {"sync": "forward"} if mode in (0, 1, 3) else {}
+            with offloaded(where, setup) as options:
+                twins = twins_of(ADAMW, mode, options | late)
+                twins.train(setup, 4)
+                twins.assert_moved()
+                assert_kept(twins.opt, where)
+                assert_same_state(twins, setup, f"mode {mode}, {where}")
+
+
+@case(2)
+def _cut_parameters(setup: Setup) -> None:
+    for number, one in enumerate(ELEMENTWISE[1::3]):
+        with offloaded(PLACES[number % 3], setup) as options:
+            twins = twins_of(one, number, {**options, "partition": "elements"}, large_model())
+            twins.train(setup, 4)
+            twins.assert_moved()
+            assert twins.opt._engine.sharded.binding.owned_parts()
+            assert_same_state(twins, setup, one.name)
+
+
+@case(2)
+def _decisions_and_masters(setup: Setup) -> None:
+    for number, recipe in enumerate(RECIPES):
+        stage = 1 + number % 2
+        mode = MODES[stage][number // 2 % len(MODES[stage])]
+        with offloaded(PLACES[number % 3], setup) as options:
+            model = low_precision_model(recipe.dtype)
+            plain = Reference(recipe, model, ADAMW.build, ADAMW.options, stage)
+            ours = Sharded(recipe, model, ADAMW.build, ADAMW.options, stage, mode, **options)
+            before = [param.detach().clone() for param in model.parameters()]
+            skipped = 0
+            for step, data in enumerate(micro_batches(setup.rank, 6, recipe.accumulate)):
+                expected, got = plain.train(data), ours.train(data)
+                assert (got.stepped, got.scale) == (expected.stepped, expected.scale), recipe.name
+                assert got.norm == expected.norm or not expected.stepped, recipe.name
+                assert_equal_models(plain.model, ours.model, f"{recipe.name}, stage {stage}, {mode}, step {step}")
+                skipped += not got.stepped
+            assert skipped >= len(recipe.overflows)
+            assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)), recipe.name
+            assert_kept(ours.opt, PLACES[number % 3])
+
+
+@case(2)
+def _masters_of_cut_parameters(setup: Setup) -> None:
+    """Beside the same optimizer without offload, which other tests compare with the plain one."""
+    own: dict[str, Any] = {"master_weights": True, "partition": "elements", "lr": 1e-2, "fused": True}
+    for number, where in enumerate(PLACES):
+        model = large_model(dtype=torch.bfloat16)
+        models = [model, copy.deepcopy(model)]
+        wrapped = [DistributedDataParallel(one, gradient_as_bucket_view=True, bucket_cap_mb=CAP) for one in models]
+        stage = 1 + number % 2
+        with offloaded(where, setup) as options:
+            moved = shard_optimizer(wrapped[0], AdamW, stage=stage, **own, **options)
+            stays = shard_optimizer(wrapped[1], AdamW, stage=stage, **own)
+            for inputs, targets in batches(setup.rank, 4):
+                for ddp, opt in zip(wrapped, (moved, stays), strict=True):
+                    nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()).backward()
+                    opt.step()
+                    opt.zero_grad()
+                assert_equal_models(wrapped[1], wrapped[0], where)
+            assert_kept(moved, where)
+            for opt in (moved, stays):
+                opt.consolidate_state_dict(to=0)
+            if setup.rank == 0:
+                assert_identical(stays.state_dict(), moved.state_dict(), where)
+        start = large_model(dtype=torch.bfloat16)
+        assert all(not torch.equal(*pair) for pair in zip(start.parameters(), model.parameters(), strict=True))
+
+
+# What changes between steps
+
+
+@case(2)
+def _groups_freezing_and_new_wrappers(setup: Setup) -> None:
+    for stage, where in ((1, "both"), (2, "host"), (2, "disk")):
+        with offloaded(where, setup) as options, at_stage(stage):
+            twins = build_overlapped_twins(ADAMW, 2, large_model(), bucket_cap_mb=CAP, zero_options=options)
+            twins.train(setup, 3)
+            for ddp in (twins.plain_model, twins.model):
+                ddp.module[3].weight.requires_grad_(False)
+                ddp.module.append(nn.Linear(3, 97, bias=False))
+                nn.init.constant_(ddp.module[6].weight, 0.01)
+            twins.zero_grad()
+            twins.opt.reset()
+            twins.wrap_again(bucket_cap_mb=4 * CAP)
+            twins.plain.add_param_group({"params": [twins.plain_model.module[6].weight], "lr": 1e-3})
+            twins.opt.add_param_group({"params": [twins.model.module[6].weight], "lr": 1e-3})
+            twins.model.register_comm_hook(None, hook_with_zero_step(None, twins.model, twins.opt, True))
+            for step in range(4):
+                inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + setup.rank))
+                for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                    optimizer.zero_grad()
+                    ddp(inputs).square().mean().backward()
+                    optimizer.step()
+                assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+            assert_kept(twins.opt, where)
+            assert_same_state(twins, setup, f"stage {stage}, {where}")
+
+
+@case(3)
+def _uneven_inputs(setup: Setup) -> None:
+    for stage, where in ((1, "host"), (2, "disk"), (2, "both")):
+        with offloaded(where, setup) as options, at_stage(stage):
+            twins = build_overlapped_twins(MOMENTUM, bucket_cap_mb=CAP / 2, zero_options=options)
+            both: list[tuple[Any, Optimizer, list[Any]]] = [
+                (twins.plain_model, twins.plain, [twins.plain_model]),
+                (twins.model, twins.opt, [twins.model, twins.opt]),
+            ]
+            for ddp, optimizer, joinables in both:
+                with Join(joinables):
+                    for inputs, targets in batches(setup.rank, (5, 2, 4)[setup.rank]):
+                        optimizer.zero_grad()
+                        nn.functional.mse_loss(ddp(inputs), targets).backward()
+                        optimizer.step()
+            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}")
+            twins.assert_moved()
+
+
+@case(2)
+def _values_that_the_loop_writes(setup: Setup) -> None:
+    """A copy on the host follows the model, however it was written to."""
+    with offloaded("host", setup) as options:
+        twins = twins_of(ADAMW, 3, options)
+        for seed in range(3):
+            twins.train(setup, 2, seed=seed)
+            for model in (twins.plain_model, twins.model):
+                for number, param in enumerate(model.parameters()):
+                    if number % 2:
+                        param.data.mul_(0.9)
+                    else:
+                        param.detach().add_(0.01)
+        twins.train(setup, 2, seed=9)
+
+
+@case(2)
+def _methods_of_the_inner_class(setup: Setup) -> None:
+    for where in PLACES:
+        with offloaded(where, setup) as options:
+            twins = build_twins(TOY, 2, **options)
+            for inputs, targets in batches(setup.rank, 4):
+                for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                    optimizer.train()  # type: ignore[attr-defined]
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(model(inputs), targets).backward()
+                    optimizer.step()
+                    optimizer.eval()  # type: ignore[attr-defined]
+                assert_equal_models(twins.plain_model, twins.model, where)
+            twins.assert_moved()
+
+
+@case(2)
+def _copies_of_an_optimizer(setup: Setup) -> None:
+    for where in PLACES:
+        with offloaded(where, setup) as options:
+            model = large_model()
+            opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, fused=True, **options)
+            others: list[tuple[nn.Module, ZeroRedundancyOptimizer]] = [(model, opt)]
+            for step in range(4):
+                if step == 2:
+                    others.append(copy.deepcopy((model, opt)))
+                for module, optimizer in others:
+                    for param in module.parameters():
+                        param.grad = torch.full_like(param, 0.1 * (step + 1))
+                    optimizer.step()
+            (_, again) = others[1]
+            assert_equal_models(model, others[1][0], where)
+            assert_kept(again, where)
+            assert all(
+                not torch.equal(*pair) for pair in zip(large_model().parameters(), model.parameters(), strict=True)
+            )
+
+
+# State dicts and checkpoints
+
+
+@case(2)
+def _checkpoints_of_any_place_are_loaded_at_any_other(setup: Setup) -> None:
+    own: dict[str, Any] = {"master_weights": True, "lr": 1e-2, "fused": True}
+    for number, where in enumerate(("beside", *PLACES)):
+        with offloaded(where, setup) as options:
+            saved, opt = _trained(setup, 1 + number % 2, own | options)
+        checkpoint.save(setup.folder / where, saved, opt).wait()
+        whole = opt.state_dict()
+        for other in ("beside", *PLACES):
+            with offloaded(other, setup) as options:
+                model, loaded = _trained(setup, 2 - number % 2, own | options, steps=1)
+                checkpoint.load(setup.folder / where, model, loaded)
+                assert_identical(saved.module.state_dict(), model.module.state_dict(), f"{where} to {other}")
+                assert_identical(whole["state"], loaded.state_dict()["state"], f"{where} to {other}")
+                if other != "beside":
+                    assert_kept(loaded, other)
+                model.module.load_state_dict(saved.module.state_dict())
+                loaded.load_state_dict(whole if setup.rank == 0 else None)
+                assert_identical(whole["state"], loaded.state_dict()["state"], f"{where} to {other}, from one rank")
+                dist.barrier()  # no rank drops an optimizer that another one asks
+
+
+def _trained(setup: Setup, stage: int, own: dict[str, Any], steps: int = 3) -> tuple[Any, ZeroRedundancyOptimizer]:
+    ddp = DistributedDataParallel(large_model(dtype=torch.bfloat16), gradient_as_bucket_view=True, bucket_cap_mb=CAP)
+    opt = shard_optimizer(ddp, AdamW, stage=stage, **own)
+    for inputs, targets in batches(setup.rank, steps, seed=steps):
+        nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()).backward()
+        opt.step()
+        opt.zero_grad()
+    return ddp, opt
+
+
+# On demand
+
+
+@case(2)
+def _state_that_is_away_between_phases(setup: Setup) -> None:
+    for stage, to in ((1, "cpu"), (2, Offload("disk", folder=setup.folder))):
+        with at_stage(stage):
+            twins = build_overlapped_twins(ADAMW, 2, bucket_cap_mb=CAP / 2)
+        twins.train(setup, 3)
+        twins.zero_grad()
+        with pytest.raises(RuntimeError, match=r"Expected opt.offload_state\(\) before opt.reload_state\(\)"):
+            twins.opt.reload_state()
+        twins.opt.offload_state(to)
+        before = [param.detach().clone() for param in twins.model.parameters()]
+        with pytest.raises(RuntimeError, match=r"an earlier opt.offload_state\(\) has moved away \(rank"):
+            twins.opt.offload_state(to)
+        assert_same_state(twins, setup, "while it is away")
+        inputs, targets = next(batches(setup.rank, 1, seed=5))
+        with pytest.raises(RuntimeError, match=r"moved away \(rank \d.*Call opt.reload_state\(\)"):
+            nn.functional.mse_loss(twins.model(inputs), targets).backward()
+        assert all(torch.equal(*pair) for pair in zip(before, twins.model.parameters(), strict=True))
+        twins.opt.reload_state()
+        twins.opt.reset()
+        twins.opt.zero_grad()
+        twins.train(setup, 3, seed=1)
+        assert_same_state(twins, setup, "after it came back")
+    model = large_model(dtype=torch.bfloat16)
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, master_weights=True)
+    masters = {param: master.clone() for param, master in opt.master_weights.items()}
+    opt.offload_state(Offload("disk", folder=setup.folder))
+    assert all(torch.equal(master, masters[param]) for param, master in opt.master_weights.items())
+    opt.reload_state()
+    assert all(torch.equal(master, masters[param]) for param, master in opt.master_weights.items())
+
+
+@case(2)
+def _state_that_is_offloaded_already_is_not_moved_again(setup: Setup) -> None:
+    opt = ZeroRedundancyOptimizer(large_model().parameters(), AdamW, offload="cpu")
+    with pytest.raises(RuntimeError, match="got state that offload= of the optimizer has moved away"):
+        opt.offload_state()
+
+
+# A disk that is full or goes away
+
+
+@contextmanager
+def _largest_file(nbytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@case(2)
+def _a_full_disk_is_an_error_on_all_ranks_before_anything_is_lost(setup: Setup) -> None:
+    model = nn.Linear(1024, 1024)
+    before = [param.detach().clone() for param in model.parameters()]
+    options: dict[str, Any] = {"lr": 1e-2, "offload": Offload("disk", folder=setup.folder)}
+    with _largest_file(1 << 20) if setup.rank == 1 else nullcontext():
+        with pytest.raises((RuntimeError, OSError), match=r"room for \d[\d,]+ more bytes.*File too large.*larger disk"):
+            ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="elements", **options)
+        missing = str(setup.folder / "missing")
+        with pytest.raises(RuntimeError, match=r"a folder in which a file can be made for offload, got '.*missing'"):
+            ZeroRedundancyOptimizer(model.parameters(), AdamW, offload=Offload("disk", folder=missing))
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, partition="elements", **options)
+    for step in range(2):
+        with _largest_file(1 << 20) if setup.rank == 1 else nullcontext():  # its room was allocated at construction
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.1)
+            opt.step()
+        if step == 0:
+            more = nn.Linear(1024, 1024).weight
+            with _largest_file(1 << 20) if setup.rank == 1 else nullcontext():
+                with pytest.raises(RuntimeError, match=r"room for \d[\d,]+ more bytes|add_param_group"):
+                    opt.add_param_group({"params": [more]})
+            assert len(opt.param_groups) == len(opt.optim.param_groups) == 1
+    assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@case(2)
+def _a_file_that_is_lost_is_an_error_on_all_ranks_before_the_step(setup: Setup) -> None:
+    model = large_model()
+    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, offload=Offload("disk", folder=setup.folder))
+    for step in range(2):
+        before: dict[Tensor, Tensor] = {param: param.detach().clone() for param in model.parameters()}
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.1)
+        if step == 0:
+            opt.step()
+            continue
+        if setup.rank == 1:
+            residence: Any = opt._engine.sharded.stepped.residence
+            os.ftruncate(residence._shelf._file.fileno(), 0)
+        with pytest.raises(RuntimeError, match=r"(?s)Expected the optimizer state in a file.*got 0 bytes of [\d,]+"):
+            opt.step()
+        mine = {opt._engine.sharded.table.params[index] for index in opt._engine.sharded.binding.owned()}
+        assert all(torch.equal(param, before[param]) == (setup.rank == 1) for param in mine), "only what is whole moved"
+
+
+@case(2)
+def _an_error_of_one_ranks_step_is_raised_on_all(setup: Setup) -> None:
+    class Fails(ToyLAMB):
+        calls = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.calls += 1
+            if setup.rank == 1 and self.calls == 5:
+                raise ArithmeticError("no more")
+            super().step(closure)
+
+    for where in PLACES:
+        with offloaded(where, setup) as options, at_stage(2):
+            twins = build_overlapped_twins(
+                OptimizerCase("fails", Fails), interleaved=True, bucket_cap_mb=CAP / 2, zero_options=options
+            )
+            raised = []
+            for inputs, targets in batches(setup.rank, 5):
+                twins.opt.zero_grad()
+                try:
+                    nn.functional.mse_loss(twins.model(inputs), targets).backward()
+                    twins.opt.step()
+                except (ArithmeticError, RuntimeError) as error:
+                    raised.append(str(error))
+                    twins.opt.reset()
+            assert len(raised) == 1, where
+            assert "no more" in raised[0]
+
+
+# What travels, and what waits
+
+
+def _tower() -> nn.Module:
+    """Buckets of 4 KiB, in all of which either rank owns something."""
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(24)]
+    torch.random.set_rng_state(state)
+    return nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 3))
+
+
+@case(2)
+def _a_step_waits_where_the_schedule_says_and_nowhere_else(setup: Setup) -> None:
+    for mode in (2, 3, 4, 5):
+        with taken_for_a_device(), mock.patch.object(binding, "BUCKET_CAP_BYTES", 2000):
+            twins = twins_of(ADAMW, mode, {"offload": "cpu"}, _tower())
+            twins.train(setup, 2)
+            passage, transfer = passage_of(twins.opt)
+            passage.abandon()
+            passage._schedule, schedule = Schedule(3), Schedule(3)
+            transfer.log.clear()
+            twins.train(setup, 3, seed=1)
+        buckets = twins.opt._engine.sharded.binding.plan.buckets
+        owns = {bucket.index: bool(bucket.segments[setup.rank].params) for bucket in buckets}
+        assert sum(owns.values()) > 4
+        assert transfer.log == list(_waits(schedule, owns, steps=3)), f"mode {mode}"
+
+
+def _waits(schedule: Schedule, owns: dict[int, bool], steps: int) -> Iterator[str]:
+    """The waits that the schedule names, of buckets of which anything is copied."""
+    bucket_in: dict[int, int] = {}
+    for _ in range(steps):
+        for actions in (*map(schedule.arrive, owns), schedule.drain()):
+            for action in actions:
+                if isinstance(action, AwaitBack) and owns[bucket_in[action.buffer]]:
+                    yield "to device"
+                elif isinstance(action, AwaitHost) and owns[action.bucket]:
+                    yield "to host"
+                elif isinstance(action, CopyToHost):
+                    bucket_in[action.buffer] = action.bucket
+
+
+def _gradient(param: Tensor) -> Tensor | None:
+    return on_this_rank(param.grad) if param.grad is not None else None
+
+
+@case(2)
+def _host_and_device_are_never_mixed(setup: Setup) -> None:
+    for stage, options in (
+        (1, {}),
+        (2, {}),
+        (1, {"max_grad_norm": 0.1, "nonfinite": "step"}),
+        (2, {"partition": "elements"}),
+    ):
+        with taken_for_a_device():
+            ddp = DistributedDataParallel(large_model(), gradient_as_bucket_view=True, bucket_cap_mb=CAP)
+            opt = shard_optimizer(ddp, AdamW, stage=stage, overlap=False, offload="cpu", lr=1e-2, **options)
+            for step, (inputs, targets) in enumerate(batches(setup.rank, 4)):
+                nn.functional.mse_loss(ddp(inputs), targets).backward()
+                if step == 3:
+                    grads = [one for one in map(_gradient, ddp.parameters()) if one is not None]
+                    stepped = [param for group in opt.optim.param_groups for param in group["params"]]
+                    states = [one for state in opt.optim.state.values() for one in state.values() if one.dim()]
+                    with TwoMemories([*ddp.parameters(), *grads], [*stepped, *states]) as memories:
+                        opt.step()
+                    assert memories.operations["host"] > 0
+                else:
+                    opt.step()
+                opt.zero_grad()
+
+
+@case(2)
+def _pinned_bytes_are_those_of_the_formula(setup: Setup) -> None:
+    for masters, buffers in ((False, 2), (True, 3)):
+        dtype = torch.bfloat16 if masters else torch.float32
+        model = _tower().to(dtype)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=CAP / 2)
+        with taken_for_a_device():
+            opt = shard_optimizer(
+                ddp, AdamW, stage=2, interleaved=True, master_weights=masters, offload=Offload(buffers=buffers)
+            )
+            for inputs, targets in batches(setup.rank, 4):
+                nn.functional.mse_loss(ddp(inputs.to(dtype)), targets.to(dtype)).backward()
+                opt.step()
+                opt.zero_grad()
+        passage, _ = passage_of(opt)
+        plan = opt._engine.sharded.binding.plan
+        owned = [bucket.segments[setup.rank] for bucket in plan.buckets]
+        size = max(segment.numel for segment in owned) * (4 if masters else 8)  # an fp32 sum; a gradient and a value
+        sizes = [0 if buffer.memory is None else buffer.memory.numel() for buffer in passage._buffers]
+        assert size <= max(sizes) <= size + 16
+        assert len(sizes) == buffers <= len(owned)
+        assert passage.nbytes == sum(sizes)
+        assert f"{passage.nbytes:,} bytes in {buffers} pinned buffers" in opt.explain()
+
+
+@case(2)
+def _state_on_disk_leaves_memory_after_each_bucket(setup: Setup) -> None:
+    """48 MiB of parameters, as much state per rank: of that no more stays resident than one bucket's."""
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(12)])
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=4)
+    opt = shard_optimizer(ddp, AdamW, stage=2, fused=True, lr=1e-3, offload=Offload("disk", folder=setup.folder))
+    before = [param.detach().clone() for param in model.parameters()]
+    for _ in range(3):
+        ddp(torch.randn(2, 1024)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    residence: Any = opt._engine.sharded.stepped.residence
+    extents = residence._shelf._extents
+    assert sum(extents.values()) == residence._shelf.nbytes == 48 << 20
+    assert f"{48 << 20:,} bytes in a file in {setup.folder}" in opt.explain()
+    assert _resident(extents) <= 8 << 20
+
+
+def _resident(extents: dict[int, int]) -> int:
+    """Bytes of these mappings that are in this process's memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, stop = (int(one, 16) for one in match.groups())
+            inside = any(start <= address < stop for address in extents)
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@case.each
+def test_offload(run: Callable[[], None]) -> None:
+    run()
