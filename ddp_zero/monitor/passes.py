@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.backward.reducer import at_end_of_backward
-from ddp_zero.record.recorder import Recorder
-from ddp_zero.record.ring import Span
+from ddp_zero.record.recorder import Recorder, Span
 
 
 class Passes:
@@ -39,6 +38,10 @@ class Passes:
             hook.remove()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        for left in (self._forward, self._backward):  # by an error
+            if left is not None:
+                left.stop()
+        self._backward = None
         self._forward = self._recorder.span("forward").start()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
