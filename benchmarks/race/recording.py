@@ -26,8 +26,7 @@ from benchmarks.race.measuring import WARM_UP, Job, Measured, slowest
 from ddp_zero.comm import exchange, ring
 from ddp_zero.comm.tracing import Trace
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.record.flight import RING
-from ddp_zero.record.ring import waits_for
+from ddp_zero.record.recorder import RING, waits_for
 
 RESULTS = Path(__file__).parents[1] / "results"
 RECORDED = ("ddp_zero stage 1, standalone", "ddp_zero stage 1, interleaved", "ddp_zero stage 2, interleaved")

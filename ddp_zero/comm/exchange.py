@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
 from ddp_zero.plan.partition import GroupRank
-from ddp_zero.record.ring import waits_for
+from ddp_zero.record.recorder import waits_for
 
 _CHUNK_BYTES = 4 << 20
 

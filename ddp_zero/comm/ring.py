@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ddp_zero.plan.ring import Chunk, RingSchedule, chunk_numel
-from ddp_zero.record.ring import waits_for
+from ddp_zero.record.recorder import waits_for
 
 _RECEIVES_AHEAD = 8  # Gloo begins to send a message when its receive is posted
 _LEAST_BYTES, _MOST_BYTES = 64 << 10, 256 << 10  # of a chunk

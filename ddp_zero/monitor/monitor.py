@@ -12,7 +12,6 @@ from ddp_zero.monitor.passes import Passes
 from ddp_zero.monitor.sinks import Row, Sink, sink_for
 from ddp_zero.monitor.text import breakdown, means, memory_line
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.step.record import StepRegime
 
 Target = str | os.PathLike[str] | Sink | Any
 _INSIDE = ("local_step", "wait_sync", "wait_errors")
@@ -68,6 +67,8 @@ class Monitor:
         self._written = int(self._before["step"])
         self._hook = opt.register_step_post_hook(lambda *_: self.step())
         recorder = opt._engine.sharded.comm.trace
+        self._under_way = self._written + 1
+        self._is_inside = False
         self._passes = None if model is None else Passes(model, recorder, self._after_phase)
 
     def step(self) -> None:
@@ -77,8 +78,9 @@ class Monitor:
         if opt is None or record is None or not self._writes:
             return
         if record.number % self._every == 0 and record.number != self._written:
+            self._under_way = record.number
             self._after_phase("step")
-            self._write(opt.stats(), record.regime)
+            self._write(opt.stats())
 
     def close(self) -> None:
         """Write no more, and flush what the targets still hold."""
@@ -88,7 +90,7 @@ class Monitor:
         for sink in self._sinks:
             getattr(sink, "close", lambda: None)()
 
-    def _write(self, numbers: Row, regime: StepRegime) -> None:
+    def _write(self, numbers: Row) -> None:
         self._written = int(numbers["step"])
         found = means(self._before, numbers)
         self._before = numbers
@@ -97,19 +99,23 @@ class Monitor:
             sink(row)
         if self._say_time is not None:
             seconds = {name[len("mean_") : -len("_s")]: mean for name, mean in found.items() if name.endswith("_s")}
-            if regime is StepRegime.OVERLAPPED:
+            if self._is_inside:
                 seconds["inside_backward"] = sum(seconds[phase] for phase in _INSIDE)
             self._say_time(breakdown(self._rank, self._written, seconds))
 
     def _after_phase(self, phase: str) -> None:
         opt = self._opt()
+        taken = 0 if opt is None or opt.last_step is None else opt.last_step.number
+        if phase == "forward":
+            self._under_way = taken + 1
+        elif phase == "backward":
+            self._is_inside = taken == self._under_way
         if self._say_memory is None or opt is None or not self._writes:
             return
-        numbers = opt.stats()
-        step = int(numbers["step"]) + (phase != "step")  # of the step under way
-        if step % self._every == 0:
+        if self._under_way % self._every == 0:
+            numbers = opt.stats()
             nbytes = {f"{part}_bytes": numbers[f"{part}_bytes"] for part in _MEMORY}
-            self._say_memory(memory_line(self._rank, step, phase, nbytes))
+            self._say_memory(memory_line(self._rank, self._under_way, phase, nbytes))
 
 
 def _printer(wanted: bool | Callable[[str], object]) -> Callable[[str], object] | None:

@@ -1,20 +1,23 @@
 """When forward and backward passes of a model begin and end: events of the optimizer's own record."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.backward.reducer import at_end_of_backward
-from ddp_zero.record.recorder import Recorder
-from ddp_zero.record.ring import Span
+from ddp_zero.record.recorder import Recorder, Span
+
+_LAST = 2
+"""How often a callback must queue the next to come after the step at the end of backward, see `backward.hook`."""
 
 
 class Passes:
     """Records the passes of a model as phases ``forward`` and ``backward``. Changes no values and no graph.
 
-    A backward pass begins when the gradient of an output of the model is there, and ends with the engine's run, before
+    A backward pass begins when the gradient of an output of the model is there, and ends with the engine's run, after
     DDP's and the optimizer's own last callbacks.
 
     Args:
@@ -39,6 +42,10 @@ class Passes:
             hook.remove()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        for left in (self._forward, self._backward):  # by an error
+            if left is not None:
+                left.stop()
+        self._backward = None
         self._forward = self._recorder.span("forward").start()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -53,13 +60,18 @@ class Passes:
     def _gradient_of_output(self, grad: Tensor) -> None:
         if self._backward is None:
             self._backward = self._recorder.span("backward").start()
-            at_end_of_backward(self._after_backward)
+            at_end_of_backward(partial(_again, _LAST, self._after_backward))
 
     def _after_backward(self) -> None:
         if self._backward is not None:
             self._backward.stop()
             self._backward = None
             self._when_ended("backward")
+
+
+def _again(times: int, callback: Callable[[], None]) -> None:
+    """Call back after callbacks that callbacks have queued, so many times over."""
+    at_end_of_backward(partial(_again, times - 1, callback) if times > 1 else callback)
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ _GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a rank; see `ddp_zero.record.ring.Span`. Times are seconds since the epoch.
+    """One event of a rank; see `ddp_zero.record.recorder.Span`. Times are seconds since the epoch.
 
     Attributes:
         ended: None if it had not when the record was written.

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ddp_zero.record.ring import Ring, Span, name_of
+from ddp_zero.record.recorder import RING, Ring, Span, name_of, when_failing
 
 VARIABLE = "DDP_ZERO_RECORD_DIR"
 VERSION = 1
@@ -29,8 +29,6 @@ FIELDS = (
 _NEARS = 0.75
 """The part of a time-out after which it nears."""
 _STACK_LINES = 40
-
-RING = Ring()
 
 
 class _Job:
@@ -178,3 +176,6 @@ def overdue(ring: Ring, now: int, time_out: float) -> str | None:
     if ring.newest < 0 or (now - ring.newest_time()) * 1e-9 < _NEARS * time_out:
         return None
     return f"no event for {(now - ring.newest_time()) * 1e-9:.1f} s of a time-out of {time_out:.1f} s"
+
+
+when_failing(write)

@@ -23,7 +23,7 @@ from ddp_zero.postmortem.__main__ import main
 from ddp_zero.postmortem.blame import blame
 from ddp_zero.postmortem.records import read_folder
 from ddp_zero.postmortem.report import report
-from ddp_zero.record.flight import RING
+from ddp_zero.record.recorder import RING
 from ddp_zero.step.sharded_step import ShardedStep
 from tests.multiproc.cases import (
     at_stage,

@@ -13,15 +13,16 @@ import pytest
 
 from ddp_zero.postmortem.records import read_folder
 from ddp_zero.record import flight
-from ddp_zero.record.recorder import Recorder
-from ddp_zero.record.ring import Ring, waits_for
+from ddp_zero.record import recorder as recorder_module
+from ddp_zero.record.recorder import Recorder, Ring, open_spans, waits_for
 
 
 @pytest.fixture
 def ring(monkeypatch: pytest.MonkeyPatch) -> Ring:
     """A small ring in place of the process's."""
     small = Ring(8)
-    monkeypatch.setattr(flight, "RING", small)
+    for module in (recorder_module, flight):
+        monkeypatch.setattr(module, "RING", small)
     return small
 
 
@@ -57,15 +58,26 @@ def test_a_ring_holds_the_last_events_in_order_and_uses_its_slots_again(ring: Ri
     assert all(event.begun <= event.ended for event in ring.events())
 
 
+def test_an_event_that_goes_on_keeps_its_slot(ring: Ring) -> None:
+    recorder = Recorder()
+    with recorder.span("step") as outer:
+        for number in range(20):
+            with recorder.span("sync", number):
+                assert [span.phase for span in open_spans()] == ["sync", "step"]
+    assert outer.phase == "step"
+    assert [event.bucket for event in ring.events()] == [-1, 13, 14, 15, 16, 17, 18, 19]
+    assert list(open_spans()) == []
+
+
 @pytest.mark.parametrize("capacity", [0, 3, -4])
 def test_a_capacity_that_is_no_power_of_two_is_refused(capacity: int) -> None:
     with pytest.raises(ValueError, match=f"Expected a power of two as the capacity of a ring, got {capacity}"):
         Ring(capacity)
 
 
-def test_threads_do_not_share_slots(ring: Ring) -> None:
+def test_threads_do_not_share_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     large = Ring(4096)
-    flight.RING = large
+    monkeypatch.setattr(recorder_module, "RING", large)
     recorder = Recorder()
 
     def work() -> None:
