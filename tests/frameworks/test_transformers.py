@@ -172,10 +172,7 @@ def _each_recipe(setup: Setup, stage: str) -> None:
     for name, recipe in RECIPES.items():
         trainer = equal_training(setup, ZeroTrainer, {"zero": STAGES[stage]}, f"{stage}, {name}", **recipe)
         assert trainer.zero_optimizer.stage == STAGES[stage]["stage"]
-    scaled: tuple[dict[str, Any], ...] = (
-        {"max_grad_norm": 0.5},
-        {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2},
-    )
+    scaled: list[dict[str, Any]] = [{"max_grad_norm": 0.5}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}]
     for options in scaled:
         _, expected, log = trained(Scaled, setup.folder / "plain", fp16=True, **options)
         _, actual, our_log = trained(ScaledZero, setup.folder / "ours", zero=STAGES[stage], fp16=True, **options)
