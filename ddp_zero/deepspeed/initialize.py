@@ -170,7 +170,7 @@ def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, paramet
     if isinstance(built, ZeroRedundancyOptimizer):
         shard_built(built, ddp, config)
         return built
-    if built.state:
+    if any(float(state.get("step", 1)) > 0 for state in built.state.values()):  # Adagrad has state from the start
         raise TypeError("Expected an optimizer that has not stepped yet, got one with state. Load it afterwards.")
     return built if not config.is_sharded else build_optimizer(ddp, config, choice_of(built))
 
