@@ -69,6 +69,7 @@ LOST_REPLICA = _HERE + "test_groups.py::test_a_killed_rank_of_another_replica_is
 RESUMES_GROUPS = (
     _HERE + "test_groups.py::test_a_checkpoint_of_groups_is_whole_and_resumes_without_groups_and_at_other_sizes"
 )
+DEEPSPEED = _HERE + "test_deepspeed.py::test_deepspeed"
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
@@ -177,6 +178,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Optimizers that couple parameters raise on every rank; `check_shardable`", YES, COUPLED),
     ("`train()`, `eval()` and other methods of the inner class act on all ranks", YES, FORWARDED),
     ("An error of one rank's local step is raised on all ranks, with its text", YES, FAILURES),
+    ("DeepSpeed's engine calls in stages 0, 1 and 2, fp32, bf16 and fp16: bit-equal to DDP", YES, DEEPSPEED),
     ("A job that `torchrun` restarts ends as an unbroken one", YES, RESTART),
     ("Random programs, compared with DDP + the plain optimizer after every step", YES, FUZZ),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),

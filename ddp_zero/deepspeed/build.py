@@ -1,6 +1,6 @@
 """The parts of an engine from a configuration: the wrapped model, its optimizer, and how they are connected."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.distributed import get_world_size
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ddp_zero.deepspeed.optimizers import Choice
 from ddp_zero.deepspeed.precision import dtype_named
@@ -147,3 +148,35 @@ def shard_built(optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel
             f"{config.fp16.enabled}. Pass the plain optimizer, which is sharded here."
         )
     optimizer.attach(ddp)
+
+
+def build_loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    config: Config,
+    device: torch.device,
+    *,
+    data_sampler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    workers: int = 0,
+) -> DataLoader[Any]:
+    """A data loader of this rank's share of a dataset.
+
+    Args:
+        dataset: with a length and items.
+        batch_size: of a round.
+        config: says whether to drop the last, incomplete batch.
+        device: of the model.
+        data_sampler: None: a `DistributedSampler` that shuffles; its ``set_epoch`` changes the order.
+        collate_fn: as for `torch.utils.data.DataLoader`.
+        workers: processes that read.
+    """
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=data_sampler or DistributedSampler(dataset),
+        collate_fn=collate_fn,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        drop_last=config.rest.dataloader_drop_last,
+    )

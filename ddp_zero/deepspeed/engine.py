@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.deepspeed import saving
-from ddp_zero.deepspeed.build import max_grad_norm
+from ddp_zero.deepspeed.build import build_loader, max_grad_norm
 from ddp_zero.deepspeed.monitor import Monitor, Progress
 from ddp_zero.deepspeed.precision import autocast, cast_inputs
 from ddp_zero.dsconfig.config import Batch, Config
@@ -47,6 +47,8 @@ class Engine(nn.Module):
         skipped_steps: of these, how many were not taken because a gradient was not finite.
         global_samples: samples so far, on all ranks.
         micro_steps: calls of `step` so far.
+        comm: the ranks.
+        parsed: the configuration.
     """
 
     module: nn.Module
@@ -68,10 +70,10 @@ class Engine(nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.device = next(ddp.parameters()).device
         self.global_steps = self.skipped_steps = self.global_samples = self.micro_steps = 0
-        self._config = config
+        self.parsed = config
         self._batch = config.batch
-        self._comm = Communicator(ddp.process_group)
-        self._monitor = Monitor(config, self._comm.group_rank, self.device)
+        self.comm = Communicator(ddp.process_group)
+        self._monitor = Monitor(config, self.comm.group_rank, self.device)
         self._collate_fn = collate_fn
         self._round = 0  # since the last boundary
         self._boundary: bool | None = None  # set by the user
@@ -89,9 +91,9 @@ class Engine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's output; gradients of this pass are reduced if it is the boundary's."""
-        if self._config.fp16.auto_cast and self._config.fp16.enabled:
+        if self.parsed.fp16.auto_cast and self.parsed.fp16.enabled:
             inputs, kwargs = cast_inputs(inputs, torch.float16), cast_inputs(kwargs, torch.float16)
-        with self._monitor.timed("forward"), self._rounds(), autocast(self._config, self.device):
+        with self._monitor.timed("forward"), self._rounds(), autocast(self.parsed, self.device):
             return self.ddp(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -156,15 +158,9 @@ class Engine(nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
+        shown = scale if self.fp16_enabled() else None
         self._monitor.after_step(
-            Progress(
-                self.global_steps,
-                self.skipped_steps,
-                self.global_samples,
-                self.get_lr(),
-                self.get_mom(),
-                scale if self.fp16_enabled() else None,
-            )
+            Progress(self.global_steps, self.skipped_steps, self.global_samples, self.get_lr(), self.get_mom(), shown)
         )
 
     def _step_sharded(self) -> bool:
@@ -176,7 +172,7 @@ class Engine(nn.Module):
         return record.stepped
 
     def _step_plain(self) -> bool:
-        limit = max_grad_norm(self._config)
+        limit = max_grad_norm(self.parsed)
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._grad_norm = None if limit is None else float(clip_grad_norm_(params, limit))
         self.optimizer.step()
@@ -208,13 +204,13 @@ class Engine(nn.Module):
             return self.ddp.no_sync()
         if self.is_gradient_accumulation_boundary():
             return nullcontext()
-        averages = self._config.zero.stage == 2 or self._sums_in_fp32
+        averages = self.parsed.zero.stage == 2 or self._sums_in_fp32
         return self.zero.accumulate() if averages and self.zero is not None else self.ddp.no_sync()
 
     @property
     def _sums_in_fp32(self) -> bool:
-        wanted = self._config.data_types.grad_accum_dtype in ("fp32", "float32", "float")
-        return wanted and self._config.dtype != "float32"
+        wanted = self.parsed.data_types.grad_accum_dtype in ("fp32", "float32", "float")
+        return wanted and self.parsed.dtype != "float32"
 
     # The model
 
@@ -294,12 +290,12 @@ class Engine(nn.Module):
             RuntimeError: in the middle of a step.
         """
         self._check_between_steps("set_train_batch_size")
-        self._batch = Batch.solve(train_batch_size, self._batch.micro, None, self._comm.world_size)
+        self._batch = Batch.solve(train_batch_size, self._batch.micro, None, self.comm.world_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of a round, and with them those of a step; between two steps."""
         self._check_between_steps("set_train_micro_batch_size")
-        self._batch = Batch.solve(None, micro_batch_size, self._batch.accumulation, self._comm.world_size)
+        self._batch = Batch.solve(None, micro_batch_size, self._batch.accumulation, self.comm.world_size)
 
     def _check_between_steps(self, what: str) -> None:
         if self._round:
@@ -310,24 +306,24 @@ class Engine(nn.Module):
 
     def zero_optimization_stage(self) -> int:
         """The stage."""
-        return self._config.zero.stage
+        return self.parsed.zero.stage
 
     def gradient_clipping(self) -> float:
         """The largest norm; 0: nothing is clipped."""
-        return self._config.rest.gradient_clipping
+        return self.parsed.rest.gradient_clipping
 
     def fp16_enabled(self) -> bool:
         """Whether parameters are fp16."""
-        return self._config.fp16.enabled
+        return self.parsed.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
         """Whether parameters are bf16."""
-        return self._config.bf16.enabled
+        return self.parsed.bf16.enabled
 
     @property
     def config(self) -> dict[str, Any]:
         """The configuration as it was given."""
-        return dict(self._config.document)
+        return dict(self.parsed.document)
 
     # Data
 
@@ -340,24 +336,15 @@ class Engine(nn.Module):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int = 0,
     ) -> DataLoader[Any]:
-        """A data loader of this rank's share.
-
-        Args:
-            dataset: with a length and items.
-            batch_size: of a round; None: ``train_micro_batch_size_per_gpu``.
-            data_sampler: None: a `DistributedSampler` that shuffles. ``set_epoch`` of it changes the order.
-            collate_fn: None: that of `initialize`.
-            num_local_io_workers: processes that read.
-        """
-        size, rank = self._comm.world_size, self._comm.group_rank
-        return DataLoader(
+        """A data loader of this rank's share of a dataset; see `ddp_zero.deepspeed.build.build_loader`."""
+        return build_loader(
             dataset,
-            batch_size=batch_size or self._batch.micro,
-            sampler=data_sampler or DistributedSampler(dataset, num_replicas=size, rank=rank),
+            batch_size or self._batch.micro,
+            self.parsed,
+            self.device,
+            data_sampler=data_sampler,
             collate_fn=collate_fn or self._collate_fn,
-            num_workers=num_local_io_workers,
-            pin_memory=self.device.type == "cuda",
-            drop_last=self._config.rest.dataloader_drop_last,
+            workers=num_local_io_workers,
         )
 
     # Checkpoints
@@ -385,9 +372,13 @@ class Engine(nn.Module):
         """Load what `save_checkpoint` saved; see `ddp_zero.deepspeed.saving.load`. A collective."""
         only = load_module_only
         wanted = saving.Wanted(
-            load_module_strict, load_optimizer_states and not only, load_lr_scheduler_states and not only, not only
+            load_module_strict, load_optimizer_states and not only, load_lr_scheduler_states and not only
         )
-        return saving.load(self, load_dir, tag, wanted)
+        loaded = saving.load(self, load_dir, tag, wanted)
+        if loaded.counters is not None and not only:
+            self.global_steps, self.skipped_steps = loaded.counters["global_steps"], loaded.counters["skipped_steps"]
+            self.global_samples, self.micro_steps = loaded.counters["global_samples"], loaded.counters["micro_steps"]
+        return loaded.folder, loaded.client_state
 
     def save_16bit_model(
         self,

@@ -71,22 +71,12 @@ def initialize(
         NotImplementedError: for ``mpu``, ``mesh_param`` or ``distributed_port``.
         TypeError: without a model, or with one that is wrapped.
     """
-    for name, value in dict(mpu=mpu, mesh_param=mesh_param, distributed_port=distributed_port).items():
-        if value is not None:
-            raise NotImplementedError(
-                f"Expected {name}=None, got {value!r:.80}. Only data parallelism is sharded here, over the default "
-                "process group, which torchrun's variables describe."
-            )
+    _check_none(mpu=mpu, mesh_param=mesh_param, distributed_port=distributed_port)
     if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
         raise TypeError(f"Expected model to be a module that is not wrapped, got {type(model).__name__}.")
     source = _source(args, config, config_params)
     _start_group(dist_init_required)
-    auto = Auto(source)
-    auto.fill_from_model(getattr(model, "config", None))
-    parsed = Config.parse(auto.finish(), get_world_size())
-    warn_once(parsed.findings, get_rank())
-    if parsed.rest.log_level is not None:
-        logger.setLevel(getattr(logging, parsed.rest.log_level.upper()))
+    parsed = _parsed(source, model)
     module = model.to(_device(args))
     cast(module, parsed)
     ddp = wrap_model(module, parsed, _device(args))
@@ -98,6 +88,31 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, built, engine.training_dataloader, schedule
+
+
+def _check_none(**arguments: Any) -> None:
+    """Check that arguments for what is not done here were not given.
+
+    Raises:
+        NotImplementedError: for one that was.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"Expected {name}=None, got {value!r:.80}. Only data parallelism is sharded here, over the default "
+                "process group, which torchrun's variables describe."
+            )
+
+
+def _parsed(source: Source, model: nn.Module) -> Config:
+    """The configuration; keys without effect are told, and sizes that follow from the model are filled in."""
+    auto = Auto(source)
+    auto.fill_from_model(getattr(model, "config", None))
+    parsed = Config.parse(auto.finish(), get_world_size())
+    warn_once(parsed.findings, get_rank())
+    if parsed.rest.log_level is not None:
+        logger.setLevel(getattr(logging, parsed.rest.log_level.upper()))
+    return parsed
 
 
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
@@ -155,7 +170,7 @@ def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, paramet
     if isinstance(built, ZeroRedundancyOptimizer):
         shard_built(built, ddp, config)
         return built
-    if built.state:
+    if any(float(state.get("step", 1)) > 0 for state in built.state.values()):  # Adagrad has state from the start
         raise TypeError("Expected an optimizer that has not stepped yet, got one with state. Load it afterwards.")
     return built if not config.is_sharded else build_optimizer(ddp, config, choice_of(built))
 

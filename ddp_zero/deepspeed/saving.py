@@ -6,25 +6,62 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_zero import checkpoint
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.tracing import logger
 from ddp_zero.deepspeed.params import full_fp32_param
+from ddp_zero.dsconfig.config import Config
+from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.sync.compacting import compact
-
-if TYPE_CHECKING:
-    from ddp_zero.deepspeed.engine import Engine
 
 PathLike = str | os.PathLike[str]
 
 LATEST = "latest"
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
+
+
+class Saved(Protocol):
+    """What is saved: an engine. Attributes are those of `ddp_zero.deepspeed.engine.Engine`."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    lr_scheduler: Any
+    comm: Communicator
+    global_steps: int
+
+    @property
+    def ddp(self) -> nn.Module:
+        """The wrapped model."""
+
+    @property
+    def zero(self) -> ZeroRedundancyOptimizer | None:
+        """The sharded optimizer, or None."""
+
+    @property
+    def parsed(self) -> Config:
+        """The configuration."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        folder: the checkpoint; None if there is none.
+        client_state: as it was given to `save`.
+        counters: those of the engine, by name.
+    """
+
+    folder: str | None = None
+    client_state: dict[str, Any] | None = None
+    counters: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -35,17 +72,15 @@ class Wanted:
         strict: whether the model must fit exactly.
         optimizer: the optimizer's state.
         scheduler: the schedule's.
-        counters: those of the engine.
     """
 
     strict: bool = True
     optimizer: bool = True
     scheduler: bool = True
-    counters: bool = True
 
 
 def save(
-    engine: "Engine",
+    engine: Saved,
     save_dir: PathLike,
     tag: str | int | None,
     client_state: dict[str, Any],
@@ -84,18 +119,18 @@ def save(
     }
     checkpoint.save(Path(save_dir) / name, engine.ddp, engine.optimizer, extra=extra, keep=1).wait()
     if save_latest:
-        with Agreement(_peers(engine), "naming the latest checkpoint"):
-            if _peers(engine).group_rank == 0:
+        with Agreement(engine.comm, "naming the latest checkpoint"):
+            if engine.comm.group_rank == 0:
                 _write(Path(save_dir) / LATEST, name)
     return True
 
 
-def _checked(engine: "Engine", tag: str) -> str:
+def _checked(engine: Saved, tag: str) -> str:
     """Rank 0's tag, once ranks have been compared as the configuration says."""
     if not tag or Path(tag).name != tag or tag == LATEST:
         raise ValueError(f"Expected a tag that names a folder, got {tag!r}.")
-    tags = _peers(engine).all_gather_text(tag)
-    validation = engine._config.tag_validation
+    tags = engine.comm.all_gather_text(tag)
+    validation = engine.parsed.tag_validation
     if len(set(tags)) > 1 and validation == "fail":
         raise ValueError(f"Expected the same tag on every rank, got {tags}.")
     if len(set(tags)) > 1 and validation == "warn":
@@ -109,9 +144,7 @@ def _write(file: Path, text: str) -> None:
     beside.replace(file)
 
 
-def load(
-    engine: "Engine", load_dir: PathLike, tag: str | int | None, wanted: Wanted
-) -> tuple[str | None, dict[str, Any] | None]:
+def load(engine: Saved, load_dir: PathLike, tag: str | int | None, wanted: Wanted) -> Loaded:
     """Load what `save` saved, at any number of ranks and in any stage. A collective.
 
     Args:
@@ -121,7 +154,7 @@ def load(
         wanted: what to load besides the model.
 
     Returns:
-        The folder and the client state; None and None, with a warning, if there is no tag and no ``latest``.
+        What was loaded; nothing, with a warning, if there is no tag and no ``latest``.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint of the tag.
@@ -129,25 +162,22 @@ def load(
     """
     name = _latest(engine, Path(load_dir)) if tag is None else str(tag)
     if name is None:
-        return None, None
+        return Loaded()
     folder = Path(load_dir) / name
     optimizer = engine.optimizer if wanted.optimizer else None
     loaded = checkpoint.load(folder, engine.ddp, optimizer, strict=wanted.strict)
     zero = engine.zero
-    keeps_masters = wanted.optimizer and engine._config.zero.load_from_fp32_weights
-    if zero is not None and engine._config.has_masters and not keeps_masters:
+    keeps_masters = wanted.optimizer and engine.parsed.zero.load_from_fp32_weights
+    if zero is not None and engine.parsed.has_masters and not keeps_masters:
         zero.refresh_master_weights()
     if wanted.scheduler and engine.lr_scheduler is not None and loaded.extra["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(loaded.extra["scheduler"])
-    if wanted.counters:
-        for counter in _COUNTERS:
-            setattr(engine, counter, loaded.extra["engine"][counter])
-    return str(folder), loaded.extra["client_state"]
+    return Loaded(str(folder), loaded.extra["client_state"], loaded.extra["engine"])
 
 
-def _latest(engine: "Engine", folder: Path) -> str | None:
+def _latest(engine: Saved, folder: Path) -> str | None:
     """The tag in the file ``latest``, as rank 0 reads it."""
-    comm = _peers(engine)
+    comm = engine.comm
     file = folder / LATEST
     mine = file.read_text().strip() if comm.group_rank == 0 and file.is_file() else ""
     name = comm.all_gather_text(mine)[0]
@@ -160,7 +190,7 @@ def _latest(engine: "Engine", folder: Path) -> str | None:
 
 
 def save_weights(
-    engine: "Engine", save_dir: PathLike, filename: str, exclude_frozen_parameters: bool, in_fp32: bool
+    engine: Saved, save_dir: PathLike, filename: str, exclude_frozen_parameters: bool, in_fp32: bool
 ) -> bool:
     """Save the model's state dict by `torch.save` on rank 0, for ``torch.load(file, weights_only=True)``. A collective.
 
@@ -183,7 +213,7 @@ def save_weights(
             f"Expected a name for torch.save, such as pytorch_model.bin, got {filename!r}. For safetensors use "
             "engine.save_checkpoint() and python -m ddp_zero.checkpoint export."
         )
-    comm, weights = _peers(engine), dict[str, Any]()
+    comm, weights = engine.comm, dict[str, Any]()
     for name, value in engine.module.state_dict(keep_vars=True).items():
         is_frozen = isinstance(value, nn.Parameter) and not value.requires_grad
         if exclude_frozen_parameters and is_frozen:
@@ -198,7 +228,7 @@ def save_weights(
     return True
 
 
-def _in_fp32(engine: "Engine", value: Any) -> Any:
+def _in_fp32(engine: Saved, value: Any) -> Any:
     """A value in fp32, if it is a floating one. A collective for a parameter with a master."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
@@ -206,7 +236,3 @@ def _in_fp32(engine: "Engine", value: Any) -> Any:
     if zero is not None and value in zero._engine.sharded.table.index_of:
         return full_fp32_param(zero, value)
     return value.float()
-
-
-def _peers(engine: "Engine") -> Communicator:
-    return engine._comm
