@@ -176,7 +176,8 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
             self._build = partial(build_inner, optimizer_class, defaults=defaults)
             self.optim = self._build(self.param_groups, stepped.own(binding.owned(), binding.owned_parts()))
             check_options(options, self.optim)
-            check_elementwise(self.optim, is_needed=division.cuts)
+            if division.cuts:
+                check_elementwise(self.optim)
             check_epsilon(self.optim, self.optim.param_groups, table, stepped)
             reserve_room(self.optim, stepped, table, binding.holdings())
         self.defaults, self.parameters_as_bucket_view = self.optim.defaults, parameters_as_bucket_view

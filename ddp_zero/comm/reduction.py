@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddp_zero.comm.communicator import Communicator
@@ -263,6 +264,40 @@ def start_reduction(
     if ranks.replicas is None:
         return SegmentReduction(ranks.shard, whole, parts, out, room, subject, limit, factor)
     return GroupedReduction(ranks, whole, parts, out, room, subject, limit, factor)
+
+
+@torch.no_grad()
+def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int, cap_bytes: int = 25 << 20) -> None:
+    """Replace tensors by their sums over ranks, divided by a number. A collective.
+
+    As DDP does, each is multiplied by the reciprocal first; those of less than 32 bits are summed in fp32.
+
+    Args:
+        comm: the ranks.
+        tensors: dense, of the same shapes and dtypes on every rank, in the same order.
+        divisor: what the sums are divided by.
+        cap_bytes: how much travels at a time, and is copied; more for a larger tensor.
+    """
+    start = 0
+    while start < len(tensors):
+        kind, end, nbytes = (tensors[start].dtype, tensors[start].device), start, 0
+        while end < len(tensors) and (tensors[end].dtype, tensors[end].device) == kind:
+            nbytes += tensors[end].nbytes
+            if nbytes > cap_bytes and end > start:
+                break
+            end += 1
+        run = tensors[start:end]
+        flat = torch.cat([_real(tensor).reshape(-1) for tensor in run])
+        flat = flat.to(sum_dtype(flat.dtype)).mul_(1.0 / divisor)
+        dist.all_reduce(flat, group=comm.process_group)
+        comm.sent_bytes += 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
+        for tensor, part in zip(run, flat.split([_real(tensor).numel() for tensor in run]), strict=True):
+            _real(tensor).copy_(part.view(_real(tensor).shape))
+        start = end
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _sums_in_ring_order(comm: Communicator, parts: Sequence[Tensor]) -> bool:

@@ -43,15 +43,18 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
     return optimizer_class
 
 
-def check_elementwise(inner: Optimizer, is_needed: bool = True) -> None:
-    """Check that an optimizer steps each element by itself, if it needs to.
+def is_elementwise(inner: Optimizer) -> bool:
+    """Whether an optimizer is known to step each element by itself."""
+    return type(inner) in _known
+
+
+def check_elementwise(inner: Optimizer) -> None:
+    """Check that an optimizer steps each element by itself.
 
     Raises:
         TypeError: if that is not known.
     """
-    if not is_needed:
-        return
-    if type(inner) not in _known:
+    if not is_elementwise(inner):
         names = ", ".join(sorted(known.__name__ for known in _known))
         raise TypeError(
             f"Expected an optimizer that steps each element by itself with partition='elements', got "

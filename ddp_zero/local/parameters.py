@@ -31,6 +31,7 @@ class ParameterTable:
         ValueError: for a parameter that is given twice, is on the meta device, is not initialised, or shares memory
             with a different one.
         NotImplementedError: for a parameter that is not dense.
+        TypeError: for a group with ranks of its own, or a distributed tensor.
     """
 
     def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -38,6 +39,7 @@ class ParameterTable:
         self.groups: list[int] = []
         self._names: list[str | None] = []
         for group_index, group in enumerate(param_groups):
+            _check_not_parallel(group_index, group)
             self.params.extend(group["params"])
             self.groups.extend([group_index] * len(group["params"]))
             self._names.extend(group.get("param_names", [None] * len(group["params"])))
@@ -173,6 +175,18 @@ class ParameterTable:
                     f"{self.label(max(first, second))} on the same memory. To tie weights, use one Parameter object "
                     "in both places."
                 )
+
+
+def _check_not_parallel(position: int, group: Mapping[str, Any]) -> None:
+    """Refuse what only `ddp_zero.parallel` takes, and what a plain optimizer would silently ignore or not share."""
+    found = next((f"{key}=" for key in ("process_group", "sharded_over") if key in group), None)
+    if found is None and any(hasattr(param, "device_mesh") for param in group["params"]):
+        found = "a distributed tensor (DTensor)"
+    if found is not None:
+        raise TypeError(
+            f"Expected parameters that all ranks of the optimizer hold alike, got {found} in group {position}. Build a "
+            "ddp_zero.parallel.ParallelOptimizer."
+        )
 
 
 @dataclass(frozen=True)

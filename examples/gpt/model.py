@@ -30,7 +30,11 @@ class Block(nn.Module):
         )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).flatten(2))
-        result: Tensor = x + self.contract(F.gelu(self.expand(self.norm_2(x))))
+        return x + self.transform(self.norm_2(x))
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Apply the perceptron."""
+        result: Tensor = self.contract(F.gelu(self.expand(x)))
         return result
 
 

@@ -1,0 +1,193 @@
+"""One decision for several optimizers on a rank, and for the ranks that hold other parts of the model.
+
+Each member looks at its own gradients when its step begins. Instead of deciding, it lets the next member begin; the
+last one joins what all have found, over the ranks beyond, in one exchange. Then every member goes on with the same
+numbers, innermost first, so that all step or none does.
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.plan.partition import GroupRank
+from ddp_zero.step.clipping import Beyond, Culprit, Share
+
+_SLOTS = 14  # numbers in the first message of an exchange, which has one size on every rank
+
+
+@dataclass(frozen=True)
+class Level:
+    """Ranks that join what they have found.
+
+    Attributes:
+        comm: the ranks.
+        counted: by member and rank, whether what the rank adds to a norm counts, or others add the same; None: all do.
+    """
+
+    comm: Communicator
+    counted: Sequence[Sequence[bool]] | None = None
+
+
+class Council:
+    """Takes decisions of all members together.
+
+    Args:
+        levels: one after the other; what the ranks of one have joined, one rank of each brings to the next. Of several
+            members the first level makes one.
+    """
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        self._levels = levels
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._shares: dict[int, Share] = {}
+        self._joined: tuple[Mapping[int, float], float] | None = None
+        self._culprit: tuple[Culprit | None] | None = None
+        self._is_open = False
+
+    def run(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run an action of each member, in order, and return the results. A collective.
+
+        An action that needs a decision waits in it until the others have begun.
+        """
+        results: dict[int, Any] = {}
+
+        def begin(number: int) -> None:
+            results[number] = actions[number]()
+
+        self._waiting = deque((lambda number=number: begin(number)) for number in range(len(actions)))  # type: ignore[misc]
+        self._is_open = True
+        try:
+            while self._waiting:
+                self._waiting.popleft()()
+        finally:
+            self._waiting.clear()
+            self._shares.clear()
+            self._joined = self._culprit = None
+            self._is_open = False
+        return [results[number] for number in range(len(actions))]
+
+    def join(self, member: int, share: Share) -> Share:
+        """What all members, here and beyond, have found together."""
+        if not self._is_open:
+            raise RuntimeError(
+                "Expected a step of the ParallelOptimizer, got one of its members alone, which cannot know the rest of "
+                "the model. Call opt.step() and opt.clip_grad_norm_() of the ParallelOptimizer."
+            )
+        self._shares[member] = share
+        while self._waiting:
+            self._waiting.popleft()()
+        if self._joined is None:
+            self._joined = self._exchange()
+        totals, flag = self._joined
+        return replace(share, totals={key: _like(totals[key], share.totals) for key in share.totals}, flag=flag)
+
+    def culprit(self) -> Culprit | None:
+        """The first culprit that any member has found, here or beyond. A collective, once for all members."""
+        if self._culprit is None:
+            found = [share.find() for _, share in sorted(self._shares.items())]
+            first = next((culprit for culprit in found if culprit is not None), None)
+            text = "" if first is None else json.dumps([first.parameter, first.rank, first.found])
+            for level in self._levels:
+                text = next(filter(None, level.comm.all_gather_text(text)), "")
+            self._culprit = (Culprit(*json.loads(text)) if text else None,)
+        return self._culprit[0]
+
+    def _exchange(self) -> tuple[Mapping[int, float], float]:
+        """Totals by key, and the sum of flags."""
+        members = sorted(self._shares)
+        shares = [self._shares[member] for member in members]
+        keys = sorted({key for share in shares for key in share.totals})
+        norm_types = {share.norm_type for share in shares if share.totals} or {2.0}
+        assert len(norm_types) == 1, "members have the options of one optimizer"
+        norm_type = norm_types.pop()
+        rows = torch.stack([_numbers([share.totals.get(key) for key in keys]) for share in shares])
+        flag = float(sum(float(share.flag) for share in shares))
+        identity = _digest([keys, norm_type, members])
+        for level in self._levels:
+            every = _gather(level.comm, torch.cat([torch.tensor([flag]).double(), rows.flatten()]), identity)
+            flag = float(every[:, 0].sum())
+            table = every[:, 1:].reshape(len(every), *rows.shape)  # ranks, members, keys
+            if level.counted is not None:
+                counts = torch.tensor([level.counted[member] for member in members]).T
+                table = torch.where(counts[:, :, None], table, 0.0)
+            rows = torch.linalg.vector_norm(table.flatten(0, 1), norm_type, dim=0)[None]
+            members = members[:1]
+        return dict(zip(keys, rows[0].tolist(), strict=True)), flag
+
+
+class MemberBeyond(Beyond):
+    """What one member's decisions see of the others.
+
+    Args:
+        council: of all members.
+        member: this one's number.
+        counted: whether each of its parameters adds to norms on this rank.
+        positions: the position of each of its groups among all groups.
+    """
+
+    def __init__(self, council: Council, member: int, counted: Sequence[bool], positions: Sequence[int]) -> None:
+        self._council = council
+        self._member = member
+        self._counted = counted
+        self._positions = positions
+
+    def counts(self, index: int) -> bool:
+        """Whether no rank before this one holds the same parameter."""
+        return self._counted[index]
+
+    def join(self, share: Share) -> Share:
+        """See `Council.join`; limits of groups go by the positions that users see."""
+        outside = {key: key if key < 0 else self._positions[key] for key in share.totals}
+        joined = self._council.join(
+            self._member, replace(share, totals={outside[key]: total for key, total in share.totals.items()})
+        )
+        return replace(joined, totals={key: joined.totals[outside[key]] for key in share.totals})
+
+    def culprit(self, share: Share) -> Culprit | None:
+        """See `Council.culprit`."""
+        return self._council.culprit()
+
+
+def _numbers(totals: Sequence[Tensor | None]) -> Tensor:
+    return torch.tensor([0.0 if total is None else float(total) for total in totals], dtype=torch.float64)
+
+
+def _like(total: float, own: Mapping[int, Tensor | None]) -> Tensor:
+    """A joined total in the dtype and on the device of this rank's own."""
+    known = [one for one in own.values() if one is not None]
+    return torch.tensor(total, dtype=known[0].dtype, device=known[0].device) if known else torch.tensor(total)
+
+
+def _gather(comm: Communicator, mine: Tensor, identity: float) -> Tensor:
+    """Every rank's numbers, a row each, if they stand for the same things.
+
+    Raises:
+        RuntimeError: on every rank, if they do not.
+    """
+    first = torch.zeros(_SLOTS + 1, dtype=torch.float64)
+    first[0] = identity
+    head = mine[:_SLOTS]
+    first[1 : 1 + head.numel()] = head
+    every = torch.stack(comm.all_gather_tensor(first))
+    other = next((rank for rank, value in enumerate(every[:, 0].tolist()) if value != every[0, 0]), None)
+    if other is not None:
+        raise RuntimeError(
+            f"Expected the same decision on every rank that holds a part of the model, got one about other limits or "
+            f"parameter groups on {comm.name(GroupRank(other))} than on "
+            f"{comm.name(GroupRank(0))}. Set max_grad_norm of groups, and call opt.step() and "
+            "opt.clip_grad_norm_(), alike on all of them."
+        )
+    rest = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
+    return torch.cat([every[:, 1 : 1 + head.numel()], *rest], dim=1)
+
+
+def _digest(facts: object) -> float:
+    """48 bits, which a 64-bit float holds."""
+    return float(int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:6], "big"))

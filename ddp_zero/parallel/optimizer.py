@@ -1,0 +1,353 @@
+"""`ParallelOptimizer`: sharded optimizers for parameters that different ranks share, with one decision over all."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from ddp_zero.comm.agreement import Agreement
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.ranks import Ranks
+from ddp_zero.local.arguments import Grouping
+from ddp_zero.local.local_step import ParamGroup
+from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.parallel.arguments import agreements, check_arguments, copied, data_group, nonfinite, other_dims
+from ddp_zero.parallel.averages import Averages, check_same_values
+from ddp_zero.parallel.council import Council, Level, MemberBeyond
+from ddp_zero.parallel.members import (
+    Plan,
+    built,
+    counted_by_rank,
+    counted_here,
+    held_params,
+    places_of,
+    planned,
+    reducing,
+    stated_groups,
+)
+from ddp_zero.parallel.roster import describe
+from ddp_zero.parallel.shards import Shards
+from ddp_zero.parallel.states import merged, split
+from ddp_zero.step.record import StepRecord
+
+
+class ParallelOptimizer(Optimizer):
+    """Any optimizer, sharded over the ranks that hold the same parameters, where not all ranks hold the same.
+
+    Parameter groups name the ranks that hold their parameters as ``process_group``; groups without one are held by all
+    data-parallel ranks. The groups of one process group become a *member*: a `ZeroRedundancyOptimizer` over its ranks.
+    Where a DDP model in ``model`` reduces the gradients of a member, it steps as after `ddp_zero.shard_optimizer`,
+    inside backward and in stage 2 if asked for. Where none does, as for experts that DDP was told to ignore, its
+    gradients are averaged in `step`, and it steps there, in stage 1.
+
+    Norms, the check for non-finite gradients, skipping and the loss scale concern the whole model: all members, and
+    the ranks along the other dimensions of ``mesh``. Every parameter counts once.
+
+    Every data-parallel rank constructs it with groups in the same order. With a mesh, all ranks of the mesh do.
+
+    Args:
+        model: this rank's part of the model: a DDP model, a module that holds several, or none.
+        optimizer_class: the class to shard, such as `torch.optim.AdamW`.
+        params: parameters, named or not, or parameter groups, or a function as for `ddp_zero.shard_optimizer`; None:
+            all. Besides the options of the class a group may have
+
+            - ``process_group``: the ranks that hold its parameters, this one included;
+            - ``sharded_over``: names of mesh dimensions along which each rank holds a part of every parameter of the
+              group. Distributed tensors (`torch.distributed.tensor.DTensor`) show theirs.
+        data_parallel_group: the ranks that have inputs of their own, over which dense parameters are sharded; None:
+            those of ``mesh`` along ``data_parallel_dim``, of the DDP model, or all.
+        mesh: a device mesh with named dimensions over all ranks that hold parts of the model.
+        data_parallel_dim: the name of its dimension along which ranks hold the same parameters.
+        pipeline_dim: the name of its dimension along which ranks hold different parameters (stages), if any. Along
+            other dimensions a parameter is assumed to be replicated if nothing says that it is cut.
+        **options: of `ddp_zero.shard_optimizer`, among them those of ``optimizer_class``. ``nonfinite=None`` skips if
+            gradients are clipped or scaled, else steps.
+
+    Attributes:
+        members: the sharded optimizers, that of groups without a process group first.
+
+    Raises:
+        ValueError: if ranks have different views of the groups, or different values of a parameter that no DDP model
+            reduces, naming ranks; as `ZeroRedundancyOptimizer` does.
+        TypeError: for arguments of the wrong type, or an optimizer that looks at whole parameters where ranks hold
+            parts of them.
+        RuntimeError: if construction failed on another rank.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then calls step(), which refuses it on every rank
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: Callable[..., Optimizer],
+        params: ParamsT | Grouping | None = None,
+        *,
+        data_parallel_group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        data_parallel_dim: str | None = None,
+        pipeline_dim: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.members: list[ZeroRedundancyOptimizer] = []
+        self._own_groups: list[ParamGroup] = []
+        dims = other_dims(mesh, data_parallel_dim, pipeline_dim)
+        everyone = Communicator(data_group(model, data_parallel_group, mesh, data_parallel_dim))
+        beyond = [Communicator(mesh.get_group(dim)) for dim in dims if mesh is not None and mesh[dim].size() > 1]
+        with agreements([everyone, *beyond], optimizer_class, options) as statements:
+            check_arguments(model, optimizer_class, options)
+            Optimizer.__init__(self, copied(params, model), {})
+            options["nonfinite"] = nonfinite(options, self._own_groups)
+            names = {id(param): name for name, param in model.named_parameters()}
+            plans = planned(self._own_groups, dims)
+            models = [reducing(model, plan) for plan in plans]
+            shape = [(plan.positions, ddp is not None) for plan, ddp in zip(plans, models, strict=True)]
+            statements[0].declare("parameter groups with a process group, and a DDP model", shape)
+        with agreements([everyone, *beyond], optimizer_class, {}):
+            self._stated = stated_groups(everyone, plans)
+            for plan, ddp in zip(plans, models, strict=True):
+                self.members.append(built(plan, ddp, optimizer_class, everyone, names, dict(options)))
+            self._averages = _averages(plans, models, self.members, everyone)
+        levels = [Level(everyone, counted_by_rank(everyone, self._stated))] if _have_own(plans) else []
+        council = Council([*levels, *map(Level, beyond)])
+        for number, (plan, member) in enumerate(zip(plans, self.members, strict=True)):
+            if levels or beyond:
+                here = counted_here(plan, mesh, dims, pipeline_dim)
+                member._engine.decision.beyond = MemberBeyond(council, number, here, plan.positions)
+        self._council = council
+        self._everyone = everyone
+        self._agreeing = [everyone, *beyond] if levels or beyond else []
+        self._places = places_of(plans)
+        self._stepped_for = held_params(plans)
+        self._shards = [Shards(plan.held) for plan in plans]
+        self._last_step: StepRecord | None = None
+        self.defaults = self.members[0].defaults
+
+    # Groups
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """All groups, in the order given; options set here reach the members at the next step."""
+        if not hasattr(self, "_places"):
+            return self._own_groups
+        return [self.members[member].param_groups[group] for member, group in self._places]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[ParamGroup]) -> None:
+        self._own_groups = groups
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Refuse further groups, which the members would have to agree on.
+
+        Raises:
+            NotImplementedError: always, after construction.
+        """
+        if hasattr(self, "_places"):
+            raise NotImplementedError(
+                "Expected all parameter groups at construction, got one more. Build a new ParallelOptimizer, and load "
+                "the state_dict() of this one."
+            )
+        super().add_param_group(param_group)
+
+    # A step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average what no DDP model reduces, decide over the whole model, and step. A collective.
+
+        Args:
+            closure: evaluated once, with gradients enabled, before anything is averaged.
+
+        Returns:
+            The closure's result.
+
+        Raises:
+            NotImplementedError: under `torch.amp.GradScaler`.
+            RuntimeError: as `ZeroRedundancyOptimizer.step`.
+        """
+        if getattr(self, "found_inf", None) is not None:
+            raise NotImplementedError(
+                "Expected no torch.amp.GradScaler, whose scales would differ between ranks with different parameters, "
+                "got one. Build the optimizer with loss_scale=ddp_zero.DynamicLossScale(), or use bfloat16."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._average()
+        last = self.members[-1]
+        try:
+            self._council.run([member.step for member in self.members])
+            last = self.members[0]
+        finally:
+            self._last_step = last.last_step  # if all raise, only the last one has recorded why
+            self._forget()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients of all parameters; see `ZeroRedundancyOptimizer.zero_grad`."""
+        for member, shards in zip(self.members, self._shards, strict=True):
+            member.zero_grad(set_to_none)
+            shards.drop_gradients()
+        self._forget()
+
+    def reset(self) -> None:
+        """Drop the iteration, after an exception; see `ZeroRedundancyOptimizer.reset`."""
+        for member in self.members:
+            member.reset()
+        self._forget()
+
+    def finish_sync(self) -> None:
+        """Wait for parameters that ``sync="forward"`` has left in flight."""
+        for member in self.members:
+            member.finish_sync()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within this context backward passes take no step; see `ZeroRedundancyOptimizer.accumulate`."""
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member.accumulate())
+            yield
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: Tensor | Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """Clip the norm of the whole model's gradients, between backward and step. A collective.
+
+        See `ZeroRedundancyOptimizer.clip_grad_norm_`.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: order of the p-norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: raise if the norm is not finite.
+            parameters: some of this rank's parameters, or none; the other ranks pass the corresponding ones. None: all.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+        """
+        self._average()
+        chosen = [parameters] if isinstance(parameters, Tensor) else parameters
+        wanted = None if chosen is None else [self._stepped_for[param] for param in chosen]
+        clips = []
+        for member in self.members:
+            index_of = member._engine.sharded.table.index_of
+            own = None if wanted is None else [param for param in wanted if param in index_of]
+            clips.append(partial(member.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite, own))
+        total: Tensor = self._council.run(clips)[0]
+        return total
+
+    def full_grad(self, param: Tensor) -> Tensor | None:
+        """The averaged gradient of a parameter, whole as this rank holds it; see `ZeroRedundancyOptimizer.full_grad`.
+
+        A collective of the ranks that hold it.
+        """
+        param = self._stepped_for.get(param, param)
+        for member, averages in zip(self.members, self._averages, strict=True):
+            if param in member._engine.sharded.table.index_of:
+                if averages is not None:
+                    averages.take()
+                return member.full_grad(param)
+        raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale; see `ZeroRedundancyOptimizer.scale`."""
+        return self.members[0].scale(loss)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What `scale` multiplies by now; None without ``loss_scale=``. The same on every rank."""
+        return self.members[0].loss_scale
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step, of the first member; None before the first."""
+        return self._last_step
+
+    def _average(self) -> None:
+        with ExitStack() as stack:  # of ranks that hold different parameters, one may fail alone
+            for comm in reversed(self._agreeing):
+                stack.enter_context(Agreement(comm, "averaging gradients"))
+            for averages in self._averages:
+                if averages is not None:
+                    averages.take()
+
+    def _forget(self) -> None:
+        for averages in self._averages:
+            if averages is not None:
+                averages.forget()
+
+    # State
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[Tensor, Any]:
+        """The state of what this rank owns, of all members."""
+        return {param: state for member in self.members for param, state in member.state.items()}
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """`Optimizer.__init__` sets an empty one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict of the unsharded optimizer over this rank's parameters, in the order of the groups given.
+
+        Any rank may ask at any time between two steps, see `ZeroRedundancyOptimizer.state_dict`. Ranks with other
+        experts, parts or stages have others.
+        """
+        return merged([member.state_dict() for member in self.members], self._places)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned on a rank with the same parameters. A collective.
+
+        Raises:
+            ValueError: if it does not fit; RuntimeError if it failed on another rank that holds the same parameters.
+        """
+        for member, part in zip(self.members, split(state_dict, self._places), strict=True):
+            member.load_state_dict(part)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelOptimizer":
+        raise NotImplementedError(
+            "Expected ParallelOptimizer not to be copied, since its members share process groups. Build another one, "
+            "and load state_dict()."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("Expected ParallelOptimizer not to be pickled. Save state_dict() instead.")
+
+    # Information
+
+    def explain(self) -> str:
+        """Which ranks share what, and what each member shards, as text. Never communicates."""
+        return describe(self.members, self._places, self._everyone, self._stated)
+
+    def __repr__(self) -> str:
+        return "ParallelOptimizer of " + "\n".join(map(repr, self.members))
+
+
+def _have_own(plans: Sequence[Plan]) -> bool:
+    return any(plan.group is not None for plan in plans)
+
+
+def _averages(
+    plans: Sequence[Plan], models: Sequence[object], members: Sequence[ZeroRedundancyOptimizer], everyone: Communicator
+) -> list[Averages | None]:
+    """For each member that no DDP model reduces, what averages its gradients. A collective."""
+    found: list[Averages | None] = []
+    for plan, ddp, member in zip(plans, models, members, strict=True):
+        sharded = member._engine.sharded
+        if ddp is not None:
+            found.append(None)
+            continue
+        ranks: Ranks = sharded.ranks
+        check_same_values(ranks.everyone, [sharded.table])
+        found.append(Averages(ranks.everyone, sharded.table, everyone.world_size, Shards(plan.held)))
+    return found

@@ -1,0 +1,91 @@
+"""Parameters that are distributed tensors: the optimizer steps this rank's part of each, in the same memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter as a member steps it.
+
+    Attributes:
+        param: a plain parameter; for a distributed tensor this rank's part, in its memory.
+        source: the distributed tensor, or None.
+        cut_over: names of the mesh dimensions along which ranks hold different parts.
+    """
+
+    param: Tensor
+    source: DTensor | None
+    cut_over: frozenset[str]
+
+
+def held(param: Tensor, declared: Sequence[str], dims: Sequence[str], label: str) -> Held:
+    """How a rank holds a parameter.
+
+    Args:
+        param: as the user gave it.
+        declared: dimensions along which the user has said that it is cut (``sharded_over``).
+        dims: names of the mesh dimensions other than the data-parallel one.
+        label: the parameter in messages.
+
+    Raises:
+        ValueError: for a distributed tensor on dimensions that are not among these.
+        NotImplementedError: for one that is neither cut nor replicated along a dimension, or cut unevenly.
+    """
+    unknown = [dim for dim in declared if dim not in dims]
+    if unknown:
+        raise ValueError(
+            f"Expected sharded_over= of {label} to name dimensions of the mesh besides the data-parallel one, "
+            f"{list(dims)}, got {unknown[0]!r}."
+        )
+    if not isinstance(param, DTensor):
+        return Held(param, None, frozenset(declared))
+    names = param.device_mesh.mesh_dim_names or ()
+    cut: set[str] = set(declared)
+    for name, placement in zip(names, param.placements, strict=False):
+        if name not in dims:
+            raise ValueError(
+                f"Expected {label} distributed over dimensions of the mesh besides the data-parallel one, "
+                f"{list(dims)}, got {name!r}. Pass the mesh to ParallelOptimizer(mesh=...), and parallelize the model "
+                "over a dimension of that mesh."
+            )
+        if not isinstance(placement, Shard | Replicate):
+            raise NotImplementedError(
+                f"Expected {label} cut or replicated along {name!r}, got {placement}. Redistribute it first."
+            )
+        if isinstance(placement, Shard):
+            cut.add(name)
+    if not names:
+        raise ValueError(f"Expected {label} on a mesh with named dimensions, got one without names.")
+    own: Any = param.detach()
+    part = nn.Parameter(own.to_local(), requires_grad=param.requires_grad)
+    return Held(part, param, frozenset(cut))
+
+
+class Shards:
+    """The distributed tensors of one member, and the parts that are stepped for them."""
+
+    def __init__(self, all_held: Sequence[Held]) -> None:
+        self._pairs = [(one.source, one.param) for one in all_held if one.source is not None]
+
+    def bring_gradients(self) -> None:
+        """Give each part this rank's part of the gradient."""
+        for source, part in self._pairs:
+            part.requires_grad_(source.requires_grad)
+            grad: Any = source.grad
+            if grad is None:
+                part.grad = None
+                continue
+            if grad.placements != source.placements:
+                grad = grad.redistribute(placements=source.placements)
+            part.grad = grad.to_local().detach()
+
+    def drop_gradients(self) -> None:
+        """Follow a user who has dropped all gradients."""
+        for source, _ in self._pairs:
+            source.grad = None

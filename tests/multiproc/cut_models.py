@@ -1,0 +1,108 @@
+"""Models cut along a tensor-parallel dimension by hand, and into pipeline stages, for tests; and the same whole."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+class SumInForward(torch.autograd.Function):
+    """A sum over ranks in forward; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class SumInBackward(torch.autograd.Function):
+    """Passes in forward; gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class CutBlock(nn.Module):
+    """LayerNorm, a matrix cut by columns, tanh, one cut by rows, and a bias that every rank holds.
+
+    Args:
+        group: the ranks that share it; None: it is whole.
+        seed: of the whole weights.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        up, down = (torch.randn(shape, generator=generator) / 3 for shape in ((16, 8), (8, 16)))
+        parts, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        self.group = group
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Parameter(up.chunk(parts, dim=0)[rank].clone())
+        self.down = nn.Parameter(down.chunk(parts, dim=1)[rank].clone())
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        if self.group is not None:
+            hidden = SumInBackward.apply(hidden, self.group)  # type: ignore[no-untyped-call]
+        result: Tensor = torch.tanh(hidden @ self.up.T) @ self.down.T
+        if self.group is not None:
+            result = SumInForward.apply(result, self.group)  # type: ignore[no-untyped-call]
+        return x + result + self.bias
+
+
+def is_cut(name: str) -> bool:
+    """Whether a parameter of a `CutBlock` is cut."""
+    return name.endswith(("up", "down"))
+
+
+class FirstStage(nn.Module):
+    """Tokens to vectors by an embedding that the last stage shares, and a block."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.embedding = embedding()
+        self.block = CutBlock(group, seed=1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.block(nn.functional.embedding(tokens, self.embedding))
+        return result
+
+
+class LastStage(nn.Module):
+    """A block, and scores of tokens by the embedding of the first stage."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.block = CutBlock(group, seed=2)
+        self.embedding = embedding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.block(x) @ self.embedding.T
+        return result
+
+
+def embedding() -> nn.Parameter:
+    """The same on every rank."""
+    return nn.Parameter(torch.randn(11, 8, generator=torch.Generator().manual_seed(3)) / 3)
+
+
+def token_batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Eight tokens, and the ones that follow; different on every data-parallel rank and in every step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 11, (8,), generator=generator), torch.randint(0, 11, (8,), generator=generator)

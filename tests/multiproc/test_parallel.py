@@ -1,0 +1,290 @@
+"""Experts, tensor and pipeline parallel ranks: who reduces and shards what, and one decision over the whole model."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+import ddp_zero
+from ddp_zero.parallel import ParallelOptimizer
+from tests.multiproc.cases import assert_equal_models, assert_identical, batches, loss_of, sum_in_rank_order
+from tests.multiproc.experts import (
+    Mixture,
+    cut_mixture,
+    dense_and_experts,
+    expert_groups,
+    wrapped_without_experts,
+)
+from tests.multiproc.harness import Cases, Setup
+
+STEPS = 4
+CLIP = 0.05
+OPTIONS: dict[str, Any] = {"lr": 1e-2}
+
+MODES: dict[str, dict[str, Any]] = {
+    "stage 1, standalone": {"overlap": False},
+    "stage 1, overlapped": {},
+    "stage 1, clipped": {"max_grad_norm": CLIP},
+    "stage 2, overlapped": {"stage": 2},
+    "stage 2, clipped": {"stage": 2, "max_grad_norm": CLIP},
+    "stage 2, clipped in the loop": {"stage": 2, "overlap": False},
+}
+
+case = Cases(timeout=120, group_timeout=30)
+
+
+def average_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """What a plain loop does: sums over the ranks with the same expert, divided by the number of all."""
+    for name, param in model.named_parameters():
+        if "experts." in name:
+            has = torch.tensor([float(param.grad is not None)])
+            dist.all_reduce(has, group=group)
+            if has.item():
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                param.grad.mul_(1.0 / dist.get_world_size())
+                dist.all_reduce(param.grad, group=group)
+
+
+def norm_of_one_device(model: nn.Module, world_size: int, step: int) -> Tensor:
+    """The norm of the gradients of the whole model, from the inputs of all ranks."""
+    model.zero_grad()
+    every = [list(batches(rank, step + 1))[step] for rank in range(world_size)]
+    inputs, targets = (torch.cat(parts) for parts in zip(*every, strict=True))
+    loss_of(model, inputs, targets).backward()
+    norms = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None])
+    total: Tensor = norms.norm()
+    counted = (norms / total).square()
+    assert counted.min() > 1e-5, f"a parameter that is left out, or counted twice, would not show: {counted}"
+    return total
+
+
+def clip(model: nn.Module, total: Tensor) -> None:
+    factor = torch.clamp(CLIP / (total + 1e-6), max=1.0)
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(factor)
+
+
+def train_mixture(setup: Setup, mode: dict[str, Any], in_loop: bool, expert_ranks: int, total: int) -> None:
+    """Train beside the same cut model with the plain optimizer, and beside the whole one on one device."""
+    spread, same = expert_groups(setup.rank, setup.world_size, expert_ranks)
+    model = cut_mixture(setup.rank, expert_ranks, total, spread)
+    ddp_options = {"bucket_cap_mb": 0.0004, "gradient_as_bucket_view": True}
+    twin = cut_mixture(setup.rank, expert_ranks, total, spread)
+    expected = wrapped_without_experts(twin, **ddp_options)
+    ddp = wrapped_without_experts(model, **ddp_options)
+    if mode.get("stage") == 2:
+        expected.register_comm_hook(None, sum_in_rank_order)
+    plain = AdamW(expected.parameters(), **OPTIONS)
+    opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), **mode, **OPTIONS)
+    whole = Mixture(range(total), total)
+    one = AdamW(whole.parameters(), **OPTIONS)
+    before = [param.detach().clone() for param in model.parameters()]
+    for step, batch in enumerate(batches(setup.rank, STEPS)):
+        plain.zero_grad()
+        loss_of(expected, *batch).backward()
+        average_experts(expected, same)
+        opt.zero_grad()
+        loss_of(ddp, *batch).backward()
+        clipped = opt.clip_grad_norm_(CLIP) if in_loop else None
+        opt.step()
+        norm = norm_of_one_device(whole, setup.world_size, step)
+        assert opt.last_step is not None
+        assert opt.last_step.stepped
+        if in_loop or "max_grad_norm" in mode:
+            found = torch.tensor(opt.last_step.grad_norm)
+            torch.testing.assert_close(found, norm, rtol=1e-6, atol=0)
+            assert clipped is None or torch.equal(clipped, found)
+            clip(expected, found)
+            clip(whole, norm)
+            assert opt.last_step.clip_coefficient is not None
+            assert opt.last_step.clip_coefficient < 1
+        plain.step()
+        one.step()
+        assert_equal_models(expected.module, ddp.module, f"after step {step}: {mode}")
+    for (name, param), old in zip(model.named_parameters(), before, strict=True):
+        assert not torch.equal(param, old), f"{name} has not moved: {mode}"
+    for name, param in model.named_parameters():
+        number, _, rest = name.removeprefix("experts.local.").partition(".")
+        first = setup.rank % expert_ranks * (total // expert_ranks)
+        name = f"experts.local.{first + int(number)}.{rest}" if "experts." in name else name
+        torch.testing.assert_close(param, whole.get_parameter(name), rtol=0, atol=5e-4)
+    check_shares(opt, setup.world_size, expert_ranks)
+    check_state(opt, plain, ddp, same)
+
+
+def check_shares(opt: ParallelOptimizer, world_size: int, expert_ranks: int) -> None:
+    """Every parameter's state is on one of the ranks that hold the parameter."""
+    for member, ranks in zip(opt.members, (world_size, world_size // expert_ranks), strict=True):
+        assert member.world_size == ranks
+        held = torch.tensor([float(len(member.state))])
+        dist.all_reduce(held, group=member.process_group)
+        assert held.item() == len(member._engine.sharded.table)
+
+
+def check_state(opt: ParallelOptimizer, plain: AdamW, ddp: nn.Module, same: dist.ProcessGroup) -> None:
+    """State dicts are those of the plain optimizer over the same groups, and load again."""
+    found = opt.state_dict()
+    dense, experts = (group["params"] for group in dense_and_experts(ddp, same))
+    order = [name for name, _ in (*dense, *experts)]
+    place = {name: index for index, (name, _) in enumerate(ddp.named_parameters())}
+    expected = plain.state_dict()["state"]
+    for number, name in enumerate(order):
+        assert_identical(
+            dict(sorted(expected[place[name]].items())), dict(sorted(found["state"][number].items())), name
+        )
+    opt.load_state_dict(found)
+    again = opt.state_dict()
+    assert again["state"].keys() == found["state"].keys()
+    assert_identical(found["state"][0], again["state"][0], "after loading")
+    dist.barrier()  # ranks ask each other
+
+
+@case(4)
+def _experts_equal_the_plain_optimizer_and_norms_one_device(setup: Setup) -> None:
+    for name, mode in MODES.items():
+        train_mixture(setup, mode, "in the loop" in name, expert_ranks=2, total=4)
+
+
+@case(4)
+def _a_gradient_that_is_not_finite_in_one_expert_stops_every_rank(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    for mode in ({"stage": 2}, {"overlap": False}):
+        model = cut_mixture(setup.rank, 2, 4, spread)
+        ddp = wrapped_without_experts(model, gradient_as_bucket_view=True)
+        scale = ddp_zero.DynamicLossScale(initial=8.0)
+        opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), loss_scale=scale, **mode, **OPTIONS)
+        for step, batch in enumerate(batches(setup.rank, 3)):
+            before = [param.detach().clone() for param in model.parameters()]
+            opt.zero_grad()
+            opt.scale(loss_of(ddp, *batch)).backward()
+            weight = model.get_parameter("experts.local.1.0.weight")
+            if step == 1 and setup.rank == 3:
+                weight.grad = torch.full_like(weight, float("inf"))
+            opt.step()
+            record = opt.last_step
+            assert record is not None
+            assert record.stepped == (step != 1)
+            moved = [not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)]
+            assert any(moved) == (step != 1)
+            if step == 1:
+                assert record.nonfinite_parameter == "module.experts.local.1.0.weight"
+                assert opt.loss_scale == 4.0
+        assert [member.loss_scale for member in opt.members] == [4.0, 4.0]
+
+
+@case(4)
+def _experts_that_are_frozen_or_unused_somewhere_do_not_stall_the_others(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    model = cut_mixture(setup.rank, 2, 4, spread)
+    ddp = wrapped_without_experts(model)
+    opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), max_grad_norm=1.0, **OPTIONS)
+    first, second = model.experts.local[0], model.experts.local[1]
+    for step, batch in enumerate(batches(setup.rank, 4)):
+        if step == 1 and setup.rank % 2:  # both ranks that hold it, not those with the other experts
+            first.requires_grad_(False)
+        frozen = copy.deepcopy(first.state_dict())
+        before = copy.deepcopy(second.state_dict())
+        opt.zero_grad()
+        loss_of(ddp, *batch).backward()
+        if step == 2 and setup.rank == 0:
+            for param in second.parameters():
+                param.grad = None  # used by rank 2 only
+        opt.step()
+        moved = {name: not torch.equal(frozen[name], value) for name, value in first.state_dict().items()}
+        assert not (step >= 1 and setup.rank % 2 and any(moved.values()))
+        assert any(not torch.equal(before[name], value) for name, value in second.state_dict().items())
+    check_replicas(second, same)
+    if setup.rank == 2:
+        second.requires_grad_(False)
+    opt.zero_grad()
+    loss_of(ddp, *next(batches(setup.rank, 1))).backward()
+    with pytest.raises(RuntimeError, match=r"frozen on rank 1 \(global rank 2\) and trainable on rank 0|on rank 0: R"):
+        opt.step()
+
+
+def check_replicas(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Ranks that hold the same parameters have the same values."""
+    mine = torch.cat([param.detach().flatten() for param in module.parameters()])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    assert all(torch.equal(one, mine) for one in every)
+
+
+@case(4)
+def _ranks_with_different_views_of_the_groups_are_named(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+
+    def refused(group: Any, kind: type[Exception], match: str, seed: int = 0) -> None:
+        model = cut_mixture(setup.rank, 2, 4, spread)
+        model.get_parameter("experts.local.0.0.bias").data.add_(seed)
+        ddp = wrapped_without_experts(model)
+        with pytest.raises(kind, match=match):
+            ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, group), **OPTIONS)
+
+    wrong = spread if setup.rank == 1 else same
+    refused(
+        wrong, ValueError, r"agree on who they are, got \[0, 1\] on global rank 1 and \[0, 2\] on global rank 0|on glo"
+    )
+    refused(None if setup.rank == 3 else same, ValueError, "the same parameter groups with a process group.*rank 3")
+    others = (
+        r"different ones on rank 0 \(global rank 0\) and rank 1 \(global rank 2\)" if setup.rank % 2 == 0 else "on ra"
+    )
+    refused(same, ValueError if setup.rank % 2 == 0 else RuntimeError, others, seed=int(setup.rank == 2))
+    opt = ParallelOptimizer(
+        ddp := wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread)),
+        AdamW,
+        dense_and_experts(ddp, same),
+        **OPTIONS,
+    )
+    text = opt.explain()
+    assert "shared by global ranks 0 1 2 3; this rank's are 0 1 2 3; averaged by DDP" in text
+    mine = "0 2" if setup.rank % 2 == 0 else "1 3"
+    assert f"shared by global ranks 0 2 | 1 3; this rank's are {mine}; averaged in opt.step()" in text
+    loss_of(ddp, *next(batches(setup.rank, 1))).backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones((), requires_grad=True))
+    with pytest.raises(NotImplementedError, match="GradScaler"):
+        scaler.step(opt)
+    with pytest.raises(TypeError, match=r"ddp_zero\.parallel"):
+        ddp_zero.ZeroRedundancyOptimizer(dense_and_experts(ddp, same), AdamW)
+
+
+@case(4)
+def _a_second_ddp_model_over_the_experts_shards_their_gradients_too(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    for clipped in (None, CLIP):
+        pairs = []
+        for _ in range(2):
+            model: Any = cut_mixture(setup.rank, 2, 4, spread)
+            options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}
+            model.experts.runs_empty = True
+            model.experts = DistributedDataParallel(model.experts, process_group=same, **options)
+            pairs.append(wrapped_without_experts(model, **options))
+        expected, ddp = pairs
+        expected.register_comm_hook(None, sum_in_rank_order)
+        plain = AdamW(expected.parameters(), **OPTIONS)
+        opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), stage=2, max_grad_norm=clipped, **OPTIONS)
+        assert [member.stage for member in opt.members] == [2, 2]
+        for step, batch in enumerate(batches(setup.rank, 4)):
+            plain.zero_grad()
+            loss_of(expected, *batch).backward()
+            opt.zero_grad()
+            loss_of(ddp, *batch).backward()
+            opt.step()
+            assert opt.last_step is not None
+            if clipped is not None:
+                clip(expected, torch.tensor(opt.last_step.grad_norm))
+            plain.step()
+            assert_equal_models(expected.module, ddp.module, f"after step {step}, clipped {clipped}")
+
+
+@case.each
+def test_parallel(run: Callable[[], None]) -> None:
+    run()

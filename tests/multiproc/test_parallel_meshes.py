@@ -1,0 +1,257 @@
+"""Tensor and pipeline parallel ranks around the data-parallel ones: parity, norms, decisions over the whole model."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.parallel import ParallelOptimizer
+from tests.multiproc.cases import ToyLAMB, assert_identical, batches
+from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, is_cut, token_batch
+from tests.multiproc.harness import Cases, Setup
+
+STEPS = 4
+CLIP = 0.05
+OPTIONS: dict[str, Any] = {"lr": 1e-2}
+
+case = Cases(timeout=120, group_timeout=30)
+
+
+def norm_of(model: nn.Module) -> Tensor:
+    """The norm of the whole model's gradients, to which every parameter adds enough to be missed."""
+    norms = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None])
+    assert len(norms) == len(list(model.parameters()))
+    total: Tensor = norms.norm()
+    counted = (norms / total).square()
+    assert counted.min() > 1e-5, f"a parameter that is left out, or counted twice, would not show: {counted}"
+    return total
+
+
+def scale_gradients(model: nn.Module, found: float) -> None:
+    factor = torch.clamp(CLIP / (torch.tensor(found) + 1e-6), max=1.0)
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.mul_(factor)
+
+
+def check_norm(opt: ParallelOptimizer, expected: Tensor) -> float:
+    assert opt.last_step is not None
+    found = opt.last_step.grad_norm
+    assert found is not None
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-6, atol=0)
+    return found
+
+
+def cut_groups(model: nn.Module, dim: str) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [(name, param) for name, param in named if not is_cut(name)]},
+        {"params": [(name, param) for name, param in named if is_cut(name)], "sharded_over": dim},
+    ]
+
+
+def blocks(group: dist.ProcessGroup | None) -> nn.Module:
+    return nn.Sequential(CutBlock(group, seed=1), CutBlock(group, seed=2))
+
+
+def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss: Tensor = model(batch[0]).square().mean()
+    return loss
+
+
+def everyones(data_ranks: int, step: int) -> tuple[Tensor, Tensor]:
+    every = [list(batches(rank, step + 1))[step] for rank in range(data_ranks)]
+    inputs, targets = (torch.cat(parts) for parts in zip(*every, strict=True))
+    return inputs, targets
+
+
+@case(4)
+def _parameters_that_are_cut_by_hand_equal_the_plain_optimizer(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data, tensor = mesh.get_group("data"), mesh.get_group("tensor")
+    arguments = {"mesh": mesh, "data_parallel_dim": "data"}
+    for mode in ({}, {"stage": 2}, {"max_grad_norm": CLIP}, {"stage": 2, "max_grad_norm": CLIP}):
+        ddp_options: Any = {"process_group": data, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}
+        expected, ddp = (DistributedDataParallel(blocks(tensor), **ddp_options) for _ in range(2))
+        plain, whole = AdamW(expected.parameters(), **OPTIONS), blocks(None)
+        one = AdamW(whole.parameters(), **OPTIONS)
+        opt = ParallelOptimizer(ddp, AdamW, cut_groups(ddp, "tensor"), **arguments, **mode, **OPTIONS)  # type: ignore[arg-type]
+        for step, batch in enumerate(batches(mesh.get_local_rank("data"), STEPS)):
+            for model, optimizer in ((expected, plain), (ddp, opt)):
+                optimizer.zero_grad()
+                squared(model, batch).backward()
+            whole.zero_grad()
+            squared(whole, everyones(2, step)).backward()
+            opt.step()
+            norm = norm_of(whole)
+            if "max_grad_norm" in mode:
+                scale_gradients(expected, check_norm(opt, norm))
+                scale_gradients(whole, float(norm))
+            plain.step()
+            one.step()
+            for (name, mine), other in zip(ddp.named_parameters(), expected.parameters(), strict=True):
+                assert_identical(other.detach(), mine.detach(), f"{name} after step {step}: {mode}")
+        torch.testing.assert_close(ddp.module[0].bias, whole.get_parameter("0.bias"), rtol=0, atol=1e-4)
+        assert not torch.equal(ddp.module[0].up, blocks(tensor).get_parameter("0.up"))
+    with pytest.raises(TypeError, match=r"holds a part, got ToyLAMB"):
+        ParallelOptimizer(ddp, ToyLAMB, cut_groups(ddp, "tensor"), overlap=False, **arguments)  # type: ignore[arg-type]
+
+
+def parallelized(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def local(tensor: Any) -> Tensor:
+    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found.detach()
+
+
+@case(4)
+def _distributed_tensors_are_stepped_in_place(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data = mesh.get_group("data")
+    for clipped in (None, CLIP):
+        expected, model = parallelized(mesh["tensor"]), parallelized(mesh["tensor"])
+        torch.manual_seed(0)
+        whole = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
+        plain = AdamW(expected.parameters(), foreach=False, **OPTIONS)
+        opt = ParallelOptimizer(
+            model, AdamW, mesh=mesh, data_parallel_dim="data", max_grad_norm=clipped, foreach=False, **OPTIONS
+        )
+        before = [local(param).clone() for param in model.parameters()]
+        for step, batch in enumerate(batches(mesh.get_local_rank("data"), STEPS)):
+            plain.zero_grad()
+            (expected(batch[0]) - 0.1).pow(4).mean().backward()
+            for param in expected.parameters():
+                grad = local(param.grad).mul_(0.5)
+                dist.all_reduce(grad, group=data)
+            opt.zero_grad()
+            assert all(param.grad is None for param in model.parameters())
+            (model(batch[0]) - 0.1).pow(4).mean().backward()
+            opt.step()
+            if clipped is not None:
+                if step == 0:
+                    (whole(everyones(2, step)[0]) - 0.1).pow(4).mean().backward()
+                    check_norm(opt, norm_of(whole))
+                assert opt.last_step is not None
+                scale_gradients(expected, opt.last_step.grad_norm or 0.0)
+            plain.step()
+            for (name, mine), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+                assert_identical(local(other), local(mine), f"{name} after step {step}, clipped: {clipped}")
+        assert all(not torch.equal(local(param), old) for param, old in zip(model.parameters(), before, strict=True))
+    with pytest.raises(TypeError, match=r"holds a part, got ToyLAMB"):
+        ParallelOptimizer(model, ToyLAMB, mesh=mesh, data_parallel_dim="data")
+    with pytest.raises(TypeError, match=r"ddp_zero\.parallel"):
+        ZeroRedundancyOptimizer(model.parameters(), AdamW)
+
+
+def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(scores, targets) / 4  # the mean over micro-batches, of which there are four
+
+
+class Whole(nn.Module):
+    """Both stages on one device, with one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = FirstStage(), LastStage()
+        self.last.embedding = self.first.embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(tokens))
+        return result
+
+
+@case(4)
+def _stages_share_an_embedding_norms_and_skips(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    train_stages(mesh, tensor=None, schedules=(ScheduleGPipe, Schedule1F1B))
+
+
+def train_stages(mesh: DeviceMesh, tensor: dist.ProcessGroup | None, schedules: tuple[Any, ...]) -> None:
+    data_rank, stage_number = mesh.get_local_rank("data"), mesh.get_local_rank("pipe")
+    tied = tied_group(mesh)
+    for schedule_class in schedules:
+        part = FirstStage(tensor) if stage_number == 0 else LastStage(tensor)
+        named = list(part.named_parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [(name, param) for name, param in named if name != "embedding" and not is_cut(name)]},
+            {"params": [(name, param) for name, param in named if is_cut(name)]}
+            | ({} if tensor is None else {"sharded_over": "tensor"}),
+            {"params": [("embedding", part.embedding)], "process_group": tied},
+        ]
+        opt = ParallelOptimizer(
+            part,
+            AdamW,
+            groups,
+            mesh=mesh,
+            data_parallel_dim="data",
+            pipeline_dim="pipe",
+            max_grad_norm=CLIP,
+            **OPTIONS,
+        )
+        whole = Whole()
+        one = AdamW(whole.parameters(), **OPTIONS)
+        stage = PipelineStage(part, stage_number, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
+        schedule = schedule_class(stage, n_microbatches=4, loss_fn=token_loss, scale_grads=False)
+        for step in range(STEPS):
+            tokens, targets = token_batch(data_rank, step)
+            opt.zero_grad()
+            if stage_number == 0:
+                schedule.step(tokens)
+            else:
+                schedule.step(target=targets)
+            before = copy.deepcopy(part.state_dict())
+            if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+                part.block.bias.grad = torch.full_like(part.block.bias, float("nan"))
+            opt.step()
+            assert opt.last_step is not None
+            if step == 2:
+                assert not opt.last_step.stepped
+                assert opt.last_step.nonfinite_parameter == "block.bias"
+                assert_identical(before, part.state_dict(), "after a skip")
+                continue
+            one.zero_grad()
+            every = [token_batch(rank, step) for rank in range(mesh["data"].size())]
+            inputs, wanted = (torch.cat(parts) for parts in zip(*every, strict=True))
+            nn.functional.cross_entropy(whole(inputs), wanted).backward()
+            norm = norm_of(whole)
+            check_norm(opt, norm)
+            scale_gradients(whole, float(norm))
+            one.step()
+        same = whole.first if stage_number == 0 else whole.last
+        for name, param in part.named_parameters():
+            if tensor is None or not is_cut(name):
+                torch.testing.assert_close(param, same.get_parameter(name), rtol=0, atol=5e-4)
+        both = [torch.empty_like(part.embedding) for _ in range(dist.get_world_size(tied))]
+        dist.all_gather(both, part.embedding.detach(), group=tied)
+        assert all(torch.equal(part.embedding, other) for other in both), "the tied embeddings differ"
+
+
+def tied_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that hold the same part of the embedding: both stages, all data-parallel ranks."""
+    names = list(mesh.mesh_dim_names or ())
+    others = [names.index(name) for name in names if name not in ("data", "pipe")]
+    table = mesh.mesh.movedim(others, list(range(len(others)))).reshape(-1, mesh["data"].size() * 2)
+    found = [dist.new_group(sorted(row.tolist())) for row in table]
+    mine = [row.tolist().count(dist.get_rank()) > 0 for row in table]
+    group: dist.ProcessGroup = found[mine.index(True)]
+    return group
+
+
+@case.each
+def test_meshes(run: Callable[[], None]) -> None:
+    run()
