@@ -70,6 +70,8 @@ RESUMES_GROUPS = (
     _HERE + "test_groups.py::test_a_checkpoint_of_groups_is_whole_and_resumes_without_groups_and_at_other_sizes"
 )
 DEEPSPEED = _HERE + "test_deepspeed.py::test_deepspeed"
+INSIGHT = _HERE + "test_insight.py::test_insight"
+LOST = _HERE + "test_insight.py::test_the_records_name_the_rank_that_was_lost"
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
@@ -180,6 +182,16 @@ FEATURES: list[tuple[str, str, str]] = [
     ("An error of one rank's local step is raised on all ranks, with its text", YES, FAILURES),
     ("DeepSpeed's engine calls in stages 0, 1 and 2, fp32, bf16 and fp16: bit-equal to DDP", YES, DEEPSPEED),
     ("A job that `torchrun` restarts ends as an unbroken one", YES, RESTART),
+    (
+        "`opt.stats()`: bytes as counted, numbers unchanged; `Monitor`; `opt.check_agreement()` names the rank",
+        YES,
+        INSIGHT,
+    ),
+    (
+        "... flight records of a killed and a stopped rank: `postmortem` names the rank, the bucket and the message",
+        YES,
+        LOST,
+    ),
     ("Random programs, compared with DDP + the plain optimizer after every step", YES, FUZZ),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),
     ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),

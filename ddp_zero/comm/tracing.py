@@ -1,11 +1,11 @@
 """The library's logger, and its labels: each is an event of the flight record and, if there is a profiler, a range."""
 
 import logging
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 
 import torch
 
-from ddp_zero.record.recorder import Recorder
+from ddp_zero.record.recorder import Recorder, Span
 
 logger = logging.getLogger("ddp_zero")
 
@@ -18,12 +18,20 @@ class Trace(Recorder):
         span = self.span(verb, bucket)
         if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return span
-        both = ExitStack()
-        both.enter_context(torch.profiler.record_function(f"ddp_zero::{verb}{_of(bucket)}"))
-        both.push(span)
-        span.__enter__()
-        return both
+        return _Profiled(span, verb if bucket < 0 else f"{verb} (bucket {bucket})")
 
 
-def _of(bucket: int) -> str:
-    return "" if bucket < 0 else f" (bucket {bucket})"
+class _Profiled:
+    """An event that is a range of the profiler, too."""
+
+    def __init__(self, span: Span, name: str) -> None:
+        self._span = span
+        self._range = torch.profiler.record_function(f"ddp_zero::{name}")
+
+    def __enter__(self) -> None:
+        self._range.__enter__()
+        self._span.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._span.__exit__(kind, error, traceback)
+        self._range.__exit__(kind, error, traceback)

@@ -13,11 +13,16 @@ class Mark:
     is_beside: bool
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether `StreamClock` can measure time on a device."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "default_stream")
+
+
 class StreamClock:
     """Marks the current stream of a device. Nothing here waits for the device.
 
     Args:
-        device: an accelerator.
+        device: an accelerator that `has_streams`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,10 +32,9 @@ class StreamClock:
     def mark(self) -> Mark:
         """An event behind everything that was issued to the current stream so far."""
         current = torch.accelerator.current_stream(self._device)
-        default = getattr(self._module, "default_stream", None)
         event = torch.Event(self._device, enable_timing=True)
         event.record(current)
-        return Mark(event, default is not None and current != default(self._device))
+        return Mark(event, current != self._module.default_stream(self._device))
 
     def seconds(self, begun: Mark, ended: Mark) -> float | None:
         """The time between two marks, or None if the device has not passed both yet."""

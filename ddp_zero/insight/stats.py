@@ -9,8 +9,9 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
+from ddp_zero.comm.communicator import Communicator
 from ddp_zero.insight import memory
-from ddp_zero.insight.device_clock import StreamClock
+from ddp_zero.insight.device_clock import StreamClock, has_streams
 from ddp_zero.insight.running import Running
 from ddp_zero.record import flight
 from ddp_zero.record.recorder import Interval, Recorder
@@ -45,12 +46,13 @@ class Stats:
         self._norm = ReadLater()
         self._began = perf_counter_ns()
         device = running.sharded.table.accelerator()
-        if device.type != "cpu":
+        if has_streams(device):
             self._recorder.clock = StreamClock(device)
-        self._recorder.when_ended = _weakly(self._sample_memory)
+        if self._recorder.when_ended is None:  # a copy of an optimizer shares its recorder
+            self._recorder.when_ended = _weakly(self._sample_memory)
         everyone = running.sharded.ranks.everyone
         members = [everyone.global_rank(rank) for rank in (everyone.group_rank, *everyone.peers())]
-        flight.identify(members[0], members, everyone.time_out.total_seconds())
+        flight.identify(members[0], members, _time_out_of(everyone))
 
     def read(self) -> dict[str, float]:
         """The numbers; see `ZeroRedundancyOptimizer.stats`."""
@@ -168,6 +170,14 @@ class ReadLater:
         if self._event is not None and self._event.query() and self._copy is not None:
             self._known, self._event = float(self._copy), None
         return self._known
+
+
+def _time_out_of(comm: Communicator) -> float:
+    """In seconds; 0 for a backend that does not say."""
+    try:
+        return comm.time_out.total_seconds()
+    except (AttributeError, RuntimeError):
+        return 0.0
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

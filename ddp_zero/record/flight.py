@@ -41,6 +41,7 @@ class _Job:
     started = time.time()
     watch: threading.Thread | None = None
     process = 0
+    newest_written = -1
 
 
 _one_writes = threading.Lock()
@@ -90,6 +91,7 @@ def write(reason: str, error: str = "") -> Path | None:
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         unfinished.write_text(json.dumps(_record(reason, error)))
         unfinished.replace(path)
+        _Job.newest_written = RING.newest
         return path
     return None
 
@@ -129,11 +131,11 @@ def _stacks() -> dict[str, list[str]]:
     """Where each thread is, by its name; innermost frames last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
-    return {
-        names.get(ident, str(ident)): [line.rstrip() for line in traceback.format_stack(frame)[-_STACK_LINES:]]
-        for ident, frame in frames.items()
-        if ident != threading.get_ident() or names.get(ident) == "MainThread"
-    }
+    del frames[threading.get_ident()]  # it would refer to itself, and so live on with all that it refers to
+    stacks = {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames.items()}
+    if threading.current_thread() is threading.main_thread():
+        stacks["MainThread"] = traceback.format_stack()
+    return {name: [line.rstrip() for line in stack[-_STACK_LINES:]] for name, stack in stacks.items()}
 
 
 def _attempt() -> int:
@@ -155,14 +157,12 @@ def _start_watch() -> None:
 
 
 def _watch() -> None:
-    written = -1
     while True:
         time.sleep(min(max(_Job.time_out / 40, 0.05), 15.0))
-        newest = RING.newest
-        reason = overdue(RING, time.perf_counter_ns(), _Job.time_out) if newest != written else None
-        if reason is not None:
-            written = newest
-            write(reason)
+        if RING.newest != _Job.newest_written:  # a record of an error stays
+            reason = overdue(RING, time.perf_counter_ns(), _Job.time_out)
+            if reason is not None:
+                write(reason)
 
 
 def overdue(ring: Ring, now: int, time_out: float) -> str | None:
