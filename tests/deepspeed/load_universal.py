@@ -23,6 +23,10 @@ def main(root: Path, stage: int, dtype: str, result: Path) -> None:
     patched()
     torch.manual_seed(77)
     model = Model()
+    (file,) = root.glob("*/mp_rank_00_model_states.pt")  # DeepSpeed itself loads what is trainable, and no more
+    saved = torch.load(file, weights_only=True)["module"]
+    trainable = {name for name, param in model.named_parameters() if param.requires_grad} | {"head.weight"}
+    model.load_state_dict({key: value for key, value in saved.items() if key not in trainable}, strict=False)
     engine, _, _, _ = deepspeed.initialize(
         model=model,
         model_parameters=groups_of(model),
