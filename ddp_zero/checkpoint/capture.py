@@ -71,8 +71,9 @@ def _states(
 
 def _shared(live: LiveModel, optimizer: OptimizerState | None, names: list[str], extra: Tree) -> Shared:
     trainable, aliases = live.trainable, live.aliases
+    buffers = [name for name, value in live.entries.items() if not isinstance(value, nn.Parameter)]
     if optimizer is None:
-        return Shared(trainable=trainable, aliases=aliases, extra=extra)
+        return Shared(trainable=trainable, aliases=aliases, buffers=buffers, extra=extra)
     param_groups = optimizer.optimizer.param_groups
     groups = [
         {**group_options(group), "params": params}
@@ -85,6 +86,7 @@ def _shared(live: LiveModel, optimizer: OptimizerState | None, names: list[str],
         loss_scale=optimizer.scale(),
         trainable=trainable,
         aliases=aliases,
+        buffers=buffers,
         extra=extra,
     )
 

@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_zero.checkpoint.folder import Marker, newest, read_marker, read_text
-from ddp_zero.checkpoint.manifest import decode_part, part_name
+from ddp_zero.checkpoint.folder import Marker, is_complete, newest, read_marker, read_text
+from ddp_zero.checkpoint.manifest import PiecedTensor, decode_part, part_name
+from ddp_zero.foreign import deepspeed
+from ddp_zero.foreign.contents import Foreign
+from ddp_zero.foreign.values import RawTensor
+from ddp_zero.local.masters import MASTER_KEY
 from ddp_zero.local.tree import Tree
 
 State = dict[Any, Any]
@@ -46,6 +50,7 @@ class Shared:
         loss_scale: the state of a dynamic loss scale, or None.
         trainable: names of the parameters that were trainable.
         aliases: additional names of the model's tensors, with the name under which each is saved.
+        buffers: names of values that are no parameters; None if that is not known.
         extra: the user's own state.
     """
 
@@ -55,6 +60,7 @@ class Shared:
     loss_scale: dict[str, float] | None = None
     trainable: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
+    buffers: list[str] | None = None
     extra: Tree = None
 
 
@@ -70,6 +76,7 @@ class SavedCheckpoint:
         state: optimizer state by parameter name, in the order in which the unsharded optimizer would have it.
         shared: the values that it holds once.
         rank_extras: the user's own state of each rank that saved.
+        foreign: what a different library wrote, or None.
     """
 
     folder: Path
@@ -79,6 +86,7 @@ class SavedCheckpoint:
     state: Mapping[str, State]
     shared: Shared
     rank_extras: Sequence[Tree]
+    foreign: Foreign | None = None
 
     @classmethod
     def open(cls, path: Path) -> "SavedCheckpoint":
@@ -88,8 +96,41 @@ class SavedCheckpoint:
             FileNotFoundError: if there is no complete checkpoint.
             ValueError: if it is damaged, or was not written by this library, naming the file.
         """
+        found = None if is_complete(path) else deepspeed.find(path)
+        if found is not None:
+            return cls.of_foreign(deepspeed.read(found))
         folder = newest(path)
         return cls.read(folder, read_marker(folder))
+
+    @classmethod
+    def of_foreign(cls, foreign: Foreign) -> "SavedCheckpoint":
+        """A checkpoint that a different library wrote; masters become what a sharded optimizer keeps in its state."""
+        state = {name: dict(states) for name, states in foreign.state.items()}
+        for name, master in foreign.masters.items():
+            state.setdefault(name, {})[MASTER_KEY] = master
+        shared = Shared(
+            optimizer=f"torch.optim.{min(foreign.kinds, default='unknown')}",
+            param_groups=_stored(foreign.groups),
+            loss_scale=foreign.loss_scale,
+            trainable=foreign.trainable,
+            aliases=foreign.aliases,
+            buffers=foreign.buffers,
+            extra=_stored(foreign.extra),
+        )
+        model = _stored(foreign.model)
+        model.update({alias: model[name] for alias, name in foreign.aliases.items()})
+        return cls(foreign.folder, foreign.step, foreign.digest, model, _stored(state), shared, [], foreign)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a different library wrote it: it does not name classes, and may not hold frozen parameters."""
+        return self.foreign is not None
+
+    def is_of(self, optimizer: str) -> bool:
+        """Whether its state may be of an optimizer class, of which a different library only tells the kind."""
+        if self.foreign is None:
+            return self.shared.optimizer == optimizer
+        return optimizer.rpartition(".")[2] in self.foreign.kinds
 
     @classmethod
     def read(cls, folder: Path, marker: Marker) -> "SavedCheckpoint":
@@ -129,6 +170,17 @@ class SavedCheckpoint:
         }
 
 
+def _stored(value: Any) -> Any:
+    """Values of a different library with tensors as this one stores them."""
+    if isinstance(value, RawTensor):
+        return PiecedTensor.of(value)
+    if isinstance(value, dict):
+        return {key: _stored(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_stored(item) for item in value)
+    return value
+
+
 def _read_part(folder: Path, rank: int, digest: str) -> Part:
     path = folder / part_name(rank)
     tree = decode_part(read_text(path), digest, path)
@@ -161,6 +213,7 @@ def _check_shared(shared: Shared) -> None:
     _expect(_is_dict(shared.other_state, str) and not {"state", "param_groups"} & set(shared.other_state), "a dict")
     _expect(shared.loss_scale is None or _is_dict(shared.loss_scale, str), "numbers of a loss scale")
     _expect(_is_list_of_names(shared.trainable), "names of trainable parameters")
+    _expect(shared.buffers is None or _is_list_of_names(shared.buffers), "names of buffers")
     _expect(_is_dict(shared.aliases, str) and _is_list_of_names(list(shared.aliases.values())), "names of aliases")
 
 

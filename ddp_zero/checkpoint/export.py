@@ -1,15 +1,15 @@
 """Export of a checkpoint to plain files, by one process that never holds more than a piece of a tensor.
 
-Weights become a safetensors file, the optimizer the state dict of the plain `torch.optim` class. The safetensors format
-(https://github.com/huggingface/safetensors, its README) is a length, a JSON header and the bytes; it is written here,
-since the library of that name needs all tensors in memory at once.
+Weights become a safetensors file, the optimizer the state dict of the plain `torch.optim` class, or both together what
+DeepSpeed loads. The safetensors format (https://github.com/huggingface/safetensors, its README) is a length, a JSON
+header and the bytes; it is written here, since the library of that name needs all tensors in memory at once.
 """
 
 import json
 import mmap
 import os
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.folder import folder_of, open_regular, sync_folder
-from ddp_zero.checkpoint.manifest import StoredTensor, fill, stored_in, total_bytes
-from ddp_zero.checkpoint.tensor_file import pieces, verify
+from ddp_zero.checkpoint.folder import folder_of, sync_folder
+from ddp_zero.checkpoint.manifest import PiecedTensor, StoredTensor, fill, stored_in, total_bytes
+from ddp_zero.checkpoint.tensor_file import pieces, read, verify
+from ddp_zero.foreign.deepspeed_writer import write_universal
+from ddp_zero.foreign.files import open_regular
+from ddp_zero.local.masters import MASTER_KEY
+from ddp_zero.local.tree import memory_of
 from ddp_zero.record.progress import Counted, showing
 
 MODEL_FILE = "model.safetensors"
@@ -46,15 +50,17 @@ _SAFETENSORS = {
 _ALIGNMENT = 8
 
 
-def export(path: Path, out: Path) -> list[Path]:
+def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = False) -> list[Path]:
     """Write ``model.safetensors`` and, if an optimizer was saved, ``optimizer.pt`` into a folder.
 
     The latter is for ``torch.load(file, weights_only=True, mmap=True)`` and the plain optimizer's ``load_state_dict``,
     over the same parameters in the same order. Existing files of these names are replaced, each atomically.
 
     Args:
-        path: a checkpoint, or a folder of them.
+        path: a checkpoint, or a folder of them; of this library or of DeepSpeed.
         out: a folder, created if missing.
+        fp32: write all floating-point weights in fp32, from their master weights where there are some.
+        exclude_frozen: leave out parameters that are not trainable.
 
     Returns:
         The files.
@@ -69,8 +75,9 @@ def export(path: Path, out: Path) -> list[Path]:
     with showing(f"checking {saved.folder.name}", total_bytes(stored)):
         verify(saved.folder, stored)
     out.mkdir(parents=True, exist_ok=True)
+    values = _values(saved, fp32, exclude_frozen)
     with showing(f"exporting {saved.folder.name}", total_bytes(stored)):
-        files = [_replace(out / MODEL_FILE, lambda file: _write_model(saved, file))]
+        files = [_replace(out / MODEL_FILE, lambda file: _write_model(saved.folder, values, file))]
         if shared.optimizer is not None:
             files.append(_replace(out / OPTIMIZER_FILE, lambda file: _write_optimizer(saved, file)))
     return files
@@ -94,24 +101,46 @@ def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
     return target
 
 
-def _write_model(saved: SavedCheckpoint, file: BinaryIO) -> None:
+def _values(saved: SavedCheckpoint, fp32: bool, exclude_frozen: bool) -> dict[str, tuple[StoredTensor, torch.dtype]]:
+    """The tensors to write, by name, and the dtype of each in the file."""
     tensors = {name: value for name, value in saved.model.items() if isinstance(value, StoredTensor)}
+    if exclude_frozen:
+        buffers = saved.shared.buffers
+        if buffers is None:
+            raise ValueError(
+                f"Expected a checkpoint that tells parameters from buffers, got one of an earlier version: "
+                f"{saved.folder}. Save it again, or export it with its frozen parameters."
+            )
+        aliases = {alias for alias, name in saved.shared.aliases.items() if name in saved.shared.trainable}
+        kept = {*buffers, *saved.shared.trainable, *aliases}
+        tensors = {name: stored for name, stored in tensors.items() if name in kept}
+    found = {}
+    for name, stored in tensors.items():
+        first = saved.shared.aliases.get(name, name)
+        best = saved.state.get(first, {}).get(MASTER_KEY, stored) if fp32 else stored
+        is_converted = fp32 and stored.spec.dtype.is_floating_point
+        found[name] = (best, torch.float32) if is_converted else (stored, stored.spec.dtype)
+    return found
+
+
+def _write_model(folder: Path, values: Mapping[str, tuple[StoredTensor, torch.dtype]], file: BinaryIO) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, stored in tensors.items():
+    for name, (stored, in_file) in values.items():
         if name in header:
             raise ValueError(f"Expected a name that safetensors does not reserve, got {name!r}.")
-        if stored.spec.dtype not in _SAFETENSORS:
-            raise ValueError(f"Expected a dtype that safetensors supports for {name!r}, got {stored.spec.dtype}.")
-        begin, end = end, end + stored.nbytes
-        dtype, shape = _SAFETENSORS[stored.spec.dtype], list(stored.spec.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        if in_file not in _SAFETENSORS:
+            raise ValueError(f"Expected a dtype that safetensors supports for {name!r}, got {in_file}.")
+        begin, end = end, end + stored.nbytes // stored.spec.dtype.itemsize * in_file.itemsize
+        shape = list(stored.spec.shape)
+        header[name] = {"dtype": _SAFETENSORS[in_file], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
-    for stored in tensors.values():
-        for piece in pieces(saved.folder, stored):
-            file.write(piece)
+    for stored, in_file in values.values():
+        for piece in pieces(folder, stored):
+            is_same = stored.spec.dtype == in_file
+            file.write(piece if is_same else memory_of(torch.frombuffer(piece, dtype=stored.spec.dtype).to(in_file)))
 
 
 def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
@@ -130,10 +159,64 @@ def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
     return fill(tree, lambda stored: _mapped(saved.folder, stored))  # type: ignore[no-any-return]
 
 
+def export_deepspeed(path: Path, out: Path) -> Path:
+    """Write a checkpoint in DeepSpeed's universal format, as ``out/step-<number>_universal``.
+
+    DeepSpeed loads it with ``"checkpoint": {"load_universal": true}`` into stages 1, 2 and 3, at any number of ranks.
+
+    Args:
+        path: a checkpoint, or a folder of them, with an optimizer.
+        out: a folder, created if missing.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint.
+        FileExistsError: if ``out`` has one of this name.
+        ValueError: if it is damaged, or was saved without an optimizer.
+    """
+    saved = SavedCheckpoint.open(path)
+    shared = saved.shared
+    if shared.optimizer is None:
+        raise ValueError(f"Expected a checkpoint with an optimizer, got one of a model only: {saved.folder}.")
+    verify(saved.folder, stored_in([saved.model, saved.state, shared.param_groups]))
+    out.mkdir(parents=True, exist_ok=True)
+    named = [name for group in shared.param_groups for name in group["params"]]
+    cpu = torch.device("cpu")
+
+    def whole(name: str) -> dict[str, Any]:
+        states = dict(saved.state.get(name, {}))
+        best = states.pop(MASTER_KEY, saved.model[name])
+        values = fill(states, lambda stored: read(saved.folder, stored, cpu))
+        shape = best.spec.shape
+        kept = {key: value for key, value in values.items() if key == "step" or getattr(value, "shape", None) == shape}
+        return {"fp32": read(saved.folder, best, cpu).float(), **kept}
+
+    module = {name: value for name, value in saved.model.items() if isinstance(value, StoredTensor)}
+    others = {
+        "global_steps": saved.step,
+        "shared_params": dict(shared.aliases),
+        "buffer_names": list(shared.buffers or []),
+        **{"skipped_steps": 0, "global_samples": 0, "lr_scheduler": None, "frozen_param_shapes": None},
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+    }
+    return write_universal(
+        out,
+        f"step-{saved.step:08d}_universal",
+        ((name, whole(name)) for name in named),
+        fill(shared.param_groups, lambda stored: read(saved.folder, stored, cpu)),
+        fill(module, lambda stored: _mapped(saved.folder, stored)),
+        others,
+    )
+
+
 def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
     """A tensor whose memory is the file: the system reads it on use and can evict it at any time."""
     if not stored.nbytes:
         return torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
+    if isinstance(stored, PiecedTensor):
+        return read(folder, stored, torch.device("cpu"))
     start = stored.span.offset - stored.span.offset % mmap.ALLOCATIONGRANULARITY
     with open_regular(folder / stored.span.file) as file:
         length = stored.span.offset + stored.nbytes - start
@@ -148,11 +231,22 @@ def main() -> int:
     parser = ArgumentParser(prog="python -m ddp_zero.checkpoint", description="Work with sharded checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("export", help=f"write {MODEL_FILE} and {OPTIMIZER_FILE}, as plain as torch's own")
+    command.add_argument("--format", choices=("plain", "deepspeed-universal"), default="plain", help="what to write")
+    command.add_argument("--fp32", action="store_true", help="plain weights in fp32, of masters where there are some")
+    command.add_argument("--exclude-frozen", action="store_true", help="plain weights without frozen parameters")
     command.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them: the newest")
     command.add_argument("out", metavar="OUT", help="a folder for the files")
     options = parser.parse_args()
     try:
-        for file in export(folder_of(options.path), folder_of(options.out)):
+        path, out = folder_of(options.path), folder_of(options.out)
+        if options.format == "deepspeed-universal":
+            if options.fp32 or options.exclude_frozen:
+                raise ValueError(
+                    "Expected --fp32 and --exclude-frozen with --format plain: DeepSpeed's has fp32 alone."
+                )
+            print(export_deepspeed(path, out))
+            return 0
+        for file in export(path, out, fp32=options.fp32, exclude_frozen=options.exclude_frozen):
             print(f"{file}: {file.stat().st_size:,} bytes")
     except (OSError, ValueError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")

@@ -11,11 +11,11 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from dataclasses import asdict, dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
+
+from ddp_zero.foreign.files import open_regular
 
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"
@@ -159,6 +159,11 @@ def complete_in(root: Path) -> list[Path]:
     return sorted(found, key=_order)
 
 
+def is_complete(path: Path) -> bool:
+    """Whether a path is a complete checkpoint, or a folder with one."""
+    return (path / MARKER).is_file() or bool(complete_in(path))
+
+
 def newest(path: Path) -> Path:
     """The checkpoint that a path names: itself, or the complete one of the highest step in it.
 
@@ -170,8 +175,8 @@ def newest(path: Path) -> Path:
     found = complete_in(path)
     if not found:
         raise FileNotFoundError(
-            f"Expected a checkpoint of ddp_zero.checkpoint.save, or a folder of them, at {path}, got no complete one. "
-            "Others can be loaded with torch and given to load_state_dict()."
+            f"Expected a checkpoint of ddp_zero.checkpoint.save, or a folder of them, or one of DeepSpeed, at {path}, "
+            "got no complete one. Others can be loaded with torch and given to load_state_dict()."
         )
     return found[-1]
 
@@ -223,22 +228,6 @@ def read_text(path: Path) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"Expected UTF-8 text, got other bytes in {path}: {error}") from error
-
-
-def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; links, pipes and devices could lead out of the folder or never end.
-
-    Raises:
-        ValueError: if it is not a regular file, or cannot be opened.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    except OSError as error:
-        raise ValueError(f"Expected a regular file that can be read, got {error.strerror}: {path}.") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"Expected a regular file, got a different kind of file: {path}.")
-    return os.fdopen(descriptor, "rb")
 
 
 def _order(path: Path) -> tuple[int, int]:

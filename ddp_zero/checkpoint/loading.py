@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.fit import Fit, fit_groups, fit_values, listed, renamed
@@ -71,7 +72,7 @@ class Restore:
         entries = {names[name]: entry for name, entry in saved.model.items()}
         first = {name: live.aliases.get(new, new) for name, new in names.items()}  # the names that the optimizer uses
         states = {first[name]: state for name, state in saved.state.items()}
-        fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, live.values(), plan.fit)
+        fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, plan._wanted(entries), plan.fit)
         plan._place_values(entries)
         if optimizer is not None:
             plan._place_states(optimizer, [[first[name] for name in group] for group in groups], states, first)
@@ -83,6 +84,19 @@ class Restore:
         if optimizer is not None:
             optimizer.check_fits(plan._state_dict(as_meta))
         return plan
+
+    def _wanted(self, entries: Mapping[str, Any]) -> Mapping[str, Value]:
+        """The values of the model that must be saved: DeepSpeed may have left out frozen parameters."""
+        values, trainable = self.live.values(), set(self.live.trainable)
+        if not self.saved.is_foreign:
+            return values
+        kept = {
+            name
+            for name in values
+            if name not in entries and isinstance(self.live.tensor(name), Parameter) and name not in trainable
+        }
+        self.fit.notes += [f"{name!r} keeps its value: it is frozen and not saved" for name in sorted(kept)]
+        return {name: value for name, value in values.items() if name not in kept}
 
     def _place_values(self, entries: Mapping[str, Any]) -> None:
         for name in self.fit.values:
@@ -105,7 +119,7 @@ class Restore:
         fit, shared = self.fit, self.saved.shared
         names = self.names = self.live.names_of(optimizer.table)
         live_groups = by_group(names, optimizer.optimizer.param_groups)
-        if shared.optimizer != class_name(optimizer.inner):
+        if not self.saved.is_of(class_name(optimizer.inner)):
             was = "no optimizer" if shared.optimizer is None else shared.optimizer
             fit.misfits.append(f"the optimizer is {class_name(optimizer.inner)}, saved is {was}")
             fit.groups = [None] * len(live_groups)
@@ -124,6 +138,8 @@ class Restore:
         self.states = {index: self.states[index] for index in in_saved_order}
         for group, source in zip(optimizer.optimizer.param_groups, fit.groups, strict=True):
             options = {} if source is None else group_options(shared.param_groups[source])
+            if self.saved.is_foreign:  # options of a different class of the same kind
+                options = {key: value for key, value in options.items() if key in group}
             _check_options(options, group)
             self.groups.append({**group, **options})
 

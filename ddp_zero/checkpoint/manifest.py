@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_zero.foreign.values import RawTensor
 from ddp_zero.local.tree import TensorSpec, Tree, flatten, specs_in, unflatten
 from ddp_zero.plan.shapes import is_dense
 
@@ -58,6 +59,24 @@ class StoredTensor:
     def describe(self) -> str:
         """Its shape and dtype, for messages."""
         return f"shape {list(self.spec.shape)} of {str(self.spec.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class PiecedTensor(StoredTensor):
+    """A tensor in a checkpoint that a different library wrote: its elements may lie in several places.
+
+    Attributes:
+        raw: the places. Their storages have a CRC-32 each; ``span`` has no checksum.
+    """
+
+    raw: RawTensor
+
+    @classmethod
+    def of(cls, raw: RawTensor) -> "PiecedTensor":
+        """As a tensor of a checkpoint."""
+        first = raw.spans[0].record if raw.spans else None
+        span = FileSpan(first.file if first else "", 0, 0, first.offset if first else 0, "")
+        return cls(TensorSpec(raw.shape, None, raw.dtype, "cpu"), span, raw)
 
 
 def part_name(rank: int) -> str:

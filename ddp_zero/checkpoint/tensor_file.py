@@ -9,6 +9,7 @@ unpickle: it reads the elements directly, at the offset recorded when they were 
 import hashlib
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -16,8 +17,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ddp_zero.checkpoint.folder import open_regular
-from ddp_zero.checkpoint.manifest import FileSpan, StoredTensor
+from ddp_zero.checkpoint.manifest import FileSpan, PiecedTensor, StoredTensor
+from ddp_zero.foreign.archive import Record
+from ddp_zero.foreign.files import open_regular
 from ddp_zero.local.tree import memory_of
 from ddp_zero.record.progress import moved
 
@@ -124,8 +126,21 @@ def verify(folder: Path, tensors: Sequence[StoredTensor]) -> None:
         ValueError: naming the file, if one is missing, cut off or damaged.
     """
     for stored in sorted(tensors, key=lambda stored: (stored.span.file, stored.span.offset)):
-        for _ in pieces(folder, stored):
-            pass
+        if not isinstance(stored, PiecedTensor):
+            for _ in pieces(folder, stored):
+                pass
+    pieced = [stored for stored in tensors if isinstance(stored, PiecedTensor)]
+    for record in {span.record: None for stored in pieced for span in stored.raw.spans}:
+        _verify_record(folder, record)
+
+
+def _verify_record(folder: Path, record: Record) -> None:
+    """Check the CRC-32 of a storage that `torch.save` wrote, which may hold several tensors."""
+    crc = 0
+    for piece in _read_pieces(folder / record.file, record.offset, record.nbytes):
+        crc = zlib.crc32(piece, crc)
+    if crc != record.crc:
+        raise ValueError(f"Expected {record.nbytes} bytes to fit their CRC-32, got damage in {folder / record.file}.")
 
 
 @torch.no_grad()
@@ -168,20 +183,32 @@ def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
     Raises:
         ValueError: naming the file, if it is missing, cut off or damaged.
     """
-    path, left, digest = folder / stored.span.file, stored.nbytes, hashlib.sha256()
+    if isinstance(stored, PiecedTensor):
+        for span in stored.raw.spans:
+            begin = span.record.offset + span.begin
+            yield from _read_pieces(folder / span.record.file, begin, span.nbytes)
+        return
+    path, digest = folder / stored.span.file, hashlib.sha256()
+    for piece in _read_pieces(path, stored.span.offset, stored.nbytes):
+        digest.update(piece)
+        yield piece
+    if digest.hexdigest() != stored.span.sha256:
+        raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}.")
+
+
+def _read_pieces(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
+    """Bytes of a file in pieces of at most 4 MiB, in memory that is reused; whole elements of any dtype, if all are."""
+    left = nbytes
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, left)))
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if stored.span.offset + left > size:
-            raise ValueError(f"Expected at least {stored.span.offset + left} bytes, got {size} in {path}.")
-        file.seek(stored.span.offset)
+        if offset + left > size:
+            raise ValueError(f"Expected at least {offset + left} bytes, got {size} in {path}.")
+        file.seek(offset)
         while left:
             piece = buffer[: min(len(buffer), left)]
             if file.readinto(piece) != len(piece):
                 raise ValueError(f"Expected {left} more bytes, got the end of {path}.")
-            digest.update(piece)
             moved(len(piece))
             yield piece
             left -= len(piece)
-    if digest.hexdigest() != stored.span.sha256:
-        raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}.")

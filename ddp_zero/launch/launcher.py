@@ -21,6 +21,7 @@ LOCAL = "localhost"
 DEFAULT_PORT = 29500
 _ANSWER_SECONDS = 60.0
 _FAILED_TO_START = 2
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, ValueError, RuntimeError) as error:
         say(f"error: {error}")
         return _FAILED_TO_START
+    except KeyboardInterrupt:  # while hosts are asked; nothing runs yet
+        return _INTERRUPTED
     if options.dry_run:
         for command in started:
             print(f"{command.host}: {command.shown()}")

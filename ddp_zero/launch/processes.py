@@ -227,7 +227,9 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         got.append(number)
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    taken = [number for number in _SIGNALS if number is not signal.SIGHUP or not is_kept]
+    before = {number: signal.signal(number, note) for number in taken}
     try:
         yield got
     finally:

@@ -36,6 +36,7 @@ FLOORS = {
     "sync": 4,
     "service": 4,
     "launch": 4,
+    "foreign": 1,
     "step": 5,
     "backward": 6,
     "stage2": 7,
@@ -68,6 +69,7 @@ GROUND = {"options", "loss_scale"}
 WITHOUT_TORCH = {
     *("backward.machine", "backward.regime", "checkpoint.fit"),
     *("launch.hosts", "launch.slurm", "launch.environment", "launch.options", "launch.commands", "launch.guard"),
+    *("foreign.files", "foreign.archive", "foreign.machine"),
 }
 """Files above floor 0 that are pure as well."""
 
@@ -459,8 +461,11 @@ def test_every_raise_and_every_assertion_says_something() -> None:
     assert violations(silent) == {}
 
 
-WRITES_FOR_TORCH = {"checkpoint.tensor_file", "checkpoint.dcp", "checkpoint.export", "deepspeed.saving"}
-"""Files that write what torch's own tools unpickle; nothing here reads it that way."""
+WRITES_FOR_TORCH = {
+    *("checkpoint.tensor_file", "checkpoint.dcp", "checkpoint.export"),
+    *("deepspeed.saving", "foreign.deepspeed_writer"),
+}
+"""Files that write what torch's own tools, or DeepSpeed, unpickle; nothing here reads it that way."""
 
 PICKLING = {"pickle", "torch.load", "torch.save", "torch.package"} | {
     f"torch.distributed.{function}" for function in COMMUNICATING if "object" in function

@@ -20,7 +20,6 @@ from ddp_zero.checkpoint.folder import (
     complete_in,
     newest,
     next_step,
-    open_regular,
     parse_json,
     publish,
     read_marker,
@@ -29,6 +28,7 @@ from ddp_zero.checkpoint.folder import (
     sync_folder,
     write_text,
 )
+from ddp_zero.foreign.files import open_regular
 
 NOT_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may do everything")
 

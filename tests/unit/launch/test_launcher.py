@@ -1,5 +1,6 @@
 """Which hosts, how they are reached and where they meet; and that ``--dry-run`` starts nothing."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -133,6 +134,20 @@ def test_the_first_failure_is_the_exit_code_and_ends_the_others(
     lines: list[str] = []
     assert processes.run(commands_of(*programs), 5, 100, lines.append) == code
     assert lines == said
+
+
+def test_a_job_under_nohup_ends_at_other_signals_only() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        program = (
+            "import os, signal; os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getppid(), signal.SIGTERM); input()"
+        )
+        lines: list[str] = []
+        assert processes.run(commands_of(program), 5, 100, lines.append) == 143
+        assert lines == ["got SIGTERM; stopping h0"]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_program_that_cannot_be_started_ends_those_that_were() -> None:

@@ -1,0 +1,22 @@
+"""Files of unknown origin."""
+
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading; links, pipes and devices could lead out of the folder or never end.
+
+    Raises:
+        ValueError: if it is not a regular file, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        raise ValueError(f"Expected a regular file that can be read, got {error.strerror}: {path}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"Expected a regular file, got a different kind of file: {path}.")
+    return os.fdopen(descriptor, "rb")
