@@ -42,7 +42,8 @@ class Schedule:
 
     def get_lr(self) -> list[float]:
         """The rate of each group for the next step."""
-        return [self.curve.lr(self.last_batch_iteration, base, group) for group, base in enumerate(self._base)]
+        iteration = self.last_batch_iteration
+        return [float(self.curve.lr(iteration, base, group)) for group, base in enumerate(self._base)]
 
     def get_last_lr(self) -> list[float]:
         """The rates that were set last."""
@@ -73,6 +74,7 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there; the rates are those of the optimizer's state dict until the next step."""
         self.last_batch_iteration = state["last_batch_iteration"]
+        self._last_lr = self.get_lr()
 
 
 def _number(lr: Any) -> float:

@@ -79,7 +79,7 @@ def _with_the_optimizer_and_the_schedule_of_the_file(setup: Setup) -> None:
     rates = [entry["learning_rate"] for entry in log if "learning_rate" in entry]
     expected = [entry["learning_rate"] for entry in reference.state.log_history if "learning_rate" in entry]
     assert rates == expected
-    assert len(set(rates)) > 2
+    assert len(set(rates)) > 1
     assert len(trainer.zero_optimizer.param_groups) == 1
 
 

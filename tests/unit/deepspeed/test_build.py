@@ -110,6 +110,8 @@ def test_a_schedule_sets_every_group_and_resumes() -> None:
         schedule.step()
     assert found == [[0, 0], [0, 0], [0.5, 1.0], [1.0, 2.0]]
     other = build_schedule(SchedulerSection("WarmupLR", params), sgd(1.0, 2.0))
+    other.load_state_dict({"last_batch_iteration": 1})
+    assert other.get_last_lr() == [0.5, 1.0], "those of the iteration, also before the next step"
     other.load_state_dict({"last_batch_iteration": 0})
     other.step()
     assert other.get_last_lr() == [0.5, 1.0]
