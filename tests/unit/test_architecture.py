@@ -36,6 +36,7 @@ FLOORS = {
     "stage2": 7,
     "state": 7,
     "about": 7,
+    "estimate": 7,
     "front": 8,
     "checkpoint": 9,
     "integrations": 10,
@@ -49,6 +50,7 @@ FRAMEWORKS = {
     "integrations.transformers": {"transformers", "accelerate"},
     "integrations.accelerate": {"accelerate"},
     "integrations.lightning": {"lightning"},
+    "estimate.picture": {"matplotlib"},
 }
 """What a file may import besides torch."""
 
