@@ -170,14 +170,8 @@ def estimate(  # noqa: D417  # options that are those of the class are documente
     check_can_be_sharded(optimizer_class)
     params = list(model.parameters())
     states = StateBytes(optimizer_class, options)
-    place = _place(params, device)
     place_of = Offload.of(offload)
-    sizes = Sizes(
-        specs=[_spec(param, place) for param in params],
-        states=lambda index, part: states.of(params[index], _stepped_dtype(params[index], master_weights), part),
-        is_low=[param.dtype in LOW_PRECISION for param in params],
-        on_accelerator=place != "cpu",
-    )
+    sizes = _sizes(params, states, _place(params, device), master_weights)
     base = Mode("", 0, masters=master_weights, flat=parameters_as_bucket_view, views=gradient_as_bucket_view)
     to, buffers = (None, 3) if place_of is None else (place_of.to, place_of.buffers)
     modes = modes_for(stage, _partitions(partition, states), to, buffers, base)
@@ -220,6 +214,15 @@ def _place(params: Sequence[nn.Parameter], device: str | torch.device | None) ->
 def _spec(param: nn.Parameter, place: str) -> ParameterSpec:
     return ParameterSpec(
         param.numel(), param.numel() * param.element_size(), f"{place}/{param.dtype}", param.requires_grad
+    )
+
+
+def _sizes(params: Sequence[nn.Parameter], states: StateBytes, place: str, masters: bool) -> Sizes:
+    return Sizes(
+        specs=[_spec(param, place) for param in params],
+        states=lambda index, part: states.of(params[index], _stepped_dtype(params[index], masters), part),
+        is_low=[param.dtype in LOW_PRECISION for param in params],
+        on_accelerator=place != "cpu",
     )
 
 
