@@ -18,6 +18,7 @@ from benchmarks.scale.schedule import (
     torch_zero_step,
 )
 from benchmarks.scale.wire import Cut
+from ddp_zero.plan.buckets import gradient_buffers
 from ddp_zero.plan.partition import partition_greedy
 from ddp_zero.plan.shard_plan import ParameterSpec, ShardPlan, owners_by_bucket, plan_for_ddp, plan_standalone
 from ddp_zero.step.binding import BUCKET_CAP_BYTES
@@ -176,7 +177,7 @@ def _stage_1(owned: Callable[[Shards], int]) -> Memory:
 def _stage_2(keeps_shard: bool) -> Memory:
     def memory(sizes: Sizes) -> float:
         owned = sizes.shards.overlapped
-        return sizes.params + STATE_FACTOR * owned + keeps_shard * owned + 3 * sizes.bucket
+        return sizes.params + STATE_FACTOR * owned + keeps_shard * owned + gradient_buffers(sizes.bucket)
 
     return memory
 
@@ -218,4 +219,4 @@ MODES: dict[str, Mode] = {
 
 def ideal(sizes: Sizes) -> float:
     """Stage 2 of state cut evenly by elements, and nothing kept of gradients: no partition of the state needs less."""
-    return sizes.params + STATE_FACTOR * sizes.even + 3 * sizes.bucket
+    return sizes.params + STATE_FACTOR * sizes.even + gradient_buffers(sizes.bucket)
