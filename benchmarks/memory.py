@@ -4,10 +4,9 @@
     python -m benchmarks.memory --ranks 4 --layers 16
 
 Every mode trains the same model on the same data from the same seed on Gloo ranks of this machine. A rank notes its
-resident memory when the library is imported and the group is formed, before there is a model: the baseline. The peak is
-the kernel's high-water mark of resident memory, over all steps and from the third step on, less the baseline. Beside
-it stands what parameters, state and gradients need by formula from then on: in stage 2 three buckets, and the rank's
-shard where the step waits for the end of backward.
+resident memory when the group is formed and something tiny was trained in the same mode, so that code and what it
+allocates once are there: the baseline. The peak is the kernel's high-water mark of resident memory, over all steps and
+from the third step on, less the baseline. Beside it stands what `ddp_zero.estimate` says of a model without memory.
 
 Memory that is freed goes back to the kernel at once (glibc's ``MALLOC_MMAP_THRESHOLD_`` is set to 1 MiB), so that what
 is resident is what is in use. ``--keep-malloc`` leaves glibc as it is; it then keeps some of what is freed.
@@ -32,13 +31,12 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import Offload, ZeroRedundancyOptimizer, estimate, shard_optimizer
 
 PROGRAM = "python -m benchmarks.memory"
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 2048  # a layer of it is 16 MiB in fp32
 MIB = 2**20
-BUCKET_BYTES = 32 * MIB  # DDP's default of 25 MiB, filled up by layers of 16
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 FIRST_STEPS = 2  # in which DDP shows its buckets
 
@@ -56,6 +54,11 @@ def standalone(ddp: DistributedDataParallel) -> Optimizer:
     return ZeroRedundancyOptimizer(ddp.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
 
 
+def on_disk(ddp: DistributedDataParallel) -> Optimizer:
+    """Stage 2 with its state in a file; not in memory (tmpfs), if the folder for temporary files is not."""
+    return shard_optimizer(ddp, AdamW, stage=2, offload=Offload("disk", folder=tempfile.gettempdir()), **OPTIONS)
+
+
 MODES: dict[str, Callable[[DistributedDataParallel], Optimizer]] = {
     "DDP + fused AdamW": lambda ddp: AdamW(ddp.parameters(), **OPTIONS),
     "torch ZeroRedundancyOptimizer, bucket views": torchs_zero,
@@ -63,7 +66,19 @@ MODES: dict[str, Callable[[DistributedDataParallel], Optimizer]] = {
     "ddp_zero stage 1, overlapped": lambda ddp: shard_optimizer(ddp, AdamW, **OPTIONS),
     "ddp_zero stage 2": lambda ddp: shard_optimizer(ddp, AdamW, stage=2, **OPTIONS),
     "ddp_zero stage 2, step after backward": lambda ddp: shard_optimizer(ddp, AdamW, stage=2, overlap=False, **OPTIONS),
+    "ddp_zero stage 2, state on disk": on_disk,
 }
+ESTIMATED = dict(
+    zip(
+        MODES,
+        (
+            *("DDP", "stage 1", "stage 1", "stage 1, inside backward"),
+            *("stage 2, inside backward", "stage 2, after backward", "stage 2, inside backward, offload disk"),
+        ),
+        strict=True,
+    )
+)
+"""The mode of `ddp_zero.estimate` that each is; torch's own needs what stage 1 does."""
 
 
 class Tower(nn.Module):
@@ -96,6 +111,7 @@ def measure(rank: int, mode: str, options: Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     rendezvous = (Path(folder) / "rendezvous").as_uri()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
+    warm_up(mode)
     dist.barrier()
     baseline = resident("VmRSS")
     forget_peak()
@@ -126,6 +142,16 @@ def measure(rank: int, mode: str, options: Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def warm_up(mode: str) -> None:
+    """Train something tiny, so that the code that a mode runs is in memory, and what it allocates once."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), gradient_as_bucket_view=True)
+    optimizer = MODES[mode](ddp)
+    for _ in range(FIRST_STEPS + 1):
+        torch.tanh(ddp(torch.randn(2, 8))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of optimizer state that this rank keeps."""
     local = getattr(optimizer, "optim", optimizer)
@@ -134,28 +160,26 @@ def state_bytes(optimizer: Optimizer) -> int:
     )
 
 
-def gradients(mode: str, rank: dict[str, Any]) -> int:
-    """Bytes that gradients need from the third step on, by formula."""
-    whole: int = rank["parameters"]
-    if "stage 2" not in mode:
-        return whole
-    buckets = 3 * BUCKET_BYTES
-    return buckets + (rank["own state"] // 2 if "after backward" in mode else 0)
+def estimated(options: Namespace) -> dict[str, int]:
+    """Bytes that `ddp_zero.estimate` finds for each mode, from the third step on."""
+    with torch.device("meta"):
+        model = Tower(options.layers)
+    folder = Offload("disk", folder=tempfile.gettempdir())
+    found = estimate(model, AdamW, ranks=options.ranks, partition="parameters", offload=folder, device="cpu", **OPTIONS)
+    return {mode: found[name].total for mode, name in ESTIMATED.items()}
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
+def table(found: dict[str, list[dict[str, Any]]], expected: dict[str, int]) -> str:
     """Markdown: one row per mode; MiB of the rank that needs most."""
     rows = [
-        "| mode | peak over the whole run | peak from the third step | by formula: parameters + state + gradients |",
-        "| --- | --- | --- | --- |",
+        "| mode | peak over the whole run | peak from the third step | estimated | measured / estimated |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for mode, ranks in found.items():
-        cells = [
-            max(rank["whole run"] for rank in ranks),
-            max(rank["from the third step"] for rank in ranks),
-            max(rank["parameters"] + rank["own state"] + gradients(mode, rank) for rank in ranks),
-        ]
-        rows.append(f"| {mode} | {' | '.join(f'{cell / MIB:.0f}' for cell in cells)} |")
+        peak = max(rank["from the third step"] for rank in ranks)
+        cells = [max(rank["whole run"] for rank in ranks), peak, expected[mode]]
+        shown = " | ".join(f"{cell / MIB:.0f}" for cell in cells)
+        rows.append(f"| {mode} | {shown} | {peak / expected[mode]:.3f} |")
     return "\n".join(rows)
 
 
@@ -186,10 +210,10 @@ def main() -> None:
         f"command: {PROGRAM} {' '.join(sys.argv[1:])}".rstrip(),
         f"versions: torch {torch.__version__}, Python {platform.python_version()}; {os.cpu_count()} cores",
         f"model: {parameters / MIB:.0f} MiB of parameters in layers of 16 MiB, DDP's default buckets, {options.ranks} "
-        "Gloo ranks; MiB of resident memory above a rank's own before there is a model, of the rank that needs most",
+        "Gloo ranks; MiB of resident memory above a rank's own before this model is built, of the rank that needs most",
         f"sums of the parameters after the run: {agree}",
     ]
-    text = "\n".join([*(f"- {fact}" for fact in facts), "", table(found), ""])
+    text = "\n".join([*(f"- {fact}" for fact in facts), "", table(found, estimated(options)), ""])
     print(text)
     RESULTS.mkdir(exist_ok=True)
     stem = f"memory-{options.ranks}ranks{'-keep-malloc' if options.keep_malloc else ''}"

@@ -3,6 +3,7 @@
 import ddp_zero.about.needs  # noqa: F401  # first: it says what is missing
 from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.elements.elementwise import elementwise
+from ddp_zero.estimate.estimate import estimate
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Offload
@@ -23,6 +24,7 @@ __all__ = [
     "check_shardable",
     "compact",
     "elementwise",
+    "estimate",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "record_to",

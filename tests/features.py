@@ -63,6 +63,7 @@ COUPLED = _HERE + "test_coupling.py::test_an_optimizer_that_couples_parameters_i
 FORWARDED = _HERE + "test_forwarding.py::test_forwarding"
 FAILURES = _HERE + "test_failures.py::test_an_error_of_one_rank_is_raised_on_all"
 RESTART = _HERE + "test_restart.py::test_a_killed_worker_comes_back_and_ends_bit_equal"
+ESTIMATE = _HERE + "test_estimate.py::test_estimate"
 OFFLOAD = _HERE + "test_offload.py::test_offload"
 SHARD_GROUPS = _HERE + "test_groups.py::test_groups"
 LOST_REPLICA = _HERE + "test_groups.py::test_a_killed_rank_of_another_replica_is_told_within_the_time_out"
@@ -136,6 +137,7 @@ FEATURES: list[tuple[str, str, str]] = [
         YES,
         OFFLOAD,
     ),
+    ("`ddp_zero.estimate`: bytes of parameters, masters, state and gradients as ranks then hold them", YES, ESTIMATE),
     ("`shard_group=`: shard within groups, replicate across; replicas bit-equal after every step", YES, SHARD_GROUPS),
     ("... checkpoints resume without groups and at other numbers of ranks", YES, RESUMES_GROUPS),
     ("... a rank lost in another group raises within the time-out", YES, LOST_REPLICA),

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ddp_zero.backward.reducer import BucketViews, NewBucket, windows_in_bucket
 from ddp_zero.comm.tracing import logger
-from ddp_zero.plan.buckets import bucket_mb
+from ddp_zero.plan.buckets import ROOMS, SCRATCHES, bucket_mb, gradient_buffers
 from ddp_zero.stage2.bucket import ScratchLayout, Workshop
 from ddp_zero.sync.heap import FreedMemory
 
 _MIB = 1 << 20
-_BUFFERS = 3  # one being filled, one being reduced, one to receive into
+_BUFFERS = SCRATCHES + ROOMS
 
 
 class BucketMemory:
@@ -269,7 +269,7 @@ class BucketMemory:
         sizes = [param.nbytes for layout in self.layouts for param in layout.params]
         largest = max((layout.nbytes for layout in self.layouts), default=0)
         cap = bucket_mb(sizes, 1 if self._workshop.sharded.binding.cuts else self._workshop.comm.world_size)
-        saved = _BUFFERS * (largest - max(int(cap * _MIB), *sizes, 0)) if sizes else 0
+        saved = gradient_buffers(largest - max(int(cap * _MIB), *sizes, 0)) if sizes else 0
         if saved < _MIB:
             return ""
         advice = f"DistributedDataParallel(bucket_cap_mb_list=[{cap:.3g}]) would save up to {saved:,}"

@@ -43,6 +43,7 @@ FLOORS = {
     "state": 7,
     "insight": 7,
     "about": 7,
+    "estimate": 7,
     "front": 8,
     "checkpoint": 9,
     "monitor": 9,
@@ -61,6 +62,7 @@ FRAMEWORKS = {
     "integrations.lightning": {"lightning"},
     "timeline.drawing": {"matplotlib"},
     "record.progress": {"tqdm"},
+    "estimate.picture": {"matplotlib"},
 }
 """What a file may import besides torch."""
 
