@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ddp_zero.comm.attempt import store_of_this_attempt
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.groups import check_process, count_built
+from ddp_zero.comm.groups import check_process, count_built, store_of
 from ddp_zero.comm.peers import gather_text
 from ddp_zero.plan.partition import GroupRank
 
@@ -35,7 +35,7 @@ class Beside:
         self.group_rank, self.world_size = comm.group_rank, comm.world_size
         self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
         self._process = os.getpid()
-        shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", group.get_group_store())  # type: ignore[attr-defined]
+        shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", store_of(group))  # type: ignore[attr-defined]
         try:
             store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
             store.set(str(self.group_rank), "here")

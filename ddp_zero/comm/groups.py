@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]
 
 
 def check_process(process: int) -> None:
@@ -22,6 +22,22 @@ def check_process(process: int) -> None:
             f"Expected the process that has the connections to the other ranks (pid {process}), got one that was "
             f"forked from it (pid {os.getpid()}). Train, save and load in the parent."
         )
+
+
+def store_of(group: ProcessGroup) -> Store:
+    """The key-value store of a group.
+
+    Raises:
+        RuntimeError: if its backend has none.
+    """
+    if hasattr(group, "get_group_store"):
+        store: Store = group.get_group_store()
+    else:  # torch 2.8
+        try:
+            store = distributed_c10d._get_process_group_store(group)
+        except KeyError as error:
+            raise RuntimeError("Expected a process group that torch.distributed has built, got another one.") from error
+    return store
 
 
 @dataclass(frozen=True)

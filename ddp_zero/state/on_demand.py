@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.groups import store_of
 from ddp_zero.local.masters import MASTER_KEY, with_masters
 from ddp_zero.local.tree import check_can_travel, copy_tree
 from ddp_zero.plan.ownership import piece_of
@@ -219,7 +220,7 @@ def _owned(sharded: ShardedStep) -> Iterator[Piece]:
 def _store_host(comm: Communicator) -> str | None:
     """The host of the group's store, if it has one."""
     try:
-        store = comm.process_group.get_group_store()
+        store = store_of(comm.process_group)
     except RuntimeError:  # a backend without a store
         return None
     while hasattr(store, "underlying_store"):

@@ -4,6 +4,7 @@ import copy
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -637,6 +638,7 @@ def _torchs_tools_read_it(setup: Setup) -> None:
 
 @case(1, 2, 3)
 def _drives_torch_distributed_checkpoint(setup: Setup) -> None:
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.8 warns of itself
     model, opt = sharded(master_weights=True, loss_scale=DynamicLossScale(initial=64.0))
     train(setup, model, opt)
     state_dict_saver.save(
