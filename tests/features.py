@@ -66,6 +66,8 @@ RESUMES_GROUPS = (
     _HERE + "test_groups.py::test_a_checkpoint_of_groups_is_whole_and_resumes_without_groups_and_at_other_sizes"
 )
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
+PARALLEL = _HERE + "test_parallel.py::test_parallel"
+MESHES = _HERE + "test_parallel_meshes.py::test_meshes"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
@@ -164,6 +166,9 @@ FEATURES: list[tuple[str, str, str]] = [
     ("`train()`, `eval()` and other methods of the inner class act on all ranks", YES, FORWARDED),
     ("An error of one rank's local step is raised on all ranks, with its text", YES, FAILURES),
     ("A job that `torchrun` restarts ends as an unbroken one", YES, RESTART),
+    ("Experts spread over ranks, stages 1 and 2: bit-equal to the plain optimizer", YES, PARALLEL),
+    ("... norms of one device to 1e-6, one skip for all, ranks that differ are named", YES, PARALLEL),
+    ("Tensor parallel parameters, cut by hand or `DTensor`; pipeline stages with a tied embedding", YES, MESHES),
     ("Random programs, compared with DDP + the plain optimizer after every step", YES, FUZZ),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),
     ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),
