@@ -108,7 +108,7 @@ class Council:
         assert len(norm_types) == 1, "members have the options of one optimizer"
         norm_type = norm_types.pop()
         rows = torch.stack([_numbers([share.totals.get(key) for key in keys]) for share in shares])
-        flag = float(sum(float(share.flag) for share in shares))
+        flag = sum(float(share.flag) for share in shares) + (not rows.isfinite().all())  # also where it does not count
         identity = _digest([keys, norm_type, members])
         for level in self._levels:
             every = _gather(level.comm, torch.cat([torch.tensor([flag]).double(), rows.flatten()]), identity)

@@ -217,6 +217,9 @@ class Decision:
             return _Findings(bool(share.flag), is_suspicion=occasion.amp is None, share=share)
         every, flags = gather_norms(sharded, norms, self.options.norm_type, flag, occasion.may_have_joined)
         counted = {index: norm for index, norm in every.items() if self.beyond.counts(index)}
+        others = [norm for index, norm in every.items() if index not in counted]  # they must be finite all the same
+        if others:
+            flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
         share = self.beyond.join(Share(self._totals(limits, counted), self.options.norm_type, flags, find))
         return self._found(limits, share, checks, occasion)
 

@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 import ddp_zero
 from ddp_zero.parallel import ParallelOptimizer
+from ddp_zero.parallel.council import Level
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, loss_of, sum_in_rank_order
 from tests.multiproc.experts import (
     Mixture,
@@ -254,6 +255,107 @@ def _ranks_with_different_views_of_the_groups_are_named(setup: Setup) -> None:
         scaler.step(opt)
     with pytest.raises(TypeError, match=r"ddp_zero\.parallel"):
         ddp_zero.ZeroRedundancyOptimizer(dense_and_experts(ddp, same), AdamW)
+
+
+@case(4)
+def _the_norm_shows_each_parameter_that_is_left_out_or_counted_twice(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    ddp = wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread), gradient_as_bucket_view=True)
+    opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), stage=2, overlap=False, **OPTIONS)
+    loss_of(ddp, *next(batches(setup.rank, 1))).backward()
+    norm = opt.clip_grad_norm_(1e9)
+    torch.testing.assert_close(norm, norm_of_one_device(Mixture(range(4), 4), 4, 0), rtol=1e-6, atol=0)
+    for member in opt.members:
+        beyond: Any = member._engine.decision.beyond
+        counted = beyond._counted
+        for left_out in range(len(counted)):
+            beyond._counted = [index != left_out for index in range(len(counted))]
+            found = float(opt.clip_grad_norm_(1e9))
+            assert abs(found / float(norm) - 1) > 2e-6, f"parameter {left_out} is missing, and nothing shows it"
+        beyond._counted = counted
+    (level,) = opt._council._levels
+    assert level.counted is not None
+    for counts in ([[True] * 4, level.counted[1]], [level.counted[0], [True] * 4]):
+        opt._council._levels = [Level(level.comm, counts)]
+        found = float(opt.clip_grad_norm_(1e9))
+        assert found > float(norm) * 1.001, "parameters that every rank counts, and nothing shows it"
+
+
+@case(4)
+def _bytes_and_state_are_those_of_each_group_of_ranks(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    model = cut_mixture(setup.rank, 2, 4, spread)
+    model.experts.runs_empty = True  # gradients of experts that no rank has used would not be sent
+    ddp = wrapped_without_experts(model, gradient_as_bucket_view=True, bucket_cap_mb=0.0004)
+    opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), stage=2, **OPTIONS)
+    sent: list[int] = []
+    for batch in batches(setup.rank, 3):
+        sent = [member._engine.sharded.comm.sent_bytes for member in opt.members]
+        opt.zero_grad()
+        loss_of(ddp, *batch).backward()
+        opt.step()
+    for member, before, times in zip(opt.members, sent, (2, 3), strict=True):
+        sharded, ranks = member._engine.sharded, member.world_size
+        nbytes = sum(param.nbytes for param in sharded.table.params)
+        state = sum(value.nbytes for one in member.state.values() for value in one.values())
+        found = torch.tensor([float(sharded.comm.sent_bytes - before), float(state)])
+        dist.all_reduce(found, group=member.process_group)
+        assert abs(found[0].item() / (times * (ranks - 1) * nbytes) - 1) < 0.02, (found, nbytes)
+        assert found[1].item() == 2 * nbytes + 4 * len(sharded.table), "moments once in the group, and counters"
+
+
+@case(4)
+def _state_dicts_load_at_another_number_of_ranks_and_schedulers_reach_all_members(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    model = cut_mixture(setup.rank, 2, 4, spread)
+    ddp = wrapped_without_experts(model, gradient_as_bucket_view=True)
+    opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), stage=2, **OPTIONS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.5**epoch)
+    for batch in batches(setup.rank, 4):
+        opt.zero_grad()
+        loss_of(ddp, *batch).backward()
+        opt.step()
+        schedule.step()
+    assert [group["lr"] for group in opt.param_groups] == [OPTIONS["lr"] / 16] * 2
+    assert all(member.optim.param_groups[0]["lr"] == OPTIONS["lr"] / 8 for member in opt.members), "of the last step"
+    state = opt.state_dict()
+    pair = dist.new_group([0, 1])
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    if setup.rank < 2:  # two ranks with other experts, and no other with the same
+        fewer = cut_mixture(setup.rank, 2, 4, pair)
+        fewer.load_state_dict(model.state_dict())
+        part = wrapped_without_experts(fewer, process_group=pair)
+        again = ParallelOptimizer(part, AdamW, dense_and_experts(part, alone[setup.rank]), **OPTIONS)
+        assert [member.world_size for member in again.members] == [2, 1]
+        again.load_state_dict(state)
+        assert_identical(state, again.state_dict(), "at two ranks")
+        dist.barrier(pair)
+    dist.barrier()
+
+
+@case(4)
+def _several_backward_passes_add_up_to_one_step(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0004}
+    expected, ddp = (wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread), **options) for _ in range(2))
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    opt = ParallelOptimizer(ddp, torch.optim.SGD, dense_and_experts(ddp, same), stage=2, lr=0.1)
+    before = [param.detach().clone() for param in ddp.parameters()]
+    for first, second in zip(batches(setup.rank, 3), batches(setup.rank, 3, seed=1), strict=True):
+        plain.zero_grad()
+        with expected.no_sync():
+            loss_of(expected, *first).backward()
+        loss_of(expected, *second).backward()
+        average_experts(expected, same)
+        plain.step()
+        opt.zero_grad()
+        with opt.accumulate():
+            loss_of(ddp, *first).backward()
+        loss_of(ddp, *second).backward()
+        opt.step()
+        for (name, param), other in zip(ddp.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6, msg=name)
+    assert all(not torch.equal(param, old) for param, old in zip(ddp.parameters(), before, strict=True))
 
 
 @case(4)
