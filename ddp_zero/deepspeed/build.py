@@ -53,6 +53,7 @@ def build_optimizer(ddp: DistributedDataParallel, config: Config, choice: Choice
         ConfigError: for options that the chosen stage, or the optimizer's class, cannot have.
     """
     if not config.is_sharded:
+        prepare_plain(ddp, config)
         return choice.optimizer_class(choice.groups, **choice.options)
     return shard_optimizer(
         ddp,
@@ -60,6 +61,14 @@ def build_optimizer(ddp: DistributedDataParallel, config: Config, choice: Choice
         params=[dict(group) for group in choice.groups],
         **{**sharding_options(config), **choice.options},
     )
+
+
+def prepare_plain(ddp: DistributedDataParallel, config: Config) -> None:
+    """In stage 0 with a plain optimizer: let gradients travel in the configuration's dtype."""
+    hook = _reduction(config)["hook"]
+    if hook is not None:
+        # By another name: DDP asks for NCCL before it takes torch's hook for bf16, which Gloo runs as well.
+        ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 
 def sharding_options(config: Config) -> dict[str, Any]:

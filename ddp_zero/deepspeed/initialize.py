@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_zero.comm.tracing import logger
-from ddp_zero.deepspeed.build import build_optimizer, shard_built, wrap_model
+from ddp_zero.deepspeed.build import build_optimizer, prepare_plain, shard_built, wrap_model
 from ddp_zero.deepspeed.engine import Engine
 from ddp_zero.deepspeed.monitor import warn_once
 from ddp_zero.deepspeed.optimizers import as_groups, choice_of, choose
@@ -76,7 +76,7 @@ def initialize(
         raise TypeError(f"Expected model to be a module that is not wrapped, got {type(model).__name__}.")
     source = _source(args, config, config_params)
     _start_group(dist_init_required)
-    parsed = _parsed(source, model)
+    parsed = _parsed(source, model, optimizer=optimizer, scheduler=lr_scheduler)
     module = model.to(_device(args))
     cast(module, parsed)
     ddp = wrap_model(module, parsed, _device(args))
@@ -104,12 +104,21 @@ def _check_none(**arguments: Any) -> None:
             )
 
 
-def _parsed(source: Source, model: nn.Module) -> Config:
-    """The configuration; keys without effect are told, and sizes that follow from the model are filled in."""
+def _parsed(source: Source, model: nn.Module, **given: Any) -> Config:
+    """The configuration; keys without effect are told, and sizes that follow from the model are filled in.
+
+    Args:
+        source: of the configuration.
+        model: not wrapped.
+        **given: by the name of a block, what was passed in its place, or None.
+    """
     auto = Auto(source)
     auto.fill_from_model(getattr(model, "config", None))
     parsed = Config.parse(auto.finish(), get_world_size())
     warn_once(parsed.findings, get_rank())
+    for name in (name for name, value in given.items() if value is not None and name in parsed.document):
+        if get_rank() == 0:
+            logger.warning("%r of the configuration has no effect: one was passed to initialize().", name)
     if parsed.rest.log_level is not None:
         logger.setLevel(getattr(logging, parsed.rest.log_level.upper()))
     return parsed
@@ -172,7 +181,10 @@ def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, paramet
         return built
     if any(float(state.get("step", 1)) > 0 for state in built.state.values()):  # Adagrad has state from the start
         raise TypeError("Expected an optimizer that has not stepped yet, got one with state. Load it afterwards.")
-    return built if not config.is_sharded else build_optimizer(ddp, config, choice_of(built))
+    if config.is_sharded:
+        return build_optimizer(ddp, config, choice_of(built))
+    prepare_plain(ddp, config)
+    return built
 
 
 def _schedule(config: Config, optimizer: Optimizer, given_optimizer: Any, given: Any) -> Any:

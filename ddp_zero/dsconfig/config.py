@@ -230,6 +230,11 @@ class Config:
         wanted = self.data_types.param_dtype
         if wanted is not None and DTYPES[wanted] != self.dtype:
             wrong.append(f"- data_types.param_dtype = {wanted!r} with parameters of {self.dtype}: enable that mode")
+        sums = self.data_types.grad_accum_dtype
+        if sums is not None and DTYPES[sums] not in (self.dtype, "float32"):
+            wrong.append(
+                f"- data_types.grad_accum_dtype = {sums!r} with gradients of {self.dtype}: use fp32, or leave it out"
+            )
         if self.zero.stage < 2 and self.rest.gradient_predivide_factor not in (None, 1, 1.0):
             wrong.append(
                 f"- gradient_predivide_factor = {self.rest.gradient_predivide_factor} in stage {self.zero.stage}, "

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ddp_zero.dsconfig.document import value_at
 from ddp_zero.dsconfig.keys import AUTO, ConfigError, Finding, Key, Kind, judge
 from ddp_zero.dsconfig.main_keys import MAIN_KEYS
 from ddp_zero.dsconfig.other_keys import OTHER_KEYS
@@ -21,8 +22,8 @@ def find(document: Mapping[str, Any]) -> list[Finding]:
     Raises:
         ConfigError: for keys that DeepSpeed does not have.
     """
-    findings = judge(document, TABLE)
-    return [_parallel(finding) for finding in findings]
+    stage = value_at(document, "zero_optimization.stage", 0)
+    return [_in_context(finding, stage) for finding in judge(document, TABLE)]
 
 
 def check(document: Mapping[str, Any]) -> list[Finding]:
@@ -59,9 +60,13 @@ def _takes_auto(path: str) -> bool:
     return path in TABLE and TABLE[path].takes_auto
 
 
-def _parallel(finding: Finding) -> Finding:
-    """The one block whose switch is a number: tensor parallelism."""
-    size = finding.value.get("autotp_size", 0) if isinstance(finding.value, Mapping) else 0
-    if finding.path != "tensor_parallel" or size in (0, 1, None):
-        return finding
-    return Finding(finding.path, finding.value, Kind.REFUSED, "Only data parallelism is sharded here.")
+def _in_context(finding: Finding, stage: object) -> Finding:
+    """What becomes of a key where that depends on more than its own value."""
+    path, value = finding.path, finding.value
+    if path == "tensor_parallel" and isinstance(value, Mapping) and value.get("autotp_size", 0) not in (0, 1, None):
+        return Finding(path, value, Kind.REFUSED, "Leave it out: only data parallelism is sharded here.")
+    if path == "zero_optimization.contiguous_gradients" and value is False and stage == 2:
+        return Finding(path, value, Kind.NO_EFFECT, "Stage 2 needs gradient_as_bucket_view of DDP.")
+    if path == "data_types.grad_accum_dtype" and stage == 2 and value not in (None, "fp32", "float32", "float"):
+        return Finding(path, value, Kind.NO_EFFECT, "Stage 2 always adds up in fp32.")
+    return finding

@@ -420,6 +420,19 @@ def _optimizers_loaders_and_schedules_of_the_user(setup: Setup) -> None:
 
 
 @case(2)
+def _gradients_travel_in_another_dtype_in_every_stage(setup: Setup) -> None:
+    """In bf16: parameters end elsewhere than in fp32, and near."""
+    for stage in (0, 1, 2):
+        ends = []
+        for more in ({}, {"communication_data_type": "bf16"}):
+            engine = start({**config(stage), **more})
+            run(engine, list(data(setup.rank, 3, FP32)))
+            ends.append(torch.cat([param.detach().flatten() for param in engine.module.parameters()]))
+        assert not torch.equal(*ends), stage
+        torch.testing.assert_close(*ends, rtol=0.2, atol=0.05)
+
+
+@case(2)
 def _what_is_wrong_is_an_error(setup: Setup) -> None:
     engine = start(config(2, rounds=2))
     inputs, targets = next(iter(data(setup.rank, 1, FP32)))

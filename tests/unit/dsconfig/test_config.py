@@ -126,6 +126,7 @@ def test_sizes_in_scientific_notation_are_ints_and_the_smaller_one_counts() -> N
         ({"gradient_predivide_factor": 2.0, "prescale_gradients": True}, "got both"),
         ({"checkpoint": {"tag_validation": "maybe"}}, "Ignore, Warn or Fail"),
         ({"data_types": {"param_dtype": "bf16"}}, "enable that mode"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype = 'bf16' with gradients of float32"),
         ({"torch_autocast": {"enabled": True, "dtype": "int4"}}, "torch_autocast.dtype"),
     ],
 )

@@ -40,6 +40,17 @@ def test_every_key_has_one_row_and_every_block_a_row_of_its_own() -> None:
         ({"zero_optimization": {"reduce_scatter": False}}, {"zero_optimization.reduce_scatter": Kind.NO_EFFECT}),
         ({"tensor_parallel": {"autotp_size": 1}}, {"tensor_parallel": Kind.NO_EFFECT}),
         ({"tensor_parallel": {"autotp_size": 2}}, {"tensor_parallel": Kind.REFUSED}),
+        (
+            {"zero_optimization": {"stage": 2, "contiguous_gradients": False}},
+            {
+                "zero_optimization.stage": Kind.HONOURED,
+                "zero_optimization.contiguous_gradients": Kind.NO_EFFECT,
+            },
+        ),
+        (
+            {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}},
+            {"zero_optimization.stage": Kind.HONOURED, "data_types.grad_accum_dtype": Kind.NO_EFFECT},
+        ),
         ({"gradient_allreduce_op": "SUM"}, {"gradient_allreduce_op": Kind.REFUSED}),
         ({"gradient_allreduce_op": "mean"}, {"gradient_allreduce_op": Kind.HONOURED}),
         ({"sequence_parallel_size": 1}, {"sequence_parallel_size": Kind.OFF}),
