@@ -208,7 +208,7 @@ def _saved_and_loaded(module: nn.Module) -> nn.Module:
 
 
 def _sent_by_the_user(twins: Twins) -> None:
-    """Collectives take tensors to C++; these look at the dtype first, the last three not in torch 2.8: see the limits."""
+    """Collectives take tensors to C++; these look at the dtype first (torch 2.8: not the last three)."""
     calls: list[Callable[[Tensor], object]] = [
         lambda param: dist.all_reduce(param, dist.ReduceOp.MAX),
         lambda param: dist.all_gather([torch.empty_like(param) for _ in range(2)], param),

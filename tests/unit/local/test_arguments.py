@@ -20,7 +20,7 @@ OURS = {
     *("overlap_phase", "overlap_status", "reset", "finish_sync"),
     *("sharded_state_dict", "load_sharded_state_dict", "state"),
     *("offload_state", "reload_state"),
-    "shard_group",
+    *("shard_group", "owner_of"),
     *("rank", "global_rank", "world_size", "process_group"),  # which torch's has as attributes
 }
 """Public names of the optimizer besides those of torch's ZeroRedundancyOptimizer. A new one needs documentation."""
