@@ -162,7 +162,7 @@ def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
 def export_deepspeed(path: Path, out: Path) -> Path:
     """Write a checkpoint in DeepSpeed's universal format, as ``out/step-<number>_universal``.
 
-    DeepSpeed loads it with ``"checkpoint": {"load_universal": true}`` into stages 1, 2 and 3, at any number of ranks.
+    DeepSpeed loads it with ``"checkpoint": {"load_universal": true}`` into stages 1 and 2, at any number of ranks.
 
     Args:
         path: a checkpoint, or a folder of them, with an optimizer.
