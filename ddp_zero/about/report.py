@@ -13,7 +13,7 @@ from ddp_zero.about.probes import PROBES, Finding, Probe, backends, devices, fin
 
 FRAMEWORKS = ("transformers", "accelerate", "lightning")
 
-RUN = {"torch": ("2.13.0",), "Python": ("3.11",), "system": ("Linux",)}
+RUN = {"torch": ("2.8.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"), "Python": ("3.11", "3.13"), "system": ("Linux",)}
 """With what the tests, or the core of them, have passed; docs/status.md has the outcomes."""
 
 COMBINATIONS = (("gloo", "cpu", True), ("gloo", "cuda", False), ("nccl", "cuda", False))

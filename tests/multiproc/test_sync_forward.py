@@ -208,7 +208,8 @@ def _saved_and_loaded(module: nn.Module) -> nn.Module:
 
 
 def _sent_by_the_user(twins: Twins) -> None:
-    """Collectives take tensors to C++; these look at the dtype first (torch 2.8: not the last three)."""
+    """Collectives take tensors to C++; these look at the dtype first, but in torch 2.8 not the last three."""
+    is_root = dist.get_rank() == 0
     calls: list[Callable[[Tensor], object]] = [
         lambda param: dist.all_reduce(param, dist.ReduceOp.MAX),
         lambda param: dist.all_gather([torch.empty_like(param) for _ in range(2)], param),
@@ -216,7 +217,7 @@ def _sent_by_the_user(twins: Twins) -> None:
     if "relevant_args" in inspect.getsource(dist.reduce):  # where torch asks tensors for their type
         calls += [
             lambda param: dist.broadcast(param, 0),
-            lambda param: dist.gather(param, [torch.empty_like(param)] * 2 if dist.get_rank() == 0 else None),
+            lambda param: dist.gather(param, [torch.empty_like(param) for _ in range(2)] if is_root else None),
             lambda param: dist.reduce(param, 0, dist.ReduceOp.MAX),
         ]
     for call in calls:
