@@ -102,6 +102,20 @@ def reducing(model: nn.Module, plan: Plan) -> DistributedDataParallel | None:
     return next(iter(found.values()), None)
 
 
+def check_stages(models: Sequence[DistributedDataParallel | None], pipeline_dim: str | None, stage: object) -> None:
+    """Check that no DDP model around a pipeline stage is to shard gradients.
+
+    Raises:
+        NotImplementedError: if one is. torch's schedules run all forward passes under ``no_sync()`` and prepare DDP's
+            reducer by hand before the last backward pass, which stage 2 does not follow.
+    """
+    if pipeline_dim is not None and stage == 2 and any(model is not None for model in models):
+        raise NotImplementedError(
+            "Expected stage=1 with pipeline_dim=, got a DDP model around a pipeline stage and stage=2. Pass stage=1, "
+            "or the pipeline stage without DDP."
+        )
+
+
 def built(
     plan: Plan,
     ddp: DistributedDataParallel | None,

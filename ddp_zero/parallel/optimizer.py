@@ -24,6 +24,7 @@ from ddp_zero.parallel.council import Council, Level, MemberBeyond
 from ddp_zero.parallel.members import (
     Plan,
     built,
+    check_stages,
     counted_by_rank,
     counted_here,
     held_params,
@@ -76,6 +77,7 @@ class ParallelOptimizer(Optimizer):
     Raises:
         ValueError: if ranks have different views of the groups, or different values of a parameter that no DDP model
             reduces, naming ranks; as `ZeroRedundancyOptimizer` does.
+        NotImplementedError: for ``stage=2`` of a DDP model with a ``pipeline_dim``.
         TypeError: for arguments of the wrong type, or an optimizer that looks at whole parameters where ranks hold
             parts of them.
         RuntimeError: if construction failed on another rank.
@@ -107,6 +109,7 @@ class ParallelOptimizer(Optimizer):
             names = {id(param): name for name, param in model.named_parameters()}
             plans = planned(self._own_groups, dims)
             models = [reducing(model, plan) for plan in plans]
+            check_stages(models, pipeline_dim, options.get("stage"))
             shape = [(plan.positions, ddp is not None) for plan, ddp in zip(plans, models, strict=True)]
             statements[0].declare("parameter groups with a process group, and a DDP model", shape)
         with agreements([everyone, *beyond], optimizer_class, {}):

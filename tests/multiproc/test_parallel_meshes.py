@@ -179,13 +179,30 @@ class Whole(nn.Module):
 def _stages_share_an_embedding_norms_and_skips(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     train_stages(mesh, tensor=None, schedules=(ScheduleGPipe, Schedule1F1B))
+    train_stages(mesh, tensor=None, schedules=(ScheduleGPipe, Schedule1F1B), wraps=True)
+    with pytest.raises(NotImplementedError, match="got a DDP model around a pipeline stage"):
+        ParallelOptimizer(
+            DistributedDataParallel(nn.Linear(2, 2), process_group=mesh.get_group("data")),
+            AdamW,
+            mesh=mesh,
+            data_parallel_dim="data",
+            pipeline_dim="pipe",
+            stage=2,
+        )
 
 
-def train_stages(mesh: DeviceMesh, tensor: dist.ProcessGroup | None, schedules: tuple[Any, ...]) -> None:
+def train_stages(
+    mesh: DeviceMesh, tensor: dist.ProcessGroup | None, schedules: tuple[Any, ...], wraps: bool = False
+) -> None:
+    """Train beside both stages on one device; with ``wraps``, stages are DDP models that leave the embedding alone."""
     data_rank, stage_number = mesh.get_local_rank("data"), mesh.get_local_rank("pipe")
     tied = tied_group(mesh)
     for schedule_class in schedules:
         part = FirstStage(tensor) if stage_number == 0 else LastStage(tensor)
+        model: nn.Module = part
+        if wraps:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(part, ["embedding"])
+            model = DistributedDataParallel(part, process_group=mesh.get_group("data"), gradient_as_bucket_view=True)
         named = list(part.named_parameters())
         groups: list[dict[str, Any]] = [
             {"params": [(name, param) for name, param in named if name != "embedding" and not is_cut(name)]},
@@ -194,7 +211,7 @@ def train_stages(mesh: DeviceMesh, tensor: dist.ProcessGroup | None, schedules: 
             {"params": [("embedding", part.embedding)], "process_group": tied},
         ]
         opt = ParallelOptimizer(
-            part,
+            model,
             AdamW,
             groups,
             mesh=mesh,
@@ -205,7 +222,7 @@ def train_stages(mesh: DeviceMesh, tensor: dist.ProcessGroup | None, schedules: 
         )
         whole = Whole()
         one = AdamW(whole.parameters(), **OPTIONS)
-        stage = PipelineStage(part, stage_number, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
+        stage = PipelineStage(model, stage_number, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
         schedule = schedule_class(stage, n_microbatches=4, loss_fn=token_loss, scale_grads=False)
         for step in range(STEPS):
             tokens, targets = token_batch(data_rank, step)
@@ -215,7 +232,7 @@ def train_stages(mesh: DeviceMesh, tensor: dist.ProcessGroup | None, schedules: 
             else:
                 schedule.step(target=targets)
             before = copy.deepcopy(part.state_dict())
-            if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            if step == 2 and stage_number == 1 and (wraps or dist.get_rank() == dist.get_world_size() - 1):
                 part.block.bias.grad = torch.full_like(part.block.bias, float("nan"))
             opt.step()
             assert opt.last_step is not None
