@@ -147,5 +147,7 @@ def test_mpirun_carries_a_job_to_this_host(tmp_path: Path, token: str, monkeypat
     assert_nobody_left(token, within=5)
     with launched(tmp_path, *options, "wait.py", token, "never") as process:
         wait_for_lines(process, 2, "rank")
-        process.kill()
-        assert_nobody_left(token, within=30)
+        process.send_signal(signal.SIGINT)
+        code, _, err = finish(process)
+        assert (code, "got SIGINT; stopping" in err) == (130, True)
+        assert_nobody_left(token, within=5)
