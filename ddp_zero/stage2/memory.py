@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_zero.backward.reducer import BucketViews, NewBucket, windows_in_bucket
+from ddp_zero.backward.reducer import BucketViews, NewBucket, ddp_takes, windows_in_bucket
 from ddp_zero.comm.tracing import logger
 from ddp_zero.plan.buckets import ROOMS, SCRATCHES, bucket_mb, gradient_buffers
 from ddp_zero.stage2.bucket import ScratchLayout, Workshop
@@ -272,7 +272,8 @@ class BucketMemory:
         saved = gradient_buffers(largest - max(int(cap * _MIB), *sizes, 0)) if sizes else 0
         if saved < _MIB:
             return ""
-        advice = f"DistributedDataParallel(bucket_cap_mb_list=[{cap:.3g}]) would save up to {saved:,}"
+        option = f"bucket_cap_mb_list=[{cap:.3g}]" if ddp_takes("bucket_cap_mb_list") else f"bucket_cap_mb={cap:.3g}"
+        advice = f"DistributedDataParallel({option}) would save up to {saved:,}"
         return f", by formula {_BUFFERS} x {largest:,}; {advice}"
 
     def _has_other_layout(self, index: int) -> bool:
