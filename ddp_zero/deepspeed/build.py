@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from ddp_zero.deepspeed.optimizers import Choice
 from ddp_zero.deepspeed.precision import dtype_named
 from ddp_zero.dsconfig.config import Config
-from ddp_zero.dsconfig.keys import ConfigError
-from ddp_zero.local.arguments import own_options
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.plan.buckets import bucket_mb
@@ -72,11 +70,7 @@ def prepare_plain(ddp: DistributedDataParallel, config: Config) -> None:
 
 
 def sharding_options(config: Config) -> dict[str, Any]:
-    """Options of `shard_optimizer`, but for the optimizer's own.
-
-    Raises:
-        ConfigError: for offloading, if this version does not have it.
-    """
+    """Options of `shard_optimizer`, but for the optimizer's own."""
     options: dict[str, Any] = {
         "stage": max(config.zero.stage, 1),
         "overlap": bool(config.zero.overlap_comm),
@@ -88,11 +82,6 @@ def sharding_options(config: Config) -> dict[str, Any]:
     if config.bf16.enabled:
         options["nonfinite"] = "skip" if config.bf16.check_grad_overflow else "step"
     if config.offload.device == "cpu":
-        if "offload" not in own_options(ZeroRedundancyOptimizer.__init__):
-            raise ConfigError(
-                "Expected a version of ddp_zero that offloads state, got one without. Leave "
-                "zero_optimization.offload_optimizer out."
-            )
         options["offload"] = "cpu"
     return {name: value for name, value in options.items() if value is not None}
 

@@ -16,6 +16,7 @@ from ddp_zero.sync.heap import FreedMemory
 
 _MIB = 1 << 20
 _BUFFERS = SCRATCHES + ROOMS
+_LEAST_REST = 4  # times the buffers' bytes: a model that is smaller would be slowed down by more than a percent
 
 
 class BucketMemory:
@@ -222,7 +223,9 @@ class BucketMemory:
         self._freed.clear()
 
     def end_iteration(self, buckets: int, is_in_flight: bool) -> None:
-        """Give back what the iteration's buckets, from the first on, still hold; idle scratches need no pages then.
+        """Give back what the iteration's buckets, from the first on, still hold; idle buffers need no pages then.
+
+        To touch pages again takes about 0.5 ms per MiB. So buffers that are large beside the model keep theirs.
 
         Args:
             buckets: how many have arrived.
@@ -238,9 +241,12 @@ class BucketMemory:
         for storage, _ in self._freed:
             storage.resize_(0)
         self._buffers.clear()
-        for pool in (self._workshop.scratches, self._workshop.rooms):
+        pools = (self._workshop.scratches, self._workshop.rooms)
+        for pool in pools:
             pool.trim()
-            if not is_in_flight:
+        held = sum(pool.statistics.held_bytes for pool in pools)
+        if not is_in_flight and _LEAST_REST * held <= sum(layout.nbytes for layout in self.layouts):
+            for pool in pools:
                 pool.rest()
 
     def reset(self) -> None:

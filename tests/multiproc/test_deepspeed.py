@@ -176,6 +176,8 @@ COMBINATIONS: list[dict[str, Any]] = [
     dict(stage=2, dtype=BF16, rounds=2, clip=0.2, reduce_bucket_size=60),
     dict(stage=2, dtype=FP16, clip=0.2, overlap_comm=True),
     dict(stage=2, dtype=FP16, clip=0.0, rounds=2, ignore_unused_parameters=False),
+    dict(stage=0, clip=0.2, offload_optimizer={"device": "cpu"}),
+    dict(stage=2, dtype=BF16, clip=0.2, overlap_comm=True, cpu_offload=True),
 ]
 
 

@@ -125,8 +125,18 @@ def test_a_model_and_its_optimizer_form_no_cycle() -> None:
     run_ranks(_leaves_nothing, 1)
 
 
-def _advice(setup: Setup) -> list[str]:
-    lines = []
+def _idle(opt: Any) -> tuple[int, int]:
+    """Bytes of buffers that wait for the next backward pass, and how many of them are not in memory now."""
+    workshop = opt._engine.hook.gradients._memory._workshop
+    buffers = [buffer for pool in (workshop.scratches, workshop.rooms) for buffer in pool._free]
+    before = resident()
+    for buffer in buffers:
+        buffer.fill_(1)
+    return sum(buffer.numel() for buffer in buffers), resident() - before
+
+
+def _advice(setup: Setup) -> list[tuple[str, tuple[int, int]]]:
+    found = []
     for cap in (25, 4):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(64)])
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
@@ -135,12 +145,17 @@ def _advice(setup: Setup) -> list[str]:
             ddp(torch.randn(2, WIDTH)).sum().backward()
             opt.step()
             opt.zero_grad()
-        lines.append(next(line for line in opt.explain().splitlines() if line.startswith("gradients")))
-    return lines
+        found.append((next(line for line in opt.explain().splitlines() if line.startswith("gradients")), _idle(opt)))
+    return found
 
 
-def test_explain_says_what_smaller_buckets_would_save() -> None:
-    (large, small), *_ = run_ranks(_advice, 2)
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_explain_says_what_smaller_buckets_would_save_and_small_ones_rest() -> None:
+    """Of 64 MiB of gradients: buffers of 25 MiB stay in memory between iterations, those of 4 MiB do not."""
+    ((large, (_, touched_large)), (small, (idle, touched_small))), *_ = run_ranks(_advice, 2)
+    assert idle >= 2 * 4 * MIB, "two scratches wait, and what is received into"
+    assert touched_small > 0.9 * idle, f"{touched_small / MIB:.1f} of {idle / MIB:.1f} MiB came back when touched"
+    assert touched_large < 2 * MIB, f"{touched_large / MIB:.1f} MiB were not in memory"
     saved = 3 * (25 - 4) * MIB
     advice = f"DistributedDataParallel(bucket_cap_mb_list=[4]) would save up to {saved:,}"
     assert f"by formula 3 x {25 * MIB:,}; {advice}" in large
