@@ -581,7 +581,7 @@ def _refusals(setup: Setup) -> None:
             build(wrong)
     with pytest.raises(ValueError, match="'parameters' or 'elements', got 'rows'"):
         build(partition="rows")
-    with pytest.raises(ValueError, match=r"stage and partition.*(rank 0|rank 1)"):
+    with pytest.raises(ValueError, match=r"stage, overlap_with_ddp, partition.*(rank 0|rank 1)"):
         build(partition=("elements", "parameters")[setup.rank])
     gaps = nn.Parameter(torch.zeros(64, 80)[:, :70])
     with pytest.raises(ValueError, match=r"without gaps.*parameter 0.*partition='parameters'"):

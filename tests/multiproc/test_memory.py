@@ -152,10 +152,10 @@ def _advice(setup: Setup) -> list[tuple[str, tuple[int, int]]]:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_explain_says_what_smaller_buckets_would_save_and_small_ones_rest() -> None:
     """Of 64 MiB of gradients: buffers of 25 MiB stay in memory between iterations, those of 4 MiB do not."""
-    ((large, (_, touched_large)), (small, (idle, touched_small))), *_ = run_ranks(_advice, 2)
+    ((large, (kept, touched_large)), (small, (idle, touched_small))), *_ = run_ranks(_advice, 2)
     assert idle >= 2 * 4 * MIB, "two scratches wait, and what is received into"
     assert touched_small > 0.9 * idle, f"{touched_small / MIB:.1f} of {idle / MIB:.1f} MiB came back when touched"
-    assert touched_large < 2 * MIB, f"{touched_large / MIB:.1f} MiB were not in memory"
+    assert touched_large < 0.5 * kept, f"{touched_large / MIB:.1f} of {kept / MIB:.1f} MiB were not in memory"
     saved = 3 * (25 - 4) * MIB
     advice = f"DistributedDataParallel(bucket_cap_mb_list=[4]) would save up to {saved:,}"
     assert f"by formula 3 x {25 * MIB:,}; {advice}" in large
