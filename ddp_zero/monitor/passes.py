@@ -1,6 +1,6 @@
 """When forward and backward passes of a model begin and end: events of the optimizer's own record."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.backward.reducer import at_end_of_backward
 from ddp_zero.record.recorder import Recorder, Span
+from ddp_zero.step.report import tensors_in
 
 _LAST = 2
 """How often a callback must queue the next to come after the step at the end of backward, see `backward.hook`."""
@@ -53,7 +54,7 @@ class Passes:
             self._forward.stop()
             self._forward = None
             self._when_ended("forward")
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_of_output)
 
@@ -72,14 +73,3 @@ class Passes:
 def _again(times: int, callback: Callable[[], None]) -> None:
     """Call back after callbacks that callbacks have queued, so many times over."""
     at_end_of_backward(partial(_again, times - 1, callback) if times > 1 else callback)
-
-
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors_in(value)

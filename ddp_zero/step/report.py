@@ -11,7 +11,7 @@ from ddp_zero.plan.shard_plan import ShardPlan
 
 def state_bytes(state: Mapping[Any, Any]) -> int:
     """Bytes of all tensors in an optimizer's state, however nested."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors_in(state))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(state))
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,13 @@ def _estimate(trained: list[int], group_rank: int, rank: int, own_state_bytes: i
     return f"~{round(own_state_bytes * trained[rank] / trained[group_rank]):,}"
 
 
-def _tensors_in(value: Any) -> Iterable[Tensor]:
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """The tensors in nested mappings, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
