@@ -96,10 +96,12 @@ class Ring:
         self.newest = -1
 
     def take(self) -> Span:
-        """The slot of the oldest event that has ended, for a new one."""
+        """The slot of the oldest event that has ended, for a new one; of the oldest, if none has."""
         number = next(self._numbers)
         slot = self._slots[number & self._mask]
-        while slot.begun and not slot.ended:  # it goes on, and may be what others are within
+        for _ in self._slots:  # as often as there are slots: events that were given up never end
+            if slot.ended or not slot.begun:  # else it goes on, and may be what others are within
+                break
             number = next(self._numbers)
             slot = self._slots[number & self._mask]
         slot.number = self.newest = number

@@ -223,3 +223,10 @@ def test_what_is_no_record_is_refused_by_name(content: Any, tmp_path: Path) -> N
     (tmp_path / "attempt-0-rank-00000.json").write_text(content)
     with pytest.raises(ValueError, match=r"Expected a flight record of version 1 in .*rank-00000\.json"):
         read_folder(tmp_path)
+
+
+def test_events_that_never_end_do_not_keep_others_from_being_recorded() -> None:
+    ring = Ring(4)
+    for _ in range(4):
+        ring.take().start()
+    assert ring.take().number >= 4, "a slot was used again"
