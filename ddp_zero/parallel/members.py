@@ -102,20 +102,6 @@ def reducing(model: nn.Module, plan: Plan) -> DistributedDataParallel | None:
     return next(iter(found.values()), None)
 
 
-def check_stages(models: Sequence[DistributedDataParallel | None], pipeline_dim: str | None, stage: object) -> None:
-    """Check that no DDP model around a pipeline stage is to shard gradients.
-
-    Raises:
-        NotImplementedError: if one is. torch's schedules run all forward passes under ``no_sync()`` and prepare DDP's
-            reducer by hand before the last backward pass, which stage 2 does not follow.
-    """
-    if pipeline_dim is not None and stage == 2 and any(model is not None for model in models):
-        raise NotImplementedError(
-            "Expected stage=1 with pipeline_dim=, got a DDP model around a pipeline stage and stage=2. Pass stage=1, "
-            "or the pipeline stage without DDP."
-        )
-
-
 def built(
     plan: Plan,
     ddp: DistributedDataParallel | None,
@@ -144,7 +130,7 @@ def built(
             raise ValueError(
                 f"Expected the DDP model over {plan.describe()} on their ranks, {get_process_group_ranks(group)}, got "
                 f"one on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
-                "have DDP ignore these parameters."
+                f"have DDP ignore these parameters{_by_name(ddp, plan)}."
             )
         zero = shard_optimizer(ddp, optimizer_class, params=plan.groups, **options)
     else:
@@ -160,6 +146,36 @@ def built(
             "AdamW, or declare the class by ddp_zero.elementwise(...) if it is one."
         )
     return zero
+
+
+def _by_name(ddp: DistributedDataParallel, plan: Plan) -> str:
+    """How to ignore a parameter of the root module, whose name DDP compares with a leading dot."""
+    own = {id(param): name for name, param in ddp.module.named_parameters(recurse=False)}
+    names = [own[id(one.param)] for one in plan.held if id(one.param) in own]
+    return f", of which it knows {names[0]!r} as {'.' + names[0]!r}: pass both names" if names else ""
+
+
+def follow_schedule(zero: ZeroRedundancyOptimizer) -> None:
+    """Expect a pipeline schedule to run the DDP model of a member; see `ddp_zero.backward.forward_passes`."""
+    options = zero._engine.decision.options
+    zero._engine.passes.follow_schedule(holds_back=zero.stage == 2 or options.accumulate_in_fp32)
+
+
+def check_can_step(zero: ZeroRedundancyOptimizer) -> None:
+    """Check, without communicating, that a member whose step waits for ``opt.step()`` can take it on this rank.
+
+    Raises:
+        RuntimeError: for groups that were edited, state that was moved away, or a parameter that is not its master.
+        NotImplementedError: for a gradient that is not dense.
+    """
+    engine = zero._engine
+    if engine.hook is None or engine.hook.is_waiting:
+        if engine.hook is not None:
+            engine.hook.check_complete()
+        engine.sharded.table.check_groups(zero.param_groups)
+        engine.sharded.table.check_gradients()
+        engine.sharded.stepped.follow_model()
+        engine.sharded.check_ready()
 
 
 def stated_groups(everyone: Communicator, plans: Sequence[Plan]) -> list[list[list[int]]]:

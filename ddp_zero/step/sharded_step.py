@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -52,6 +52,7 @@ class ShardedStep:
         changes: counts what changes the state of this rank, the same on every rank.
         order: in which order states were created.
         norm_order: all parameters, by index, in the order in which norms of their gradients add up.
+        catching: a context that may hold errors of steps back until ranks with other parameters know of them.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ShardedStep:
         self.order = StateOrder()
         self.norm_order: Sequence[int] = range(len(table))
         self.snapshot: State | None = None
+        self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._strides = strides_of(table)
         self._freed = FreedMemory()
         self._model: weakref.ref[nn.Module] | None = None
@@ -99,8 +101,7 @@ class ShardedStep:
             stepped.note_versions()
         clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
         clone.order = copy.deepcopy(self.order, memo)
-        clone.norm_order = self.norm_order
-        clone._strides = self._strides
+        clone.norm_order, clone._strides = self.norm_order, self._strides
         clone.extend(table, clone.binding)
         return clone
 
@@ -208,7 +209,7 @@ class ShardedStep:
 
         A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
         """
-        with self.comm.trace.label("share_errors"):
+        with self.catching(), self.comm.trace.label("share_errors"):
             try:
                 if self.coupling.check():
                     self.local_step.mirror_to_exposed()
@@ -277,8 +278,7 @@ class ShardedStep:
         """The message of `check_masters`, or None. The check is local: a rank may overwrite parameters temporarily."""
         if not self.stepped.have_changed():
             return None
-        diverged = self.stepped.diverged()
-        if diverged:
+        if diverged := self.stepped.diverged():
             return (
                 f"Expected {self.table.label(diverged[0])} to be its fp32 master weight rounded, got a different "
                 "value: it was written to since the last step, which the next would undo "
