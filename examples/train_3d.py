@@ -128,7 +128,7 @@ def main() -> None:
     parallel = train_in_parallel(options, world, corpus)
     if world.rank == 0:
         one = train_on_one_device(options, world, corpus)
-        for step in (*range(0, options.steps, max(1, options.steps // 6)), options.steps - 1):
+        for step in range(0, options.steps, max(1, options.steps // 6)):
             world.say(f"step {step + 1}: loss {parallel[step]:.5f}, on one device {one[step]:.5f}")
         largest = max(abs(mine - other) for mine, other in zip(parallel, one, strict=True))
         world.say(f"largest difference of the losses: {largest:.1e}")

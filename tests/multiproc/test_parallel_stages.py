@@ -1,6 +1,7 @@
 """Pipeline stages under torch's schedules, beside the same stages with the plain optimizer and the same reductions."""
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero.parallel import ParallelOptimizer
+from ddp_zero.parallel.council import Level
 from tests.multiproc.cases import assert_identical, sum_in_rank_order
 from tests.multiproc.cut_models import FirstStage, LastStage, is_cut, token_batch
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.test_parallel_meshes import CLIP, OPTIONS, scale_gradients, tied_group, token_loss
+from tests.multiproc.parity import Parity
+from tests.multiproc.test_parallel_meshes import CLIP, OPTIONS, Whole, norm_of, scale_gradients, tied_group, token_loss
 
 STEPS = 4
 MICRO_BATCHES = 4
@@ -104,8 +107,8 @@ class Stages:
 
 def train_beside_plain(
     mesh: DeviceMesh, tied: dist.ProcessGroup, schedule: Any, mode: Mapping[str, Any], runs: int = 1
-) -> float:
-    """Train, compare after every step, and return the largest difference.
+) -> Parity:
+    """Train, and compare after every step.
 
     Args:
         mesh: see `Stages`.
@@ -125,7 +128,7 @@ def train_beside_plain(
     arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
     opt = ParallelOptimizer(ours.model, AdamW, ours.groups(tied), **arguments, **options, **OPTIONS)
     assert [member.stage for member in opt.members] == [2 if partitions else 1, 1]
-    before, largest = [param.detach().clone() for param in ours.part.parameters()], 0.0
+    before, parity = [param.detach().clone() for param in ours.part.parameters()], Parity()
     for step in range(STEPS):
         opt.zero_grad()
         expected.zero_grad()
@@ -146,7 +149,7 @@ def train_beside_plain(
             scale_gradients(plain.part, opt.last_step.grad_norm)
         expected.step()
         for (name, mine), other in zip(ours.part.named_parameters(), plain.part.parameters(), strict=True):
-            largest = max(largest, float((mine - other).detach().abs().max()))
+            parity.note_plain([other], [mine])
             if runs == 1:
                 assert_identical(other.detach(), mine.detach(), f"{name} after step {step}: {mode}, {schedule}")
         if step == 1:
@@ -154,7 +157,7 @@ def train_beside_plain(
             plain.evaluate(step)
     for (name, param), old in zip(ours.part.named_parameters(), before, strict=True):
         assert not torch.equal(param, old), f"{name} has not moved: {mode}"
-    return largest
+    return parity
 
 
 @case(4)
@@ -163,7 +166,7 @@ def _stages_equal_the_plain_optimizer_under_the_same_schedule(setup: Setup) -> N
     tied = tied_group(mesh)
     for name, mode in MODES.items():
         for schedule in (ScheduleGPipe, Schedule1F1B) if "2" in name else (Schedule1F1B,):
-            assert train_beside_plain(mesh, tied, schedule, mode) == 0.0
+            assert train_beside_plain(mesh, tied, schedule, mode).plain == 0.0
 
 
 @case(4)
@@ -171,8 +174,9 @@ def _several_runs_of_a_schedule_add_up_to_one_step(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied = tied_group(mesh)
     for name, mode in MODES.items():
-        largest = train_beside_plain(mesh, tied, Schedule1F1B, mode, runs=2)
-        assert largest < 1e-5, (name, largest)
+        parity = train_beside_plain(mesh, tied, Schedule1F1B, mode, runs=2)
+        assert parity.plain is not None
+        assert parity.plain < 1e-5, (name, parity)
 
 
 @case(4)
@@ -192,6 +196,50 @@ def _gradients_travel_once_with_the_last_micro_batch(setup: Setup) -> None:
         sent = torch.tensor([comm.sent_bytes - before])
         dist.all_reduce(sent, group=stages.data)
         assert sent.item() == 2 * nbytes, f"step {step}: gradients to their owners, and parameters back"
+
+
+def check_counting(mesh: DeviceMesh, tied: dist.ProcessGroup) -> None:
+    """The norm is that of one device, and shows every parameter that is left out or counted twice, wherever it is."""
+    stages = Stages(mesh, Schedule1F1B, wraps=True, learns_shapes=True)
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
+    opt = ParallelOptimizer(stages.model, AdamW, stages.groups(tied), stage=2, overlap=False, **arguments, **OPTIONS)
+    stages.run(0)
+    norm = float(opt.clip_grad_norm_(1e9))
+    whole = Whole()
+    every = [token_batch(rank, 0) for rank in range(mesh["data"].size())]
+    inputs, wanted = (torch.cat(parts) for parts in zip(*every, strict=True))
+    nn.functional.cross_entropy(whole(inputs), wanted).backward()
+    Parity().note_norm(norm, norm_of(whole))
+    shape = [mesh.size(dim) for dim in range(1, mesh.ndim)]  # all but the data dimension
+    mine = tuple((mesh.get_coordinate() or [])[1:])
+    for number, member in enumerate(opt.members):
+        beyond: Any = member._engine.decision.beyond
+        counted = list(beyond._counted)
+        for place in product(*map(range, shape)):
+            for left_out in range(6):  # no stage has more
+                # a shared parameter counts in the first stage
+                changes = mine == place and left_out < len(counted) and (number == 0 or stages.number == 0)
+                beyond._counted = [one != (changes and index == left_out) for index, one in enumerate(counted)]
+                anywhere = torch.tensor([float(changes)])
+                dist.all_reduce(anywhere)
+                found = float(opt.clip_grad_norm_(1e9))
+                assert (abs(found / norm - 1) > 2e-6) == bool(anywhere), f"{place}, parameter {left_out} of {number}"
+        beyond._counted = counted
+    level = opt._council._levels[0]
+    assert level.counted is not None
+    for number in range(len(opt.members)):
+        for counts in (True, False):
+            rows = [[counts] * len(row) if at == number else list(row) for at, row in enumerate(level.counted)]
+            opt._council._levels = [Level(level.comm, rows), *opt._council._levels[1:]]
+            assert abs(float(opt.clip_grad_norm_(1e9)) / norm - 1) > 2e-6, f"member {number}, all count: {counts}"
+        opt._council._levels = [level, *opt._council._levels[1:]]
+    assert float(opt.clip_grad_norm_(1e9)) == norm
+
+
+@case(4)
+def _the_norm_shows_each_parameter_that_is_left_out_or_counted_twice(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    check_counting(mesh, tied_group(mesh))
 
 
 @case(4)
