@@ -180,8 +180,8 @@ class Whole(nn.Module):
 def _stages_share_an_embedding_norms_and_skips(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     train_stages(mesh, tensor=None, schedules=(ScheduleGPipe, Schedule1F1B))
-    for stage in (1, 2):
-        train_stages(mesh, tensor=None, schedules=(Schedule1F1B,), wraps=True, stage=stage)
+    for stage, schedule in ((1, ScheduleGPipe), (2, Schedule1F1B)):
+        train_stages(mesh, tensor=None, schedules=(schedule,), wraps=True, stage=stage)
 
 
 def train_stages(

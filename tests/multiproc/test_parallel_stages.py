@@ -119,9 +119,10 @@ def train_beside_plain(
     """
     options = {key: value for key, value in mode.items() if key != "wraps"}
     wraps, partitions = mode.get("wraps", True), mode.get("stage") == 2
-    ours = Stages(mesh, schedule, wraps, learns_shapes=True)
-    # in stage 1 DDP reduces the first micro-batch twice where a schedule learns shapes; elsewhere nothing does
-    plain = Stages(mesh, schedule, wraps, learns_shapes=not (partitions or "accumulate_in_fp32" in mode))
+    sums_once = partitions or "accumulate_in_fp32" in mode  # DDP sums the first micro-batch twice if shapes are learnt
+    fails = wraps and schedule is ScheduleGPipe  # DDP of torch 2.13.0 does then, without this library
+    ours = Stages(mesh, schedule, wraps, learns_shapes=sums_once or not fails)
+    plain = Stages(mesh, schedule, wraps, learns_shapes=not (sums_once or fails))
     if partitions:
         plain.model.register_comm_hook(plain.data, sum_in_rank_order)  # type: ignore[operator]
     expected: Optimizer = AdamW(plain.part.parameters(), **OPTIONS)
