@@ -18,6 +18,7 @@ from ddp_zero.local.arguments import check_group
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.parallel.membership import check_groups, counted
+from ddp_zero.parallel.resting import take_part_with_zeros
 from ddp_zero.parallel.shards import Held, held
 from ddp_zero.shard import shard_optimizer
 
@@ -47,17 +48,19 @@ class Plan:
         return f"parameter group{'s' if len(self.positions) > 1 else ''} {shown}"
 
 
-def planned(groups: Sequence[ParamGroup], dims: Sequence[str]) -> list[Plan]:
+def planned(groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh | None) -> list[Plan]:
     """One plan for groups without a process group, which comes first, and one for each process group.
 
     Args:
         groups: parameter groups as torch has read them.
         dims: names of the mesh dimensions other than the data-parallel one.
+        mesh: the mesh; along dimensions of one rank, parameters are whole.
 
     Raises:
         TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `held`.
     """
     plans: dict[int | None, Plan] = {None: Plan(None)}
+    shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
     for position, given in enumerate(groups):
         group, cut = given.get("process_group"), given.get("sharded_over", ())
         if group is not None and not isinstance(group, ProcessGroup):
@@ -66,7 +69,7 @@ def planned(groups: Sequence[ParamGroup], dims: Sequence[str]) -> list[Plan]:
         plan = plans.setdefault(None if group is None else id(group), Plan(group))
         names = given.get("param_names", [None] * len(given["params"]))
         all_held = [
-            held(param, declared, dims, f"parameter {name or number} of parameter group {position}")
+            held(param, declared, dims, f"parameter {name or number} of parameter group {position}").along(shared)
             for number, (name, param) in enumerate(zip(names, given["params"], strict=True))
         ]
         params = [one.param for one in all_held]
@@ -133,6 +136,8 @@ def built(
                 f"have DDP ignore these parameters{_by_name(ddp, plan)}."
             )
         zero = shard_optimizer(ddp, optimizer_class, params=plan.groups, **options)
+        if plan.group is not None:
+            take_part_with_zeros(ddp)
     else:
         own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
         zero = ZeroRedundancyOptimizer(plan.groups, optimizer_class, process_group=group, **own)

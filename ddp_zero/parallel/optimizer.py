@@ -106,7 +106,7 @@ class ParallelOptimizer(Optimizer):
             Optimizer.__init__(self, copied(params, model), {})
             options["nonfinite"] = nonfinite(options, self._own_groups)
             names = {id(param): name for name, param in model.named_parameters()}
-            plans = planned(self._own_groups, dims)
+            plans = planned(self._own_groups, dims, mesh)
             models = [reducing(model, plan) for plan in plans]
             shape = [(plan.positions, ddp is not None) for plan, ddp in zip(plans, models, strict=True)]
             statements[0].declare("parameter groups with a process group, and a DDP model", shape)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -157,6 +157,41 @@ def _distributed_tensors_are_stepped_in_place(setup: Setup) -> None:
         ParallelOptimizer(model, ToyLAMB, mesh=mesh, data_parallel_dim="data")
     with pytest.raises(TypeError, match=r"ddp_zero\.parallel"):
         ZeroRedundancyOptimizer(model.parameters(), AdamW)
+
+
+class Undeclared(AdamW):
+    """Nobody has said that it steps each element by itself."""
+
+
+@case(4)
+def _optimizers_that_look_at_whole_parameters_get_whole_ones_or_none(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data"}
+    own = dist.new_group([setup.rank], use_local_synchronization=True)
+    for build in (ToyLAMB, torch.optim.Adafactor, Undeclared, lambda params, **options: ToyLAMB(params, **options)):
+        for dim in (0, 1):
+            parts = nn.ParameterList([distribute_tensor(torch.ones(4, 4), mesh["tensor"], [Shard(dim)])])
+            with pytest.raises(TypeError, match=r"Expected an optimizer that steps each element by itself"):
+                ParallelOptimizer(parts, build, **arguments)
+        plain = nn.ParameterList([torch.ones(4, 4), torch.ones(2, 4)])
+        for ranks in ({}, {"process_group": mesh.get_group("data")}, {"process_group": own}):
+            for dims in ("tensor", ["tensor"]):
+                groups = [{"params": [plain[0]]}, {"params": [plain[1]], "sharded_over": dims, **ranks}]
+                with pytest.raises(TypeError, match=r"shape \[2, 4\].* along \['tensor'\] holds a part"):
+                    ParallelOptimizer(plain, build, groups, **arguments)
+    whole = nn.ParameterList([distribute_tensor(torch.ones(4, 4), mesh["tensor"], [Replicate()])])
+    expected = nn.ParameterList([torch.ones(4, 4)])
+    opt, plain_opt = ParallelOptimizer(whole, ToyLAMB, **arguments), ToyLAMB(expected.parameters())
+    for step in range(2):
+        grad = torch.arange(16.0).view(4, 4) + step
+        expected[0].grad = grad.clone()
+        whole[0].grad = distribute_tensor(grad.clone(), mesh["tensor"], [Replicate()])
+        opt.step()
+        plain_opt.step()
+        assert_identical(expected[0].detach(), local(whole[0]), f"step {step}")
+    flat = init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "tensor"))
+    alone = nn.ParameterList([distribute_tensor(torch.ones(4, 4), flat["tensor"], [Shard(0)])])
+    ParallelOptimizer(alone, ToyLAMB, mesh=flat, data_parallel_dim="data")  # nobody else holds a part
 
 
 def token_loss(scores: Tensor, targets: Tensor) -> Tensor:

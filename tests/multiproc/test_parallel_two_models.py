@@ -1,5 +1,6 @@
 """A DDP model over what is dense and a second one over the experts, also where no token reaches some of them."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,45 @@ def choose_experts(model: Any, rank: int) -> None:
         return forward(tokens, by_gate)
 
     experts.forward = chosen
+
+
+@case(4)
+def _a_rank_without_any_token_takes_part_with_zeros(setup: Setup) -> None:
+    """As if it had run its experts on empty batches; DDP alone would wait for it."""
+    spread, same = expert_groups(setup.rank, 4, 2)
+    for mode in ({}, {"stage": 2, "max_grad_norm": 1.0}):
+        pairs = []
+        for runs_empty in (True, False):
+            model: Any = cut_mixture(setup.rank, 2, 4, spread)
+            model.experts.runs_empty = runs_empty
+            choose_one_rank(model, setup.rank)
+            options: dict[str, Any] = {"gradient_as_bucket_view": True}
+            model.experts = DistributedDataParallel(
+                model.experts, process_group=same, find_unused_parameters=not runs_empty, **options
+            )
+            pairs.append(wrapped_without_experts(model, **options))
+        expected, ddp = (
+            (one, ParallelOptimizer(one, AdamW, dense_and_experts(one, same), **mode, **OPTIONS))  # type: ignore[arg-type]
+            for one in pairs
+        )
+        for step, batch in enumerate(batches(setup.rank, 4)):
+            for one, opt in (expected, ddp):
+                opt.zero_grad()
+                loss_of(one, *batch).backward()
+                opt.step()
+            assert_equal_models(expected[0].module, ddp[0].module, f"after step {step}: {mode}")
+        copied = copy.deepcopy(ddp[0].module.experts.module.local)
+        assert torch.equal(copied[0](torch.zeros(1, 8)), ddp[0].module.experts.module.local[0](torch.zeros(1, 8)))
+
+
+def choose_one_rank(model: Any, rank: int) -> None:
+    """Ranks 0 and 1 send tokens to all experts, ranks 2 and 3 to those of rank 2 alone: rank 3 gets none."""
+    forward = model.experts.forward
+
+    def chosen(tokens: torch.Tensor, by_gate: torch.Tensor) -> Any:
+        return forward(tokens, torch.arange(len(tokens)) % (4 if rank < 2 else 2))
+
+    model.experts.forward = chosen
 
 
 @case.each
