@@ -254,7 +254,11 @@ class ParallelOptimizer(Optimizer):
             index_of = member._engine.sharded.table.index_of
             own = None if wanted is None else [param for param in wanted if param in index_of]
             clips.append(partial(member.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite, own))
-        total: Tensor = self._council.run(clips)[0]
+        try:
+            total: Tensor = self._council.run(clips)[0]
+        except Exception as error:
+            self._assembly.tell(error)
+            raise
         return total
 
     def full_grad(self, param: Tensor) -> Tensor | None:

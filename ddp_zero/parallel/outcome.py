@@ -11,7 +11,7 @@ meets the others in the message of that decision, which tells them.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,13 @@ class Assembly:
     def conclude(self, error: Exception | None) -> None:
         """As `check`, at the end of a step, which may have changed parameters."""
         self._end(error, "the step", WHAT_NOW)
+
+    def tell(self, error: Exception) -> None:
+        """Before this rank raises an error: tell the levels that do not know yet, whose next message meets this one."""
+        if not isinstance(error, StepFailedElsewhereError):
+            self._known[dist.get_rank()] = f"{type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # of a lost peer
+            self._tell(has_failed=True)
 
     def _end(self, error: Exception | None, doing: str, remedy: str) -> None:
         is_own = error is not None and not isinstance(error, StepFailedElsewhereError)
