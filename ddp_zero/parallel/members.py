@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero.backward.reducer import reduced_parameters
+from ddp_zero.backward.reducer import has_static_graph, reduced_parameters
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.elements.elementwise import is_elementwise
 from ddp_zero.local.arguments import check_group
@@ -160,10 +160,20 @@ def _by_name(ddp: DistributedDataParallel, plan: Plan) -> str:
     return f", of which it knows {names[0]!r} as {'.' + names[0]!r}: pass both names" if names else ""
 
 
-def follow_schedule(zero: ZeroRedundancyOptimizer) -> None:
-    """Expect a pipeline schedule to run the DDP model of a member; see `ddp_zero.backward.forward_passes`."""
-    options = zero._engine.decision.options
-    zero._engine.passes.follow_schedule(holds_back=zero.stage == 2 or options.accumulate_in_fp32)
+def follow_schedule(zero: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
+    """Expect a pipeline schedule to run the DDP model of a member; see `ddp_zero.backward.forward_passes`.
+
+    Raises:
+        NotImplementedError: for a static graph, of which DDP averages the first backward pass of all, unless it was to.
+    """
+    holds_back = zero.stage == 2 or zero._engine.decision.options.accumulate_in_fp32
+    if holds_back and has_static_graph(ddp):
+        raise NotImplementedError(
+            "Expected a DDP model without static_graph=True around a pipeline stage with stage=2 or "
+            "accumulate_in_fp32=True, got one with it: it averages the first backward pass, which a schedule runs "
+            "under no_sync(). Wrap the stage without static_graph=True, or pass stage=1."
+        )
+    zero._engine.passes.follow_schedule(holds_back)
 
 
 def check_can_step(zero: ZeroRedundancyOptimizer) -> None:

@@ -77,6 +77,7 @@ class ParallelOptimizer(Optimizer):
     Raises:
         ValueError: if ranks have different views of the groups, or different values of a parameter that no DDP model
             reduces, naming ranks; as `ZeroRedundancyOptimizer` does.
+        NotImplementedError: for a DDP model with a static graph around a pipeline stage in stage 2.
         TypeError: for arguments of the wrong type, or an optimizer that looks at whole parameters where ranks hold
             parts of them.
         RuntimeError: if construction failed on another rank.
@@ -115,7 +116,7 @@ class ParallelOptimizer(Optimizer):
             for plan, ddp in zip(plans, models, strict=True):
                 self.members.append(built(plan, ddp, optimizer_class, everyone, names, dict(options)))
                 if pipeline_dim is not None and ddp is not None:
-                    follow_schedule(self.members[-1])
+                    follow_schedule(self.members[-1], ddp)
             self._averages = _averages(plans, models, self.members, everyone)
         self._held = HeldErrors()
         self._assembly = Assembly([everyone, *beyond] if _have_own(plans) or beyond else [])

@@ -33,6 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
     "stage 2, overlapped": {"stage": 2},
     "stage 2, clipped": {"stage": 2, "max_grad_norm": CLIP},
     "stage 2, standalone": {"stage": 2, "overlap": False},
+    "stage 2, finds unused": {"stage": 2, "ddp": {"find_unused_parameters": True}},
 }
 
 case = Cases(timeout=180, group_timeout=30)
@@ -46,9 +47,10 @@ class Stages:
         schedule: of torch.
         wraps: whether the stage is a DDP model, which leaves the shared embedding alone.
         learns_shapes: whether the schedule runs the stage once to learn shapes, in which DDP prepares a reduction.
+        **ddp_options: of the DDP model.
     """
 
-    def __init__(self, mesh: DeviceMesh, schedule: Any, wraps: bool, learns_shapes: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, schedule: Any, wraps: bool, learns_shapes: bool, **ddp_options: Any) -> None:
         self.mesh, self.number = mesh, mesh.get_local_rank("pipe")
         self.data = mesh.get_group("data")
         tensor = mesh.get_group("tensor") if "tensor" in (mesh.mesh_dim_names or ()) else None
@@ -57,7 +59,7 @@ class Stages:
         if wraps:
             ignored = ["embedding", ".embedding"]  # DDP looks for the latter, other parts of torch for the former
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.part, ignored)
-            self.model = DistributedDataParallel(self.part, process_group=self.data, **DDP_OPTIONS)
+            self.model = DistributedDataParallel(self.part, process_group=self.data, **DDP_OPTIONS, **ddp_options)
         shapes: dict[str, Any] = {} if learns_shapes else self.shapes()
         stage = PipelineStage(self.model, self.number, 2, torch.device("cpu"), group=mesh.get_group("pipe"), **shapes)
         self.schedule = schedule(stage, n_microbatches=MICRO_BATCHES, loss_fn=token_loss, scale_grads=False)
@@ -114,15 +116,15 @@ def train_beside_plain(
         mesh: see `Stages`.
         tied: the ranks that share the embedding.
         schedule: of torch.
-        mode: options, and ``wraps``.
+        mode: options, ``wraps``, and ``ddp`` for those of the DDP model.
         runs: how many batches add up to a step.
     """
-    options = {key: value for key, value in mode.items() if key != "wraps"}
-    wraps, partitions = mode.get("wraps", True), mode.get("stage") == 2
+    options = {key: value for key, value in mode.items() if key not in ("wraps", "ddp")}
+    wraps, partitions, of_ddp = mode.get("wraps", True), mode.get("stage") == 2, mode.get("ddp", {})
     sums_once = partitions or "accumulate_in_fp32" in mode  # DDP sums the first micro-batch twice if shapes are learnt
     fails = wraps and schedule is ScheduleGPipe  # DDP of torch 2.13.0 does then, without this library
-    ours = Stages(mesh, schedule, wraps, learns_shapes=sums_once or not fails)
-    plain = Stages(mesh, schedule, wraps, learns_shapes=not (sums_once or fails))
+    ours = Stages(mesh, schedule, wraps, learns_shapes=sums_once or not fails, **of_ddp)
+    plain = Stages(mesh, schedule, wraps, learns_shapes=not (sums_once or fails), **of_ddp)
     if partitions:
         plain.model.register_comm_hook(plain.data, sum_in_rank_order)  # type: ignore[operator]
     expected: Optimizer = AdamW(plain.part.parameters(), **OPTIONS)
@@ -166,7 +168,7 @@ def _stages_equal_the_plain_optimizer_under_the_same_schedule(setup: Setup) -> N
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied = tied_group(mesh)
     for name, mode in MODES.items():
-        for schedule in (ScheduleGPipe, Schedule1F1B) if "2" in name else (Schedule1F1B,):
+        for schedule in (ScheduleGPipe, Schedule1F1B) if name == "stage 2, clipped" else (Schedule1F1B,):
             assert train_beside_plain(mesh, tied, schedule, mode).plain == 0.0
 
 
@@ -174,8 +176,8 @@ def _stages_equal_the_plain_optimizer_under_the_same_schedule(setup: Setup) -> N
 def _several_runs_of_a_schedule_add_up_to_one_step(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied = tied_group(mesh)
-    for name, mode in MODES.items():
-        parity = train_beside_plain(mesh, tied, Schedule1F1B, mode, runs=2)
+    for name in ("stage 1 without DDP, clipped", "stage 1, sums in fp32", "stage 2, overlapped", "stage 2, clipped"):
+        parity = train_beside_plain(mesh, tied, Schedule1F1B, MODES[name], runs=2)
         assert parity.plain is not None
         assert parity.plain < 1e-5, (name, parity)
 
@@ -244,7 +246,7 @@ def _the_norm_shows_each_parameter_that_is_left_out_or_counted_twice(setup: Setu
 
 
 @case(4)
-def _a_shared_parameter_that_ddp_reduces_as_well_is_refused(setup: Setup) -> None:
+def _static_graphs_and_shared_parameters_that_ddp_reduces_as_well_are_refused(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     tied = tied_group(mesh)
     stages = Stages(mesh, Schedule1F1B, wraps=False, learns_shapes=True)
@@ -254,6 +256,10 @@ def _a_shared_parameter_that_ddp_reduces_as_well_is_refused(setup: Setup) -> Non
         ParallelOptimizer(
             ddp, AdamW, stages.groups(tied), mesh=mesh, data_parallel_dim="data", pipeline_dim="pipe", **OPTIONS
         )
+    stages = Stages(mesh, Schedule1F1B, wraps=True, learns_shapes=True, static_graph=True)
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
+    with pytest.raises(NotImplementedError, match="without static_graph=True around a pipeline stage"):
+        ParallelOptimizer(stages.model, AdamW, stages.groups(tied), stage=2, **arguments, **OPTIONS)
 
 
 @case.each
