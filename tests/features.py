@@ -76,6 +76,9 @@ LOST = _HERE + "test_insight.py::test_the_records_name_the_rank_that_was_lost"
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
 PARALLEL = _HERE + "test_parallel.py::test_parallel"
 MESHES = _HERE + "test_parallel_meshes.py::test_meshes"
+STAGES = _HERE + "test_parallel_stages.py::test_stages"
+TWO_MODELS = _HERE + "test_parallel_two_models.py::test_two_models"
+PARALLEL_ERRORS = _HERE + "test_parallel_errors.py::test_errors"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
@@ -198,7 +201,10 @@ FEATURES: list[tuple[str, str, str]] = [
     ),
     ("Experts spread over ranks, stages 1 and 2: bit-equal to the plain optimizer", YES, PARALLEL),
     ("... norms of one device to 1e-6, one skip for all, ranks that differ are named", YES, PARALLEL),
+    ("... a second DDP model over the experts; experts that no token reaches there", YES, TWO_MODELS),
     ("Tensor parallel parameters, cut by hand or `DTensor`; pipeline stages with a tied embedding", YES, MESHES),
+    ("... stages under GPipe and 1F1B, in DDP or not, stages 1 and 2: bit-equal to the plain optimizer", YES, STAGES),
+    ("... an error of one rank's optimizer raises on all ranks at once", YES, PARALLEL_ERRORS),
     ("Random programs, compared with DDP + the plain optimizer after every step", YES, FUZZ),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),
     ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),

@@ -1,7 +1,7 @@
 """Parameters that are distributed tensors: the optimizer steps this rank's part of each, in the same memory."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,10 @@ class Held:
     param: Tensor
     source: DTensor | None
     cut_over: frozenset[str]
+
+    def along(self, dims: Collection[str]) -> "Held":
+        """The same, of which only cuts over these dimensions are known."""
+        return replace(self, cut_over=self.cut_over.intersection(dims))
 
 
 def held(param: Tensor, declared: Sequence[str], dims: Sequence[str], label: str) -> Held:
