@@ -76,6 +76,7 @@ LOST = _HERE + "test_insight.py::test_the_records_name_the_rank_that_was_lost"
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
 PARALLEL = _HERE + "test_parallel.py::test_parallel"
 MESHES = _HERE + "test_parallel_meshes.py::test_meshes"
+PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
@@ -199,6 +200,16 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Experts spread over ranks, stages 1 and 2: bit-equal to the plain optimizer", YES, PARALLEL),
     ("... norms of one device to 1e-6, one skip for all, ranks that differ are named", YES, PARALLEL),
     ("Tensor parallel parameters, cut by hand or `DTensor`; pipeline stages with a tied embedding", YES, MESHES),
+    (
+        "... checkpoints at other numbers of expert, tensor and data-parallel ranks and stages; of torch's own format",
+        YES,
+        PARALLEL_STATE,
+    ),
+    (
+        "... an expert, part or stage that could be taken for another one is refused, naming it and the ranks",
+        YES,
+        PARALLEL_STATE,
+    ),
     ("Random programs, compared with DDP + the plain optimizer after every step", YES, FUZZ),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),
     ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from ddp_zero.backward.reducer import reduced_parameters
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.elements.elementwise import is_elementwise
-from ddp_zero.local.arguments import check_group
+from ddp_zero.hooked import build_hooked
+from ddp_zero.local.arguments import PARALLEL_KEYS, check_group
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.parallel.membership import check_groups, counted
-from ddp_zero.parallel.shards import Held, held
-from ddp_zero.shard import shard_optimizer
+from ddp_zero.parallel.shards import Held, held, read_cuts
 
 _OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32", "sync")
 _OF_REDUCTIONS = ("grad_comm_dtype", "gradient_predivide_factor")
@@ -59,10 +59,9 @@ def planned(groups: Sequence[ParamGroup], dims: Sequence[str]) -> list[Plan]:
     """
     plans: dict[int | None, Plan] = {None: Plan(None)}
     for position, given in enumerate(groups):
-        group, cut = given.get("process_group"), given.get("sharded_over", ())
+        group, declared = given.get("process_group"), read_cuts(given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
             check_group(group, f"process_group of parameter group {position}")
-        declared = [cut] if isinstance(cut, str) else list(cut)
         plan = plans.setdefault(None if group is None else id(group), Plan(group))
         names = given.get("param_names", [None] * len(given["params"]))
         all_held = [
@@ -70,7 +69,7 @@ def planned(groups: Sequence[ParamGroup], dims: Sequence[str]) -> list[Plan]:
             for number, (name, param) in enumerate(zip(names, given["params"], strict=True))
         ]
         params = [one.param for one in all_held]
-        options = {key: value for key, value in given.items() if key not in _OF_PARALLEL}
+        options = {key: value for key, value in given.items() if key not in _NOT_OPTIONS}
         named = [*zip(names, params, strict=True)] if "param_names" in given else params
         plan.positions.append(position)
         plan.groups.append({**options, "params": named})
@@ -78,7 +77,7 @@ def planned(groups: Sequence[ParamGroup], dims: Sequence[str]) -> list[Plan]:
     return [plan for plan in plans.values() if plan.groups]
 
 
-_OF_PARALLEL = ("params", "param_names", "process_group", "sharded_over")
+_NOT_OPTIONS = ("params", "param_names", *PARALLEL_KEYS)
 
 
 def reducing(model: nn.Module, plan: Plan) -> DistributedDataParallel | None:
@@ -146,7 +145,7 @@ def built(
                 f"one on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
                 "have DDP ignore these parameters."
             )
-        zero = shard_optimizer(ddp, optimizer_class, params=plan.groups, **options)
+        zero = build_hooked(ddp, optimizer_class, plan.groups, **options)
     else:
         own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
         zero = ZeroRedundancyOptimizer(plan.groups, optimizer_class, process_group=group, **own)
@@ -194,7 +193,7 @@ def counted_here(plan: Plan, mesh: DeviceMesh | None, dims: Sequence[str], pipel
 
 def held_params(plans: Sequence[Plan]) -> dict[Tensor, Tensor]:
     """The parameter that is stepped for each that the user gave."""
-    return {one.param if one.source is None else one.source: one.param for plan in plans for one in plan.held}
+    return {one.given: one.param for plan in plans for one in plan.held}
 
 
 def places_of(plans: Sequence[Plan]) -> list[tuple[int, int]]:
