@@ -28,7 +28,7 @@ from ddp_zero.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.backward.gradients import CommHook, watching
 from ddp_zero.backward.hook import OverlapHook
 from ddp_zero.backward.machine import Phase
-from ddp_zero.backward.reducer import has_hook
+from ddp_zero.backward.reducer import gradients_are_views, has_hook
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.local.absent import report_nonfinite
 from ddp_zero.local.masters import GradientSource, PublishedGradients
@@ -105,6 +105,7 @@ class Engine:
         sums_in_fp32 = decision.options.accumulate_in_fp32
         gradients = gradients_of_stage(self._reduction, sharded, ddp, wrapped, side, self.passes, sums_in_fp32)
         self.passes.watch([ddp])
+        sharded.in_buckets = self.is_partitioned or not gradients_are_views(ddp)
         decision.watch.is_on = decision.options.nonfinite != "step"
         self.hook = OverlapHook(
             sharded,
@@ -141,7 +142,7 @@ class Engine:
 
     def know_model(self, ddp: DistributedDataParallel) -> None:
         """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
-        self.sharded.follow_order_of(ddp)
+        self.sharded.table.follow_order_of(ddp)
         if self.decision.options.sync == "forward":
             wait_before_forward(ddp, self.sharded)
 

@@ -61,7 +61,7 @@ def clip_grad_norm(
 
     total, coefficient, decision.norms_before_clip = clip_gradients(
         sharded,
-        sharded.norm_order if params is None else [index_of[param] for param in params],
+        sharded.table.norm_order if params is None else [index_of[param] for param in params],
         float(max_norm),
         float(norm_type),
         is_partitioned=engine.is_partitioned,

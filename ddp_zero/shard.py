@@ -162,10 +162,11 @@ def wrap(
 ) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     """Wrap a module in `DistributedDataParallel` and shard an optimizer over its ranks.
 
-    The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB:
-    three of them are what gradients need in stage 2. They are given as ``bucket_cap_mb_list``, which holds from the
-    first iteration on; with ``bucket_cap_mb``, which is used where this version of DDP has no such list, the first one
-    has a single bucket of all parameters. A collective, as the construction of DDP is.
+    The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB, and
+    of a quarter of a MiB per rank at least: three of them are what gradients need in stage 2. They are given as
+    ``bucket_cap_mb_list``, which holds from the first iteration on; with ``bucket_cap_mb``, which is used where this
+    version of DDP has no such list, the first one has a single bucket of all parameters. A collective, as the
+    construction of DDP is.
 
     Args:
         module: the model, not wrapped, on the device where it trains.
@@ -190,7 +191,7 @@ def wrap(
     sharers = options.get("shard_group")
     group = sharers if isinstance(sharers, ProcessGroup) else given.get("process_group")
     cuts = options.get("partition") == CutParameters.name  # parts are even in a bucket of any size
-    cap = bucket_mb(sizes, 1 if cuts else get_world_size(group))
+    cap = bucket_mb(sizes, get_world_size(group), cuts=cuts)
     caps: dict[str, Any] = {"bucket_cap_mb": cap}
     if ddp_takes("bucket_cap_mb_list"):
         caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}

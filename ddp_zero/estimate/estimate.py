@@ -191,7 +191,7 @@ def _caps(mode: Mode, trained: Sequence[int], ranks: int, given: float | None, w
     if given is not None:
         return [min(FIRST_CAP_BYTES, int(given * _MIB)), int(given * _MIB)]
     if wrapped:
-        return [int(bucket_mb(trained, 1 if mode.partition == "elements" else ranks) * _MIB)]
+        return [int(bucket_mb(trained, ranks, cuts=mode.partition == "elements") * _MIB)]
     return [FIRST_CAP_BYTES, CAP_BYTES]
 
 

@@ -5,13 +5,14 @@ modules refer to parameters by index; this one holds the tensors.
 """
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ddp_zero.local.arguments import PARALLEL_DOOR, PARALLEL_KEYS
@@ -27,6 +28,9 @@ class ParameterTable:
 
     Args:
         param_groups: as `torch.optim.Optimizer.param_groups`; ``param_names`` are used where present.
+
+    Attributes:
+        norm_order: all parameters, by index, in the order in which norms of their gradients add up.
 
     Raises:
         ValueError: for a parameter that is given twice, is on the meta device, is not initialised, or shares memory
@@ -48,6 +52,8 @@ class ParameterTable:
         self._ids = [id(param) for param in self.params]
         self.index_of = {param: index for index, param in enumerate(self.params)}
         self._check_distinct()
+        self.norm_order: Sequence[int] = range(len(self.params))
+        self._model: weakref.ref[nn.Module] | None = None
 
     def __len__(self) -> int:
         return len(self.params)
@@ -63,6 +69,22 @@ class ParameterTable:
         self._names = [
             name_of.get(param) if name is None else name for param, name in zip(self.params, self._names, strict=True)
         ]
+
+    def follow_order_of(self, model: nn.Module) -> None:
+        """Add up norms in the order of ``model.parameters()`` from now on; parameters not in the model come last."""
+        self._model = weakref.ref(model)
+        self._order_norms()
+
+    def extends(self, earlier: "ParameterTable") -> None:
+        """Keep the order of norms of a table whose parameters this one begins with."""
+        self.norm_order, self._model = earlier.norm_order, earlier._model
+        self._order_norms()
+
+    def _order_norms(self) -> None:
+        model, ordered = None if self._model is None else self._model(), self.norm_order
+        if model is not None:
+            ordered = [self.index_of[param] for param in model.parameters() if param in self.index_of]
+        self.norm_order = list(dict.fromkeys([*ordered, *range(len(self))]))
 
     def name(self, index: int) -> str:
         """A parameter's name if the user gave one, else its index."""

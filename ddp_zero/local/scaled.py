@@ -1,4 +1,7 @@
-"""Gradients times the factors of a step (clipping, loss scaling): copies, so that ``param.grad`` stays as it is."""
+"""Gradients as the inner optimizer gets them: times the factors of a step, or copied to where memory begins.
+
+``param.grad`` stays as it is.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,6 +9,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ddp_zero.local.masters import GradientSource, SteppedTensors
+
+ALIGNMENT = 64
+"""Bytes: where CPU allocations begin; CUDA's begin at multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,29 @@ class ScaledGradients:
 
     def exact(self, index: int) -> None:
         """None: ``gradient`` is exact."""
+
+
+class AlignedGradients:
+    """Gradients that begin where memory that is allocated does, as DDP's own do: products of matrices round by that.
+
+    Args:
+        source: the gradients, in buckets.
+    """
+
+    def __init__(self, source: GradientSource) -> None:
+        self._source = source
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient: a copy if it begins elsewhere."""
+        return _aligned(self._source.gradient(index))
+
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of the sum, if that differs."""
+        return _aligned(self._source.exact(index))
+
+
+def _aligned(grad: Tensor | None) -> Tensor | None:
+    return grad if grad is None or grad.data_ptr() % ALIGNMENT == 0 else grad.clone()
 
 
 def _times(grad: Tensor, factor: Tensor | float) -> Tensor:

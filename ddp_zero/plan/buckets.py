@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 _MIB = 1 << 20
-_LARGEST_MIB, _SMALLEST_MIB = 25.0, 1.0
+_LARGEST_MIB, _SMALLEST_MIB, _SMALLEST_PART_MIB = 25.0, 1.0, 0.25
 _BUCKETS = 16
 FIRST_CAP_BYTES, CAP_BYTES = 1 << 20, 25 << 20
 """DDP's own: of the bucket that is ready first, and of the others."""
@@ -43,17 +43,19 @@ def ddp_layout(sizes: Sequence[int], kinds: Sequence[str], caps: Sequence[int]) 
     return closed + list(filling.values())
 
 
-def bucket_mb(sizes: Sequence[int], world_size: int) -> float:
+def bucket_mb(sizes: Sequence[int], world_size: int, *, cuts: bool = False) -> float:
     """The size of DDP's buckets, in MiB, that bounds the memory of gradients without sending much more.
 
-    A sixteenth of the parameters, so that three buckets are a fifth of them, but half of ``world_size`` times the
-    largest parameter: parameters are not cut, and in a smaller bucket many ranks would own nothing. From 1 to 25 MiB.
+    A sixteenth of the parameters, so that three buckets are a fifth of them, but at least a quarter of a MiB per rank,
+    since smaller messages cost more in latency than they hide. Where parameters are not cut, also at least half of
+    ``world_size`` times the largest one: in a smaller bucket many ranks would own nothing. From 1 to 25 MiB.
 
     Args:
         sizes: bytes of the parameters.
-        world_size: number of ranks among which whole parameters are divided; 1 if they are cut.
+        world_size: number of ranks that share a bucket.
+        cuts: whether parameters are cut where parts end.
     """
     if not sizes:
         return _LARGEST_MIB
-    wanted = max(sum(sizes) / _BUCKETS, world_size * max(sizes) / 2) / _MIB
-    return min(_LARGEST_MIB, max(_SMALLEST_MIB, wanted))
+    wanted = max(sum(sizes) / _BUCKETS, 0 if cuts else world_size * max(sizes) / 2) / _MIB
+    return min(_LARGEST_MIB, max(_SMALLEST_MIB, _SMALLEST_PART_MIB * world_size, wanted))

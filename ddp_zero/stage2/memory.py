@@ -274,7 +274,7 @@ class BucketMemory:
         """How much smaller buckets would save at most, in words: DDP overfills a bucket by up to one parameter."""
         sizes = [param.nbytes for layout in self.layouts for param in layout.params]
         largest = max((layout.nbytes for layout in self.layouts), default=0)
-        cap = bucket_mb(sizes, 1 if self._workshop.sharded.binding.cuts else self._workshop.comm.world_size)
+        cap = bucket_mb(sizes, self._workshop.comm.world_size, cuts=self._workshop.sharded.binding.cuts)
         saved = gradient_buffers(largest - max(int(cap * _MIB), *sizes, 0)) if sizes else 0
         if saved < _MIB:
             return ""

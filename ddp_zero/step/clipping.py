@@ -109,7 +109,7 @@ def gather_norms(
             have none, this waits for the device.
 
     Returns:
-        The norms of all parameters that have a gradient, by index, in `ShardedStep.norm_order`, and the sum of all
+        The norms of all parameters that have a gradient, by index, in `ParameterTable.norm_order`, and the sum of all
         ranks' flags.
     """
     table, comm = sharded.table, sharded.comm
@@ -134,7 +134,7 @@ def gather_norms(
         for place, index in enumerate(indices, start=1):
             if has_gradient is None or has_gradient[rank][place]:
                 found.setdefault(index, []).append(gathered[rank, place])
-    whole = {index: _joined(found[index], norm_type) for index in sharded.norm_order if index in found}
+    whole = {index: _joined(found[index], norm_type) for index in sharded.table.norm_order if index in found}
     return {index: norm.to(_norm_dtype(table.params[index])) for index, norm in whole.items()}, gathered[:, 0].sum()
 
 

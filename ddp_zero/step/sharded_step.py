@@ -1,7 +1,6 @@
 """One optimizer step over a plan: all buckets in one go, or bucket by bucket as backward delivers them."""
 
 import copy
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -10,15 +9,17 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.ranks import Ranks
+from ddp_zero.elements.elementwise import is_elementwise
 from ddp_zero.local.inner import reserve_room
 from ddp_zero.local.local_step import LocalStep, ParamGroup, groups_of
 from ddp_zero.local.masters import GradientSource, SteppedTensors
 from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.local.scaled import AlignedGradients
 from ddp_zero.offload.residence import Load
 from ddp_zero.plan.ownership import Pieces
 from ddp_zero.service.changes import StateChanges
@@ -51,7 +52,7 @@ class ShardedStep:
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
         changes: counts what changes the state of this rank, the same on every rank.
         order: in which order states were created.
-        norm_order: all parameters, by index, in the order in which norms of their gradients add up.
+        in_buckets: True if gradients are lent from buckets, where DDP with the plain optimizer would show its own.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class ShardedStep:
         self.local_step = LocalStep(inner, self._exposed_groups, self.coupling.note)
         self.changes = StateChanges()
         self.order = StateOrder()
-        self.norm_order: Sequence[int] = range(len(table))
+        self.in_buckets = False
+        self._steps_elements = is_elementwise(inner)
         self.snapshot: State | None = None
         self._strides = strides_of(table)
         self._freed = FreedMemory()
-        self._model: weakref.ref[nn.Module] | None = None
 
     def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "ShardedStep":
         """A step for copies of both optimizers, over the copied parameters.
@@ -99,7 +100,7 @@ class ShardedStep:
             stepped.note_versions()
         clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
         clone.order = copy.deepcopy(self.order, memo)
-        clone.norm_order = self.norm_order
+        table.norm_order = self.table.norm_order
         clone._strides = self._strides
         clone.extend(table, clone.binding)
         return clone
@@ -160,6 +161,8 @@ class ShardedStep:
     def _step_locally(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
         stepped, indices = self.stepped, self._stepped_with(index)
         stepped.residence.check()
+        if self.in_buckets and not self._steps_elements:
+            source = AlignedGradients(source)
         with self.comm.trace.label("local_step", index), stepped.lent(indices, source):
             result = self.local_step.step(index, **kwargs)
         self._freed.add(stepped.keep(indices, self.inner.state))
@@ -363,16 +366,11 @@ class ShardedStep:
         """Take over parameters that were added; existing ones keep their index and their owner."""
         self.snapshot = None
         self._strides = [*self._strides, *strides_of(table)[len(self._strides) :]]
+        table.extends(self.table)
         self.table = table
         self.binding = binding
         self.order.note_new(self.inner.state, self.stepped.index_of)
-        self._order_norms()
         self._bind()
-
-    def follow_order_of(self, model: nn.Module) -> None:
-        """Add up norms in the order of ``model.parameters()`` from now on; parameters not in the model come last."""
-        self._model = weakref.ref(model)
-        self._order_norms()
 
     def change(self) -> AbstractContextManager[None]:
         """A change of the state outside a step; see `StateChanges`."""
@@ -381,12 +379,6 @@ class ShardedStep:
     def _devices_of_plan(self) -> set[torch.device]:
         """The devices of buckets, which are fewer than parameters; a moved parameter has made a new plan."""
         return {torch.device(bucket.kind.partition("/")[0]) for bucket in self.binding.plan.buckets if bucket.kind}
-
-    def _order_norms(self) -> None:
-        model, index_of = None if self._model is None else self._model(), self.table.index_of
-        if model is not None:
-            self.norm_order = [index_of[param] for param in model.parameters() if param in index_of]
-        self.norm_order = list(dict.fromkeys([*self.norm_order, *range(len(self.table))]))
 
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of

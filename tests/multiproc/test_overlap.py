@@ -3,7 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -70,6 +70,44 @@ def _any_wrapped_hook(setup: Setup) -> None:
                 twins.train(setup, 6)
                 twins.assert_moved()
                 assert_overlapped(twins.opt)
+
+
+class MatrixProducts(torch.optim.Optimizer):
+    """Multiplies gradients as matrices where they lie: last bits of a product depend on where a matrix begins."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    update = param.grad @ param.grad.T @ param.grad
+                    param.sub_(update / update.norm(), alpha=group["lr"])
+
+
+@case(2)
+def _products_of_gradients(setup: Setup) -> None:
+    for stage, overlap, bucket_view in ((1, True, False), (1, True, True), (2, True, True), (2, False, True)):
+        widths = (31, 3, 29, 3, 33, 1)  # of products of few rows last bits differ
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in pairwise(widths)])
+        shown = bucket_view and stage == 1  # then DDP's own gradients are those of its buckets
+        plain = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=shown)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+        opt = shard_optimizer(ddp, MatrixProducts, stage=stage, overlap=overlap)
+        reference = MatrixProducts(plain.parameters())
+        before = [param.detach().clone() for param in ddp.parameters()]
+        generator = torch.Generator().manual_seed(setup.rank)
+        for step in range(4):
+            inputs = torch.randn(7, widths[0], generator=generator)
+            for each, optimizer in ((plain, reference), (ddp, opt)):
+                optimizer.zero_grad()
+                each(inputs).square().sum().backward()
+                optimizer.step()
+            assert_equal_models(plain, ddp, f"in step {step} of stage {stage}, {overlap=}, {bucket_view=}")
+        assert not any(map(torch.equal, before, ddp.parameters())), "every parameter has moved"
 
 
 @case(2)
