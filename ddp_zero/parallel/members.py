@@ -134,10 +134,16 @@ def built(
         options: of `ddp_zero.shard_optimizer`.
 
     Raises:
-        ValueError: for a DDP model on other ranks than the plan's.
+        ValueError: for a DDP model on other ranks than the plan's, or distributed tensors in flat storage.
         TypeError: for an optimizer that looks at whole parameters where ranks hold parts.
     """
     group = everyone.process_group if plan.group is None else plan.group
+    distributed = next((one.label for one in plan.held if one.source is not None), None)
+    if distributed is not None and options.get("parameters_as_bucket_view"):
+        raise ValueError(
+            f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
+            "elsewhere, its part would no longer be the one that the model uses. Leave the option out."
+        )
     if ddp is not None:
         if not Communicator(group).has_same_ranks(ddp.process_group):
             raise ValueError(

@@ -299,6 +299,11 @@ def _tensor_parallel_parts_have_the_shapes_of_the_whole_in_checkpoints(setup: Se
     with pytest.raises(TypeError, match=r"sharded_over= of parameter group 0 to name mesh dimensions"):
         shard_optimizer(vague.model, AdamW, groups, mesh=grid(2, 2, "column"), data_parallel_dim="data")
 
+    distributed = Parallelized(grid(4, 1, "column"))
+    options: dict[str, Any] = {"mesh": distributed.mesh, "data_parallel_dim": "data", "parameters_as_bucket_view": True}
+    with pytest.raises(ValueError, match=r"distributed tensors, got True and parameter 0\.weight of parameter group 0"):
+        ParallelOptimizer(distributed.model, AdamW, **options)
+
 
 def read_by_torch(folder: Path, whole: nn.Module, is_cut: bool) -> None:
     """`torch.distributed.checkpoint` reads it into distributed tensors over four ranks, cut in another way."""
