@@ -56,7 +56,9 @@ def standalone(ddp: DistributedDataParallel) -> Optimizer:
 
 def on_disk(ddp: DistributedDataParallel) -> Optimizer:
     """Stage 2 with its state in a file; not in memory (tmpfs), if the folder for temporary files is not."""
-    return shard_optimizer(ddp, AdamW, stage=2, offload=Offload("disk", folder=tempfile.gettempdir()), **OPTIONS)
+    where = Offload("disk", folder=tempfile.gettempdir())
+    opt: Optimizer = shard_optimizer(ddp, AdamW, stage=2, offload=where, **OPTIONS)
+    return opt
 
 
 MODES: dict[str, Callable[[DistributedDataParallel], Optimizer]] = {

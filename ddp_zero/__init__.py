@@ -4,11 +4,12 @@ import ddp_zero.about.needs  # noqa: F401  # first: it says what is missing
 from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.elements.elementwise import elementwise
 from ddp_zero.estimate.estimate import estimate
+from ddp_zero.hooked import hook_with_zero_step, hook_with_zero_step_interleaved
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Offload
 from ddp_zero.record.flight import record_to
-from ddp_zero.shard import hook_with_zero_step, hook_with_zero_step_interleaved, shard_optimizer, wrap
+from ddp_zero.shard import shard_optimizer, wrap
 from ddp_zero.shardable import check_shardable
 from ddp_zero.step.record import StepRecord, StepRegime
 from ddp_zero.sync.compacting import compact

@@ -95,7 +95,7 @@ class Engine:
     def build_hook(
         self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
     ) -> CommHook:
-        """See `ddp_zero.shard.hook_with_zero_step`."""
+        """See `ddp_zero.hooked.hook_with_zero_step`."""
         earlier, sharded, decision = self.hook, self.sharded, self.decision
         check_has_no_hook(self.takes_hook, earlier is not None, earlier is not None and earlier.may_be_replaced)
         check_model(ddp, sharded)

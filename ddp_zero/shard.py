@@ -1,72 +1,101 @@
-"""Functions that connect an optimizer to DDP: hook builders with torch's signatures, `shard_optimizer` and `wrap`."""
+"""The one-line doors: `shard_optimizer` for a model that is wrapped, on any ranks, and `wrap` for one that is not."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_world_size
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.backward.gradients import CommHook
 from ddp_zero.backward.reducer import ddp_takes
-from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.engine import INTERLEAVED_LAG
-from ddp_zero.local.arguments import Grouping, check_class, check_flags, check_known, grouped
-from ddp_zero.local.live_model import the_ddp_model_in
+from ddp_zero.hooked import build_hooked
+from ddp_zero.local.arguments import PARALLEL_OPTIONS, Grouping, is_parallel
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Offload
+from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.plan.buckets import bucket_mb
 from ddp_zero.plan.elements import CutParameters
+from ddp_zero.whole.names import GlobalNames
 
 
-def hook_with_zero_step(
-    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
-) -> CommHook:
-    """Extend a DDP communication hook by the optimizer step, taken when the last bucket has arrived.
+@overload
+def shard_optimizer(
+    ddp: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Grouping | None = None,
+    *,
+    stage: int = 1,
+    overlap: bool = True,
+    hook: CommHook | None = None,
+    hook_state: Any = None,
+    interleaved: bool | None = None,
+    shard_buckets: bool = True,
+    parameters_as_bucket_view: bool = True,
+    grad_comm_dtype: torch.dtype | None = None,
+    gradient_predivide_factor: float | None = None,
+    max_grad_norm: float | None = None,
+    norm_type: float = 2.0,
+    nonfinite: str | None = None,
+    loss_scale: DynamicLossScale | float | None = None,
+    master_weights: bool = False,
+    sync: str = "step",
+    accumulate_in_fp32: bool = False,
+    partition: str = "parameters",
+    shard_group: ProcessGroup | None = None,
+    offload: Offload | str | None = None,
+    mesh: None = None,
+    data_parallel_group: None = None,
+    **defaults: Any,
+) -> ZeroRedundancyOptimizer: ...
 
-    Backward computes without interruption; then buckets are stepped in order as their reductions resolve, each sent
-    while the next one is stepped. When ``backward()`` returns, every rank has the new parameters.
 
-    Args:
-        hook: the reduction to extend, such as ``allreduce_hook``; it returns a future of the averaged bucket. None: the
-            reduction of DDP without a hook, which ``allreduce_hook`` matches bit for bit only at 2, 4, 8 ... ranks.
-            Must be None in stage 2, which has its own reduction.
-        ddp: the model. Register the result on it: ``ddp.register_comm_hook(state, result)``.
-        zero: an optimizer over the model's parameters, built with ``overlap_with_ddp=True`` or ``stage=2``. In stage 2
-            without overlap the hook only reduces, and ``zero.step()`` takes the step.
-        shard_buckets: spread each bucket over the ranks; if False, a bucket goes whole to the least loaded rank.
-
-    Returns:
-        The hook for ``ddp.register_comm_hook``; its ``state`` is handed to ``hook``.
-
-    Raises:
-        ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or has a
-            hook already.
-    """
-    return zero._engine.build_hook(ddp, hook, split=shard_buckets, lag=None)
+@overload
+def shard_optimizer(
+    ddp: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    params: ParamsT | Grouping | None = None,
+    *,
+    mesh: DeviceMesh,
+    data_parallel_dim: str,
+    pipeline_dim: str | None = None,
+    global_names: GlobalNames | None = None,
+    **options: Any,
+) -> ParallelOptimizer: ...
 
 
-def hook_with_zero_step_interleaved(
-    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
-) -> CommHook:
-    """As `hook_with_zero_step`, but each bucket is stepped while backward computes the gradients of the next.
+@overload
+def shard_optimizer(
+    ddp: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    params: ParamsT | Grouping | None = None,
+    *,
+    data_parallel_group: ProcessGroup,
+    global_names: GlobalNames | None = None,
+    **options: Any,
+) -> ParallelOptimizer: ...
 
-    Bucket *i* is stepped when bucket *i + 1* arrives, so that its reduction has had time to resolve.
-    """
-    return zero._engine.build_hook(ddp, hook, split=shard_buckets, lag=INTERLEAVED_LAG)
+
+@overload
+def shard_optimizer(
+    ddp: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    params: Iterable[dict[str, Any]],
+    **options: Any,
+) -> ZeroRedundancyOptimizer | ParallelOptimizer: ...
 
 
 def shard_optimizer(  # noqa: D417  # options that are those of the class are documented there
     ddp: nn.Module,
     optimizer_class: Callable[..., Optimizer],
-    *,
     params: ParamsT | Grouping | None = None,
+    *,
     stage: int = 1,
     overlap: bool = True,
     hook: CommHook | None = None,
@@ -87,41 +116,41 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     shard_group: ProcessGroup | None = None,
     offload: Offload | str | None = None,
     **defaults: Any,
-) -> ZeroRedundancyOptimizer:
+) -> ZeroRedundancyOptimizer | ParallelOptimizer:
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
 
     Builds the optimizer over the model's named parameters, builds the hook and registers it. The training loop stays as
-    it was: ``loss.backward(); opt.step(); opt.zero_grad()``.
+    it was: ``loss.backward(); opt.step(); opt.zero_grad()``. With ``mesh=``, groups with a ``process_group`` or
+    distributed tensors, where ranks hold different parameters, it is a `ddp_zero.parallel.ParallelOptimizer`.
 
     Args:
-        ddp: the model, without a communication hook, or a module that holds it, such as ``torch.compile(ddp)`` or
-            what ``Fabric.setup`` returns.
+        ddp: the model, without a communication hook, or a module that holds it, as ``torch.compile(ddp)`` does.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
-        params: parameters or parameter groups, named or not; or a function of a parameter's name and the parameter that
-            returns the options of its group, or None for the class's own; equal options form a group. None: all.
+        params: parameters or parameter groups, named or not; or a function of a name and the parameter that returns
+            the options of its group, or None for the class's own; equal options form a group. None: all.
         stage: 1 shards optimizer state; 2 also shards gradients, with ``gradient_as_bucket_view=True`` in the model.
         overlap: step inside backward, unless an option needs all gradients first. If False, ``opt.step()`` takes the
-            step: between backward and it, gradients can be inspected, in stage 2 on the rank that owns them.
+            step; before it, gradients can be inspected, in stage 2 on their owner.
         hook: the reduction, such as ``fp16_compress_hook``; None: that of DDP without a hook.
-        hook_state: handed to ``hook``; None: the model's process group, which torch's hooks expect.
-        interleaved: step buckets while backward still computes, see `hook_with_zero_step_interleaved`; None: only in
-            stage 2, where it saves the memory of the averaged gradients.
+        hook_state: handed to ``hook``; None: the model's process group.
+        interleaved: step buckets while backward computes, see `hook_with_zero_step_interleaved`; None: in stage 2.
         shard_buckets: spread each bucket over the ranks.
         parameters_as_bucket_view, grad_comm_dtype, gradient_predivide_factor, max_grad_norm, norm_type,
             nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, partition, shard_group, offload: see
             `ZeroRedundancyOptimizer`.
-        **defaults: options for ``optimizer_class``.
+        **defaults: options for ``optimizer_class``; ``mesh``, ``data_parallel_dim``, ``pipeline_dim``,
+            ``data_parallel_group``, ``global_names`` of `ddp_zero.parallel.ParallelOptimizer`.
 
     Raises:
         TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an unknown option.
-        ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer` does.
+        ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer`.
     """
-    given = dict(locals())  # arguments by name; those that the optimizer does not take are removed below
-    model = the_ddp_model_in(given.pop("ddp"))
-    hooks = {name: given.pop(name) for name in ("hook", "hook_state", "interleaved", "shard_buckets")}
-    zero = _build(model, hooks, overlap=given.pop("overlap"), options=given.pop("defaults"), **given)
-    zero.attach(model, **hooks)
-    return zero
+    given = dict(locals())
+    options = {**given.pop("defaults"), **given}
+    asked = {name: value for name in PARALLEL_OPTIONS if (value := options.pop(name, None)) is not None}
+    if asked or is_parallel(params, ddp):
+        return ParallelOptimizer(options.pop("ddp"), **_given(options), **asked)
+    return build_hooked(**options)
 
 
 def wrap(
@@ -167,44 +196,10 @@ def wrap(
     if ddp_takes("bucket_cap_mb_list"):
         caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
-    return model, shard_optimizer(model, optimizer_class, **options)
+    return model, build_hooked(model, optimizer_class, **options)
 
 
-def _build(
-    ddp: DistributedDataParallel,
-    hooks: dict[str, Any],
-    optimizer_class: Callable[..., Optimizer],
-    params: ParamsT | Grouping | None,
-    overlap: bool,
-    options: dict[str, Any],
-    **own: Any,
-) -> ZeroRedundancyOptimizer:
-    """Build the optimizer over groups with the model's parameter names."""
-    with Agreement(Communicator(ddp.process_group), "shard_optimizer"):
-        _check_hooks(**hooks)
-        check_flags(overlap=overlap)
-        _check_options(options, optimizer_class)
-        named = list(ddp.named_parameters())
-        groups = named if params is None else grouped(named, params) if callable(params) else params
-    zero = ZeroRedundancyOptimizer(
-        groups, optimizer_class, process_group=ddp.process_group, overlap_with_ddp=overlap, **own, **options
-    )
-    zero._engine.sharded.table.learn_names(named)
-    return zero
-
-
-def _check_hooks(hook: object, hook_state: object, interleaved: object, shard_buckets: object) -> None:
-    """Check the arguments for the hook."""
-    if hook is not None and not callable(hook):
-        raise TypeError(f"Expected hook to be a communication hook or None, got {hook!r:.80}.")
-    check_flags(interleaved=False if interleaved is None else interleaved, shard_buckets=shard_buckets)
-
-
-def _check_options(options: dict[str, Any], optimizer_class: Callable[..., Optimizer]) -> None:
-    """Check that no option is misspelt, or passed to `shard_optimizer` under a different name."""
-    for name, remedy in {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}.items():
-        if name in options:
-            raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy}")
-    known = [name for name in inspect.signature(shard_optimizer).parameters if name not in ("ddp", "defaults")]
-    check_class(optimizer_class)
-    check_known(options, optimizer_class, known)
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from their defaults, which are not the same for all members of a `ParallelOptimizer`."""
+    defaults = {name: one.default for name, one in inspect.signature(shard_optimizer).parameters.items()}
+    return {name: value for name, value in options.items() if name not in defaults or defaults[name] is not value}

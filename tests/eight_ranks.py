@@ -31,6 +31,7 @@ from tests.multiproc.test_parallel import MODES as EXPERT_MODES
 from tests.multiproc.test_parallel_meshes import tied_group, train_stages
 from tests.multiproc.test_parallel_stages import MODES as STAGE_MODES
 from tests.multiproc.test_parallel_stages import check_counting, train_beside_plain
+from tests.multiproc.test_parallel_state import move_experts, move_stages
 from tests.multiproc.test_parallel_two_models import train_two_ddp_models
 
 PAGE = Path(__file__).parent.parent / "benchmarks" / "results" / "parallel-8ranks.md"
@@ -215,6 +216,7 @@ def main() -> None:
         rows |= found
         print("\n".join(parity_table(found)), flush=True)
     assert all(row.plain in (None, 0.0) for row in rows.values()), "bit-equal to the plain optimizer"
+    run_ranks(move_checkpoints, 8, timeout=1800, group_timeout=300)
     page = f"""# Eight ranks that hold different parts of a model
 
 Written by `python -m tests.eight_ranks` with torch {torch.__version__}: Gloo, fp32, small models. *Plain optimizer*:
@@ -236,6 +238,13 @@ an all-reduce of the gradients alone. State: AdamW's moments, without counters.
 """
     PAGE.write_text(page)
     print(f"wrote {PAGE.name}")
+
+
+def move_checkpoints(setup: Setup) -> None:
+    """Save at 2 x 4 and at 2 x 2 x 2, and load at other cuts and the whole model."""
+    move_experts(setup, 4, (4, 2))
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "pipe", "tensor"))
+    move_stages(setup, mesh, tied_group(mesh))
 
 
 if __name__ == "__main__":

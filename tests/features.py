@@ -79,6 +79,7 @@ MESHES = _HERE + "test_parallel_meshes.py::test_meshes"
 STAGES = _HERE + "test_parallel_stages.py::test_stages"
 TWO_MODELS = _HERE + "test_parallel_two_models.py::test_two_models"
 PARALLEL_ERRORS = _HERE + "test_parallel_errors.py::test_errors"
+PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
 YES, REFUSED, NOT_RUN = "yes", "no: clear error", "not run"
@@ -205,6 +206,16 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Tensor parallel parameters, cut by hand or `DTensor`; pipeline stages with a tied embedding", YES, MESHES),
     ("... stages under GPipe and 1F1B, in DDP or not, stages 1 and 2: bit-equal to the plain optimizer", YES, STAGES),
     ("... an error of one rank's optimizer raises on all ranks at once", YES, PARALLEL_ERRORS),
+    (
+        "... checkpoints at other numbers of expert, tensor and data-parallel ranks and stages; of torch's own format",
+        YES,
+        PARALLEL_STATE,
+    ),
+    (
+        "... an expert, part or stage that could be taken for another one is refused, naming it and the ranks",
+        YES,
+        PARALLEL_STATE,
+    ),
     ("Random programs, compared with DDP + the plain optimizer after every step", YES, FUZZ),
     ("LBFGS, sparse gradients", REFUSED, MISUSE),
     ("Complex parameters with overlap or stage 2", REFUSED, STAGE_2),

@@ -21,18 +21,22 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_zero.checkpoint.capture import capture, copied
+from ddp_zero.checkpoint.capture import capture, copied, sample_of_ignored
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.folder import check_comes_last, folder_of, next_step, start
 from ddp_zero.checkpoint.loading import Restore
 from ddp_zero.checkpoint.manifest import text_and_tensors
-from ddp_zero.checkpoint.optimizers import OptimizerState, class_name, state_of, unwrapped
-from ddp_zero.checkpoint.saving import SaveJob, Saving, finish_all, writer_of
+from ddp_zero.checkpoint.optimizers import OptimizerState, ParallelState, state_of, unwrapped
+from ddp_zero.checkpoint.saving import SaveJob, Saving, Writer, finish_all, writer_across, writer_of
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.peers import Peers, check_not_alone
+from ddp_zero.local.inner import class_name
 from ddp_zero.local.live_model import LiveModel, group_of
+from ddp_zero.parallel.optimizer import ParallelOptimizer
+from ddp_zero.plan.partition import GroupRank
 from ddp_zero.record.progress import showing
+from ddp_zero.whole.layout import Layout, Statement
 
 __all__ = ["Loaded", "load", "save", "wait"]
 
@@ -105,22 +109,22 @@ def save(
             between ranks, or a plain model in a job of several ranks.
         OSError: if writing to disk fails.
     """
-    group = _group(model, optimizer)
-    check_not_alone(group)
-    writer = writer_of(group)
-    with Agreement(writer.peers, "checkpoint.save") as agreement:
+    writer = _writer(model, optimizer, is_save=True)
+    peers = writer.peers
+    with Agreement(peers, "checkpoint.save") as agreement:
         writer.finish()
         agreement.declare("keep", keep)
-        live, state = _declared(agreement, model, optimizer)
+        live, state, statement = _declared(agreement, model, optimizer, is_save=True)
         if state is not None:
             state.check()
+    layout = _layout(peers, statement)
     states = {} if state is None else state.saved_state()
-    with Agreement(writer.peers, "checkpoint.save") as agreement:
-        part = capture(live, state, states, writer.peers.group_rank, writer.peers.world_size, extra, rank_extra)
+    with Agreement(peers, "checkpoint.save") as agreement:
+        part = capture(live, state, states, peers.group_rank, peers.world_size, extra, rank_extra, layout)
         text, tensors = text_and_tensors(part.as_tree(), "a checkpoint")
         tensors = copied(tensors) if background else tensors
-        place = _start(writer.peers, agreement, root := folder_of(path), step, keep)
-    number, folder = json.loads(writer.peers.all_gather_text(place)[0])
+        place = _start(peers, agreement, root := folder_of(path), step, keep)
+    number, folder = json.loads(peers.all_gather_text(place)[0])
     return writer.start(SaveJob(root / folder, number, keep, text, tensors), background)
 
 
@@ -167,15 +171,18 @@ def load(
         ValueError: if it is damaged, was not written by this library, or does not fit, with a list of all misfits.
         RuntimeError: if that happened on a different rank, or a save in the background failed.
     """
-    writer = writer_of(_group(model, optimizer))
+    writer = _writer(model, optimizer)
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
         writer.finish()
+        live, state, statement = _declared(agreement, model, optimizer)
+    layout = _layout(peers, statement)
+    with Agreement(peers, "checkpoint.load") as agreement:
         saved = SavedCheckpoint.open(folder_of(path))
         agreement.declare("checkpoint", saved.digest)
         agreement.declare("strict and rename", (strict, sorted(rename.items())))
-        live, state = _declared(agreement, model, optimizer)
-        plan = Restore.plan(saved, live, state, rename, strict)
+        elsewhere = set() if layout is None else layout.only_elsewhere(peers.group_rank)
+        plan = Restore.plan(saved, live, state, rename, strict, elsewhere)
         plan.verify(peers)
         extra = plan.read_extra(saved.shared.extra)
         is_same_world = len(saved.rank_extras) == peers.world_size
@@ -195,6 +202,17 @@ def wait() -> None:
     finish_all()
 
 
+def _writer(model: nn.Module, optimizer: Optimizer | None, is_save: bool = False) -> Writer:
+    """The writer of the ranks that save and load together: with a `ParallelOptimizer` all that hold a part."""
+    inner = unwrapped(optimizer)
+    if isinstance(inner, ParallelOptimizer):
+        return writer_across(inner.process_groups)
+    group = _group(model, optimizer)
+    if is_save:
+        check_not_alone(group)
+    return writer_of(group)
+
+
 def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None:
     """The ranks that save and load together: those of DDP, or of a sharded optimizer."""
     group = group_of(model)
@@ -208,12 +226,33 @@ def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None
 
 
 def _declared(
-    agreement: Agreement, model: nn.Module, optimizer: Optimizer | None
-) -> tuple[LiveModel, OptimizerState | None]:
-    """The views of model and optimizer, which must have the same names, shapes, dtypes and classes on every rank."""
-    live, state = LiveModel(model), None if optimizer is None else state_of(optimizer)
-    values = repr(sorted(live.values().items()))
-    agreement.declare("names, shapes and dtypes in the model", hashlib.sha256(values.encode()).hexdigest())
+    agreement: Agreement, model: nn.Module, optimizer: Optimizer | None, is_save: bool = False
+) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
+    """The views of model and optimizer, which must have the same names, shapes, dtypes and classes on every rank.
+
+    With a `ParallelOptimizer` ranks have different names: then also what this rank holds.
+    """
+    state = None if optimizer is None else state_of(optimizer)
     kind = "none" if state is None else f"{type(state).__name__} of {class_name(state.inner)}"
     agreement.declare("optimizer", kind)
-    return live, state
+    if isinstance(state, ParallelState):
+        part = state.part_of(model)
+        return part, state, state.statement(part)
+    live = LiveModel(model)
+    values = repr(sorted(live.values().items()))
+    agreement.declare("names, shapes and dtypes in the model", hashlib.sha256(values.encode()).hexdigest())
+    if is_save:
+        agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", sample_of_ignored(model, live))
+    return live, state, None
+
+
+def _layout(peers: Peers, statement: Statement | None) -> Layout | None:
+    """What all ranks hold together, if they do not hold the same. A collective.
+
+    Raises:
+        ValueError: on every rank, if it does not fit together, naming the parameter and two ranks.
+    """
+    if statement is None:
+        return None
+    every = [Statement.of_text(text) for text in peers.all_gather_text(statement.as_text())]
+    return Layout(every, lambda rank: peers.name(GroupRank(rank)))

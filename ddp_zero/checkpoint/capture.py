@@ -1,14 +1,22 @@
 """One rank's part of a checkpoint: its share of the model, the states it owns and, on rank 0, what all ranks share."""
 
+import hashlib
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ddp_zero.backward.reducer import reduced_parameters
 from ddp_zero.checkpoint.contents import Part, Shared
-from ddp_zero.checkpoint.optimizers import OptimizerState, class_name, group_options, other_state
+from ddp_zero.checkpoint.optimizers import OptimizerState
+from ddp_zero.local.inner import class_name, group_options, other_state
 from ddp_zero.local.live_model import LiveModel, by_group
+from ddp_zero.local.parameters import sample_values
 from ddp_zero.local.tree import Tree
+from ddp_zero.plan.boxes import Box
 from ddp_zero.plan.partition import GroupRank, partition_greedy
+from ddp_zero.whole.layout import Layout
+from ddp_zero.whole.part import PartModel, options_of_text
 
 
 def capture(
@@ -19,6 +27,7 @@ def capture(
     world_size: int,
     extra: Tree,
     rank_extra: Tree,
+    layout: Layout | None = None,
 ) -> Part:
     """A rank's part, made of live tensors.
 
@@ -33,6 +42,7 @@ def capture(
         world_size: number of ranks.
         extra: the user's own state.
         rank_extra: that of this rank.
+        layout: what all ranks hold, where they do not hold the same; then it says what each writes.
 
     Raises:
         ValueError: if the optimizer has a parameter that the model does not have.
@@ -42,11 +52,23 @@ def capture(
     if optimizer is not None:
         names = live.names_of(optimizer.table)
         owned = optimizer.owned(rank, world_size)
-    mine = {names[index] for index in owned} | set(_share_of_rest(live, names, rank, world_size))
+    if layout is None:
+        mine = {names[index] for index in owned} | set(_share_of_rest(live, names, rank, world_size))
+    else:
+        mine = layout.written_by(rank)
+        owned = [index for index in owned if names[index] in mine]
     model = {name: value for name, value in live.entries.items() if name in mine}
     state, births = _states(optimizer, states, names, owned)
-    shared = _shared(live, optimizer, names, extra) if rank == 0 else None
-    return Part(model, state, births, rank_extra, shared)
+    shared = _shared(live, optimizer, names, extra, layout) if rank == 0 else None
+    return Part(model, state, births, rank_extra, shared, _cuts(live, mine))
+
+
+def _cuts(live: LiveModel, mine: set[str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of values that this rank writes a part of: the shape of the whole, and where the part begins."""
+    if not isinstance(live, PartModel):
+        return {}
+    placed = {name: live.placed[name] for name in live.entries if name in mine and name in live.placed}
+    return {name: (one.shape, one.box.offsets) for name, one in placed.items() if one.box != Box.whole(one.shape)}
 
 
 def _share_of_rest(live: LiveModel, names: list[str], rank: GroupRank, world_size: int) -> list[str]:
@@ -69,16 +91,23 @@ def _states(
     return {names[index]: found[index] for index in kept}, [(*births[index], names[index]) for index in kept]
 
 
-def _shared(live: LiveModel, optimizer: OptimizerState | None, names: list[str], extra: Tree) -> Shared:
+def _shared(
+    live: LiveModel, optimizer: OptimizerState | None, names: list[str], extra: Tree, layout: Layout | None
+) -> Shared:
     trainable, aliases = live.trainable, live.aliases
     buffers = [name for name, value in live.entries.items() if not isinstance(value, nn.Parameter)]
+    if layout is not None:
+        trainable, aliases, buffers = layout.trainable, layout.aliases, layout.buffers
     if optimizer is None:
         return Shared(trainable=trainable, aliases=aliases, buffers=buffers, extra=extra)
-    param_groups = optimizer.optimizer.param_groups
-    groups = [
-        {**group_options(group), "params": params}
-        for group, params in zip(param_groups, by_group(names, param_groups), strict=True)
-    ]
+    if layout is None:
+        param_groups = optimizer.optimizer.param_groups
+        groups = [
+            {**group_options(group), "params": params}
+            for group, params in zip(param_groups, by_group(names, param_groups), strict=True)
+        ]
+    else:
+        groups = [{**options_of_text(options), "params": params} for options, params in layout.groups()]
     return Shared(
         optimizer=class_name(optimizer.inner),
         param_groups=groups,
@@ -89,6 +118,14 @@ def _shared(live: LiveModel, optimizer: OptimizerState | None, names: list[str],
         buffers=buffers,
         extra=extra,
     )
+
+
+def sample_of_ignored(model: nn.Module, live: LiveModel) -> str:
+    """A digest of trainable parameters that DDP models leave alone: ranks may hold different ones under one name."""
+    models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    reduced = {id(param) for ddp in models for _, param in reduced_parameters(ddp)}
+    ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
+    return hashlib.sha256("".join(sample_values(ignored) if models else []).encode()).hexdigest()
 
 
 def copied(tensors: list[Tensor]) -> list[Tensor]:

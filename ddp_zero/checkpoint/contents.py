@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ddp_zero.checkpoint.folder import Marker, is_complete, newest, read_marker, read_text
-from ddp_zero.checkpoint.manifest import PiecedTensor, decode_part, part_name
+from ddp_zero.checkpoint.manifest import CutTensor, PiecedTensor, StoredTensor, decode_part, fill, part_name
 from ddp_zero.foreign import deepspeed
 from ddp_zero.foreign.contents import Foreign
 from ddp_zero.foreign.values import RawTensor
 from ddp_zero.local.masters import MASTER_KEY
 from ddp_zero.local.tree import Tree
+from ddp_zero.plan.boxes import Box, fault
 
 State = dict[Any, Any]
 
@@ -26,6 +27,7 @@ class Part:
         births: when each of those states was created, and the parameter's name.
         rank_extra: the user's own state of this rank.
         shared: the values that are equal on every rank; on rank 0 only, else None.
+        cuts: of a value of which ranks hold different parts: the shape of the whole, and where this part begins.
     """
 
     model: dict[str, Any]
@@ -33,10 +35,14 @@ class Part:
     births: list[tuple[int, int, str]]
     rank_extra: Tree
     shared: "Shared | None"
+    cuts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def as_tree(self) -> Tree:
         """The part as dicts."""
-        return {**vars(self), "shared": None if self.shared is None else dict(vars(self.shared))}
+        tree = {**vars(self), "shared": None if self.shared is None else dict(vars(self.shared))}
+        if not self.cuts:
+            del tree["cuts"]
+        return tree
 
 
 @dataclass(frozen=True)
@@ -141,13 +147,16 @@ class SavedCheckpoint:
                 f"Expected groups and options in the part of rank 0 only, got them missing or repeated: {folder}."
             )
         shared = parts[0].shared
-        model = _joined((part.model for part in parts), folder)
+        cut = _cut_values(parts, folder)
+        model = _joined((part.model for part in parts), cut.model, folder)
         for alias, name in shared.aliases.items():
             if alias in model or name not in model:
                 raise ValueError(f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}.")
             model[alias] = model[name]
-        state = _joined((part.state for part in parts), folder)
-        births = sorted(birth for part in parts for birth in part.births)
+        state = _joined((part.state for part in parts), cut.state, folder)
+        every = [birth for part in parts for birth in part.births]
+        of_parts = {birth[2]: birth for birth in every if birth[2] in cut.model}
+        births = sorted([*(birth for birth in every if birth[2] not in cut.model), *of_parts.values()])
         if sorted(name for _, _, name in births) != sorted(state):
             raise ValueError(f"Expected the order of all optimizer states, got one of a different set: {folder}.")
         if not set(state) <= {name for group in shared.param_groups for name in group["params"]}:
@@ -201,6 +210,12 @@ def _check_part(part: Part) -> None:
     births = part.births
     _expect(isinstance(births, list), "a list of births")
     _expect(all(isinstance(b, tuple) and [type(x) for x in b] == [int, int, str] for b in births), "births of states")
+    _expect(_is_dict(part.cuts, str), "places of parts by parameter name")
+    for name, cut in part.cuts.items():
+        value = part.model.get(name)
+        _expect(isinstance(value, StoredTensor), "a tensor for every part")
+        _expect(isinstance(cut, tuple) and len(cut) == 2 and all(map(_is_tuple_of_sizes, cut)), "a shape and offsets")
+        _expect(len(cut[0]) == len(cut[1]) == len(value.spec.shape), "as many offsets as dimensions")  # type: ignore[union-attr]
 
 
 def _check_shared(shared: Shared) -> None:
@@ -221,6 +236,10 @@ def _is_dict(value: object, key: type) -> bool:
     return isinstance(value, dict) and all(type(one) is key for one in value)
 
 
+def _is_tuple_of_sizes(value: object) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int and 0 <= size < 1 << 62 for size in value)
+
+
 def _is_list_of_names(value: object) -> bool:
     return isinstance(value, list) and all(type(name) is str for name in value)
 
@@ -230,11 +249,70 @@ def _expect(is_so: bool, what: str) -> None:
         raise TypeError(f"Expected {what}, got something else.")
 
 
-def _joined(parts: Any, folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Cut:
+    """Values of which ranks have written different parts, put together: of the model and of states, by name."""
+
+    model: dict[str, CutTensor] = field(default_factory=dict)
+    state: dict[str, State] = field(default_factory=dict)
+
+
+def _cut_values(parts: Sequence[Part], folder: Path) -> _Cut:
+    found = _Cut()
+    for name in dict.fromkeys(name for part in parts for name in part.cuts):
+        ranks = [rank for rank, part in enumerate(parts) if name in part.model]
+        cuts = [parts[rank].cuts.get(name) for rank in ranks]
+        values = [parts[rank].model[name] for rank in ranks]
+        kinds = {(cut[0], value.spec.dtype) for cut, value in zip(cuts, values, strict=True) if cut is not None}
+        if len(kinds) != 1 or None in cuts:
+            raise ValueError(f"Expected one shape and dtype of {name!r}, got several from ranks {ranks}: {folder}.")
+        ((shape, _),) = kinds
+        boxes = [Box(cut[1], value.spec.shape) for cut, value in zip(cuts, values, strict=True) if cut is not None]
+        wrong = fault(shape, boxes)
+        if wrong is not None:
+            raise ValueError(
+                f"Expected the parts of {name!r} to make up shape {list(shape)}, got {wrong}, from ranks {ranks}: "
+                f"{folder}."
+            )
+        found.model[name] = CutTensor.of(shape, list(zip(boxes, values, strict=True)))
+        states = [parts[rank].state.get(name) for rank in ranks]
+        if any(state is not None for state in states):
+            found.state[name] = _cut_state(name, shape, boxes, [state or {} for state in states], ranks)
+    return found
+
+
+def _cut_state(
+    name: str, shape: tuple[int, ...], boxes: Sequence[Box], states: Sequence[State], ranks: Sequence[int]
+) -> State:
+    """The state of a whole parameter: a tensor of the shape of a part is one of elements, the rest is alike."""
+    found: State = {}
+    for key in dict.fromkeys(key for state in states for key in state):
+        values = [state.get(key) for state in states]
+        if all(
+            isinstance(one, StoredTensor) and one.spec.shape == box.sizes
+            for one, box in zip(values, boxes, strict=True)
+        ):
+            found[key] = CutTensor.of(
+                shape, [(box, one) for box, one in zip(boxes, values, strict=True) if one is not None]
+            )
+            continue
+        facts = [fill(value, lambda stored: (stored.spec, stored.span.sha256)) for value in values]
+        other = next((rank for rank, fact in zip(ranks, facts, strict=True) if fact != facts[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"Expected the same state {key!r} for all parts of {name!r}, got different ones from ranks {ranks[0]} "
+                f"and {other}."
+            )
+        found[key] = values[0]
+    return found
+
+
+def _joined(parts: Any, cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The values of all parts, those that are cut put together already."""
     joined: dict[str, Any] = {}
     for part in parts:
-        repeated = joined.keys() & part.keys()
+        repeated = (joined.keys() & part.keys()) - cut.keys()
         if repeated:
             raise ValueError(f"Expected every name from one rank, got {sorted(repeated)[0]!r} from two: {folder}.")
-        joined.update(part)
+        joined.update({name: cut.get(name, value) for name, value in part.items()})
     return joined

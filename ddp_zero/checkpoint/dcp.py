@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ddp_zero.checkpoint.manifest import StoredTensor
+from ddp_zero.checkpoint.manifest import CutTensor, Source, StoredTensor
 from ddp_zero.local.tree import Tree
+from ddp_zero.plan.boxes import Box
 
 OBJECTS_FILE = "__0_1.distcp"
 """The file of the values that are not tensors, each as `torch.save` writes it."""
@@ -50,13 +51,14 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
                 raise ValueError(f"Expected keys that differ when joined by dots, got {key!r} twice.")
             paths[key] = path
             if isinstance(value, StoredTensor):
-                entries[key], result = _tensor_entry(key, value)
+                entries[key], written = _tensor_entry(key, value)
+                results += written
             else:
                 begin = file.tell()
                 torch.save(value, file)
                 info = _StorageInfo(OBJECTS_FILE, begin, file.tell() - begin)
-                entries[key], result = BytesStorageMetadata(), WriteResult(MetadataIndex(key), info.length, info)
-            results.append(result)
+                entries[key] = BytesStorageMetadata()
+                results.append(WriteResult(MetadataIndex(key), info.length, info))
         file.flush()
         os.fsync(file.fileno())
     FileSystemWriter(folder).finish(Metadata(entries, planner_data=paths), [results])
@@ -80,10 +82,14 @@ def _has_tensors(tree: Tree) -> bool:
     return isinstance(tree, StoredTensor)
 
 
-def _tensor_entry(key: str, stored: StoredTensor) -> tuple[TensorStorageMetadata, WriteResult]:
+def _tensor_entry(key: str, stored: StoredTensor) -> tuple[TensorStorageMetadata, list[WriteResult]]:
     size = torch.Size(stored.spec.shape)
-    origin = torch.Size([0] * len(size))
-    chunk = ChunkStorageMetadata(offsets=origin, sizes=size)
-    entry = TensorStorageMetadata(TensorProperties(dtype=stored.spec.dtype), size, [chunk])
-    info = _StorageInfo(stored.span.file, stored.span.begin, stored.span.length)
-    return entry, WriteResult(MetadataIndex(key, origin), info.length, info)
+    whole = Box.whole(size)
+    sources = stored.sources if isinstance(stored, CutTensor) else (Source(stored, whole, whole),)
+    chunks, results = [], []
+    for source in sources:
+        offsets, span = torch.Size(source.place.offsets), source.stored.span
+        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(source.place.sizes)))
+        info = _StorageInfo(span.file, span.begin, span.length)
+        results.append(WriteResult(MetadataIndex(key, offsets), info.length, info))
+    return TensorStorageMetadata(TensorProperties(dtype=stored.spec.dtype), size, chunks), results

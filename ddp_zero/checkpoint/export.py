@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.folder import folder_of, sync_folder
-from ddp_zero.checkpoint.manifest import PiecedTensor, StoredTensor, fill, stored_in, total_bytes
+from ddp_zero.checkpoint.manifest import CutTensor, PiecedTensor, StoredTensor, fill, stored_in, total_bytes
 from ddp_zero.checkpoint.tensor_file import pieces, read, verify
 from ddp_zero.foreign.deepspeed_writer import write_universal
 from ddp_zero.foreign.files import open_regular
@@ -215,7 +215,7 @@ def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
     """A tensor whose memory is the file: the system reads it on use and can evict it at any time."""
     if not stored.nbytes:
         return torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
-    if isinstance(stored, PiecedTensor):
+    if isinstance(stored, PiecedTensor | CutTensor):
         return read(folder, stored, torch.device("cpu"))
     start = stored.span.offset - stored.span.offset % mmap.ALLOCATIONGRANULARITY
     with open_regular(folder / stored.span.file) as file:

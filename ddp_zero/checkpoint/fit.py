@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddp_zero.plan.shapes import Value
+from ddp_zero.whole.names import renamed as renamed_by
 
 
 @dataclass
@@ -41,24 +42,7 @@ def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: for an old name that matches no saved name, or two names that become the same.
     """
-    names = list(names)
-    found: dict[str, str] = {}
-    used = set()
-    for name in names:
-        olds = [old for old in rename if name == old or name.startswith(f"{old}.")]
-        if not olds:
-            found[name] = name
-            continue
-        old = max(olds, key=len)
-        used.add(old)
-        found[name] = f"{rename[old]}{name[len(old) :]}".removeprefix(".")
-    unused = sorted(set(rename) - used)
-    if unused:
-        raise ValueError(f"Expected names in rename= that the checkpoint has, got {unused}.")
-    twice = [name for name, count in Counter(found.values()).items() if count > 1]
-    if twice:
-        raise ValueError(f"Expected rename= to keep names apart, got several saved names for {twice}.")
-    return found
+    return renamed_by(names, rename, "rename=", "the checkpoint")
 
 
 def fit_values(saved: Mapping[str, Value], live: Mapping[str, Value], fit: Fit) -> None:

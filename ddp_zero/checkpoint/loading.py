@@ -1,6 +1,6 @@
 """Loading a checkpoint into a model and an optimizer: first check that it fits and is undamaged, then change them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +10,17 @@ from torch.nn import Parameter
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.fit import Fit, fit_groups, fit_values, listed, renamed
-from ddp_zero.checkpoint.manifest import StoredTensor, as_meta, fill, stored_in, total_bytes
-from ddp_zero.checkpoint.optimizers import OptimizerState, class_name, group_options, other_state
+from ddp_zero.checkpoint.manifest import StoredTensor, as_meta, fill, stored_in, total_bytes, within, written_in
+from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import read, read_into, verify
 from ddp_zero.comm.peers import Peers
+from ddp_zero.local.inner import class_name, group_options, other_state
 from ddp_zero.local.live_model import LiveModel, by_group, is_extra
 from ddp_zero.local.masters import MASTER_KEY, rounds_to
 from ddp_zero.plan.partition import partition_greedy
 from ddp_zero.plan.shapes import Value
 from ddp_zero.record.progress import showing
+from ddp_zero.whole.part import PartModel
 
 
 @dataclass
@@ -59,8 +61,17 @@ class Restore:
         optimizer: OptimizerState | None,
         rename: Mapping[str, str],
         strict: bool,
+        elsewhere: Collection[str] = (),
     ) -> "Restore":
         """Match names, shapes and dtypes; changes nothing.
+
+        Args:
+            saved: the checkpoint.
+            live: the model.
+            optimizer: the optimizer, or None.
+            rename: maps saved names, or prefixes of them, to the current ones.
+            strict: whether everything must fit.
+            elsewhere: names that other ranks hold and this one does not.
 
         Raises:
             ValueError: if something does not fit and the load is strict, with a list of all misfits; or if something
@@ -69,9 +80,19 @@ class Restore:
         plan = cls(saved, live, optimizer)
         groups = [group["params"] for group in saved.shared.param_groups]
         names = renamed(dict.fromkeys([*saved.model, *(name for group in groups for name in group)]), rename)
-        entries = {names[name]: entry for name, entry in saved.model.items()}
+        known = {*live.values(), *elsewhere}
+        second = {names[alias]: names[name] for alias, name in saved.shared.aliases.items()}
+        gone = {alias: name for alias, name in second.items() if alias not in known and name in known}
+        plan.fit.notes += [
+            f"{alias!r} is left out: it was tied to {name!r}, which is there" for alias, name in gone.items()
+        ]
+        left_out = {*elsewhere, *gone}
+        entries = {names[name]: entry for name, entry in saved.model.items() if names[name] not in left_out}
         first = {name: live.aliases.get(new, new) for name, new in names.items()}  # the names that the optimizer uses
-        states = {first[name]: state for name, state in saved.state.items()}
+        states = {
+            first[name]: {key: plan._held(first[name], entries.get(first[name]), value) for key, value in state.items()}
+            for name, state in saved.state.items()
+        }
         fit_values({name: _value_in(name, entry) for name, entry in entries.items()}, plan._wanted(entries), plan.fit)
         plan._place_values(entries)
         if optimizer is not None:
@@ -86,8 +107,13 @@ class Restore:
         return plan
 
     def _wanted(self, entries: Mapping[str, Any]) -> Mapping[str, Value]:
-        """The values of the model that must be saved: DeepSpeed may have left out frozen parameters."""
+        """The values of the model that must be saved: of two names one; DeepSpeed may have left out frozen ones."""
         values, trainable = self.live.values(), set(self.live.trainable)
+        second = [alias for alias, name in self.live.aliases.items() if alias not in entries and name in entries]
+        self.fit.notes += [
+            f"{alias!r} is loaded as {self.live.aliases[alias]!r}, to which it is tied" for alias in second
+        ]
+        values = {name: value for name, value in values.items() if name not in second}
         if not self.saved.is_foreign:
             return values
         kept = {
@@ -105,9 +131,22 @@ class Restore:
                 if first in entries and entries[first] != entries[name]:
                     self.fit.misfits.append(f"{name!r} is tied to {first!r} in the model, saved are two values")
             elif isinstance(entries[name], StoredTensor) and not is_extra(name):
-                self.values[name] = entries[name]
+                self.values[name] = self._held(name, entries[name], entries[name])
             else:
                 self.extra_states[name] = entries[name]
+
+    def _held(self, name: str, whole: Any, value: Any) -> Any:
+        """What this rank holds of a saved value, or of one in its state that has an element for each of its."""
+        box = self.live.box(name)
+        has_elements = isinstance(value, StoredTensor) and isinstance(whole, StoredTensor)
+        if (
+            box is None
+            or not has_elements
+            or value.spec.shape != whole.spec.shape
+            or not box.is_within(whole.spec.shape)
+        ):
+            return value
+        return within(value, box)
 
     def _place_states(
         self,
@@ -188,12 +227,22 @@ class Restore:
         """
         extras = [self.saved.shared.extra, *self.saved.rank_extras]
         trees = [self.values, self.extra_states, self.states, self.groups, self.other_state, extras]
-        needed = list(dict.fromkeys(stored for tree in trees for stored in stored_in(tree)))
+        if isinstance(self.live, PartModel):  # ranks need different ones: all are shared out
+            trees = [self.saved.model, self.saved.state, self.saved.shared.param_groups, self.other_state, extras]
+        needed = written_in(trees)
         owners = partition_greedy([stored.nbytes for stored in needed], peers.world_size)
         mine = [stored for stored, owner in zip(needed, owners, strict=True) if owner == peers.group_rank]
         with showing(f"checking {self.saved.folder.name}", total_bytes(mine), peers.group_rank == 0):
-            verify(self.saved.folder, mine)
+            verify(self.saved.folder, mine, self._names_of_stored())
         self._verify_masters()
+
+    def _names_of_stored(self) -> dict[StoredTensor, str]:
+        """What each tensor of the model and of states is, for messages."""
+        found = {one: f"{name!r} of the model" for name, entry in self.saved.model.items() for one in written_in(entry)}
+        for name, state in self.saved.state.items():
+            for key, value in state.items():
+                found.update({one: f"state {key!r} of {name!r}" for one in written_in(value)})
+        return found
 
     def _verify_masters(self) -> None:
         """Check that parameters equal their rounded masters; otherwise the first step would undo the load."""
@@ -227,7 +276,7 @@ class Restore:
             read_into(self.saved.folder, stored, target)
         if self.optimizer is not None:
             self._read_masters(self.optimizer)
-            self.optimizer.inner.state.clear()  # before the new one is read, so that two are never in memory
+            self.optimizer.drop()  # before the new one is read, so that two are never in memory
             self.optimizer.load(self._state_dict(self._read), list(self.states))
             self.optimizer.optimizer.zero_grad()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ddp_zero.foreign.values import RawTensor
 from ddp_zero.local.tree import TensorSpec, Tree, flatten, specs_in, unflatten
+from ddp_zero.plan.boxes import Box
 from ddp_zero.plan.shapes import is_dense
 
 _FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
@@ -77,6 +78,65 @@ class PiecedTensor(StoredTensor):
         first = raw.spans[0].record if raw.spans else None
         span = FileSpan(first.file if first else "", 0, 0, first.offset if first else 0, "")
         return cls(TensorSpec(raw.shape, None, raw.dtype, "cpu"), span, raw)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Elements of a stored tensor, and where they go.
+
+    Attributes:
+        stored: the tensor.
+        used: which of its elements.
+        place: which elements of a different tensor they are.
+    """
+
+    stored: StoredTensor
+    used: Box
+    place: Box
+
+
+@dataclass(frozen=True)
+class CutTensor(StoredTensor):
+    """A tensor whose elements are in several stored ones, of which ranks wrote one each; or a part of such a one.
+
+    Attributes:
+        sources: where its elements are, each once; ``span`` is without meaning.
+    """
+
+    sources: tuple[Source, ...]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], parts: Sequence[tuple[Box, StoredTensor]]) -> "CutTensor":
+        """The tensor of a shape that parts make up."""
+        sources = tuple(Source(stored, Box.whole(box.sizes), box) for box, stored in parts)
+        first = parts[0][1]
+        return cls(TensorSpec(shape, None, first.spec.dtype, first.spec.device_type), first.span, sources)
+
+
+def within(stored: StoredTensor, box: Box) -> StoredTensor:
+    """The elements of a box of a stored tensor, as a tensor of the size of the box."""
+    whole = Box.whole(stored.spec.shape)
+    if box == whole:
+        return stored
+    sources = stored.sources if isinstance(stored, CutTensor) else (Source(stored, whole, whole),)
+    found = []
+    for source in sources:
+        common = source.place.overlap(box)
+        if common is not None:
+            used = common.seen_from(source.place.offsets).moved_by(source.used.offsets)
+            found.append(Source(source.stored, used, common.seen_from(box.offsets)))
+    if len(found) == 1 and found[0].used == Box.whole(found[0].stored.spec.shape):
+        return found[0].stored  # as it was written
+    spec = TensorSpec(box.sizes, None, stored.spec.dtype, stored.spec.device_type)
+    return CutTensor(spec, stored.span, tuple(found))
+
+
+def as_written(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """The stored tensors that hold the elements of some, each once."""
+    flat: dict[StoredTensor, None] = {}
+    for one in tensors:
+        flat.update(dict.fromkeys([source.stored for source in one.sources] if isinstance(one, CutTensor) else [one]))
+    return list(flat)
 
 
 def part_name(rank: int) -> str:
@@ -179,6 +239,11 @@ def stored_in(tree: Tree) -> list[StoredTensor]:
 def total_bytes(tensors: Iterable[StoredTensor]) -> int:
     """Bytes of the elements of stored tensors."""
     return sum(stored.nbytes for stored in tensors)
+
+
+def written_in(tree: Tree) -> list[StoredTensor]:
+    """The stored tensors that hold the elements of all in a tree, each once."""
+    return as_written(stored_in(tree))
 
 
 def fill(tree: Tree, read: Callable[[StoredTensor], Any]) -> Tree:

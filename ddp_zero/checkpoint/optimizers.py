@@ -4,19 +4,24 @@ All three return what this rank saves and load what it keeps; parameters are ind
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.local.inner import rehearse_load
+from ddp_zero.local.inner import group_options, rehearse_load
+from ddp_zero.local.live_model import by_group
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.local.tree import check_can_travel
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.parallel.optimizer import ParallelOptimizer
+from ddp_zero.parallel.states import split
 from ddp_zero.plan.partition import GroupRank, partition_greedy
 from ddp_zero.state.restrict import check_state, own_part
+from ddp_zero.whole.layout import Statement
+from ddp_zero.whole.part import PartModel, options_as_text
 
 Birth = tuple[int, int]
 StateDict = dict[str, Any]
@@ -79,6 +84,9 @@ class OptimizerState(Protocol):
             ValueError: naming the parameter or the group.
         """
 
+    def drop(self) -> None:
+        """Drop the states of this rank, before others are read."""
+
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """Load a state dict with the states of `kept`, whose tensors become the optimizer's own.
 
@@ -93,6 +101,8 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
     optimizer = unwrapped(optimizer)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return ShardedState(optimizer)
+    if isinstance(optimizer, ParallelOptimizer):
+        return ParallelState(optimizer)
     torchs = sys.modules.get("torch.distributed.optim")  # importing it warns; its optimizers exist only if imported
     if torchs is not None and isinstance(optimizer, torchs.ZeroRedundancyOptimizer):
         return TorchZeroState(optimizer)
@@ -176,6 +186,10 @@ class WholeState:
                 check_state(state, self.table, index, type(self.inner))
         if self.inner is self.optimizer:
             rehearse_load(self.inner, state_dict)
+
+    def drop(self) -> None:
+        """Drop all states."""
+        self.inner.state.clear()
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """Call the optimizer's own ``load_state_dict``."""
@@ -274,23 +288,112 @@ class ShardedState:
         """Run the checks of ``load_state_dict``."""
         self._zero._shard.check_fits(state_dict)
 
+    def drop(self) -> None:
+        """Drop the states of what this rank owns."""
+        self.inner.state.clear()
+
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """Drop the current iteration, if any, and load."""
         self._zero.reset()
         self._zero._shard.load_owned(self._zero, state_dict, order)
 
 
-def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+class ParallelState:
+    """A `ddp_zero.parallel.ParallelOptimizer`: its members; parameters are numbered in the order of all groups."""
 
+    def __init__(self, optimizer: ParallelOptimizer) -> None:
+        self.optimizer: Optimizer = optimizer
+        self.table = ParameterTable(optimizer.param_groups)
+        self._parallel = optimizer
+        self._members = [ShardedState(member) for member in optimizer.members]
+        self.inner = self._members[0].inner
+        self._numbers = [[self.table.index_of[param] for param in member.table.params] for member in self._members]
+        places = {
+            number: (member, index) for member, own in enumerate(self._numbers) for index, number in enumerate(own)
+        }
+        self._places = [(self._members[member], index) for _, (member, index) in sorted(places.items())]
 
-def class_name(inner: Optimizer) -> str:
-    """The name of the class that steps, the same with and without sharding."""
-    return f"{type(inner).__module__}.{type(inner).__qualname__}"
+    def part_of(self, model: nn.Module) -> PartModel:
+        """This rank's part of the model."""
+        return self._parallel._holdings.part_of(model)
 
+    def statement(self, live: PartModel) -> Statement:
+        """What this rank holds, and which states it has."""
+        names, groups = live.names_of(self.table), self.optimizer.param_groups
+        owned = [names[index] for index in self.owned(GroupRank(0), 1)]
+        texts = [options_as_text(group_options(group)) for group in groups]
+        return live.statement(owned, list(zip(texts, by_group(names, groups), strict=True)))
 
-def other_state(inner: Optimizer) -> dict[str, Any]:
-    """State that belongs to no parameter."""
-    state: Mapping[Any, Any] = inner.state
-    return {key: value for key, value in state.items() if isinstance(key, str)}
+    def check(self) -> None:
+        """Check every member."""
+        for member in self._members:
+            member.check()
+
+    def owned(self, rank: GroupRank, world_size: int) -> list[int]:
+        """What each member owns, and its replicas do not save; ranks with other parts of the model save theirs."""
+        return self._numbered(member.owned(rank, world_size) for member in self._members)
+
+    def kept(self) -> list[int]:
+        """The parameters of which this rank owns anything."""
+        return self._numbered(member.kept() for member in self._members)
+
+    def state(self) -> dict[int, dict[Any, Any]]:
+        """The states of owned parameters of all members."""
+        return self._joined(member.state() for member in self._members)
+
+    def saved_state(self) -> dict[int, dict[Any, Any]]:
+        """The states of `owned`, of all members. A collective."""
+        return self._joined(member.saved_state() for member in self._members)
+
+    def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
+        """See `ShardedState.own_part`."""
+        member, own = self._places[index]
+        return member.own_part(own, state)
+
+    def device(self) -> torch.device:
+        """See `ShardedState.device`."""
+        return self._members[0].device()
+
+    def births(self) -> Mapping[int, Birth]:
+        """The creation key of each state: by step, then in the order of all groups."""
+        return {
+            index: (step, index) for index, (step, _) in self._joined(one.births() for one in self._members).items()
+        }
+
+    def scale(self) -> dict[str, float] | None:
+        """The same in all members."""
+        return self._members[0].scale()
+
+    def master(self, index: int) -> Tensor | None:
+        """See `ShardedState.master`."""
+        member, own = self._places[index]
+        return member.master(own)
+
+    def wants_master(self, index: int) -> bool:
+        """See `ShardedState.wants_master`."""
+        member, own = self._places[index]
+        return member.wants_master(own)
+
+    def check_fits(self, state_dict: StateDict) -> None:
+        """Run the checks of each member."""
+        for member, part in zip(self._members, split(state_dict, self._parallel._places), strict=True):
+            member.check_fits(part)
+
+    def drop(self) -> None:
+        """Drop the states of every member."""
+        for member in self._members:
+            member.drop()
+
+    def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
+        """Drop the current iteration, if any, and load each member."""
+        self._parallel.reset()
+        parts = split(state_dict, self._parallel._places)
+        for member, part, numbers in zip(self._members, parts, self._numbers, strict=True):
+            index_of = {number: index for index, number in enumerate(numbers)}
+            member.load(part, [index_of[number] for number in order if number in index_of])
+
+    def _numbered(self, found: Iterable[Iterable[int]]) -> list[int]:
+        return sorted(own[index] for own, some in zip(self._numbers, found, strict=True) for index in some)
+
+    def _joined(self, found: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
+        return {own[index]: one for own, some in zip(self._numbers, found, strict=True) for index, one in some.items()}

@@ -7,12 +7,13 @@ import atexit
 import hashlib
 import shutil
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.dcp import write_dcp_metadata
@@ -20,11 +21,13 @@ from ddp_zero.checkpoint.folder import Marker, publish, read_text, write_text
 from ddp_zero.checkpoint.manifest import encode_part, part_name, tensor_file_name
 from ddp_zero.checkpoint.tensor_file import write_tensors
 from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.beside import Beside
+from ddp_zero.comm.beside import Across, Beside
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.peers import Alone, Peers
 from ddp_zero.comm.tracing import logger
 from ddp_zero.record.progress import showing
+
+Ranks = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -122,15 +125,16 @@ class Saving:
 
 
 class Writer:
-    """Saves with the ranks of a process group, one save at a time.
+    """Saves with the ranks of a process group, or of several along which ranks form a grid, one save at a time.
 
     Attributes:
         peers: the ranks, on connections of their own.
         last: the last save, or None.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self.peers: Peers = Alone() if group is None or Communicator(group).world_size == 1 else Beside(group)
+    def __init__(self, *groups: ProcessGroup) -> None:
+        larger = [group for group in groups if Communicator(group).world_size > 1]
+        self.peers: Peers = Alone() if not larger else Beside(larger[0]) if len(larger) == 1 else Across(larger)
         self.last: Saving | None = None
 
     def finish(self) -> None:
@@ -155,23 +159,31 @@ class Writer:
         return self.last
 
 
-_alone = Writer(None)
-_writers: "weakref.WeakKeyDictionary[ProcessGroup, Writer]" = weakref.WeakKeyDictionary()
+_alone = Writer()
+_writers: "weakref.WeakKeyDictionary[ProcessGroup, dict[Ranks, Writer]]" = weakref.WeakKeyDictionary()
 atexit.register(_writers.clear)  # Gloo's threads would race with the end of the interpreter, seen as SIGABRT
 
 
 def writer_of(group: ProcessGroup | None) -> Writer:
     """The writer of a process group, or of a single process if None; a group's first call is a collective of it."""
-    if group is None:
-        return _alone
-    if group not in _writers:
-        _writers[group] = Writer(group)
-    return _writers[group]
+    return _alone if group is None else writer_across([group])
+
+
+def writer_across(groups: Sequence[ProcessGroup]) -> Writer:
+    """The writer of all ranks of a grid, from the group of this rank along each of its dimensions.
+
+    The first call is a collective of all ranks of the grid.
+    """
+    known = _writers.setdefault(groups[0], {})
+    ranks = tuple(tuple(get_process_group_ranks(group)) for group in groups)
+    if ranks not in known:
+        known[ranks] = Writer(*groups)
+    return known[ranks]
 
 
 def finish_all() -> None:
     """Wait for every unfinished save of this process; see `Writer.finish`."""
-    for writer in [_alone, *_writers.values()]:
+    for writer in [_alone, *(writer for known in _writers.values() for writer in known.values())]:
         writer.finish()
 
 

@@ -10,14 +10,15 @@ import hashlib
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from ddp_zero.checkpoint.manifest import FileSpan, PiecedTensor, StoredTensor
+from ddp_zero.checkpoint.manifest import CutTensor, FileSpan, PiecedTensor, StoredTensor, as_written
 from ddp_zero.foreign.archive import Record
 from ddp_zero.foreign.files import open_regular
 from ddp_zero.local.tree import memory_of
@@ -26,6 +27,7 @@ from ddp_zero.record.progress import moved
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20
 _LOCAL_HEADER_BYTES = 30
+_NAMELESS: Mapping[StoredTensor, str] = MappingProxyType({})
 
 
 # Writing
@@ -119,17 +121,27 @@ def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) ->
 # Reading
 
 
-def verify(folder: Path, tensors: Sequence[StoredTensor]) -> None:
+def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[StoredTensor, str] = _NAMELESS) -> None:
     """Check that tensors are present and match their checksums, reading them piece by piece.
+
+    Args:
+        folder: the checkpoint.
+        tensors: some of its tensors.
+        name_of: what they are, for messages.
 
     Raises:
         ValueError: naming the file, if one is missing, cut off or damaged.
     """
-    for stored in sorted(tensors, key=lambda stored: (stored.span.file, stored.span.offset)):
-        if not isinstance(stored, PiecedTensor):
+    written = as_written(tensors)
+    for stored in sorted(written, key=lambda stored: (stored.span.file, stored.span.offset)):
+        if isinstance(stored, PiecedTensor):
+            continue
+        try:
             for _ in pieces(folder, stored):
                 pass
-    pieced = [stored for stored in tensors if isinstance(stored, PiecedTensor)]
+        except ValueError as error:
+            raise ValueError(f"{error} There is {name_of[stored]}." if stored in name_of else str(error)) from error
+    pieced = [stored for stored in written if isinstance(stored, PiecedTensor)]
     for record in {span.record: None for stored in pieced for span in stored.raw.spans}:
         _verify_record(folder, record)
 
@@ -147,9 +159,16 @@ def _verify_record(folder: Path, record: Record) -> None:
 def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
     """Read a tensor into a target of its shape, on any device; values are converted to the target's dtype.
 
+    Of one whose elements are in several stored tensors, these are read one after the other, each whole.
+
     Raises:
         ValueError: as `verify`; then the target may have changed.
     """
+    if isinstance(stored, CutTensor):
+        for source in stored.sources:
+            part = read(folder, source.stored, torch.device("cpu"))
+            target[source.place.slices].copy_(part[source.used.slices])
+        return
     is_flat = target.is_contiguous()
     whole = target if is_flat else torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="cpu")
     flat, done = whole.view(-1), 0
@@ -183,6 +202,10 @@ def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
     Raises:
         ValueError: naming the file, if it is missing, cut off or damaged.
     """
+    if isinstance(stored, CutTensor):
+        whole = read(folder, stored, torch.device("cpu"))
+        yield memory_of(whole)
+        return
     if isinstance(stored, PiecedTensor):
         for span in stored.raw.spans:
             begin = span.record.offset + span.begin

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ddp_zero.comm.attempt import store_of_this_attempt
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.groups import check_process, count_built, store_of
-from ddp_zero.comm.peers import gather_text
+from ddp_zero.comm.peers import gather_text, gather_text_across
 from ddp_zero.plan.partition import GroupRank
 
 _GLOO_TRIES = 5
@@ -71,3 +72,50 @@ class Beside:
                 f"Expected all ranks to take part in a save or load, got one missing: {error}"
             ) from error
         return gathered
+
+
+class Across:
+    """All ranks of a grid on connections of their own, one `Beside` along each of its dimensions.
+
+    What all gather goes along one dimension after the other, so no process group of all of them is needed. Ranks are in
+    the order of their numbers in the job. Building one is a collective of all of them.
+
+    Args:
+        groups: this rank's group along each dimension.
+
+    Raises:
+        RuntimeError: as `Beside`.
+        ValueError: if the groups do not make up a grid.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup]) -> None:
+        self._levels = [Beside(group) for group in groups]
+        own = dist.get_rank()
+        numbers = [number for (number,) in self._gathered([own])]
+        self._order = sorted(range(len(numbers)), key=lambda place: numbers[place])
+        self._ranks = [numbers[place] for place in self._order]
+        if len(set(numbers)) != len(numbers) or own not in numbers:
+            raise ValueError(f"Expected process groups whose ranks make up a grid, got ranks {numbers}.")
+        self.group_rank, self.world_size = GroupRank(self._ranks.index(own)), len(numbers)
+
+    def name(self, group_rank: GroupRank) -> str:
+        """The name of a rank in messages."""
+        return f"rank {group_rank} (global rank {self._ranks[group_rank]})"
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        return self._sorted(self._gathered(values))
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; compressed on the wire."""
+        return self._sorted(gather_text_across(self._levels, text))
+
+    def _gathered(self, values: Sequence[int]) -> list[list[int]]:
+        rows = [list(values)]
+        for level in reversed(self._levels):
+            flat = level.all_gather_ints([value for row in rows for value in row])
+            rows = [part[start : start + len(values)] for part in flat for start in range(0, len(part), len(values))]
+        return rows
+
+    def _sorted(self, found: list[Any]) -> list[Any]:
+        return [found[place] for place in self._order]

@@ -1,5 +1,6 @@
 """The interface through which ranks agree, and its implementation for a process without peers."""
 
+import json
 import zlib
 from collections.abc import Sequence
 from typing import Protocol
@@ -76,6 +77,26 @@ def gather_text(peers: GathersTensors, text: str, device: torch.device) -> list[
     gathered = peers.all_gather_tensor(buffer.to(device))
     whole = [bytes(part[:length].tolist()) for part, length in zip(gathered, lengths, strict=True)]
     return [zlib.decompress(raw).decode() for raw in whole]
+
+
+class GathersText(Protocol):
+    """Ranks that gather texts."""
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
+
+
+def gather_text_across(levels: Sequence[GathersText], text: str) -> list[str]:
+    """The text of every rank of a grid; the last dimension's ranks follow each other.
+
+    Args:
+        levels: this rank's peers along each dimension.
+        text: this rank's.
+    """
+    texts = [text]
+    for level in reversed(levels):
+        texts = [one for part in level.all_gather_text(json.dumps(texts)) for one in json.loads(part)]
+    return texts
 
 
 def check_not_alone(group: ProcessGroup | None) -> None:

@@ -15,6 +15,15 @@ _NOT_A_MEMBER = GroupMember.NON_GROUP_MEMBER
 Grouping = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 """Maps a parameter's name in the model and the parameter to its group's options; None: the class's defaults."""
 
+PARALLEL_OPTIONS = ("mesh", "data_parallel_dim", "pipeline_dim", "data_parallel_group", "global_names")
+"""Options of an optimizer whose ranks do not all hold the same parameters: see `ddp_zero.parallel`."""
+PARALLEL_KEYS = ("process_group", "sharded_over")
+"""What its parameter groups may have besides options of a class."""
+PARALLEL_DOOR = (
+    "Call ddp_zero.shard_optimizer(model, AdamW, groups, mesh=..., data_parallel_dim=...), with groups as a list: it "
+    "returns a ddp_zero.parallel.ParallelOptimizer."
+)
+
 
 def is_group(process_group: object) -> bool:
     """True for a process group, for None (the default group), and for the marker of a group without this process."""
@@ -87,12 +96,17 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
         library: the names of this library's own options.
 
     Raises:
-        TypeError: naming the closest option.
+        TypeError: naming the closest option, or the function that takes it.
     """
     known = _parameters_of(optimizer_class)
     if known is None:
         return  # takes any, or its signature is not available
     for name in options:
+        if name in PARALLEL_OPTIONS and name not in known:
+            raise TypeError(
+                f"Expected options of an optimizer whose ranks all hold the same parameters, got {name}=. "
+                f"{PARALLEL_DOOR}"
+            )
         if name not in known:
             begun = [own for own in library if own.startswith(name)]
             nearest = begun or difflib.get_close_matches(name, [*library, *known], n=1, cutoff=0.7)
@@ -101,6 +115,14 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
                 raise TypeError(
                     f"Expected an option of ddp_zero or of {called}, got {name!r}. Did you mean {nearest[0]!r}?"
                 )
+
+
+def is_parallel(params: object, model: object) -> bool:
+    """Whether groups in a list name the ranks of their parameters, or a model has distributed tensors."""
+    groups = [one for one in params if isinstance(one, Mapping)] if isinstance(params, list | tuple) else []
+    if any(key in group for group in groups for key in PARALLEL_KEYS):
+        return True
+    return isinstance(model, nn.Module) and any(hasattr(param, "device_mesh") for param in model.parameters())
 
 
 def grouped(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> list[dict[str, Any]]:

@@ -208,3 +208,19 @@ def options_on_host(optimizer_class: Callable[..., Optimizer], options: Mapping[
         options.get(name) for name in ("capturable", "differentiable")
     )
     return dict(options) if says_how or optimizer_class not in _FUSED_ON_HOST else {**options, "fused": True}
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def class_name(inner: Optimizer) -> str:
+    """The name of the class that steps, the same with and without sharding."""
+    return f"{type(inner).__module__}.{type(inner).__qualname__}"
+
+
+def other_state(inner: Optimizer) -> dict[str, Any]:
+    """State that belongs to no parameter."""
+    state: Mapping[Any, Any] = inner.state
+    return {key: value for key, value in state.items() if isinstance(key, str)}

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.plan.boxes import Box
 from ddp_zero.plan.shapes import Value
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -92,6 +93,10 @@ class LiveModel:
         """The tensor of a name or an alias; None for an entry that is not a tensor."""
         entry = self.entries[self.aliases.get(name, name)]
         return entry if isinstance(entry, Tensor) and not is_extra(name) else None
+
+    def box(self, name: str) -> Box | None:
+        """Which elements of a value are here, for a model of which ranks hold parts; None: all."""
+        return None
 
     def load_extra(self, states: Mapping[str, Any]) -> None:
         """Load module state that is not a tensor."""

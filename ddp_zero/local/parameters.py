@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddp_zero.local.arguments import PARALLEL_DOOR, PARALLEL_KEYS
 from ddp_zero.local.tree import as_bytes
 from ddp_zero.plan.shapes import is_dense
 from ddp_zero.plan.shard_plan import ParameterSpec
@@ -137,7 +138,7 @@ class ParameterTable:
 
     def fingerprints(self) -> list["Fingerprint"]:
         """The properties that must be equal on every rank, and a sample of each parameter's values."""
-        samples = _sample_values(self.params)
+        samples = sample_values(self.params)
         return [
             Fingerprint(
                 name=self._names[index],
@@ -201,13 +202,13 @@ class ParameterTable:
 
 def _check_not_parallel(position: int, group: Mapping[str, Any]) -> None:
     """Refuse what only `ddp_zero.parallel` takes, and what a plain optimizer would silently ignore or not share."""
-    found = next((f"{key}=" for key in ("process_group", "sharded_over") if key in group), None)
+    found = next((f"{key}=" for key in PARALLEL_KEYS if key in group), None)
     if found is None and any(hasattr(param, "device_mesh") for param in group["params"]):
         found = "a distributed tensor (DTensor)"
     if found is not None:
         raise TypeError(
-            f"Expected parameters that all ranks of the optimizer hold alike, got {found} in group {position}. Build a "
-            "ddp_zero.parallel.ParallelOptimizer."
+            f"Expected parameters that all ranks of the optimizer hold alike, got {found} in group {position}. "
+            f"{PARALLEL_DOOR}"
         )
 
 
@@ -235,7 +236,7 @@ def _span(param: Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _sample_values(params: Iterable[Tensor]) -> list[str]:
+def sample_values(params: Iterable[Tensor]) -> list[str]:
     """A digest of the first elements of each parameter, one device transfer per device."""
     heads = [as_bytes(_head(param)) for param in params]
     by_device: dict[torch.device, list[int]] = {}

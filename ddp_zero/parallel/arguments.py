@@ -1,6 +1,5 @@
 """The arguments of `ParallelOptimizer`, checked and brought into one form."""
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,14 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.local.arguments import check_class, check_known, check_params, grouped
+from ddp_zero.hooked import options_of_hooked
+from ddp_zero.local.arguments import PARALLEL_OPTIONS, check_class, check_known, check_params, grouped
 from ddp_zero.local.live_model import ddp_models_in
 from ddp_zero.local.local_step import ParamGroup
-from ddp_zero.shard import shard_optimizer
 
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
 """Options that must be the same on ranks with different parameters."""
-_OWN = ("data_parallel_group", "mesh", "data_parallel_dim", "pipeline_dim")
 _REFUSED = {
     "shard_group": "Shard over all ranks that hold a parameter.",
     "process_group": "Parameter groups name theirs.",
@@ -66,8 +64,8 @@ def check_arguments(model: object, optimizer_class: Any, options: Mapping[str, A
     for name, remedy in _REFUSED.items():
         if name in options:
             raise TypeError(f"Expected an option of ParallelOptimizer, got {name!r}. {remedy}")
-    own = [name for name in inspect.signature(shard_optimizer).parameters if name not in ("ddp", "params", "defaults")]
-    check_known([name for name in options if name not in own], optimizer_class, [*own, *_OWN])
+    own = options_of_hooked()
+    check_known([name for name in options if name not in own], optimizer_class, [*own, *PARALLEL_OPTIONS])
 
 
 def copied(params: Any, model: nn.Module) -> Any:

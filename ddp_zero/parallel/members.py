@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from ddp_zero.backward.reducer import has_static_graph, reduced_parameters
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.elements.elementwise import is_elementwise
-from ddp_zero.local.arguments import check_group
+from ddp_zero.hooked import build_hooked
+from ddp_zero.local.arguments import PARALLEL_KEYS, check_group
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.parallel.membership import check_groups, counted
 from ddp_zero.parallel.resting import take_part_with_zeros
-from ddp_zero.parallel.shards import Held, held
-from ddp_zero.shard import shard_optimizer
+from ddp_zero.parallel.roster import check_groups, counted
+from ddp_zero.parallel.shards import Held, held, read_cuts
 
 _OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32", "sync")
 _OF_REDUCTIONS = ("grad_comm_dtype", "gradient_predivide_factor")
@@ -62,10 +62,9 @@ def planned(groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh 
     plans: dict[int | None, Plan] = {None: Plan(None)}
     shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
     for position, given in enumerate(groups):
-        group, cut = given.get("process_group"), given.get("sharded_over", ())
+        group, declared = given.get("process_group"), read_cuts(given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
             check_group(group, f"process_group of parameter group {position}")
-        declared = [cut] if isinstance(cut, str) else list(cut)
         plan = plans.setdefault(None if group is None else id(group), Plan(group))
         names = given.get("param_names", [None] * len(given["params"]))
         all_held = [
@@ -73,7 +72,7 @@ def planned(groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh 
             for number, (name, param) in enumerate(zip(names, given["params"], strict=True))
         ]
         params = [one.param for one in all_held]
-        options = {key: value for key, value in given.items() if key not in _OF_PARALLEL}
+        options = {key: value for key, value in given.items() if key not in _NOT_OPTIONS}
         named = [*zip(names, params, strict=True)] if "param_names" in given else params
         plan.positions.append(position)
         plan.groups.append({**options, "params": named})
@@ -81,7 +80,7 @@ def planned(groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh 
     return [plan for plan in plans.values() if plan.groups]
 
 
-_OF_PARALLEL = ("params", "param_names", "process_group", "sharded_over")
+_NOT_OPTIONS = ("params", "param_names", *PARALLEL_KEYS)
 
 
 def reducing(model: nn.Module, plan: Plan) -> DistributedDataParallel | None:
@@ -124,10 +123,16 @@ def built(
         options: of `ddp_zero.shard_optimizer`.
 
     Raises:
-        ValueError: for a DDP model on other ranks than the plan's.
+        ValueError: for a DDP model on other ranks than the plan's, or distributed tensors in flat storage.
         TypeError: for an optimizer that looks at whole parameters where ranks hold parts.
     """
     group = everyone.process_group if plan.group is None else plan.group
+    distributed = next((one.label for one in plan.held if one.source is not None), None)
+    if distributed is not None and options.get("parameters_as_bucket_view"):
+        raise ValueError(
+            f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
+            "elsewhere, its part would no longer be the one that the model uses. Leave the option out."
+        )
     if ddp is not None:
         if not Communicator(group).has_same_ranks(ddp.process_group):
             raise ValueError(
@@ -135,7 +140,7 @@ def built(
                 f"one on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
                 f"have DDP ignore these parameters{_by_name(ddp, plan)}."
             )
-        zero = shard_optimizer(ddp, optimizer_class, params=plan.groups, **options)
+        zero = build_hooked(ddp, optimizer_class, plan.groups, **options)
         if plan.group is not None:
             take_part_with_zeros(ddp)
     else:
@@ -225,7 +230,7 @@ def counted_here(plan: Plan, mesh: DeviceMesh | None, dims: Sequence[str], pipel
 
 def held_params(plans: Sequence[Plan]) -> dict[Tensor, Tensor]:
     """The parameter that is stepped for each that the user gave."""
-    return {one.param if one.source is None else one.source: one.param for plan in plans for one in plan.held}
+    return {one.given: one.param for plan in plans for one in plan.held}
 
 
 def places_of(plans: Sequence[Plan]) -> list[tuple[int, int]]:

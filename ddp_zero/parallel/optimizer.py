@@ -1,6 +1,6 @@
 """`ParallelOptimizer`: sharded optimizers for parameters that different ranks share, with one decision over all."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.peers import gather_text_across
 from ddp_zero.comm.ranks import Ranks
 from ddp_zero.local.arguments import Grouping
 from ddp_zero.local.local_step import ParamGroup
@@ -20,6 +21,7 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.parallel.arguments import agreements, check_arguments, copied, data_group, nonfinite, other_dims
 from ddp_zero.parallel.averages import Averages, average_together, check_same_values
 from ddp_zero.parallel.council import Council, Level, MemberBeyond
+from ddp_zero.parallel.holdings import Holdings
 from ddp_zero.parallel.members import (
     Plan,
     built,
@@ -33,13 +35,15 @@ from ddp_zero.parallel.members import (
     stated_groups,
 )
 from ddp_zero.parallel.outcome import Assembly, HeldErrors
-from ddp_zero.parallel.roster import describe
+from ddp_zero.parallel.refused import Refused
+from ddp_zero.parallel.roster import describe, own_row
 from ddp_zero.parallel.shards import Shards
-from ddp_zero.parallel.states import merged, split
+from ddp_zero.parallel.states import merged, pack, split, unpack
 from ddp_zero.step.record import StepRecord
+from ddp_zero.whole.names import GlobalNames
 
 
-class ParallelOptimizer(Optimizer):
+class ParallelOptimizer(Refused, Optimizer):
     """Any optimizer, sharded over the ranks that hold the same parameters, where not all ranks hold the same.
 
     Parameter groups name the ranks that hold their parameters as ``process_group``; groups without one are held by all
@@ -61,13 +65,18 @@ class ParallelOptimizer(Optimizer):
 
             - ``process_group``: the ranks that hold its parameters, this one included;
             - ``sharded_over``: names of mesh dimensions along which each rank holds a part of every parameter of the
-              group. Distributed tensors (`torch.distributed.tensor.DTensor`) show theirs.
+              group, all of one size; checkpoints also need to know which dimension of the parameters is cut, as in
+              ``{"tensor": 0}``. Distributed tensors (`torch.distributed.tensor.DTensor`) show theirs.
         data_parallel_group: the ranks that have inputs of their own, over which dense parameters are sharded; None:
             those of ``mesh`` along ``data_parallel_dim``, of the DDP model, or all.
         mesh: a device mesh with named dimensions over all ranks that hold parts of the model.
         data_parallel_dim: the name of its dimension along which ranks hold the same parameters.
         pipeline_dim: the name of its dimension along which ranks hold different parameters (stages), if any. Along
             other dimensions a parameter is assumed to be replicated if nothing says that it is cut.
+        global_names: the names in the whole model, for checkpoints, of values that this rank calls otherwise: by name,
+            or prefix up to a dot, as in ``{"experts.0": f"experts.{number}"}``, or a function of a name. Names are
+            those in the model without ``module.`` of DDP. None: as they are. Ranks that hold different values under
+            one name cannot save and load: that raises, and names them.
         **options: of `ddp_zero.shard_optimizer`, among them those of ``optimizer_class``. ``nonfinite=None`` skips if
             gradients are clipped or scaled, else steps.
 
@@ -83,8 +92,6 @@ class ParallelOptimizer(Optimizer):
         RuntimeError: if construction failed on another rank.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then calls step(), which refuses it on every rank
-
     def __init__(
         self,
         model: nn.Module,
@@ -95,6 +102,7 @@ class ParallelOptimizer(Optimizer):
         mesh: DeviceMesh | None = None,
         data_parallel_dim: str | None = None,
         pipeline_dim: str | None = None,
+        global_names: GlobalNames | None = None,
         **options: Any,
     ) -> None:
         self.members: list[ZeroRedundancyOptimizer] = []
@@ -112,6 +120,8 @@ class ParallelOptimizer(Optimizer):
             shape = [(plan.positions, ddp is not None) for plan, ddp in zip(plans, models, strict=True)]
             statements[0].declare("parameter groups with a process group, and a DDP model", shape)
         with agreements([everyone, *beyond], optimizer_class, {}):
+            kept = [dim for dim in (data_parallel_dim, pipeline_dim) if dim is not None]
+            self._holdings = Holdings(plans, everyone.process_group, mesh, kept, global_names)
             self._stated = stated_groups(everyone, plans)
             for plan, ddp in zip(plans, models, strict=True):
                 self.members.append(built(plan, ddp, optimizer_class, everyone, names, dict(options)))
@@ -130,10 +140,14 @@ class ParallelOptimizer(Optimizer):
                 member._engine.passes.checks.append(self._held.raise_now)
         self._council = council
         self._everyone = everyone
+        self._comms = [everyone, *beyond]
         self._places = places_of(plans)
         self._stepped_for = held_params(plans)
         self._shards = [Shards(plan.held) for plan in plans]
         self._last_step: StepRecord | None = None
+        self._roster = gather_text_across(
+            self._comms, own_row(self.members, self._places, self._stated, everyone, mesh)
+        )
         self.defaults = self.members[0].defaults
 
     # Groups
@@ -148,19 +162,6 @@ class ParallelOptimizer(Optimizer):
     @param_groups.setter
     def param_groups(self, groups: list[ParamGroup]) -> None:
         self._own_groups = groups
-
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Refuse further groups, which the members would have to agree on.
-
-        Raises:
-            NotImplementedError: always, after construction.
-        """
-        if hasattr(self, "_places"):
-            raise NotImplementedError(
-                "Expected all parameter groups at construction, got one more. Build a new ParallelOptimizer, and load "
-                "the state_dict() of this one."
-            )
-        super().add_param_group(param_group)
 
     # A step
 
@@ -177,11 +178,7 @@ class ParallelOptimizer(Optimizer):
             NotImplementedError: under `torch.amp.GradScaler`.
             RuntimeError: as `ZeroRedundancyOptimizer.step`.
         """
-        if getattr(self, "found_inf", None) is not None:
-            raise NotImplementedError(
-                "Expected no torch.amp.GradScaler, whose scales would differ between ranks with different parameters, "
-                "got one. Build the optimizer with loss_scale=ddp_zero.DynamicLossScale(), or use bfloat16."
-            )
+        self._check_no_scaler()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -325,20 +322,47 @@ class ParallelOptimizer(Optimizer):
         for member, part in zip(self.members, split(state_dict, self._places), strict=True):
             member.load_state_dict(part)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelOptimizer":
-        raise NotImplementedError(
-            "Expected ParallelOptimizer not to be copied, since its members share process groups. Build another one, "
-            "and load state_dict()."
-        )
+    def sharded_state_dict(self, model: nn.Module, *, init_missing: bool = False) -> dict[str, Any]:
+        """This rank's part of the state, for direct use of `torch.distributed.checkpoint`. Never communicates.
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("Expected ParallelOptimizer not to be pickled. Save state_dict() instead.")
+        Ranks have different keys, ``state.<name>.<key>`` and ``param_groups.<name>.<option>`` with names in the whole
+        model, as torch's ``flatten_optimizer_state_dict``. State of parameters that are cut are distributed tensors
+        with the shape of the whole, so any other mesh can load it. `ddp_zero.checkpoint` does all of it.
+
+        Args:
+            model: as given to the constructor.
+            init_missing: see `ZeroRedundancyOptimizer.sharded_state_dict`.
+
+        Raises:
+            ValueError: for a parameter whose place in the whole model is not known; see ``sharded_over``.
+        """
+        return pack(self.members, self._holdings, model, init_missing)
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module) -> None:
+        """Load what `sharded_state_dict` returned, for this rank's parameters. Never communicates.
+
+        Args:
+            state_dict: as read by `torch.distributed.checkpoint.load`; it is copied.
+            model: as given to the constructor; load its parameters before.
+
+        Raises:
+            ValueError: if it does not fit, naming the parameter.
+        """
+        for member, part in zip(self.members, unpack(state_dict, self.members, self._holdings, model), strict=True):
+            member._engine.check_before_step("opt.load_sharded_state_dict()")
+            member._whole.load(member, part)
+            member._shard.loaded()
 
     # Information
 
+    @property
+    def process_groups(self) -> list[ProcessGroup]:
+        """The data-parallel ranks, and this rank's group along each other dimension of the mesh of several ranks."""
+        return [comm.process_group for comm in self._comms]
+
     def explain(self) -> str:
-        """Which ranks share what, and what each member shards, as text. Never communicates."""
-        return describe(self.members, self._places, self._everyone, self._stated)
+        """Which ranks share what, here and on every other rank, and what each member shards. Never communicates."""
+        return describe(self.members, self._places, self._everyone, self._stated, self._roster)
 
     def __repr__(self) -> str:
         return "ParallelOptimizer of " + "\n".join(map(repr, self.members))

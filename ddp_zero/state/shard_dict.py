@@ -30,7 +30,7 @@ class ShardDict:
 
     # By name
 
-    def pack(self, model: nn.Module | None, init_missing: bool) -> dict[str, Any]:
+    def pack(self, model: nn.Module | LiveModel | None, init_missing: bool) -> dict[str, Any]:
         """See `ZeroRedundancyOptimizer.sharded_state_dict`."""
         sharded = self._sharded
         self._check_whole()
@@ -49,7 +49,7 @@ class ShardDict:
         ]
         return {"state": states, "param_groups": groups, **self._whole.scale_entry()}
 
-    def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | None) -> dict[str, Any]:
+    def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None) -> dict[str, Any]:
         """A state dict that refers to parameters by index, from one that refers to them by name.
 
         Raises:
@@ -91,10 +91,11 @@ class ShardDict:
     def _is_trainable(self, index: int) -> bool:
         return self._sharded.table.params[index].requires_grad
 
-    def _qualified_names(self, model: nn.Module | None) -> list[str]:
+    def _qualified_names(self, model: nn.Module | LiveModel | None) -> list[str]:
         table = self._sharded.table
         if model is not None:
-            return LiveModel(model).names_of(table)
+            live = model if isinstance(model, LiveModel) else LiveModel(model)
+            return live.names_of(table)
         given = [name for group in self._sharded.param_groups for name in group.get("param_names", [])]
         if len(given) != len(table):
             raise ValueError(

@@ -30,27 +30,33 @@ def _packed(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptim
 
 
 def _overlapped(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    return shard_optimizer(ddp, torch.optim.AdamW, **options)
+    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, **options)
+    return opt
 
 
 def _interleaved(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    return shard_optimizer(ddp, torch.optim.AdamW, interleaved=True, **options)
+    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, interleaved=True, **options)
+    return opt
 
 
 def _stage_2(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    return shard_optimizer(ddp, torch.optim.AdamW, stage=2, **options)
+    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, stage=2, **options)
+    return opt
 
 
 def _stage_2_at_the_end(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    return shard_optimizer(ddp, torch.optim.AdamW, stage=2, interleaved=False, **options)
+    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, stage=2, interleaved=False, **options)
+    return opt
 
 
 def _stage_2_after_backward(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    return shard_optimizer(ddp, torch.optim.AdamW, stage=2, overlap=False, **options)
+    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, stage=2, overlap=False, **options)
+    return opt
 
 
 def _sync_in_forward(ddp: DistributedDataParallel, **options: Any) -> ZeroRedundancyOptimizer:
-    return shard_optimizer(ddp, torch.optim.AdamW, stage=2, sync="forward", **options)
+    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, stage=2, sync="forward", **options)
+    return opt
 
 
 MODES: list[Callable[..., ZeroRedundancyOptimizer]] = [

@@ -74,7 +74,8 @@ def sharded(
 ) -> ZeroRedundancyOptimizer:
     if mode.get("stage", 1) == 1:
         mode = {**mode, "hook": sum_in_rank_order}
-    return shard_optimizer(ddp, build, sync="forward", **mode, **OPTIONS, **options)
+    opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, build, sync="forward", **mode, **OPTIONS, **options)
+    return opt
 
 
 def left(opt: ZeroRedundancyOptimizer) -> list[int]:

@@ -1,0 +1,560 @@
+"""Checkpoints, doors and refusals of a `ParallelOptimizer`: experts, tensor parallel parts and pipeline stages."""
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+import ddp_zero
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero.parallel import ParallelOptimizer
+from tests.multiproc.cases import assert_identical, batches, loss_of
+from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, token_batch
+from tests.multiproc.experts import Mixture, cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
+from tests.multiproc.harness import Cases, Setup
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2}
+TOTAL = 4
+
+case = Cases(timeout=120, group_timeout=30)
+
+
+class Spread:
+    """A mixture whose experts are spread over some of the ranks, and its optimizer.
+
+    Args:
+        ranks: that train it.
+        expert_ranks: of these that hold different experts.
+        stage: of the optimizer.
+        named: whether it says which expert is which.
+    """
+
+    def __init__(self, setup: Setup, expert_ranks: int, named: bool = True, **options: Any) -> None:
+        spread, same = expert_groups(setup.rank, setup.world_size, expert_ranks)
+        self.model = cut_mixture(setup.rank, expert_ranks, TOTAL, spread)
+        self.ddp = wrapped_without_experts(self.model, gradient_as_bucket_view=True)
+        self.first = setup.rank % expert_ranks * (TOTAL // expert_ranks)
+        names = {f"experts.local.{i}": f"experts.local.{self.first + i}" for i in range(len(self.model.experts.local))}
+        found = shard_optimizer(
+            self.ddp,
+            AdamW,
+            dense_and_experts(self.ddp, same),
+            global_names=names if named else None,
+            **options,
+            **OPTIONS,
+        )
+        assert isinstance(found, ParallelOptimizer)
+        self.opt = found
+
+    def train(self, rank: int, seed: int, steps: int = 2) -> None:
+        for batch in batches(rank, steps, seed):
+            self.opt.zero_grad()
+            loss_of(self.ddp, *batch).backward()
+            self.opt.step()
+
+    def whole_name(self, name: str) -> str:
+        if not name.startswith("experts.local."):
+            return name
+        number, _, rest = name.removeprefix("experts.local.").partition(".")
+        return f"experts.local.{self.first + int(number)}.{rest}"
+
+    def values(self) -> dict[str, Any]:
+        """Parameters and their states by name in the whole model; empty states of what other ranks own."""
+        state = self.opt.state_dict()["state"]
+        params = [param for group in self.opt.param_groups for param in group["params"]]
+        number = {id(param): index for index, param in enumerate(params)}
+        found = {}
+        for name, param in self.model.named_parameters():
+            found[self.whole_name(name)] = (param.detach().clone(), copy.deepcopy(state[number[id(param)]]))
+        dist.barrier()  # ranks ask each other
+        return found
+
+
+def everyones(values: dict[str, Any], folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """The values of all ranks, by name."""
+    folder.mkdir(exist_ok=True)
+    torch.save(values, folder / str(rank))
+    dist.barrier()
+    found: dict[str, Any] = {}
+    for other in range(world_size):
+        found |= torch.load(folder / str(other), weights_only=True)
+    return found
+
+
+@case(4)
+def _experts_load_at_any_number_of_expert_parallel_ranks(setup: Setup) -> None:
+    move_experts(setup, 2, (2, 4, 1))
+
+
+def move_experts(setup: Setup, expert_ranks_before: int, expert_ranks_after: tuple[int, ...]) -> None:
+    """Save at one number of expert-parallel ranks, and load at others, and into the whole model, and back."""
+    saved = Spread(setup, expert_ranks_before, stage=2)
+    saved.train(setup.rank, seed=0)
+    extra = {"note": 3}
+    checkpoint.save(setup.folder / "run", saved.ddp, saved.opt, extra=extra, rank_extra=setup.rank, background=True)
+    checkpoint.wait()
+    expected = everyones(saved.values(), setup.folder / "values", setup.rank, setup.world_size)
+    assert len(expected) == len(list(Mixture(range(TOTAL), TOTAL).parameters()))
+    for expert_ranks in expert_ranks_after:
+        other = Spread(setup, expert_ranks, stage=2 if expert_ranks == expert_ranks_before else 1)
+        for param in other.model.parameters():
+            param.data.zero_()
+        loaded = checkpoint.load(setup.folder / "run", other.ddp, other.opt)
+        assert loaded.extra == extra
+        assert loaded.rank_extra == setup.rank
+        for name, (value, state) in other.values().items():
+            assert_identical(expected[name][0], value, f"{name} at {expert_ranks}")
+            assert_identical(expected[name][1], state, f"state of {name} at {expert_ranks}")
+        other.train(setup.rank, seed=1)
+        if expert_ranks == expert_ranks_before:
+            saved.train(setup.rank, seed=1)
+            for one, two in zip(saved.model.parameters(), other.model.parameters(), strict=True):
+                assert_identical(one.detach(), two.detach(), "resumed")
+    whole = Mixture(range(TOTAL), TOTAL)
+    ddp = DistributedDataParallel(whole, find_unused_parameters=True)
+    plain = AdamW(ddp.parameters(), **OPTIONS)
+    checkpoint.load(setup.folder / "run", ddp, plain)
+    for name, param in whole.named_parameters():
+        assert_identical(expected[name][0], param.detach(), f"{name}, whole")
+        assert_identical(expected[name][1], plain.state[param], f"state of {name}, whole")
+    checkpoint.save(setup.folder / "whole", ddp, plain)
+    back = Spread(setup, 2)
+    checkpoint.load(setup.folder / "whole", back.ddp, back.opt)
+    for name, (value, state) in back.values().items():
+        assert_identical(expected[name], (value, state), f"{name}, back")
+
+
+@case(4)
+def _an_expert_without_a_global_name_is_refused_and_both_ranks_are_named(setup: Setup) -> None:
+    nameless = Spread(setup, 2, named=False)
+    ambiguous = (
+        r"one value under a name, got 'experts\.local\.0\.0\.weight' on rank 0 \(global rank 0\) and rank 1 \(global "
+        r"rank 1\), which hold different ones of it: one belongs to ranks \[0, 2\], the other to ranks \[1, 3\]"
+    )
+    with pytest.raises(ValueError, match=ambiguous):
+        checkpoint.save(setup.folder / "nameless", nameless.ddp, nameless.opt)
+    with pytest.raises(
+        ValueError, match="the same parameters that DDP ignores, or their ParallelOptimizer, on every rank"
+    ):
+        checkpoint.save(setup.folder / "nameless", nameless.ddp)
+    named = Spread(setup, 2)
+    named.train(setup.rank, 0)
+    checkpoint.save(setup.folder / "named", named.ddp, named.opt)
+    before = copy.deepcopy(nameless.model.state_dict())
+    with pytest.raises(ValueError, match=ambiguous):
+        checkpoint.load(setup.folder / "named", nameless.ddp, nameless.opt)
+    assert_identical(before, nameless.model.state_dict(), "after a load that was refused")
+    for param in nameless.model.experts.parameters():
+        assert param.requires_grad
+    frozen = Frozen(setup)
+    with pytest.raises(ValueError, match=r"'experts\.local\.0\.0\.weight', which is in no parameter group.*rank 1"):
+        checkpoint.save(setup.folder / "frozen", frozen.ddp, frozen.opt)
+    with pytest.raises(ValueError, match=r"names in global_names= that the model has, got \['expert'\]"):
+        checkpoint.save(setup.folder / "misspelt", named.ddp, misnamed(named, {"expert": "other"}))
+    collides = {"experts.local.0": "experts.local.1"}
+    with pytest.raises(ValueError, match=r"global_names= to keep names apart, got several names of the model for"):
+        checkpoint.save(setup.folder / "collides", named.ddp, misnamed(named, collides))
+    assert not any((setup.folder / name).exists() for name in ("nameless", "frozen", "misspelt", "collides"))
+    as_function = misnamed(named, named.whole_name)
+    checkpoint.load(setup.folder / "named", named.ddp, as_function)
+    with pytest.raises(TypeError, match="global_names to map names"):
+        misnamed(named, 3)
+
+
+class Frozen:
+    """A mixture whose experts are in no group and have no names."""
+
+    def __init__(self, setup: Setup) -> None:
+        spread, _ = expert_groups(setup.rank, 4, 2)
+        self.ddp = wrapped_without_experts(cut_mixture(setup.rank, 2, TOTAL, spread))
+        dense = [(name, param) for name, param in self.ddp.named_parameters() if "experts" not in name]
+        self.opt = shard_optimizer(self.ddp, AdamW, dense, data_parallel_group=dist.group.WORLD, **OPTIONS)
+
+
+def misnamed(spread: Spread, names: Any) -> ParallelOptimizer:
+    """Another optimizer over the same parameters, which says otherwise what they are in the whole model."""
+    groups = dense_and_experts(spread.model, spread.opt.members[1].process_group)
+    options: Any = {"data_parallel_group": dist.group.WORLD, "global_names": names, **OPTIONS}
+    return ParallelOptimizer(spread.model, AdamW, groups, **options)
+
+
+# Tensor parallel parts
+
+
+def grid(data: int, other: int, name: str = "tensor") -> DeviceMesh:
+    """A mesh of its own name for each case with distributed tensors: they remember one that equals an earlier one."""
+    return init_device_mesh("cpu", (data, other), mesh_dim_names=("data", name))
+
+
+class Cut:
+    """Two blocks cut by hand, in DDP over the data dimension."""
+
+    def __init__(self, mesh: DeviceMesh, states_dims: bool = True, **options: Any) -> None:
+        self.mesh, self.dim = mesh, (mesh.mesh_dim_names or ())[1]
+        group = mesh.get_group(self.dim)
+        self.model = nn.Sequential(CutBlock(group, seed=1), CutBlock(group, seed=2))
+        self.model.register_buffer("seen", torch.zeros(2))
+        self.ddp: nn.Module = DistributedDataParallel(
+            self.model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True
+        )
+        named = list(self.ddp.named_parameters())
+        groups: list[dict[str, Any]] = [{"params": [one for one in named if one[0][-2:] not in ("up", "wn")]}]
+        for end, dim in (("up", 0), ("down", -1)):
+            params = [one for one in named if one[0].endswith(end)]
+            groups.append({"params": params, "sharded_over": {self.dim: dim} if states_dims else self.dim})
+        options = {**OPTIONS, **options}
+        self.opt = shard_optimizer(self.ddp, AdamW, groups, mesh=mesh, data_parallel_dim="data", **options)
+
+    def train(self, seed: int) -> None:
+        for inputs, _ in batches(self.mesh.get_local_rank("data"), 2, seed):
+            self.opt.zero_grad()
+            self.ddp(inputs).square().mean().backward()
+            self.opt.step()
+
+
+class Parallelized(Cut):
+    """Linear layers of distributed tensors, without DDP."""
+
+    def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
+        self.mesh, self.dim = mesh, (mesh.mesh_dim_names or ())[1]
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
+        self.ddp = parallelize_module(self.model, mesh[self.dim], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        options = {"foreach": False, **OPTIONS, **options}
+        self.opt = shard_optimizer(self.ddp, AdamW, mesh=mesh, data_parallel_dim="data", **options)
+
+
+def check_parts(made: Cut, expected: nn.Module, plain: AdamW) -> None:
+    """Parameters and states are the parts of whole ones."""
+    rank, ranks = made.mesh.get_local_rank(made.dim), made.mesh[made.dim].size()
+    state, number = made.opt.state_dict()["state"], 0
+    whole = dict(expected.named_parameters())
+    names = {id(param): name for name, param in made.model.named_parameters()}
+    sources = {id(one): names[id(source)] for source, one in made.opt._stepped_for.items()}
+    for group in made.opt.param_groups:
+        for param in group["params"]:
+            name = sources[id(param)]
+            dims = [dim for dim, (a, b) in enumerate(zip(whole[name].shape, param.shape, strict=True)) if a != b]
+            assert len(dims) <= 1
+
+            def here(one: Tensor, dims: list[int] = dims) -> Tensor:
+                return one.chunk(ranks, dims[0])[rank].contiguous() if dims and one.dim() else one
+
+            assert_identical(here(whole[name].detach()), param.detach(), name)
+            for key, value in plain.state[whole[name]].items():
+                assert_identical(here(value), state[number][key], f"{key} of {name}")
+            number += 1
+    assert number == len(whole)
+    dist.barrier()  # ranks ask each other
+
+
+@case(4)
+def _tensor_parallel_parts_have_the_shapes_of_the_whole_in_checkpoints(setup: Setup) -> None:
+    for build in (Cut, Parallelized):
+        folder = setup.folder / build.__name__
+        saved = build(grid(2, 2, "column"))
+        saved.train(0)
+        checkpoint.save(folder, saved.ddp, saved.opt)
+        whole: nn.Module = nn.Sequential(CutBlock(None, 5), CutBlock(None, 6))
+        whole.register_buffer("seen", torch.ones(2))
+        if build is Parallelized:
+            whole = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8))
+        ddp = DistributedDataParallel(whole)
+        plain = AdamW(ddp.parameters(), **OPTIONS, foreach=None if build is Cut else False)
+        checkpoint.load(folder, ddp, plain)
+        check_parts(saved, whole, plain)
+        for shape in ((1, 4), (4, 1)):
+            other = build(grid(*shape, "column"))
+            for param in other.model.parameters():
+                param.data.zero_()
+            checkpoint.load(folder, other.ddp, other.opt)
+            check_parts(other, whole, plain)
+            other.train(1)
+        checkpoint.save(setup.folder / f"whole {build.__name__}", ddp, plain)
+        back = build(grid(1, 4, "column"))
+        checkpoint.load(setup.folder / f"whole {build.__name__}", back.ddp, back.opt)
+        check_parts(back, whole, plain)
+        read_by_torch(folder / "step-00000001", whole, build is Cut)
+    vague = Cut(grid(2, 2, "column"), states_dims=False)
+    with pytest.raises(
+        ValueError, match=r"Expected sharded_over=\{'column': <dimension .* module\.0\.up of parameter gr"
+    ):
+        checkpoint.save(setup.folder / "vague", vague.ddp, vague.opt)
+    groups = [{"params": vague.model.parameters(), "sharded_over": {"column": "0"}}]
+    with pytest.raises(TypeError, match=r"sharded_over= of parameter group 0 to name mesh dimensions"):
+        shard_optimizer(vague.model, AdamW, groups, mesh=grid(2, 2, "column"), data_parallel_dim="data")
+
+    distributed = Parallelized(grid(4, 1, "column"))
+    options: dict[str, Any] = {"mesh": distributed.mesh, "data_parallel_dim": "data", "parameters_as_bucket_view": True}
+    with pytest.raises(ValueError, match=r"distributed tensors, got True and parameter 0\.weight of parameter group 0"):
+        ParallelOptimizer(distributed.model, AdamW, **options)
+
+
+def read_by_torch(folder: Path, whole: nn.Module, is_cut: bool) -> None:
+    """`torch.distributed.checkpoint` reads it into distributed tensors over four ranks, cut in another way."""
+    name = "0.up" if is_cut else "0.weight"
+    mesh = init_device_mesh("cpu", (4,))
+    expected = whole.get_parameter(name).detach()
+    empty = DTensor.from_local(torch.zeros(16, 2), mesh, [Shard(1)], run_check=False)
+    state = {f"model.{name}": empty, "model.1.bias" if is_cut else "model.2.bias": torch.zeros(8)}
+    state_dict_loader.load(state, checkpoint_id=folder)
+    assert_identical(expected, empty.full_tensor(), "as torch reads it")
+
+
+@case(4)
+def _torchs_own_checkpoints_load_on_another_mesh(setup: Setup) -> None:
+    for build in (Cut, Parallelized):
+        saved = build(grid(2, 2, "part"))
+        saved.train(0)
+        state = saved.opt.sharded_state_dict(saved.ddp)
+        cut = [value for value in state.values() if isinstance(value, DTensor)]
+        assert cut or not saved.opt.state
+        checkpoint.save(setup.folder / build.__name__, saved.ddp, saved.opt)
+        state_dict_saver.save({"optim": state}, checkpoint_id=setup.folder / f"dcp {build.__name__}")
+        expected, other = (build(grid(1, 4, "part")) for _ in range(2))
+        checkpoint.load(setup.folder / build.__name__, expected.ddp, expected.opt)
+        with torch.no_grad():
+            for ours, theirs in zip(other.model.parameters(), expected.model.parameters(), strict=True):
+                ours.copy_(theirs)
+        nested = {"optim": other.opt.sharded_state_dict(other.ddp, init_missing=True)}
+        state_dict_loader.load(nested, checkpoint_id=setup.folder / f"dcp {build.__name__}")
+        other.opt.load_sharded_state_dict(nested["optim"], other.ddp)
+        one, two = expected.opt.state_dict(), other.opt.state_dict()
+        assert_identical({key: one["state"][key] for key in sorted(one["state"])}, two["state"], "state")
+        assert one["param_groups"] == two["param_groups"]
+        dist.barrier()
+        expected.train(1)
+        other.train(1)
+        for a, b in zip(expected.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(
+                a.to_local() if isinstance(a, DTensor) else a, b.to_local() if isinstance(b, DTensor) else b
+            )
+
+
+# Pipeline stages
+
+
+class Whole(nn.Module):
+    """Both stages in one module, with one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = FirstStage(), LastStage()
+        self.last.embedding = self.first.embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(tokens))
+        return result
+
+
+class Staged:
+    """One of two stages, whose names are those in `Whole`."""
+
+    def __init__(self, mesh: DeviceMesh, tied: Any, named: bool = True) -> None:
+        self.number = mesh.get_local_rank("pipe")
+        tensor = mesh.get_group("tensor") if "tensor" in (mesh.mesh_dim_names or ()) else None
+        self.model: Any = LastStage(tensor) if self.number else FirstStage(tensor)
+        every = list(self.model.named_parameters())
+        cut = {"block.up": 0, "block.down": 1} if tensor is not None else {}
+        groups: list[dict[str, Any]] = [{"params": [one for one in every if one[0] not in (*cut, "embedding")]}]
+        for name, dim in cut.items():
+            groups.append({"params": [(name, self.model.get_parameter(name))], "sharded_over": {"tensor": dim}})
+        groups.append({"params": [("embedding", self.model.embedding)], "process_group": tied})
+        here = "last" if self.number else "first"
+        self.opt = shard_optimizer(
+            self.model,
+            AdamW,
+            groups,
+            mesh=mesh,
+            data_parallel_dim="data",
+            pipeline_dim="pipe",
+            global_names={"block": f"{here}.block", "embedding": "first.embedding"} if named else None,
+            **OPTIONS,
+        )
+        self.stage = PipelineStage(self.model, self.number, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
+        self.schedule = ScheduleGPipe(self.stage, n_microbatches=4, loss_fn=token_loss, scale_grads=False)
+        self.data_rank = mesh.get_local_rank("data")
+
+    def train(self, start: int) -> None:
+        for step in (start, start + 1):
+            tokens, targets = token_batch(self.data_rank, step)
+            self.opt.zero_grad()
+            if self.number:
+                self.schedule.step(target=targets)
+            else:
+                self.schedule.step(tokens)
+            self.opt.step()
+
+
+def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(scores, targets) / 4
+
+
+@case(4)
+def _pipeline_stages_load_as_one_model_and_back(setup: Setup) -> None:
+    mesh = grid(2, 2, "pipe")
+    move_stages(setup, mesh, dist.group.WORLD)
+    nameless = Staged(mesh, dist.group.WORLD, named=False)
+    stages = r"'block\.\w+.*' on rank 0 .* and rank 1 .* one belongs to data, pipe \[\[0, 0\], \[1, 0\]\], the other to"
+    with pytest.raises(ValueError, match=stages):
+        checkpoint.save(setup.folder / "nameless", nameless.model, nameless.opt)
+
+
+def move_stages(setup: Setup, mesh: DeviceMesh, tied: Any) -> None:
+    """Save stages, whose blocks may be cut, load the whole model, save that, and load stages."""
+    saved = Staged(mesh, tied)
+    saved.train(0)
+    checkpoint.save(setup.folder / "run", saved.model, saved.opt)
+    whole = Whole()
+    ddp = DistributedDataParallel(whole)
+    plain = AdamW(ddp.parameters(), **OPTIONS)
+    loaded = checkpoint.load(setup.folder / "run", ddp, plain)
+    assert loaded.notes == ("'last.embedding' is loaded as 'first.embedding', to which it is tied",)
+    same = whole.last if saved.number else whole.first
+    states = saved.opt.state_dict()["state"]
+    params = [param for group in saved.opt.param_groups for param in group["params"]]
+    parts, part = (2, mesh.get_local_rank("tensor")) if "tensor" in (mesh.mesh_dim_names or ()) else (1, 0)
+    for name, param in saved.model.named_parameters():
+        one, number = same.get_parameter(name), next(index for index, found in enumerate(params) if found is param)
+        dim = {"block.up": 0, "block.down": 1}.get(name)
+        assert param.numel() == one.numel() // (1 if dim is None else parts)
+        own = {"value": one.detach(), **plain.state[one]}
+        if dim is not None:
+            own = {
+                key: value.chunk(parts, dim)[part].contiguous() if value.dim() else value for key, value in own.items()
+            }
+        assert_identical({"value": param.detach(), **states[number]}, own, name)
+    dist.barrier()
+    checkpoint.save(setup.folder / "whole", ddp, plain)
+    back = Staged(mesh, tied)
+    loaded = checkpoint.load(setup.folder / "whole", back.model, back.opt)
+    assert loaded.notes == ("'last.embedding' is left out: it was tied to 'first.embedding', which is there",)
+    saved.train(2)
+    back.train(2)
+    assert_identical(dict(saved.model.state_dict()), dict(back.model.state_dict()), "resumed")
+
+
+# What is damaged
+
+
+@case(4)
+def _what_is_damaged_or_missing_is_named_and_changes_nothing(setup: Setup) -> None:
+    saved = Cut(grid(2, 2))
+    saved.train(0)
+    for case_name in ("damaged", "missing", "smaller"):
+        checkpoint.save(setup.folder / case_name, saved.ddp, saved.opt)
+    folder = setup.folder / "damaged" / "step-00000001"
+    victim = folder / "__1_0.distcp"
+    if setup.rank == 0:
+        raw = bytearray(victim.read_bytes())
+        offset = json.loads((folder / "part-1.json").read_text())["tensors"][0][3]
+        raw[offset] ^= 1
+        victim.write_bytes(raw)
+        (setup.folder / "missing" / "step-00000001" / victim.name).unlink()
+    dist.barrier()
+    before = copy.deepcopy((saved.model.state_dict(), saved.opt.members[0].optim.state_dict()))
+    for case_name, found in (("damaged", r"damaged .*{}\. There is '\d\.\w+' of the model"), ("missing", r".*{}")):
+        with pytest.raises((ValueError, RuntimeError, OSError), match=found.format(victim.name)):
+            checkpoint.load(setup.folder / case_name, saved.ddp, saved.opt)
+    wider = Cut(grid(2, 2))
+    wider.model[0].bias = nn.Parameter(torch.zeros(9))
+    with pytest.raises(ValueError, match=r"parameter 'module\.0\.bias'.* which is not|not in the model|state_dict"):
+        checkpoint.load(setup.folder / "smaller", wider.ddp, wider.opt)
+    after = (saved.model.state_dict(), saved.opt.members[0].optim.state_dict())
+    assert_identical(before, after, "after loads that were refused")
+
+
+# Doors, refusals and the roster
+
+
+@case(4)
+def _one_door_opens_and_the_others_name_it(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    mesh = grid(2, 2)
+    ddp = wrapped_without_experts(cut_mixture(setup.rank, 2, TOTAL, spread), gradient_as_bucket_view=True)
+    groups = dense_and_experts(ddp, same)
+    by_mesh = shard_optimizer(ddp.module, AdamW, groups, mesh=mesh, data_parallel_dim="data", overlap=False, **OPTIONS)
+    assert type(by_mesh) is ParallelOptimizer
+    opt = shard_optimizer(ddp, AdamW, groups, stage=2, max_grad_norm=1.0, **OPTIONS)
+    assert type(opt) is ParallelOptimizer
+    assert [member.stage for member in opt.members] == [2, 1]
+    dense = DistributedDataParallel(nn.Linear(8, 3))
+    assert type(shard_optimizer(dense, AdamW, list(dense.parameters()), **OPTIONS)) is ZeroRedundancyOptimizer
+    door = r"Call ddp_zero\.shard_optimizer\(model, AdamW, groups, mesh=\.\.\., data_parallel_dim"
+    cut = nn.Parameter(distribute(torch.ones(4, 4), mesh["tensor"]))
+    for wrong in (
+        lambda: ZeroRedundancyOptimizer(ddp.parameters(), AdamW, mesh=mesh, **OPTIONS),
+        lambda: ZeroRedundancyOptimizer(ddp.parameters(), AdamW, data_parallel_dim="data", **OPTIONS),
+        lambda: ZeroRedundancyOptimizer(groups, AdamW, **OPTIONS),
+        lambda: ZeroRedundancyOptimizer([{"params": ddp.parameters(), "sharded_over": "tensor"}], AdamW, **OPTIONS),
+        lambda: ZeroRedundancyOptimizer([cut], AdamW, **OPTIONS),
+        lambda: ddp_zero.wrap(nn.Linear(2, 2), AdamW, mesh=mesh, **OPTIONS),
+        lambda: shard_optimizer(dense, AdamW, lambda name, param: {"process_group": same}, **OPTIONS),
+    ):
+        with pytest.raises(TypeError, match=door):
+            wrong()
+    with pytest.raises(ValueError, match=r"data_parallel_dim with mesh=, got none"):
+        shard_optimizer(ddp, AdamW, groups, mesh=mesh, **OPTIONS)
+
+
+def distribute(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    return distribute_tensor(whole, mesh, [Shard(0)])
+
+
+@case(4)
+def _what_is_refused_says_what_to_do_instead(setup: Setup) -> None:
+    made = Spread(setup, 2)
+    opt = made.opt
+    with pytest.raises(NotImplementedError, match=r"one more\. Build a new ParallelOptimizer"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(TypeError, match=r"'shard_group'\. Shard over all ranks"):
+        Spread(setup, 2, shard_group=dist.group.WORLD)
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises((NotImplementedError, TypeError), match="ParallelOptimizer not to be"):
+            copied(opt)
+    with pytest.raises(TypeError, match=r"not to be pickled\. Save state_dict\(\)"):
+        pickle.dumps(opt)
+    with pytest.raises(NotImplementedError, match="got Join with a ParallelOptimizer"):
+        Join([opt])  # type: ignore[list-item]
+    loss_of(made.ddp, *next(batches(setup.rank, 1))).backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones((), requires_grad=True))
+    before = copy.deepcopy(made.model.state_dict())
+    with pytest.raises(NotImplementedError, match="GradScaler"):
+        scaler.step(opt)
+    assert_identical(before, made.model.state_dict(), "after a step that was refused")
+
+
+@case(4)
+def _the_roster_has_the_groups_of_every_rank_of_the_mesh(setup: Setup) -> None:
+    text = Staged(grid(2, 2, "pipe"), dist.group.WORLD).opt.explain()
+    for rank in range(4):
+        shared = f"{rank % 2} {rank % 2 + 2}"
+        assert f"  global rank {rank} (data {rank // 2}, pipe {rank % 2})\n    groups [0]: 5 parameters" in text
+        assert (
+            f"shared by global ranks {shared}\n    groups [1]: 1 parameters, 352 bytes, shared by global ranks 0 1 2 3"
+            in text
+        )
+    spread = Spread(setup, 2)
+    for rank in range(4):
+        assert f"  global rank {rank}\n    groups [0]: 6 parameters" in spread.opt.explain()
+
+
+@case.each
+def test_parallel_state(run: Callable[[], None]) -> None:
+    run()
