@@ -1,11 +1,13 @@
 """One rank's part of a checkpoint: its share of the model, the states it owns and, on rank 0, what all ranks share."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ddp_zero.checkpoint.contents import Part, Shared
 from ddp_zero.checkpoint.optimizers import OptimizerState, class_name, group_options, other_state
+from ddp_zero.comm.peers import Peers
 from ddp_zero.local.live_model import LiveModel, by_group
 from ddp_zero.local.tree import Tree
 from ddp_zero.plan.partition import GroupRank, partition_greedy
@@ -15,10 +17,10 @@ def capture(
     live: LiveModel,
     optimizer: OptimizerState | None,
     states: dict[int, dict[Any, Any]],
-    rank: GroupRank,
-    world_size: int,
+    peers: Peers,
     extra: Tree,
     rank_extra: Tree,
+    exclude_frozen: bool = False,
 ) -> Part:
     """A rank's part, made of live tensors.
 
@@ -29,24 +31,33 @@ def capture(
         live: the model.
         optimizer: the optimizer, between two steps.
         states: those that it saves, by index.
-        rank: this rank.
-        world_size: number of ranks.
+        peers: the ranks.
         extra: the user's own state.
         rank_extra: that of this rank.
+        exclude_frozen: leave out parameters that do not require a gradient.
 
     Raises:
         ValueError: if the optimizer has a parameter that the model does not have.
     """
+    rank, world_size = peers.group_rank, peers.world_size
     names: list[str] = []
     owned: list[int] = []
     if optimizer is not None:
         names = live.names_of(optimizer.table)
         owned = optimizer.owned(rank, world_size)
     mine = {names[index] for index in owned} | set(_share_of_rest(live, names, rank, world_size))
-    model = {name: value for name, value in live.entries.items() if name in mine}
+    left_out = {name for name, value in live.entries.items() if exclude_frozen and _is_frozen(value)}
+    model = {name: value for name, value in live.entries.items() if name in mine - left_out}
     state, births = _states(optimizer, states, names, owned)
     shared = _shared(live, optimizer, names, extra) if rank == 0 else None
+    if shared is not None and exclude_frozen:
+        aliases = {alias: name for alias, name in shared.aliases.items() if name not in left_out}
+        shared = replace(shared, aliases=aliases, excludes_frozen=True)
     return Part(model, state, births, rank_extra, shared)
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def _share_of_rest(live: LiveModel, names: list[str], rank: GroupRank, world_size: int) -> list[str]:

@@ -86,9 +86,9 @@ class Restore:
         return plan
 
     def _wanted(self, entries: Mapping[str, Any]) -> Mapping[str, Value]:
-        """The values of the model that must be saved: DeepSpeed may have left out frozen parameters."""
+        """The values of the model that must be saved: frozen parameters may have been left out."""
         values, trainable = self.live.values(), set(self.live.trainable)
-        if not self.saved.is_foreign:
+        if not self.saved.shared.excludes_frozen:
             return values
         kept = {
             name
