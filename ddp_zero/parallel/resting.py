@@ -34,7 +34,7 @@ class _Tie:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         trained = [param for param in self._params if param.requires_grad]
-        if not (trained and torch.is_grad_enabled()):
+        if not (trained and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return output
         found = list[Tensor]()
         tree_map_only(Tensor, found.append, output)

@@ -167,6 +167,27 @@ def _ranks_that_all_fail_before_the_decision_meet_the_others_in_it(setup: Setup)
 
 
 @case(4)
+def _a_norm_that_is_not_finite_raises_on_every_rank_and_the_next_step_passes(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    ddp = wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread), gradient_as_bucket_view=True)
+    opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), overlap=False, **OPTIONS)
+    for step, batch in enumerate(batches(setup.rank, 2)):
+        opt.zero_grad()
+        loss_of(ddp, *batch).backward()
+        if step == 0:
+            weight = ddp.module.get_parameter("experts.local.1.0.weight")
+            if setup.rank == 3:
+                weight.grad = torch.full_like(weight, float("inf"))
+            with pytest.raises(RuntimeError, match="Expected a finite norm"):
+                opt.clip_grad_norm_(1.0, error_if_nonfinite=True)
+            continue
+        assert torch.isfinite(opt.clip_grad_norm_(1.0, error_if_nonfinite=True))
+        opt.step()
+        assert opt.last_step is not None
+        assert opt.last_step.stepped
+
+
+@case(4)
 def _a_loop_that_leaves_the_step_out_hears_of_an_error_before_the_next_forward_pass(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     ddp = DistributedDataParallel(
