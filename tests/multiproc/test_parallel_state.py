@@ -312,18 +312,17 @@ def _tensor_parallel_parts_have_the_shapes_of_the_whole_in_checkpoints(setup: Se
 
 @case(4)
 def _masters_loss_scales_and_parts_by_elements_come_back_from_another_cut(setup: Setup) -> None:
-    for number, options in enumerate(
-        (
-            {"stage": 2, "partition": "elements"},
-            {"stage": 2, "master_weights": True, "dtype": torch.bfloat16},
-            {"loss_scale": DynamicLossScale(initial=8.0, growth_interval=1), "max_grad_norm": 1.0},
-        )
-    ):
-        saved = Cut(grid(2, 2), **copy.deepcopy(options))
+    modes: list[dict[str, Any]] = [
+        {"stage": 2, "partition": "elements"},
+        {"stage": 2, "master_weights": True, "dtype": torch.bfloat16},
+        {"loss_scale": DynamicLossScale(initial=8.0, growth_interval=1), "max_grad_norm": 1.0},
+    ]
+    for number, options in enumerate(modes):
+        saved = Cut(grid(2, 2), **options)
         before = [param.detach().clone() for param in saved.model.parameters()]
         saved.train(0)
         assert all(not torch.equal(*pair) for pair in zip(before, saved.model.parameters(), strict=True))
-        cuts = [saved, *(Cut(grid(*shape), **copy.deepcopy(options)) for shape in ((1, 4), (4, 1), (2, 2)))]
+        cuts = [saved, *(Cut(grid(*shape), **options) for shape in ((1, 4), (4, 1), (2, 2)))]
         for place, (one, other) in enumerate(pairwise(cuts)):
             folder = setup.folder / f"{number}-{place}"
             checkpoint.save(folder, one.ddp, one.opt)
