@@ -62,6 +62,11 @@ BETWEEN = _HERE + "test_between.py::test_between"
 COUPLED = _HERE + "test_coupling.py::test_an_optimizer_that_couples_parameters_is_refused_on_every_rank"
 FORWARDED = _HERE + "test_forwarding.py::test_forwarding"
 FAILURES = _HERE + "test_failures.py::test_an_error_of_one_rank_is_raised_on_all"
+DEEPSPEED_FILES = _HERE + "test_deepspeed_checkpoints.py::test_checkpoints_of_deepspeed_load_into_every_mode"
+_FOREIGN = "tests/unit/foreign/"
+UNIVERSAL = _FOREIGN + "test_deepspeed.py::test_a_checkpoint_of_this_library_goes_to_deepspeeds_format_and_back"
+HOSTILE_PICKLES = _FOREIGN + "test_machine.py::test_names_that_are_not_known_are_refused"
+LAUNCH = _HERE + "test_launch.py::test_a_job_on_this_machine_gives_its_exit_code_and_leaves_nobody"
 RESTART = _HERE + "test_restart.py::test_a_killed_worker_comes_back_and_ends_bit_equal"
 ESTIMATE = _HERE + "test_estimate.py::test_estimate"
 OFFLOAD = _HERE + "test_offload.py::test_offload"
@@ -76,6 +81,9 @@ LOST = _HERE + "test_insight.py::test_the_records_name_the_rank_that_was_lost"
 FUZZ = _HERE + "test_fuzz.py::test_a_handful_of_cases"
 PARALLEL = _HERE + "test_parallel.py::test_parallel"
 MESHES = _HERE + "test_parallel_meshes.py::test_meshes"
+STAGES = _HERE + "test_parallel_stages.py::test_stages"
+TWO_MODELS = _HERE + "test_parallel_two_models.py::test_two_models"
+PARALLEL_ERRORS = _HERE + "test_parallel_errors.py::test_errors"
 PARALLEL_STATE = _HERE + "test_parallel_state.py::test_parallel_state"
 CUDA = "tests/gpu/test_cuda.py::test_equal_on_a_gpu"
 
@@ -186,6 +194,10 @@ FEATURES: list[tuple[str, str, str]] = [
     ("`train()`, `eval()` and other methods of the inner class act on all ranks", YES, FORWARDED),
     ("An error of one rank's local step is raised on all ranks, with its text", YES, FAILURES),
     ("DeepSpeed's engine calls in stages 0, 1 and 2, fp32, bf16 and fp16: bit-equal to DDP", YES, DEEPSPEED),
+    ("Checkpoints of DeepSpeed 0.17 to 0.19 load into every mode, and train on with its losses", YES, DEEPSPEED_FILES),
+    ("... and back, in its universal format", YES, UNIVERSAL),
+    ("... hostile pickles in them are refused, and nothing in them is run", YES, HOSTILE_PICKLES),
+    ("`python -m ddp_zero.launch` on one machine: true exit codes, and nobody left behind", YES, LAUNCH),
     ("A job that `torchrun` restarts ends as an unbroken one", YES, RESTART),
     (
         "`opt.stats()`: bytes as counted, numbers unchanged; `Monitor`; `opt.check_agreement()` names the rank",
@@ -199,7 +211,10 @@ FEATURES: list[tuple[str, str, str]] = [
     ),
     ("Experts spread over ranks, stages 1 and 2: bit-equal to the plain optimizer", YES, PARALLEL),
     ("... norms of one device to 1e-6, one skip for all, ranks that differ are named", YES, PARALLEL),
+    ("... a second DDP model over the experts; experts that no token reaches there", YES, TWO_MODELS),
     ("Tensor parallel parameters, cut by hand or `DTensor`; pipeline stages with a tied embedding", YES, MESHES),
+    ("... stages under GPipe and 1F1B, in DDP or not, stages 1 and 2: bit-equal to the plain optimizer", YES, STAGES),
+    ("... an error of one rank's optimizer raises on all ranks at once", YES, PARALLEL_ERRORS),
     (
         "... checkpoints at other numbers of expert, tensor and data-parallel ranks and stages; of torch's own format",
         YES,

@@ -3,6 +3,12 @@
 DDP decides in its forward pass whether the backward pass will be reduced. So a pre-hook on DDP itself, where ranks may
 communicate as DDP does, notes that decision and lets the optimizer act before anything is computed. Nothing runs here
 in evaluation, in copies of the model, or where `torch.compile` compiles DDP itself.
+
+Pipeline schedules of torch decide differently. They run all passes of a step under ``no_sync()`` but the last backward
+pass, before which they prepare DDP's reducer themselves. In the first step, and after an evaluation, they also run the
+model once to learn the shapes of what it returns: not under ``no_sync()``, so that DDP would average the backward pass
+of the first micro-batch, and its average once more with the last one (torch 2.13.0). Stage 1 leaves that to DDP, for
+the same bits. Elsewhere averages would be mixed with a rank's own gradients: no forward pass prepares a reduction.
 """
 
 import weakref
@@ -14,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.backward.reducer import count_reduced, models_over, will_reduce
+from ddp_zero.backward.reducer import count_reduced, models_over, set_will_reduce, will_reduce
 
 BeforeForward = Callable[[DistributedDataParallel], None]
 
@@ -28,6 +34,8 @@ class ForwardPasses:
     Attributes:
         last_is_local: whether the last forward pass with gradients since `forget` was under ``no_sync()``: its
             gradients are this rank's own.
+        is_scheduled: whether a pipeline schedule runs the model, see the module docstring.
+        checks: called before each forward pass with gradients; may raise.
     """
 
     def __init__(self, before: BeforeForward) -> None:
@@ -36,6 +44,10 @@ class ForwardPasses:
         self._handles: list[RemovableHandle] = []
         self._reduces = 0  # how many parameters
         self.last_is_local = False
+        self.is_scheduled = False
+        self.checks: list[Callable[[], None]] = []
+        self._holds_back = False
+        self._reduced_before: bool | None = None
         self._is_expected = False
         self._misses = 0
 
@@ -56,7 +68,18 @@ class ForwardPasses:
         self.stop()
         for model in models:
             self._models.append(weakref.ref(model))
-            self._handles.append(model.register_forward_pre_hook(_PreHook(self), prepend=True))
+            self._handles.append(model.register_forward_pre_hook(_Hook(self, "begin"), prepend=True))
+            if self._holds_back:
+                self._handles.append(model.register_forward_hook(_Hook(self, "end"), always_call=True))
+
+    def follow_schedule(self, holds_back: bool) -> None:
+        """Expect the passes of a pipeline schedule from now on.
+
+        Args:
+            holds_back: whether no forward pass may prepare a reduction.
+        """
+        self.is_scheduled, self._holds_back = True, holds_back
+        self.watch([model for ref in self._models if (model := ref()) is not None])
 
     def stop(self) -> None:
         """Watch no model."""
@@ -77,9 +100,10 @@ class ForwardPasses:
         """Forget the last pass, after its gradients were used or dropped."""
         self.last_is_local = False
 
-    def reduced(self) -> None:
-        """Note that a backward pass was reduced."""
+    def reduced(self, model: DistributedDataParallel) -> None:
+        """Note that a backward pass was reduced; the last one of a schedule reduces what all have added up."""
         self._is_expected = False
+        self.last_is_local &= not (self.is_scheduled and will_reduce(model))
 
     @property
     def expect_reduction(self) -> bool:
@@ -92,9 +116,19 @@ class ForwardPasses:
     def begin(self, model: DistributedDataParallel) -> None:
         """Note that a forward pass begins, and call ``before``."""
         if torch.is_grad_enabled():
+            for check in self.checks:
+                check()
+            if self._holds_back:
+                self._reduced_before = set_will_reduce(model, False)
             self.last_is_local = not will_reduce(model)
             self._is_expected |= not self.last_is_local
             self._before(model)
+
+    def end(self, model: DistributedDataParallel) -> None:
+        """Note that a forward pass has ended, or failed."""
+        if self._reduced_before is not None:
+            set_will_reduce(model, self._reduced_before)
+            self._reduced_before = None
 
     def _should_search(self) -> bool:
         """If no model is known, True at the first, second, fourth ... call."""
@@ -104,21 +138,27 @@ class ForwardPasses:
         return self._misses & (self._misses - 1) == 0
 
 
-class _PreHook:
-    """A forward pre-hook; it does nothing in copies of the model."""
+class _Hook:
+    """A hook around forward passes; it does nothing in copies of the model.
 
-    def __init__(self, passes: ForwardPasses | None = None) -> None:
+    Args:
+        passes: told about them.
+        method: the name of what is called there, with the model.
+    """
+
+    def __init__(self, passes: ForwardPasses | None = None, method: str = "") -> None:
         self._passes = (lambda: None) if passes is None else weakref.ref(passes)  # a model outlives its optimizer
+        self._method = method
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _PreHook, ()
+        return _Hook, ()
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         passes = self._passes()
         if passes is not None and isinstance(module, DistributedDataParallel):
-            passes.begin(module)
+            getattr(passes, self._method)(module)
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

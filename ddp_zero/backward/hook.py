@@ -145,7 +145,7 @@ class OverlapHook:
         self._carry_out(actions)
         self.gradients.settle()
         if is_last:
-            self._passes.reduced()
+            self._passes.reduced(self._ddp)
         if is_last and in_backward():
             after_the_reducer(self._finish_backward)
         return future

@@ -74,6 +74,13 @@ def will_reduce(ddp: DistributedDataParallel) -> bool:
     return ddp.require_backward_grad_sync
 
 
+def set_will_reduce(ddp: DistributedDataParallel, reduces: bool) -> bool:
+    """Set whether forward and backward passes that start from now on are meant to be reduced; returns what it was."""
+    before = will_reduce(ddp)
+    ddp.require_backward_grad_sync = reduces
+    return before
+
+
 def has_static_graph(ddp: DistributedDataParallel) -> bool:
     """Whether the user has promised that every iteration uses the same parameters."""
     return bool(ddp.static_graph)
@@ -90,12 +97,17 @@ def gradients_are_views(ddp: DistributedDataParallel) -> bool:
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
-    """The parameters that DDP puts into buckets, with their names."""
-    return [
-        (name, param)
-        for name, param in ddp.module.named_parameters()
-        if param.requires_grad and name not in ddp.parameters_to_ignore
-    ]
+    """The parameters that DDP puts into buckets, with their names.
+
+    DDP compares what it was told to ignore with the name of a module, a dot and the name of a parameter: for parameters
+    of the root module that is a leading dot. A parameter in several places is ignored only if it is in all of them.
+    """
+    found: dict[Tensor, str] = {}
+    for module_name, module in ddp.module.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.requires_grad and f"{module_name}.{name}" not in ddp.parameters_to_ignore:
+                found.setdefault(param, f"{module_name}.{name}".removeprefix("."))
+    return [(name, param) for param, name in found.items()]
 
 
 def count_reduced(ddp: DistributedDataParallel) -> int:

@@ -76,13 +76,13 @@ def save(
     step: int | None = None,
     keep: int | None = None,
     background: bool = False,
+    exclude_frozen: bool = False,
 ) -> Saving:
     """Save model and optimizer as ``path/step-<number>``, every rank its share. A collective.
 
     The checkpoint appears once it is completely on disk: a killed rank leaves earlier checkpoints intact. It holds the
-    state after the last step taken, without gradients, so resume with the data that follows that step. In addition to
-    its shard, a rank copies at most one tensor at a time (if needed, as from a GPU), or with ``background=True`` the
-    whole shard.
+    state after the last step taken, without gradients, so resume with the data that follows that step. A rank copies at
+    most one tensor at a time (if needed, as from a GPU), or with ``background=True`` its whole shard.
 
     Args:
         path: a folder for the checkpoints of one run, on a file system that all ranks share; one job at a time.
@@ -95,8 +95,8 @@ def save(
         step: the number of the checkpoint, the same on every rank, not below the last one's; by default one more.
         keep: how many checkpoints to keep in the folder, the new one included; None: all.
         background: copy this rank's share to the CPU and write it in a thread. The next save or load waits for it and
-            raises its error, if any; so does the result's ``wait()``, which must be called before
-            `torch.distributed.destroy_process_group`.
+            raises its error; so does the result's ``wait()``, to be called before the process group is destroyed.
+        exclude_frozen: leave out parameters that do not require a gradient; a load then leaves them as they are.
 
     Returns:
         The save; its ``wait()`` returns the checkpoint's folder.
@@ -113,14 +113,14 @@ def save(
     peers = writer.peers
     with Agreement(peers, "checkpoint.save") as agreement:
         writer.finish()
-        agreement.declare("keep", keep)
+        agreement.declare("keep and exclude_frozen", (keep, exclude_frozen))
         live, state, statement = _declared(agreement, model, optimizer, is_save=True)
         if state is not None:
             state.check()
     layout = _layout(peers, statement)
     states = {} if state is None else state.saved_state()
     with Agreement(peers, "checkpoint.save") as agreement:
-        part = capture(live, state, states, peers.group_rank, peers.world_size, extra, rank_extra, layout)
+        part = capture(live, state, states, peers, extra, rank_extra, layout, exclude_frozen)
         text, tensors = text_and_tensors(part.as_tree(), "a checkpoint")
         tensors = copied(tensors) if background else tensors
         place = _start(peers, agreement, root := folder_of(path), step, keep)

@@ -1,6 +1,7 @@
 """One rank's part of a checkpoint: its share of the model, the states it owns and, on rank 0, what all ranks share."""
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero.backward.reducer import reduced_parameters
 from ddp_zero.checkpoint.contents import Part, Shared
 from ddp_zero.checkpoint.optimizers import OptimizerState
+from ddp_zero.comm.peers import Peers
 from ddp_zero.local.inner import class_name, group_options, other_state
 from ddp_zero.local.live_model import LiveModel, by_group
 from ddp_zero.local.parameters import sample_values
@@ -23,11 +25,11 @@ def capture(
     live: LiveModel,
     optimizer: OptimizerState | None,
     states: dict[int, dict[Any, Any]],
-    rank: GroupRank,
-    world_size: int,
+    peers: Peers,
     extra: Tree,
     rank_extra: Tree,
     layout: Layout | None = None,
+    exclude_frozen: bool = False,
 ) -> Part:
     """A rank's part, made of live tensors.
 
@@ -38,15 +40,16 @@ def capture(
         live: the model.
         optimizer: the optimizer, between two steps.
         states: those that it saves, by index.
-        rank: this rank.
-        world_size: number of ranks.
+        peers: the ranks.
         extra: the user's own state.
         rank_extra: that of this rank.
         layout: what all ranks hold, where they do not hold the same; then it says what each writes.
+        exclude_frozen: leave out parameters that do not require a gradient.
 
     Raises:
         ValueError: if the optimizer has a parameter that the model does not have.
     """
+    rank, world_size = peers.group_rank, peers.world_size
     names: list[str] = []
     owned: list[int] = []
     if optimizer is not None:
@@ -57,9 +60,14 @@ def capture(
     else:
         mine = layout.written_by(rank)
         owned = [index for index in owned if names[index] in mine]
+    left_out = {name for name, value in live.entries.items() if exclude_frozen and _is_frozen(value)}
+    mine = mine - left_out
     model = {name: value for name, value in live.entries.items() if name in mine}
     state, births = _states(optimizer, states, names, owned)
     shared = _shared(live, optimizer, names, extra, layout) if rank == 0 else None
+    if shared is not None and exclude_frozen:
+        aliases = {alias: name for alias, name in shared.aliases.items() if name not in left_out}
+        shared = replace(shared, aliases=aliases, excludes_frozen=True)
     return Part(model, state, births, rank_extra, shared, _cuts(live, mine))
 
 
@@ -69,6 +77,10 @@ def _cuts(live: LiveModel, mine: set[str]) -> dict[str, tuple[tuple[int, ...], t
         return {}
     placed = {name: live.placed[name] for name in live.entries if name in mine and name in live.placed}
     return {name: (one.shape, one.box.offsets) for name, one in placed.items() if one.box != Box.whole(one.shape)}
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def _share_of_rest(live: LiveModel, names: list[str], rank: GroupRank, world_size: int) -> list[str]:

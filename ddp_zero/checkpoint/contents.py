@@ -1,12 +1,23 @@
 """A checkpoint on disk as one object: its marker and all parts, read and checked, tensors still in their files."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_zero.checkpoint.folder import Marker, is_complete, newest, read_marker, read_text
-from ddp_zero.checkpoint.manifest import CutTensor, PiecedTensor, StoredTensor, decode_part, fill, part_name
+from ddp_zero.checkpoint.manifest import (
+    CutTensor,
+    PiecedTensor,
+    StoredTensor,
+    decode_part,
+    fill,
+    part_name,
+    stored_in,
+    total_bytes,
+)
 from ddp_zero.foreign import deepspeed
 from ddp_zero.foreign.contents import Foreign
 from ddp_zero.foreign.values import RawTensor
@@ -58,6 +69,7 @@ class Shared:
         aliases: additional names of the model's tensors, with the name under which each is saved.
         buffers: names of values that are no parameters; None if that is not known.
         extra: the user's own state.
+        excludes_frozen: whether parameters that were frozen may be missing from the model.
     """
 
     optimizer: str | None = None
@@ -68,6 +80,7 @@ class Shared:
     aliases: dict[str, str] = field(default_factory=dict)
     buffers: list[str] | None = None
     extra: Tree = None
+    excludes_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,7 @@ class SavedCheckpoint:
             aliases=foreign.aliases,
             buffers=foreign.buffers,
             extra=_stored(foreign.extra),
+            excludes_frozen=True,
         )
         model = _stored(foreign.model)
         model.update({alias: model[name] for alias, name in foreign.aliases.items()})
@@ -129,7 +143,7 @@ class SavedCheckpoint:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether a different library wrote it: it does not name classes, and may not hold frozen parameters."""
+        """Whether a different library wrote it: it does not name classes."""
         return self.foreign is not None
 
     def is_of(self, optimizer: str) -> bool:
@@ -165,6 +179,44 @@ class SavedCheckpoint:
         extras = [part.rank_extra for part in parts]
         return cls(folder, marker.step, "".join(marker.parts), model, ordered, shared, extras)
 
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The model's tensors, each under its first name."""
+        named = {name: value for name, value in self.model.items() if isinstance(value, StoredTensor)}
+        return {name: value for name, value in named.items() if name not in self.shared.aliases}
+
+    def stored(self) -> list[StoredTensor]:
+        """Every tensor in it, once."""
+        shared = self.shared
+        trees = [self.model, self.state, shared.param_groups, shared.other_state, shared.extra, *self.rank_extras]
+        return list(dict.fromkeys(stored_in(trees)))
+
+    def summary(self) -> list[tuple[str, str]]:
+        """What it holds in words, by title."""
+        shared, tensors = self.shared, self.tensors()
+        sizes = Counter[str]()
+        for stored in tensors.values():
+            sizes[str(stored.spec.dtype).removeprefix("torch.")] += math.prod(stored.spec.shape)
+        elements = ", ".join(f"{count:,} of {dtype}" for dtype, count in sizes.most_common())
+        writer = f"ddp_zero, {_several(len(self.rank_extras), 'rank')}"
+        if self.foreign is not None:
+            writer = f"DeepSpeed {self.foreign.extra.get('ds_version')}"
+        rows = [("written by", writer), ("step", str(self.step))]
+        rows.append(("model", f"{_several(len(tensors), 'tensor')}; elements: {elements or 'none'}"))
+        if shared.buffers is not None:
+            frozen = [name for name in tensors if name not in {*shared.buffers, *shared.trainable}]
+            left_out = ", which may have been left out" if shared.excludes_frozen and not frozen else ""
+            rows.append(("frozen", f"{_several(len(frozen), 'parameter')}{left_out}"))
+        if shared.optimizer is not None:
+            kinds = " or ".join(sorted(self.foreign.kinds)) if self.foreign is not None else shared.optimizer
+            rows.append(("optimizer", f"{kinds or 'unknown'}, {_several(len(shared.param_groups), 'group')}"))
+            keys = dict.fromkeys(str(key) for state in self.state.values() for key in state)
+            rows.append(("state", f"of {_several(len(self.state), 'parameter')}: {', '.join(keys) or 'none'}"))
+        if shared.loss_scale is not None:
+            rows.append(("loss scale", ", ".join(f"{name} {value:g}" for name, value in shared.loss_scale.items())))
+        if isinstance(shared.extra, Mapping) and shared.extra:
+            rows.append(("extra", ", ".join(map(str, shared.extra))))
+        return [*rows, ("bytes", f"{total_bytes(self.stored()):,}")]
+
     def as_tree(self) -> Tree:
         """The tree for other readers, in the layout of `torch.distributed.checkpoint.state_dict`."""
         shared = self.shared
@@ -177,6 +229,10 @@ class SavedCheckpoint:
             "extra": shared.extra,
             "rank_extra": list(self.rank_extras),
         }
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _stored(value: Any) -> Any:
@@ -229,6 +285,7 @@ def _check_shared(shared: Shared) -> None:
     _expect(shared.loss_scale is None or _is_dict(shared.loss_scale, str), "numbers of a loss scale")
     _expect(_is_list_of_names(shared.trainable), "names of trainable parameters")
     _expect(shared.buffers is None or _is_list_of_names(shared.buffers), "names of buffers")
+    _expect(type(shared.excludes_frozen) is bool, "whether frozen parameters may be missing")
     _expect(_is_dict(shared.aliases, str) and _is_list_of_names(list(shared.aliases.values())), "names of aliases")
 
 

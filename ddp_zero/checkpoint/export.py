@@ -8,7 +8,6 @@ header and the bytes; it is written here, since the library of that name needs a
 import json
 import mmap
 import os
-from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.folder import folder_of, sync_folder
+from ddp_zero.checkpoint.folder import sync_folder
 from ddp_zero.checkpoint.manifest import CutTensor, PiecedTensor, StoredTensor, fill, stored_in, total_bytes
 from ddp_zero.checkpoint.tensor_file import pieces, read, verify
 from ddp_zero.foreign.deepspeed_writer import write_universal
@@ -224,30 +223,3 @@ def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
     count = stored.nbytes // stored.spec.dtype.itemsize
     flat = torch.frombuffer(memory, dtype=stored.spec.dtype, count=count, offset=stored.span.offset - start)
     return flat.view(stored.spec.shape)
-
-
-def main() -> int:
-    """``python -m ddp_zero.checkpoint export DIR OUT``."""
-    parser = ArgumentParser(prog="python -m ddp_zero.checkpoint", description="Work with sharded checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("export", help=f"write {MODEL_FILE} and {OPTIMIZER_FILE}, as plain as torch's own")
-    command.add_argument("--format", choices=("plain", "deepspeed-universal"), default="plain", help="what to write")
-    command.add_argument("--fp32", action="store_true", help="plain weights in fp32, of masters where there are some")
-    command.add_argument("--exclude-frozen", action="store_true", help="plain weights without frozen parameters")
-    command.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them: the newest")
-    command.add_argument("out", metavar="OUT", help="a folder for the files")
-    options = parser.parse_args()
-    try:
-        path, out = folder_of(options.path), folder_of(options.out)
-        if options.format == "deepspeed-universal":
-            if options.fp32 or options.exclude_frozen:
-                raise ValueError(
-                    "Expected --fp32 and --exclude-frozen with --format plain: DeepSpeed's has fp32 alone."
-                )
-            print(export_deepspeed(path, out))
-            return 0
-        for file in export(path, out, fp32=options.fp32, exclude_frozen=options.exclude_frozen):
-            print(f"{file}: {file.stat().st_size:,} bytes")
-    except (OSError, ValueError) as error:
-        parser.exit(1, f"{parser.prog}: error: {error}\n")
-    return 0

@@ -107,14 +107,14 @@ class Restore:
         return plan
 
     def _wanted(self, entries: Mapping[str, Any]) -> Mapping[str, Value]:
-        """The values of the model that must be saved: of two names one; DeepSpeed may have left out frozen ones."""
+        """The values of the model that must be saved: of two names one; frozen parameters may have been left out."""
         values, trainable = self.live.values(), set(self.live.trainable)
         second = [alias for alias, name in self.live.aliases.items() if alias not in entries and name in entries]
         self.fit.notes += [
             f"{alias!r} is loaded as {self.live.aliases[alias]!r}, to which it is tied" for alias in second
         ]
         values = {name: value for name, value in values.items() if name not in second}
-        if not self.saved.is_foreign:
+        if not self.saved.shared.excludes_frozen:
             return values
         kept = {
             name

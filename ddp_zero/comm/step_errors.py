@@ -22,7 +22,11 @@ from ddp_zero.plan.partition import GroupRank
 
 _BLOCK_BYTES = 512
 _END_OF_STEP = -1  # the subject of these messages; others have the index of a bucket
-_WHAT_NOW = "Some parameters may have been updated: restart from a checkpoint."
+WHAT_NOW = "Some parameters may have been updated: restart from a checkpoint."
+
+
+class StepFailedElsewhereError(RuntimeError):
+    """A local step has failed on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class StepErrors:
     def note(self, error: Exception) -> bool:
         """Record that this rank's local step failed. Returns False if errors are not shared: raise it now."""
         if sys.version_info >= (3, 11):
-            error.add_note(f"({self._comm.name(self._comm.group_rank)}. {_WHAT_NOW})")
+            error.add_note(f"({self._comm.name(self._comm.group_rank)}. {WHAT_NOW})")
         self._own = error if self._is_shared else None
         return self._is_shared
 
@@ -92,7 +96,7 @@ class StepErrors:
 
         Raises:
             Exception: this rank's own error.
-            RuntimeError: with the errors of other ranks.
+            StepFailedElsewhereError: a RuntimeError with the errors of other ranks.
         """
         sent, self._sent = self._sent, None
         if sent is None:
@@ -103,7 +107,7 @@ class StepErrors:
         texts = {peer: _decode(block) for peer, block in sorted(sent.blocks.items())}
         shown = "; ".join(f"on {self._comm.name(peer)} {text}" for peer, text in texts.items() if text)
         if shown:
-            raise RuntimeError(f"Expected the local step to succeed on every rank, got {shown}. {_WHAT_NOW}")
+            raise StepFailedElsewhereError(f"Expected the local step to succeed on every rank, got {shown}. {WHAT_NOW}")
 
     def forget(self, sent_too: bool) -> None:
         """Drop the error of the current step.

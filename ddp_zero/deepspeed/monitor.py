@@ -139,6 +139,7 @@ class _CSV:
     _known: set[str] = field(default_factory=set)
 
     def write(self, events: list[tuple[str, Any, int]]) -> None:
+        """Append a row to the file of each number: events are its name, its value, and samples so far."""
         folder = Path(self.section.output_path) / self.section.job_name
         folder.mkdir(parents=True, exist_ok=True)
         for name, value, samples in events:
@@ -151,6 +152,8 @@ class _CSV:
 
 
 class _TensorBoard:
+    """Files of events for TensorBoard, with a scalar per number."""
+
     def __init__(self, section: WriterSection) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -162,6 +165,7 @@ class _TensorBoard:
         self._writer: Any = SummaryWriter(log_dir=str(Path(section.output_path) / section.job_name))
 
     def write(self, events: list[tuple[str, Any, int]]) -> None:
+        """Add a scalar for each number: events are its name, its value, and samples so far."""
         for name, value, samples in events:
             self._writer.add_scalar(name, value, samples)
         self._writer.flush()

@@ -206,7 +206,7 @@ class MuonWithAdam(Optimizer):
         matrix = ahead.reshape(len(ahead), -1) if ahead.ndim == 4 else ahead
         rows, columns = grad.shape[-2:]
         scale = math.sqrt(rows / columns) if rows > columns else 1.0
-        update = orthogonalized(matrix, group["ns_method"]).to(grad.dtype) * scale
+        update = (orthogonalized(matrix, group["ns_method"]) * scale).to(grad.dtype)
         param.mul_(1 - group["lr"] * group["weight_decay"])
         param.sub_(update.reshape(param.shape), alpha=group["lr"])
 
@@ -237,10 +237,15 @@ def orthogonalized(matrix: Tensor, method: str) -> Tensor:
     """
     is_tall = matrix.size(-2) > matrix.size(-1)
     wide = matrix.mT if is_tall else matrix
-    wide = wide.float() if wide.dtype is torch.float16 else wide
+    if method == "gram":  # fp16 holds fewer sizes of numbers than a gradient may have
+        wide = wide.float() if wide.dtype is torch.float16 else wide
+    else:
+        wide = wide.to(METHODS[method])
     normed = (wide / (wide.norm(dim=(-2, -1), keepdim=True) + _SMALL)).to(METHODS[method])
-    by_gram = method == "gram" and normed.size(-1) > normed.size(-2)
-    found = _on_the_gram_matrix(normed) if by_gram else _on_the_matrix(normed)
+    if method == "gram" and normed.size(-1) > normed.size(-2):
+        factor, rest = _on_the_gram_matrix(normed)
+        return rest.mT @ factor.mT if is_tall else factor @ rest
+    found = _on_the_matrix(normed)
     return found.mT if is_tall else found
 
 
@@ -252,8 +257,8 @@ def _on_the_matrix(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def _on_the_gram_matrix(matrix: Tensor) -> Tensor:
-    """The factor by which the rounds multiply the matrix, found from X X^T alone, and applied twice for precision."""
+def _on_the_gram_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor by which the last rounds multiply the matrix, found from X X^T alone, and the matrix before them."""
     linear, cubic, quintic = _POLYNOMIAL
     gram, factor = matrix @ matrix.mT, None
     for number in range(_ROUNDS):
@@ -269,7 +274,7 @@ def _on_the_gram_matrix(matrix: Tensor) -> Tensor:
             half = linear * gram + change @ gram
             gram = linear * half + change @ half
     assert factor is not None, "there are rounds after the restart"
-    return factor @ matrix
+    return factor, matrix
 
 
 def muon_groups(

@@ -95,7 +95,7 @@ def save(
         tag: a name without a path, the same on every rank; None: ``global_step<number>``.
         client_state: numbers, strings, tensors, and lists, tuples and dicts of them, saved from rank 0.
         save_latest: name the tag in the file ``latest``.
-        exclude_frozen_parameters: must be False.
+        exclude_frozen_parameters: leave out parameters that do not require a gradient; `load` leaves them as they are.
 
     Returns:
         True.
@@ -103,21 +103,16 @@ def save(
     Raises:
         ValueError: for a tag that is a path or empty, or, with ``checkpoint.tag_validation: Fail``, differs between
             ranks.
-        NotImplementedError: for ``exclude_frozen_parameters``.
         TypeError: for client state that cannot be saved without pickle.
     """
-    if exclude_frozen_parameters:
-        raise NotImplementedError(
-            "Expected exclude_frozen_parameters=False, got True: a checkpoint that is to be resumed holds the whole "
-            "model. save_16bit_model() and save_fp32_model() can exclude them."
-        )
     name = _checked(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     extra = {
         "client_state": client_state,
         "engine": {counter: getattr(engine, counter) for counter in _COUNTERS},
         "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
     }
-    checkpoint.save(Path(save_dir) / name, engine.ddp, engine.optimizer, extra=extra, keep=1).wait()
+    folder, left_out = Path(save_dir) / name, exclude_frozen_parameters
+    checkpoint.save(folder, engine.ddp, engine.optimizer, extra=extra, keep=1, exclude_frozen=left_out).wait()
     if save_latest:
         with Agreement(engine.comm, "naming the latest checkpoint"):
             if engine.comm.group_rank == 0:

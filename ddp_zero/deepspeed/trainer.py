@@ -25,7 +25,7 @@ _OF_THE_TRAINER = (
     *(f"zero_optimization.{name}" for name in ("reduce_bucket_size", "allgather_bucket_size", "contiguous_gradients")),
     *("zero_optimization.ignore_unused_parameters", "data_types.grad_accum_dtype", "torch_autocast", "tensorboard"),
     *("csv_monitor", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dataloader_drop_last"),
-    *("checkpoint.tag_validation", "zero_optimization.load_from_fp32_weights"),
+    *("checkpoint.tag_validation", "zero_optimization.load_from_fp32_weights", "fp16.auto_cast"),
 )
 """Keys of what the Trainer does by its own arguments: buckets, autocast, logs, data, checkpoints."""
 
@@ -48,7 +48,7 @@ class TrainerConfig:
         return self._config
 
     def complete(self, args: Any, model: nn.Module, training_steps: int) -> None:
-        """Fill in what is ``"auto"``, check it, and cast the model for bf16.
+        """Fill in what is ``"auto"``, check it, and cast the model for bf16 or fp16.
 
         Args:
             args: the training arguments.
@@ -56,7 +56,7 @@ class TrainerConfig:
             training_steps: how many will be taken.
 
         Raises:
-            ConfigError: for a configuration that cannot be used, contradicts the arguments, or enables fp16.
+            ConfigError: for a configuration that cannot be used, or contradicts the arguments.
         """
         auto, ranks = Auto(self._source), get_world_size()
         document = auto.document
@@ -68,16 +68,11 @@ class TrainerConfig:
         auto.fill_from_model(getattr(model, "config", None))
         auto.fill_steps(training_steps, args.get_warmup_steps(training_steps))
         config = Config.parse(auto.finish(), ranks)
-        if config.fp16.enabled:
-            raise ConfigError(
-                "Expected fp16 not enabled for the Trainer, got it: its loss scale is accelerate's. Use bf16, or "
-                "ddp_zero.deepspeed.initialize() and a loop of your own."
-            )
         if self._config is None:
             warn_once(config.findings, get_rank())
             _warn_of_others(document)
         self._config = config
-        if config.bf16.enabled:
+        if config.has_low_precision:
             cast(model, config)
 
     def options(self) -> dict[str, Any]:

@@ -76,8 +76,9 @@ class Auto:
         self.fill_match("optimizer.params.weight_decay", args.weight_decay, "weight_decay")
         self.fill_only("scheduler.params.warmup_min_lr", 0)
         self.fill_match("scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
-        self.fill_match("fp16.enabled", bool(args.fp16), "fp16")
-        self.fill_match("bf16.enabled", bool(args.bf16), "bf16")
+        for name in ("fp16", "bf16"):
+            is_on = bool(getattr(args, name) or getattr(args, f"{name}_full_eval", False))
+            self.fill_match(f"{name}.enabled", is_on, name)
 
     def fill_from_model(self, model_config: Any) -> None:
         """Fill sizes that follow from a model's hidden size.

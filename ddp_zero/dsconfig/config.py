@@ -181,6 +181,7 @@ class Config:
         problems = list[str]()
 
         def take(build: Callable[[], Value]) -> Value | None:
+            """What a function builds; None, and its message among the problems, if it raises."""
             try:
                 return build()
             except ConfigError as error:
@@ -214,6 +215,11 @@ class Config:
         return "float16" if self.fp16.enabled else "bfloat16" if self.bf16.enabled else "float32"
 
     @property
+    def has_low_precision(self) -> bool:
+        """Whether parameters are fp16 or bf16."""
+        return self.fp16.enabled or self.bf16.enabled
+
+    @property
     def has_masters(self) -> bool:
         """Whether owners step fp32 masters."""
         return self.fp16.enabled or (self.bf16.enabled and not self.bf16.bf16_optimizer_states)
@@ -221,7 +227,7 @@ class Config:
     @property
     def is_sharded(self) -> bool:
         """Whether there is a sharded optimizer: in stages 1 and 2, and in stage 0 if there are masters."""
-        return self.zero.stage > 0 or self.dtype != "float32" or self.offload.device != "none"
+        return self.zero.stage > 0 or self.has_low_precision or self.offload.device != "none"
 
     def _contradictions(self) -> list[str]:
         wrong = list[str]()

@@ -26,7 +26,10 @@ OPTIMIZER = [
     honoured(
         "optimizer.type",
         "Adam, AdamW, SGD, Adagrad, Lion, Muon, Lamb; the name of another class of torch.optim; or the full name of "
-        "any importable class, such as my_package.MyOptimizer.",
+        "any importable class, such as my_package.MyOptimizer. Lion: where momentum and gradient are 0, nothing moves; "
+        "in DeepSpeed by the rate. Lamb: the ratio is that of each parameter; in DeepSpeed's stages 1 and 2 that of a "
+        "rank's share of a group. Muon: gradients are clipped first; DeepSpeed's stages 1 and 2 clip what Muon has "
+        "made of them. per_head_muon is refused.",
     ),
     honoured(
         "optimizer.params",
@@ -87,7 +90,11 @@ PRECISION = [
         )
     ),
     honoured("torch_autocast", "A block.", switch="enabled"),
-    honoured("torch_autocast.enabled", "Forward passes run under torch.autocast; parameters stay as they are."),
+    honoured(
+        "torch_autocast.enabled",
+        "Forward passes run under torch.autocast; parameters and gradients stay as they are. In stages 1 and 2 "
+        "DeepSpeed sends gradients of linear layers and convolutions in the lower dtype: see communication_data_type.",
+    ),
     honoured(
         "torch_autocast.dtype",
         "The dtype of torch.autocast.",

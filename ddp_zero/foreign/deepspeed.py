@@ -81,25 +81,31 @@ def read(folder: Path) -> Foreign:
 
 
 class _Reader:
-    """Reads one checkpoint; see `read`."""
+    """Reads one checkpoint; see `read`.
+
+    Attributes:
+        folder: of the checkpoint.
+        names: of the files in it.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
+        self.names = _names(folder)
         self._digest = hashlib.sha256()
-        self._names = _names(folder)
 
     def read(self) -> Foreign:
+        """What is in the checkpoint."""
         self._check_files()
-        model = self._load("mp_rank_00_model_states.pt")
+        model = self.load("mp_rank_00_model_states.pt")
         shapes = model["param_shapes"]
         if not shapes:
             raise ValueError(
-                f"Expected stage 1 or 2 in {self._folder}, got stage 0. Load it with torch.load, and give 'module' and "
+                f"Expected stage 1 or 2 in {self.folder}, got stage 0. Load it with torch.load, and give 'module' and "
                 "'optimizer' to load_state_dict()."
             )
         names = [list(group) for group in shapes]
         shape_of = {name: tuple(shape) for group in shapes for name, shape in group.items()}
-        is_universal = (self._folder / "zero").is_dir()
+        is_universal = (self.folder / "zero").is_dir()
         parts = _Universal(self, names) if is_universal else _Partitioned(self, names, model["dp_world_size"])
         values = {name: parts.values(name, shape) for name, shape in shape_of.items()}
         return self._assembled(model, values, parts, names)
@@ -126,7 +132,7 @@ class _Reader:
         keys = frozenset(key for states in values.values() for key in states) - {"step"}
         scaler = parts.common.get("loss_scaler")
         return Foreign(
-            folder=self._folder,
+            folder=self.folder,
             step=int(model["global_steps"]),
             digest=self._digest.hexdigest(),
             model={name: value for name, value in module.items() if aliases.get(name) not in module},
@@ -141,22 +147,21 @@ class _Reader:
         )
 
     def _check_files(self) -> None:
-        models = [match[1] for name in self._names if (match := _MODEL.fullmatch(name))]
-        if any(_STAGE_3.fullmatch(name) for name in self._names):
+        models = [match[1] for name in self.names if (match := _MODEL.fullmatch(name))]
+        if any(_STAGE_3.fullmatch(name) for name in self.names):
             raise ValueError(
-                f"Expected stage 1 or 2 in {self._folder}, got stage 3. Convert it with DeepSpeed's "
+                f"Expected stage 1 or 2 in {self.folder}, got stage 3. Convert it with DeepSpeed's "
                 "deepspeed.checkpoint.ds_to_universal first."
             )
-        if models != ["00"] or any(_OTHER_PARALLEL.fullmatch(name) for name in self._names):
+        if models != ["00"] or any(_OTHER_PARALLEL.fullmatch(name) for name in self.names):
             raise ValueError(
-                f"Expected a job with data parallelism only in {self._folder}, got one with tensor, pipeline or expert "
+                f"Expected a job with data parallelism only in {self.folder}, got one with tensor, pipeline or expert "
                 "parallelism."
             )
 
-    def _load(self, name: str) -> Any:
-        return load(self._folder, name, self._digest, _CLASSES)
-
-    load = _load
+    def load(self, name: str) -> Any:
+        """The values of a file of the checkpoint; the digest then depends on it."""
+        return load(self.folder, name, self._digest, _CLASSES)
 
 
 class _Partitioned:
@@ -167,11 +172,11 @@ class _Partitioned:
     """
 
     def __init__(self, reader: _Reader, names: list[list[str]], world_size: Any) -> None:
-        matches = [match for name in reader._names if (match := _OPTIMIZER.fullmatch(name))]
+        matches = [match for name in reader.names if (match := _OPTIMIZER.fullmatch(name))]
         files = {int(match[1]): match[0] for match in matches if match[2] == "00"}
         if sorted(files) != list(range(world_size)) or len(files) < len(matches):
             raise ValueError(
-                f"Expected a file of the optimizer for each of {world_size} ranks in {reader._folder}, got those of "
+                f"Expected a file of the optimizer for each of {world_size} ranks in {reader.folder}, got those of "
                 f"{sorted(files)}."
             )
         self._ranks = [reader.load(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
@@ -242,7 +247,7 @@ class _Universal:
         if "/" in name or name in ("", ".", ".."):
             raise ValueError(f"Expected the name of a parameter, got {name!r}.")
         found: dict[str, Any] = {}
-        for file in sorted(_names(self._reader._folder / "zero" / name)):
+        for file in sorted(_names(self._reader.folder / "zero" / name)):
             if file.endswith(".pt"):
                 value = self._reader.load(f"zero/{name}/{file}")
                 key = file.removesuffix(".pt")
@@ -252,7 +257,7 @@ class _Universal:
                 if isinstance(value, dict):
                     found[key] = RawTensor(shape, found[key].dtype, found[key].spans)
         if "fp32" not in found:
-            raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader._folder / 'zero'}, got none.")
+            raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none.")
         return found
 
 

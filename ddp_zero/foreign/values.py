@@ -92,6 +92,7 @@ def load(folder: Path, name: str, digest: "hashlib._Hash", classes: Mapping[tupl
     digest.update(repr(sorted((key, record.crc) for key, record in archive.storages.items())).encode())
 
     def storage(identifier: Any) -> _Storage:
+        """The place of a storage that the pickle names."""
         kind, of, key, _, elements = identifier
         if kind != "storage" or not isinstance(of, Name) or type(elements) is not int or key not in archive.storages:
             raise ValueError(f"Expected a storage of this file, got {identifier!r:.200}.")
@@ -109,6 +110,7 @@ def _plain(value: Any, size: int) -> Any:
     left = _NODES + _NODES_PER_BYTE * size
 
     def copied(one: Any) -> Any:
+        """A value in new containers, counted with all that is in it."""
         nonlocal left
         left -= 1
         if left < 0:
@@ -137,6 +139,7 @@ def _plain(value: Any, size: int) -> Any:
 
 def _inert(name: str) -> Callable[..., Inert]:
     def build(*arguments: Any) -> Inert:
+        """An object with the arguments as its first attributes."""
         return Inert(name, dict(enumerate(arguments)))
 
     return build

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import DistributedDataParallelKwargs
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.training_args import ParallelMode
@@ -23,6 +24,7 @@ from transformers.training_args import ParallelMode
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, compact
 from ddp_zero.checkpoint.optimizers import unwrapped
 from ddp_zero.deepspeed.trainer import TrainerConfig
+from ddp_zero.integrations.accelerate import ShardedOptimizer
 
 FOLDER = "zero"
 """Folder of the sharded checkpoint within a folder ``checkpoint-<step>`` of the Trainer."""
@@ -49,7 +51,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         zero: options of `ZeroRedundancyOptimizer`, such as ``{"stage": 2}``; ``overlap_with_ddp`` and
             ``parameters_as_bucket_view`` are True unless given, ``max_grad_norm`` is that of the training arguments.
             Or the path of a DeepSpeed configuration, whose ``"auto"`` values are filled from the training arguments;
-            the optimizer and the schedule are the file's if it has them, else the Trainer's.
+            the optimizer and the schedule are the file's if it has them, else the Trainer's. With ``fp16`` the model is
+            cast, and the loss scale is the file's instead of accelerate's.
         **kwargs: of the Trainer. An optimizer that is passed as ``optimizers=`` must be sharded already.
 
     Raises:
@@ -63,6 +66,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         self._zero_config = TrainerConfig(zero) if isinstance(zero, str | Path) else None
         self._zero_options = {} if isinstance(zero, str | Path) else dict(zero)
         self._attached: nn.Module | None = None
+        self._scaling: Any = None  # the accelerator whose losses are scaled here
         self._clips_inside = False
         super().__init__(*args, **kwargs)
 
@@ -142,15 +146,34 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         if self._zero_config is not None:
             self._zero_config.complete(self.args, self.model, max_steps)
+            if self._zero_config.config.fp16.enabled:
+                self._scale_here()
         prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
         self._attach()
         return prepared
+
+    def _scale_here(self) -> None:
+        """Let the sharded optimizer scale the loss instead of accelerate, whose scaler takes no fp16 gradients."""
+        accelerator: Any = self.accelerator
+        if accelerator is self._scaling:
+            return
+        plain = accelerator.backward
+
+        def backward(loss: Tensor, **kwargs: Any) -> None:
+            """As the accelerator's, of the scaled loss."""
+            plain(self.zero_optimizer.scale(loss), **kwargs)
+
+        accelerator.scaler, accelerator.backward = None, backward
+        self._scaling = accelerator
 
     def _attach(self) -> None:
         """Register the hook on the DDP model, once for each model."""
         if self._attached is not self.model_wrapped:
             self.zero_optimizer.attach(self.model_wrapped)
             self._attached = self.model_wrapped
+        wrapper: Any = self.optimizer
+        if isinstance(wrapper, AcceleratedOptimizer):
+            wrapper.__class__ = ShardedOptimizer  # tells the Trainer of skipped steps, for which schedules wait
 
     # A step
 

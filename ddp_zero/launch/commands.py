@@ -7,7 +7,7 @@ its output, its exit code and its end are its own, whichever program carries the
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from ddp_zero.launch.hosts import Host
@@ -83,6 +83,11 @@ def commands(
         devices = {} if host.is_first_slots else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
         lost_after = options.lost_after if launcher != "pdsh" else None
         guarded = guard_command(options, guard, folder, {**variables, **devices}, lost_after)
+        if launcher == "mpirun":  # kills what it has started, where nobody reads its output any more
+            patient = replace(options, grace=options.grace + _MARGIN_SECONDS)
+            outer = guard_command(patient, guard, folder, {}, lost_after)
+            inner = guard_command(options, guard, folder, {**variables, **devices}, None)
+            guarded = [*outer, *inner[:-1], "--inner", "--"]
         found.append(reach(launcher, host.name, [*guarded, *torchrun], options, guard))
     return tuple(found)
 

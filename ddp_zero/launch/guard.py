@@ -3,7 +3,8 @@
 The command is stopped when this process is told to (SIGTERM, SIGINT, SIGHUP), when the launcher's end of standard input
 is closed, which happens if the launcher or the connection ends, or when nothing was heard from the launcher for too
 long. torchrun puts each worker in a session of its own and a daemon leaves its parent, so this process is their
-*subreaper*: Linux hands it every orphan below it.
+*subreaper*: Linux hands it every orphan below it. Where what has started it may kill it (mpirun does), a second guard
+runs below it, in a session of its own, which Linux tells of the first one's end.
 """
 
 import argparse
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--grace", type=float, default=15.0)
     parser.add_argument("--lost-after", type=float, default=None)
     parser.add_argument("--linger", type=float, default=0.0)
+    parser.add_argument("--inner", action="store_true")
     parser.add_argument("command", nargs="*")
     options = parser.parse_args(arguments)
     try:
@@ -53,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         print(MARK + json.dumps({"addresses": list(addresses(options.toward)), "port": free_port()}), flush=True)
         return 0
     variables = dict(one.split("=", 1) for one in options.env)
-    return run(options.command, {**os.environ, **variables}, options.lost_after, options.linger, options.grace)
+    environment = {**os.environ, **variables}
+    return run(options.command, environment, options.lost_after, options.linger, options.grace, options.inner)
 
 
 # Checking
@@ -94,7 +97,12 @@ def free_port() -> int:
 
 
 def run(
-    command: Sequence[str], environment: dict[str, str], lost_after: float | None, linger: float, grace: float
+    command: Sequence[str],
+    environment: dict[str, str],
+    lost_after: float | None,
+    linger: float,
+    grace: float,
+    is_inner: bool = False,
 ) -> int:
     """Run a command until it ends or has to; then end all processes that it has left.
 
@@ -104,10 +112,12 @@ def run(
         lost_after: seconds without a byte on standard input after which the launcher is gone; None: it sends none.
         linger: seconds for processes that outlive the command to end on their own.
         grace: seconds between asking processes to end and killing them.
+        is_inner: another guard has started this one, and stops it by a signal; nothing is read from standard input.
     """
     signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         signals.append(number)
 
     for number in _SIGNALS:
@@ -125,9 +135,10 @@ def run(
     except OSError as error:
         _say(f"Expected a command that can be run, got {error}.")
         return 127
-    reason = _watch(child, lost_after, signals)
+    reason = _watch(child, lost_after, signals, is_inner)
     if reason:
-        _say(f"stopping on {socket.gethostname()}: {reason}")
+        if not is_inner:
+            _say(f"stopping on {socket.gethostname()}: {reason}")
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
             child.wait(grace)
@@ -136,11 +147,12 @@ def run(
     return 128 - code if code < 0 else code
 
 
-def _watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: list[int]) -> str:
+def _watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: list[int], is_inner: bool) -> str:
     """Wait until the command has ended, or must be stopped. Returns why, or "" if it has ended."""
     stdin, heard = 0, time.monotonic()
     poll = select.poll()
-    poll.register(stdin, select.POLLIN | select.POLLHUP)
+    if not is_inner:
+        poll.register(stdin, select.POLLIN | select.POLLHUP)
     while child.poll() is None:
         if signals:
             return f"got {signal.Signals(signals[0]).name}"

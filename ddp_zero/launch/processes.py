@@ -151,6 +151,7 @@ class _Job:
                 self._selector.register(source, selectors.EVENT_READ, (target, lines))
 
     def run(self, grace: float) -> int:
+        """Pass on output until all have ended, or one fails; then end the others. Returns the exit code of `run`."""
         code, left = 0, list(self._running)
         while left and not code:
             code = self._pass_on(_POLL_SECONDS) or (128 + self._signals[0] if self._signals else 0)
@@ -225,6 +226,7 @@ def _signals() -> Iterator[list[int]]:
     got: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         got.append(number)
 
     is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup

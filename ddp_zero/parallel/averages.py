@@ -13,11 +13,15 @@ from torch import Tensor
 from ddp_zero.backward.reducer import models_over
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import average_in_place
+from ddp_zero.comm.step_errors import StepFailedElsewhereError
 from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.parallel.members import check_can_step
+from ddp_zero.parallel.outcome import Assembly
 from ddp_zero.parallel.shards import Shards
 from ddp_zero.plan.partition import GroupRank
 
-_HAS, _TRAINS, _REDUCED = 1, 2, 4
+_HAS, _TRAINS, _REDUCED, _FAILED = 1, 2, 4, 8
 
 
 class Averages:
@@ -38,24 +42,31 @@ class Averages:
         self._is_first = True
         self._are_done = False
 
-    def take(self) -> None:
+    def take(self, error: Exception | None = None) -> None:
         """Average what is in ``param.grad``, unless that was done since the last step. A collective.
 
+        Args:
+            error: why this rank cannot step; its peers then raise instead of waiting for it.
+
         Raises:
-            RuntimeError: on every rank, if a parameter is frozen on some of them only, or a DDP model reduces it.
+            Exception: this error.
+            RuntimeError: on every rank, if a parameter is frozen on some of them only, or a DDP model reduces it; if
+                another rank has failed.
             NotImplementedError: for a gradient that is not dense.
         """
         if self._are_done:
             return
         self._shards.bring_gradients()
-        self._table.check_gradients()
         params = self._table.params
-        reduced = self._reduced_by_ddp()
-        mine = [
-            _HAS * (param.grad is not None) | _TRAINS * param.requires_grad | _REDUCED * (id(param) in reduced)
-            for param in params
-        ]
+        mine = [_FAILED] * len(params)
+        try:
+            if error is None:
+                mine = self._statements()
+        except NotImplementedError as raised:
+            error = raised
         every = torch.stack(self._comm.all_gather_tensor(torch.tensor(mine, dtype=torch.uint8)))
+        if error is not None:
+            raise error.with_traceback(error.__traceback__)
         self._check(every)
         used = [index for index, has in enumerate((every & _HAS).any(dim=0).tolist()) if has]
         average_in_place(self._comm, [_gradient(params[index]) for index in used], self._divisor)
@@ -64,6 +75,15 @@ class Averages:
     def forget(self) -> None:
         """The gradients were used or dropped: average those of the next backward passes."""
         self._are_done = False
+
+    def _statements(self) -> list[int]:
+        """What the ranks tell each other about every parameter."""
+        self._table.check_gradients()
+        reduced = self._reduced_by_ddp()
+        return [
+            _HAS * (param.grad is not None) | _TRAINS * param.requires_grad | _REDUCED * (id(param) in reduced)
+            for param in self._table.params
+        ]
 
     def _reduced_by_ddp(self) -> set[int]:
         """The parameters that DDP models reduce, by identity; looked for once."""
@@ -75,6 +95,9 @@ class Averages:
 
     def _check(self, every: Tensor) -> None:
         table, name = self._table, self._comm.name
+        failed = [name(GroupRank(rank)) for rank, flags in enumerate(every[:, :1].tolist()) if _FAILED in flags]
+        if failed:
+            raise StepFailedElsewhereError(f"Expected gradients of every rank, got a failure on {', '.join(failed)}.")
         for index, column in enumerate(every.T.tolist()):
             if any(flags & _REDUCED for flags in column):
                 raise RuntimeError(
@@ -89,6 +112,34 @@ class Averages:
                     f"Expected {table.label(index)} frozen on every rank that holds it or on none, got it frozen on "
                     f"{frozen} and trainable on {trained}. Freeze it on all ranks of its process_group."
                 )
+
+
+def average_together(
+    assembly: Assembly, members: Sequence[ZeroRedundancyOptimizer], averages: Sequence[Averages | None]
+) -> None:
+    """Average what no DDP model reduces, and check that all ranks can step. A collective.
+
+    Args:
+        assembly: all ranks that hold parts of the model.
+        members: the optimizers.
+        averages: of each member, if no DDP model reduces its gradients.
+
+    Raises:
+        RuntimeError: on every rank if one has failed; see `Averages.take` and `check_can_step`.
+    """
+    error: Exception | None = None
+    try:
+        for member in members:
+            check_can_step(member)
+    except Exception as raised:
+        error = raised
+    for average in averages:
+        try:
+            if average is not None:
+                average.take(error)
+        except Exception as raised:
+            error = error or raised
+    assembly.check(error, "averaging gradients")
 
 
 def _gradient(param: Tensor) -> Tensor:

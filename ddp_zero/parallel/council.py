@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.plan.partition import GroupRank
+from ddp_zero.parallel.outcome import Assembly
 from ddp_zero.step.clipping import Beyond, Culprit, Share
-
-_SLOTS = 14  # numbers in the first message of an exchange, which has one size on every rank
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,12 @@ class Council:
     Args:
         levels: one after the other; what the ranks of one have joined, one rank of each brings to the next. Of several
             members the first level makes one.
+        assembly: of their ranks, who learn here if one has failed before it could decide.
     """
 
-    def __init__(self, levels: Sequence[Level]) -> None:
+    def __init__(self, levels: Sequence[Level], assembly: Assembly) -> None:
         self._levels = levels
+        self._assembly = assembly
         self._waiting: deque[Callable[[], None]] = deque()
         self._shares: dict[int, Share] = {}
         self._joined: tuple[Mapping[int, float], float] | None = None
@@ -109,9 +109,10 @@ class Council:
         norm_type = norm_types.pop()
         rows = torch.stack([_numbers([share.totals.get(key) for key in keys]) for share in shares])
         flag = sum(float(share.flag) for share in shares) + (not rows.isfinite().all())  # also where it does not count
-        identity = _digest([keys, norm_type, members])
+        subject = _digest([keys, norm_type, members])
         for level in self._levels:
-            every = _gather(level.comm, torch.cat([torch.tensor([flag]).double(), rows.flatten()]), identity)
+            mine = torch.cat([torch.tensor([flag]).double(), rows.flatten()])
+            every = self._assembly.gather(level.comm, mine, subject)
             flag = float(every[:, 0].sum())
             table = every[:, 1:].reshape(len(every), *rows.shape)  # ranks, members, keys
             if level.counted is not None:
@@ -163,29 +164,6 @@ def _like(total: float, own: Mapping[int, Tensor | None]) -> Tensor:
     """A joined total in the dtype and on the device of this rank's own."""
     known = [one for one in own.values() if one is not None]
     return torch.tensor(total, dtype=known[0].dtype, device=known[0].device) if known else torch.tensor(total)
-
-
-def _gather(comm: Communicator, mine: Tensor, identity: float) -> Tensor:
-    """Every rank's numbers, a row each, if they stand for the same things.
-
-    Raises:
-        RuntimeError: on every rank, if they do not.
-    """
-    first = torch.zeros(_SLOTS + 1, dtype=torch.float64)
-    first[0] = identity
-    head = mine[:_SLOTS]
-    first[1 : 1 + head.numel()] = head
-    every = torch.stack(comm.all_gather_tensor(first))
-    other = next((rank for rank, value in enumerate(every[:, 0].tolist()) if value != every[0, 0]), None)
-    if other is not None:
-        raise RuntimeError(
-            f"Expected the same decision on every rank that holds a part of the model, got one about other limits or "
-            f"parameter groups on {comm.name(GroupRank(other))} than on "
-            f"{comm.name(GroupRank(0))}. Set max_grad_norm of groups, and call opt.step() and "
-            "opt.clip_grad_norm_(), alike on all of them."
-        )
-    rest = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
-    return torch.cat([every[:, 1 : 1 + head.numel()], *rest], dim=1)
 
 
 def _digest(facts: object) -> float:

@@ -11,14 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero.backward.reducer import reduced_parameters
+from ddp_zero.backward.reducer import has_static_graph, reduced_parameters
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.elements.elementwise import is_elementwise
 from ddp_zero.hooked import build_hooked
 from ddp_zero.local.arguments import PARALLEL_KEYS, check_group
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.parallel.membership import check_groups, counted
+from ddp_zero.parallel.resting import take_part_with_zeros
+from ddp_zero.parallel.roster import check_groups, counted
 from ddp_zero.parallel.shards import Held, held, read_cuts
 
 _OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32", "sync")
@@ -47,17 +48,19 @@ class Plan:
         return f"parameter group{'s' if len(self.positions) > 1 else ''} {shown}"
 
 
-def planned(groups: Sequence[ParamGroup], dims: Sequence[str]) -> list[Plan]:
+def planned(groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh | None) -> list[Plan]:
     """One plan for groups without a process group, which comes first, and one for each process group.
 
     Args:
         groups: parameter groups as torch has read them.
         dims: names of the mesh dimensions other than the data-parallel one.
+        mesh: the mesh; along dimensions of one rank, parameters are whole.
 
     Raises:
         TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `held`.
     """
     plans: dict[int | None, Plan] = {None: Plan(None)}
+    shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
     for position, given in enumerate(groups):
         group, declared = given.get("process_group"), read_cuts(given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
@@ -65,7 +68,7 @@ def planned(groups: Sequence[ParamGroup], dims: Sequence[str]) -> list[Plan]:
         plan = plans.setdefault(None if group is None else id(group), Plan(group))
         names = given.get("param_names", [None] * len(given["params"]))
         all_held = [
-            held(param, declared, dims, f"parameter {name or number} of parameter group {position}")
+            held(param, declared, dims, f"parameter {name or number} of parameter group {position}").along(shared)
             for number, (name, param) in enumerate(zip(names, given["params"], strict=True))
         ]
         params = [one.param for one in all_held]
@@ -99,20 +102,6 @@ def reducing(model: nn.Module, plan: Plan) -> DistributedDataParallel | None:
             "parameters of each DDP model a parameter group with its process_group=."
         )
     return next(iter(found.values()), None)
-
-
-def check_stages(models: Sequence[DistributedDataParallel | None], pipeline_dim: str | None, stage: object) -> None:
-    """Check that no DDP model around a pipeline stage is to shard gradients.
-
-    Raises:
-        NotImplementedError: if one is. torch's schedules run all forward passes under ``no_sync()`` and prepare DDP's
-            reducer by hand before the last backward pass, which stage 2 does not follow.
-    """
-    if pipeline_dim is not None and stage == 2 and any(model is not None for model in models):
-        raise NotImplementedError(
-            "Expected stage=1 with pipeline_dim=, got a DDP model around a pipeline stage and stage=2. Pass stage=1, "
-            "or the pipeline stage without DDP."
-        )
 
 
 def built(
@@ -149,9 +138,11 @@ def built(
             raise ValueError(
                 f"Expected the DDP model over {plan.describe()} on their ranks, {get_process_group_ranks(group)}, got "
                 f"one on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
-                "have DDP ignore these parameters."
+                f"have DDP ignore these parameters{_by_name(ddp, plan)}."
             )
         zero = build_hooked(ddp, optimizer_class, plan.groups, **options)
+        if plan.group is not None:
+            take_part_with_zeros(ddp)
     else:
         own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
         zero = ZeroRedundancyOptimizer(plan.groups, optimizer_class, process_group=group, **own)
@@ -165,6 +156,46 @@ def built(
             "AdamW, or declare the class by ddp_zero.elementwise(...) if it is one."
         )
     return zero
+
+
+def _by_name(ddp: DistributedDataParallel, plan: Plan) -> str:
+    """How to ignore a parameter of the root module, whose name DDP compares with a leading dot."""
+    own = {id(param): name for name, param in ddp.module.named_parameters(recurse=False)}
+    names = [own[id(one.param)] for one in plan.held if id(one.param) in own]
+    return f", of which it knows {names[0]!r} as {'.' + names[0]!r}: pass both names" if names else ""
+
+
+def follow_schedule(zero: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
+    """Expect a pipeline schedule to run the DDP model of a member; see `ddp_zero.backward.forward_passes`.
+
+    Raises:
+        NotImplementedError: for a static graph, of which DDP averages the first backward pass of all, unless it was to.
+    """
+    holds_back = zero.stage == 2 or zero._engine.decision.options.accumulate_in_fp32
+    if holds_back and has_static_graph(ddp):
+        raise NotImplementedError(
+            "Expected a DDP model without static_graph=True around a pipeline stage with stage=2 or "
+            "accumulate_in_fp32=True, got one with it: it averages the first backward pass, which a schedule runs "
+            "under no_sync(). Wrap the stage without static_graph=True, or pass stage=1."
+        )
+    zero._engine.passes.follow_schedule(holds_back)
+
+
+def check_can_step(zero: ZeroRedundancyOptimizer) -> None:
+    """Check, without communicating, that a member whose step waits for ``opt.step()`` can take it on this rank.
+
+    Raises:
+        RuntimeError: for groups that were edited, state that was moved away, or a parameter that is not its master.
+        NotImplementedError: for a gradient that is not dense.
+    """
+    engine = zero._engine
+    if engine.hook is None or engine.hook.is_waiting:
+        if engine.hook is not None:
+            engine.hook.check_complete()
+        engine.sharded.table.check_groups(zero.param_groups)
+        engine.sharded.table.check_gradients()
+        engine.sharded.stepped.follow_model()
+        engine.sharded.check_ready()
 
 
 def stated_groups(everyone: Communicator, plans: Sequence[Plan]) -> list[list[list[int]]]:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.peers import gather_text_across
 from ddp_zero.comm.ranks import Ranks
@@ -20,21 +19,22 @@ from ddp_zero.local.arguments import Grouping
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.parallel.arguments import agreements, check_arguments, copied, data_group, nonfinite, other_dims
-from ddp_zero.parallel.averages import Averages, check_same_values
+from ddp_zero.parallel.averages import Averages, average_together, check_same_values
 from ddp_zero.parallel.council import Council, Level, MemberBeyond
 from ddp_zero.parallel.holdings import Holdings
 from ddp_zero.parallel.members import (
     Plan,
     built,
-    check_stages,
     counted_by_rank,
     counted_here,
+    follow_schedule,
     held_params,
     places_of,
     planned,
     reducing,
     stated_groups,
 )
+from ddp_zero.parallel.outcome import Assembly, HeldErrors
 from ddp_zero.parallel.refused import Refused
 from ddp_zero.parallel.roster import describe, own_row
 from ddp_zero.parallel.shards import Shards
@@ -86,7 +86,7 @@ class ParallelOptimizer(Refused, Optimizer):
     Raises:
         ValueError: if ranks have different views of the groups, or different values of a parameter that no DDP model
             reduces, naming ranks; as `ZeroRedundancyOptimizer` does.
-        NotImplementedError: for ``stage=2`` of a DDP model with a ``pipeline_dim``.
+        NotImplementedError: for a DDP model with a static graph around a pipeline stage in stage 2.
         TypeError: for arguments of the wrong type, or an optimizer that looks at whole parameters where ranks hold
             parts of them.
         RuntimeError: if construction failed on another rank.
@@ -115,9 +115,8 @@ class ParallelOptimizer(Refused, Optimizer):
             Optimizer.__init__(self, copied(params, model), {})
             options["nonfinite"] = nonfinite(options, self._own_groups)
             names = {id(param): name for name, param in model.named_parameters()}
-            plans = planned(self._own_groups, dims)
+            plans = planned(self._own_groups, dims, mesh)
             models = [reducing(model, plan) for plan in plans]
-            check_stages(models, pipeline_dim, options.get("stage"))
             shape = [(plan.positions, ddp is not None) for plan, ddp in zip(plans, models, strict=True)]
             statements[0].declare("parameter groups with a process group, and a DDP model", shape)
         with agreements([everyone, *beyond], optimizer_class, {}):
@@ -126,17 +125,22 @@ class ParallelOptimizer(Refused, Optimizer):
             self._stated = stated_groups(everyone, plans)
             for plan, ddp in zip(plans, models, strict=True):
                 self.members.append(built(plan, ddp, optimizer_class, everyone, names, dict(options)))
+                if pipeline_dim is not None and ddp is not None:
+                    follow_schedule(self.members[-1], ddp)
             self._averages = _averages(plans, models, self.members, everyone)
+        self._held = HeldErrors()
+        self._assembly = Assembly([everyone, *beyond] if _have_own(plans) or beyond else [])
         levels = [Level(everyone, counted_by_rank(everyone, self._stated))] if _have_own(plans) else []
-        council = Council([*levels, *map(Level, beyond)])
+        council = Council([*levels, *map(Level, beyond)], self._assembly)
         for number, (plan, member) in enumerate(zip(plans, self.members, strict=True)):
             if levels or beyond:
                 here = counted_here(plan, mesh, dims, pipeline_dim)
                 member._engine.decision.beyond = MemberBeyond(council, number, here, plan.positions)
+                member._engine.sharded.catching = self._held.catching
+                member._engine.passes.checks.append(self._held.raise_now)
         self._council = council
         self._everyone = everyone
         self._comms = [everyone, *beyond]
-        self._agreeing = self._comms if levels or beyond else []
         self._places = places_of(plans)
         self._stepped_for = held_params(plans)
         self._shards = [Shards(plan.held) for plan in plans]
@@ -181,12 +185,16 @@ class ParallelOptimizer(Refused, Optimizer):
                 loss = closure()
         self._average()
         last = self.members[-1]
+        error: Exception | None = None
         try:
             self._council.run([member.step for member in self.members])
             last = self.members[0]
+        except Exception as raised:
+            error = raised
         finally:
             self._last_step = last.last_step  # if all raise, only the last one has recorded why
             self._forget()
+        self._assembly.conclude(error or self._held.take())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -200,6 +208,7 @@ class ParallelOptimizer(Refused, Optimizer):
         """Drop the iteration, after an exception; see `ZeroRedundancyOptimizer.reset`."""
         for member in self.members:
             member.reset()
+        self._held.take()
         self._forget()
 
     def finish_sync(self) -> None:
@@ -243,7 +252,11 @@ class ParallelOptimizer(Refused, Optimizer):
             index_of = member._engine.sharded.table.index_of
             own = None if wanted is None else [param for param in wanted if param in index_of]
             clips.append(partial(member.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite, own))
-        total: Tensor = self._council.run(clips)[0]
+        try:
+            total: Tensor = self._council.run(clips)[0]
+        except Exception as error:
+            self._assembly.tell(error)
+            raise
         return total
 
     def full_grad(self, param: Tensor) -> Tensor | None:
@@ -274,12 +287,7 @@ class ParallelOptimizer(Refused, Optimizer):
         return self._last_step
 
     def _average(self) -> None:
-        with ExitStack() as stack:  # of ranks that hold different parameters, one may fail alone
-            for comm in reversed(self._agreeing):
-                stack.enter_context(Agreement(comm, "averaging gradients"))
-            for averages in self._averages:
-                if averages is not None:
-                    averages.take()
+        average_together(self._assembly, self.members, self._averages)
 
     def _forget(self) -> None:
         for averages in self._averages:

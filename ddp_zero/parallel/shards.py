@@ -1,7 +1,7 @@
 """Parameters that are distributed tensors: the optimizer steps this rank's part of each, in the same memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +31,10 @@ class Held:
     def given(self) -> Tensor:
         """The parameter as the user gave it."""
         return self.param if self.source is None else self.source
+
+    def along(self, dims: Collection[str]) -> "Held":
+        """The same, of which only cuts over these dimensions are known."""
+        return replace(self, cut_over=self.cut_over.intersection(dims))
 
 
 def read_cuts(given: object, position: int) -> dict[str, int | None]:

@@ -15,6 +15,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.gradients import BucketGradients, CommHook, ReducedBucket, WholeGradients
 from ddp_zero.backward.reducer import at_end_of_backward, backward_id, on_gradient, reduced_parameters, will_reduce
 from ddp_zero.backward.side_stream import SideStream
@@ -60,12 +61,19 @@ class SummedGradients(WholeGradients):
         ddp: the model.
         wrapped: see `WholeGradients`.
         side: the stream that the step runs on.
+        passes: knows which forward passes are reduced.
     """
 
     def __init__(
-        self, sharded: ShardedStep, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream
+        self,
+        sharded: ShardedStep,
+        ddp: DistributedDataParallel,
+        wrapped: CommHook | None,
+        side: SideStream,
+        passes: ForwardPasses,
     ) -> None:
         super().__init__(sharded, ddp.process_group, wrapped, side)
+        self._passes = passes
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         workshop = Workshop(sharded, side, ReduceOptions())
         self._carried = workshop.carried
@@ -139,12 +147,12 @@ class SummedGradients(WholeGradients):
         if backward != self._backward and ddp is not None:
             self._backward = backward
             at_end_of_backward(self._end_backward)
-            self._visible.take_out(will_reduce(ddp), _is_no_view)
+            self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled, _is_no_view)
 
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` and add what the pass has added."""
         self._backward = -1
-        if not self._reduces:
+        if not (self._reduces or self._passes.is_scheduled):
             self._visible.put_back(_is_no_view)
 
 

@@ -254,7 +254,7 @@ class PartitionedGradients:
             return
         at_end_of_backward(self._end_backward)
         self._reduces = will_reduce(ddp) or self._passes.expect_reduction
-        left = self._visible.take_out(self._reduces, self._memory.is_view)
+        left = self._visible.take_out(self._reduces or self._passes.is_scheduled, self._memory.is_view)
         if not self._reduces:
             return
         self._memory.prepare()
@@ -272,7 +272,8 @@ class PartitionedGradients:
         self._backward = -1
         if not self._arrivals:
             self._saw_local_pass = True
-            self._visible.put_back(self._memory.is_view)
+            if not self._passes.is_scheduled:  # else what was taken out waits for the schedule's last pass
+                self._visible.put_back(self._memory.is_view)
             self._memory.give_back_unfilled()
 
     # A bucket
@@ -338,7 +339,7 @@ def gradients_of_stage(
         ValueError: if stage 2 cannot take over the gradients of the model.
     """
     if options is None and sums_in_fp32:
-        return SummedGradients(sharded, ddp, wrapped, side)
+        return SummedGradients(sharded, ddp, wrapped, side, passes)
     if options is None:
         return WholeGradients(sharded, ddp.process_group, wrapped, side)
     check_can_partition(ddp, sharded.table, wrapped)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -53,6 +53,7 @@ class ShardedStep:
         changes: counts what changes the state of this rank, the same on every rank.
         order: in which order states were created.
         in_buckets: True if gradients are lent from buckets, where DDP with the plain optimizer would show its own.
+        catching: a context that may hold errors of steps back until ranks with other parameters know of them.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ShardedStep:
         self.in_buckets = False
         self._steps_elements = is_elementwise(inner)
         self.snapshot: State | None = None
+        self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._strides = strides_of(table)
         self._freed = FreedMemory()
 
@@ -211,7 +213,7 @@ class ShardedStep:
 
         A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
         """
-        with self.comm.trace.label("share_errors"):
+        with self.catching(), self.comm.trace.label("share_errors"):
             try:
                 if self.coupling.check():
                     self.local_step.mirror_to_exposed()
@@ -280,8 +282,7 @@ class ShardedStep:
         """The message of `check_masters`, or None. The check is local: a rank may overwrite parameters temporarily."""
         if not self.stepped.have_changed():
             return None
-        diverged = self.stepped.diverged()
-        if diverged:
+        if diverged := self.stepped.diverged():
             return (
                 f"Expected {self.table.label(diverged[0])} to be its fp32 master weight rounded, got a different "
                 "value: it was written to since the last step, which the next would undo "

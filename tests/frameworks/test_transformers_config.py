@@ -1,11 +1,12 @@
 """`ZeroTrainer` with a DeepSpeed configuration: ``"auto"``, and the file's optimizer and schedule or the Trainer's."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.frameworks.job import Words, as_a_job, assert_equal, values
 from tests.multiproc.harness import Cases, Setup
@@ -15,11 +16,12 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer
 
-from ddp_zero.deepspeed.schedules import build_schedule
+from ddp_zero.deepspeed.schedules import Schedule, build_schedule
+from ddp_zero.dsconfig.curves import build_curve
 from ddp_zero.dsconfig.keys import ConfigError
 from ddp_zero.dsconfig.sections import SchedulerSection
 from ddp_zero.integrations.transformers import ZeroTrainer
-from tests.frameworks.test_transformers import arguments, build_model, trained
+from tests.frameworks.test_transformers import Scaled, ScaledZero, arguments, build_model, trained
 
 case = Cases(as_a_job, timeout=240)
 
@@ -94,6 +96,78 @@ def _a_bf16_model_has_masters_and_resumes(setup: Setup) -> None:
     _, actual, again = trained(ZeroTrainer, setup.folder / "resumed", start, zero=file, **options)
     assert_equal(expected, actual, "parameters")
     assert_equal(log, again, "log")
+
+
+class ByHand(torch.optim.AdamW):
+    """AdamW over fp32 copies of fp16 parameters, clipped; a loss scale that is halved at an overflow."""
+
+    def __init__(self, params: Iterable[nn.Parameter], scale: float, clip: float, **options: Any) -> None:
+        self.low = list(params)
+        super().__init__([nn.Parameter(param.detach().float()) for param in self.low], **options)
+        self.scale, self.clip, self.skipped, self.has_skipped = scale, clip, 0, False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        masters = self.param_groups[0]["params"]
+        for master, param in zip(masters, self.low, strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float() * (1 / self.scale)
+        self.has_skipped = not all(bool(torch.isfinite(master.grad).all()) for master in masters)
+        if self.has_skipped:
+            self.scale, self.skipped = self.scale / 2, self.skipped + 1
+            return
+        nn.utils.clip_grad_norm_(masters, self.clip)
+        super().step()
+        with torch.no_grad():
+            for master, param in zip(masters, self.low, strict=True):
+                param.copy_(master)
+
+
+class Waiting(Schedule):
+    """The schedule of `ByHand`, which waits where a step was skipped."""
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        assert isinstance(self.optimizer, ByHand)
+        if not self.optimizer.has_skipped:
+            super().step(last_batch_iteration)
+
+
+def by_hand(kind: type[Trainer], setup: Setup, **options: Any) -> tuple[Any, ByHand]:
+    """A trained Trainer with DDP, and nothing of this library but the curve of the rate."""
+    model = build_model().half()
+    optimizer = ByHand(model.parameters(), 2.0**24, 0.5, lr=0.02, weight_decay=0.1)
+    curve = build_curve("WarmupDecayLR", {"total_num_steps": 14, "warmup_num_steps": 2, "warmup_max_lr": 0.02})
+    args = arguments(setup.folder / "plain", **{**options, "max_grad_norm": 0.0})
+    pair = (optimizer, Waiting(optimizer, curve))
+    trainer: Any = kind(model=model, args=args, train_dataset=Words(48), optimizers=pair)
+    plain, trainer.accelerator.scaler = trainer.accelerator.backward, None
+    trainer.accelerator.backward = lambda loss, **kwargs: plain(loss * optimizer.scale, **kwargs)
+    trainer._get_grad_norm = lambda *_, **__: None  # it scales by inf / norm, which is NaN where fp16 overflows
+    trainer.train()
+    return trainer, optimizer
+
+
+@case(2)
+def _an_fp16_model_has_masters_and_the_loss_scale_of_the_file(setup: Setup) -> None:
+    """The first scale is far too large: steps are skipped, and the schedule waits, until it fits."""
+    options: dict[str, Any] = {"fp16": True, "max_grad_norm": 0.5, "warmup_steps": 2, "learning_rate": 0.02}
+    options |= {"max_steps": 14, "save_strategy": "steps", "save_steps": 4}
+    fp16 = {"enabled": "auto", "initial_scale_power": 24, "hysteresis": 1}
+    for stage, plain, kind in ((1, Trainer, ZeroTrainer), (2, Scaled, ScaledZero)):
+        zero = {"stage": stage}
+        file = written(setup, fp16=fp16, zero_optimization=zero, optimizer=ADAMW, scheduler=DECAY)
+        reference, optimizer = by_hand(plain, setup, **options)
+        assert 4 < optimizer.skipped < 12, optimizer.skipped
+        name = f"ours-{stage}"
+        for start in (None, str(setup.folder / name / "checkpoint-4")):
+            folder = setup.folder / (name if start is None else f"again-{stage}")
+            trainer, actual, log = trained(kind, folder, start, zero=file, **options)
+            assert_equal(values(reference.model), actual, f"stage {stage} from {start}")
+            assert trainer.zero_optimizer.loss_scale == optimizer.scale
+            rates = [entry["learning_rate"] for entry in log if "learning_rate" in entry]
+            expected = [one["learning_rate"] for one in reference.state.log_history if "learning_rate" in one]
+            assert rates == expected
+            assert rates.count(rates[0]) > optimizer.skipped, "the schedule waits"
+            assert trainer.accelerator.scaler is None
 
 
 @case(2)

@@ -1,14 +1,14 @@
-"""Starts the launcher as a user does, and looks for what it has left behind."""
+"""Starts a command as a user does, the launcher above all, and looks for what it has left behind."""
 
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from tests.multiproc.test_restart import REPOSITORY
+REPOSITORY = Path(__file__).parents[2]
 
 SCRIPT = """\
 import os, subprocess, sys, time
@@ -25,11 +25,17 @@ sys.exit(3 if fails == os.environ["RANK"] else 0)
 """Waits for ever, or fails after some seconds on one rank; its child is a daemon that nobody waits for."""
 
 
+def launched(
+    folder: Path, *arguments: str, prefix: tuple[str, ...] = ()
+) -> AbstractContextManager["subprocess.Popen[str]"]:
+    """The launcher; see `started`."""
+    return started(folder, *prefix, sys.executable, "-m", "ddp_zero.launch", *arguments)
+
+
 @contextmanager
-def launched(folder: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> Iterator["subprocess.Popen[str]"]:
-    """The launcher, its output in pipes."""
+def started(folder: Path, *command: str) -> Iterator["subprocess.Popen[str]"]:
+    """A command in a session of its own, which is killed in the end, its output in pipes."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [*prefix, sys.executable, "-m", "ddp_zero.launch", *arguments]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

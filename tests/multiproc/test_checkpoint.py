@@ -163,6 +163,18 @@ def _odd_models_are_saved_whole(setup: Setup) -> None:
         dist.broadcast(value, 0)
     assert_identical(dict(first), dict(other.module.norm.state_dict()), "buffers are those of rank 0")
     assert other.module.tied.weight is other.module.first.weight
+    before = {name: param.detach().clone() for name, param in other.named_parameters() if not param.requires_grad}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    checkpoint.save(setup.folder / "trainable", model, opt, exclude_frozen=True)
+    loaded = checkpoint.load(setup.folder / "trainable", other, resumed)
+    assert loaded.notes == tuple(
+        f"'frozen.{name}' keeps its value: it is frozen and not saved" for name in ("bias", "weight")
+    )
+    for name, param in other.named_parameters():
+        assert_identical(param.detach(), before.get(name, model.get_parameter(name).detach()), name)
+    assert sorted(before) == ["module.frozen.bias", "module.frozen.weight"]
 
 
 class Counter(nn.Linear):

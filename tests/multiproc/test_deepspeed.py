@@ -62,6 +62,7 @@ class Plain:
     patience: int = 2
     good: int = -1
     skipped: int = 0
+    has_autocast: bool = False
     sums: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,7 +81,9 @@ class Plain:
         for number, (inputs, targets) in enumerate(batches):
             averages = self.stage == 2 or number == self.rounds - 1
             self.ddp.require_backward_grad_sync = averages
-            loss = (self.ddp(inputs).float() - targets).square().mean() * spoil
+            with torch.autocast("cpu", BF16, enabled=self.has_autocast):
+                output = self.ddp(inputs)
+            loss = (output.float() - targets).square().mean() * spoil
             divided = loss / self.rounds if self.rounds > 1 else loss
             (divided * self.scale if self.dtype is FP16 else divided).backward()
             if self.stage == 2:
@@ -259,8 +262,34 @@ def _a_checkpoint_continues_in_any_stage(setup: Setup) -> None:
     assert third.load_checkpoint(setup.folder / "nowhere") == (None, None)
     with pytest.raises(ValueError, match="tag that names a folder"):
         third.save_checkpoint(setup.folder, tag="../up")
-    with pytest.raises(NotImplementedError, match="save_16bit_model"):
-        third.save_checkpoint(setup.folder, exclude_frozen_parameters=True)
+
+
+@case(2)
+def _frozen_parameters_can_be_left_out(setup: Setup) -> None:
+    def build(seed: int, stage: int, is_frozen: bool = True) -> ours.Engine:
+        model = Net()
+        for param in model.layers[0].parameters():
+            param.requires_grad_(not is_frozen)
+            param.data.add_(seed)
+        return start(config(stage, BF16), model)
+
+    first = build(0, 1)
+    run(first, list(data(setup.rank, 3, BF16)))
+    assert first.save_checkpoint(setup.folder, exclude_frozen_parameters=True)
+    second = build(1, 2)
+    before = {name: param.detach().clone() for name, param in second.module.named_parameters()}
+    assert second.load_checkpoint(setup.folder)[0]
+    for name, param in second.module.named_parameters():
+        expected = first.module.get_parameter(name)
+        assert not torch.equal(before[name], expected), name
+        assert torch.equal(param, before[name] if name.startswith("layers.0.") else expected), name
+    trainable = build(1, 2, is_frozen=False)
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' of the model is not in the checkpoint"):
+        trainable.load_checkpoint(setup.folder)
+    assert first.save_checkpoint(setup.folder / "whole")
+    assert second.load_checkpoint(setup.folder / "whole")[0]
+    for name, param in second.module.named_parameters():
+        assert torch.equal(param, first.module.get_parameter(name)), name
 
 
 def run(engine: ours.Engine, batches: list[tuple[Tensor, Tensor]], spoils: int | None = None) -> None:
@@ -465,6 +494,24 @@ def _what_is_wrong_is_an_error(setup: Setup) -> None:
         start({"train_batch_size": 8}, mpu=object())
     with pytest.raises(ConfigError, match=r"parameters of fp32.* got layers\.0\.weight"):
         start(config(1), Net().bfloat16())
+
+
+@case(2)
+def _forward_passes_run_under_autocast(setup: Setup) -> None:
+    """Parameters, gradients and the step stay fp32."""
+    block = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    for stage in (0, 1, 2):
+        engine = start({**config(stage, clip=0.2), **block})
+        plain = Plain(Net(), FP32, stage, 1, 0.2, has_autocast=True)
+        for step, (inputs, targets) in enumerate(data(setup.rank, STEPS, FP32)):
+            expected = plain.train([(inputs, targets)], 1.0)
+            loss = (engine(inputs) - targets).square().mean()
+            engine.backward(loss)
+            engine.step()
+            assert torch.equal(loss, expected), (stage, step)
+            assert_same(plain, engine, f"stage {stage}, step {step}")
+        with torch.no_grad():
+            assert not torch.equal(engine(inputs), engine.module(inputs)), "the engine's pass is less exact"
 
 
 @case(2)

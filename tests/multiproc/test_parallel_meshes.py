@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -20,6 +20,7 @@ from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.cases import ToyLAMB, assert_identical, batches
 from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, is_cut, token_batch
 from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.parity import Parity
 
 STEPS = 4
 CLIP = 0.05
@@ -45,11 +46,11 @@ def scale_gradients(model: nn.Module, found: float) -> None:
         param.grad.mul_(factor)
 
 
-def check_norm(opt: ParallelOptimizer, expected: Tensor) -> float:
+def check_norm(opt: ParallelOptimizer, expected: Tensor, parity: Parity | None = None) -> float:
     assert opt.last_step is not None
     found = opt.last_step.grad_norm
     assert found is not None
-    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-6, atol=0)
+    (Parity() if parity is None else parity).note_norm(found, expected)
     return found
 
 
@@ -158,6 +159,41 @@ def _distributed_tensors_are_stepped_in_place(setup: Setup) -> None:
         ZeroRedundancyOptimizer(model.parameters(), AdamW)
 
 
+class Undeclared(AdamW):
+    """Nobody has said that it steps each element by itself."""
+
+
+@case(4)
+def _optimizers_that_look_at_whole_parameters_get_whole_ones_or_none(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data"}
+    own = dist.new_group([setup.rank], use_local_synchronization=True)
+    for build in (ToyLAMB, torch.optim.Adafactor, Undeclared, lambda params, **options: ToyLAMB(params, **options)):
+        for dim in (0, 1):
+            parts = nn.ParameterList([distribute_tensor(torch.ones(4, 4), mesh["tensor"], [Shard(dim)])])
+            with pytest.raises(TypeError, match=r"Expected an optimizer that steps each element by itself"):
+                ParallelOptimizer(parts, build, **arguments)
+        plain = nn.ParameterList([torch.ones(4, 4), torch.ones(2, 4)])
+        for ranks in ({}, {"process_group": mesh.get_group("data")}, {"process_group": own}):
+            for dims in ("tensor", ["tensor"]):
+                groups = [{"params": [plain[0]]}, {"params": [plain[1]], "sharded_over": dims, **ranks}]
+                with pytest.raises(TypeError, match=r"shape \[2, 4\].* along \['tensor'\] holds a part"):
+                    ParallelOptimizer(plain, build, groups, **arguments)
+    whole = nn.ParameterList([distribute_tensor(torch.ones(4, 4), mesh["tensor"], [Replicate()])])
+    expected = nn.ParameterList([torch.ones(4, 4)])
+    opt, plain_opt = ParallelOptimizer(whole, ToyLAMB, **arguments), ToyLAMB(expected.parameters())
+    for step in range(2):
+        grad = torch.arange(16.0).view(4, 4) + step
+        expected[0].grad = grad.clone()
+        whole[0].grad = distribute_tensor(grad.clone(), mesh["tensor"], [Replicate()])
+        opt.step()
+        plain_opt.step()
+        assert_identical(expected[0].detach(), local(whole[0]), f"step {step}")
+    flat = init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "tensor"))
+    alone = nn.ParameterList([distribute_tensor(torch.ones(4, 4), flat["tensor"], [Shard(0)])])
+    ParallelOptimizer(alone, ToyLAMB, mesh=flat, data_parallel_dim="data")  # nobody else holds a part
+
+
 def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(scores, targets) / 4  # the mean over micro-batches, of which there are four
 
@@ -179,29 +215,21 @@ class Whole(nn.Module):
 def _stages_share_an_embedding_norms_and_skips(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
     train_stages(mesh, tensor=None, schedules=(ScheduleGPipe, Schedule1F1B))
-    train_stages(mesh, tensor=None, schedules=(ScheduleGPipe, Schedule1F1B), wraps=True)
-    with pytest.raises(NotImplementedError, match="got a DDP model around a pipeline stage"):
-        ParallelOptimizer(
-            DistributedDataParallel(nn.Linear(2, 2), process_group=mesh.get_group("data")),
-            AdamW,
-            mesh=mesh,
-            data_parallel_dim="data",
-            pipeline_dim="pipe",
-            stage=2,
-        )
+    for stage, schedule in ((1, ScheduleGPipe), (2, Schedule1F1B)):
+        train_stages(mesh, tensor=None, schedules=(schedule,), wraps=True, stage=stage)
 
 
 def train_stages(
-    mesh: DeviceMesh, tensor: dist.ProcessGroup | None, schedules: tuple[Any, ...], wraps: bool = False
-) -> None:
+    mesh: DeviceMesh, tensor: dist.ProcessGroup | None, schedules: tuple[Any, ...], wraps: bool = False, stage: int = 1
+) -> Parity:
     """Train beside both stages on one device; with ``wraps``, stages are DDP models that leave the embedding alone."""
     data_rank, stage_number = mesh.get_local_rank("data"), mesh.get_local_rank("pipe")
-    tied = tied_group(mesh)
+    tied, parity = tied_group(mesh), Parity()
     for schedule_class in schedules:
         part = FirstStage(tensor) if stage_number == 0 else LastStage(tensor)
         model: nn.Module = part
         if wraps:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(part, ["embedding"])
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(part, ["embedding", ".embedding"])
             model = DistributedDataParallel(part, process_group=mesh.get_group("data"), gradient_as_bucket_view=True)
         named = list(part.named_parameters())
         groups: list[dict[str, Any]] = [
@@ -218,12 +246,13 @@ def train_stages(
             data_parallel_dim="data",
             pipeline_dim="pipe",
             max_grad_norm=CLIP,
+            stage=stage,
             **OPTIONS,
         )
         whole = Whole()
         one = AdamW(whole.parameters(), **OPTIONS)
-        stage = PipelineStage(model, stage_number, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
-        schedule = schedule_class(stage, n_microbatches=4, loss_fn=token_loss, scale_grads=False)
+        pipeline = PipelineStage(model, stage_number, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
+        schedule = schedule_class(pipeline, n_microbatches=4, loss_fn=token_loss, scale_grads=False)
         for step in range(STEPS):
             tokens, targets = token_batch(data_rank, step)
             opt.zero_grad()
@@ -246,16 +275,17 @@ def train_stages(
             inputs, wanted = (torch.cat(parts) for parts in zip(*every, strict=True))
             nn.functional.cross_entropy(whole(inputs), wanted).backward()
             norm = norm_of(whole)
-            check_norm(opt, norm)
+            check_norm(opt, norm, parity)
             scale_gradients(whole, float(norm))
             one.step()
         same = whole.first if stage_number == 0 else whole.last
         for name, param in part.named_parameters():
             if tensor is None or not is_cut(name):
-                torch.testing.assert_close(param, same.get_parameter(name), rtol=0, atol=5e-4)
+                parity.note_one_device(param, same.get_parameter(name))
         both = [torch.empty_like(part.embedding) for _ in range(dist.get_world_size(tied))]
         dist.all_gather(both, part.embedding.detach(), group=tied)
         assert all(torch.equal(part.embedding, other) for other in both), "the tied embeddings differ"
+    return parity
 
 
 def tied_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -1,8 +1,5 @@
 """A worker is killed under ``torchrun --max-restarts``: the job comes back and ends bit-equal to one unbroken."""
 
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,31 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.hosts.job import finish, started
+
 SCRIPT = Path(__file__).with_name("restart_script.py")
 
 
 def _run(folder: Path, dies_after: int, late: float = 0.0) -> tuple[list[Tensor], str]:
     """The parameters at the end, and what the ranks have printed."""
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    command += [str(SCRIPT), str(folder / "checkpoints"), str(folder / "result.pt"), str(dies_after), str(late)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        cwd=folder,
-        start_new_session=True,
-    ) as process:
-        try:
-            printed, _ = process.communicate(timeout=240)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, printed
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    arguments = [str(folder / "checkpoints"), str(folder / "result.pt"), str(dies_after), str(late)]
+    with started(folder, *torchrun, str(SCRIPT), *arguments) as process:
+        code, printed, errors = finish(process, timeout=240)
+    assert code == 0, errors
     parameters: list[Tensor] = torch.load(folder / "result.pt")
     return parameters, printed
 

@@ -37,6 +37,13 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
+def test_full_evaluation_in_low_precision_trains_in_it() -> None:
+    """As the Hugging Face integration has it: one precision for the model."""
+    auto = Auto({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}})
+    auto.fill_from_trainer(SimpleNamespace(**{**vars(ARGS), "bf16": False, "fp16_full_eval": True}), ranks=2)
+    assert auto.finish() == {"fp16": {"enabled": True}, "bf16": {"enabled": False}}
+
+
 def test_everything_that_is_auto_is_filled() -> None:
     auto = Auto(EVERYTHING)
     auto.fill_from_trainer(ARGS, ranks=3)

@@ -15,7 +15,7 @@ from ddp_zero import checkpoint
 from ddp_zero.checkpoint.export import export, export_deepspeed
 from ddp_zero.foreign import deepspeed
 from tests.deepspeed.write_checkpoints import STEPS, Model, groups_of
-from tests.unit.foreign.written import EVERY, VERSIONS, expected, unpack, whole_states
+from tests.unit.foreign.written import EVERY, VERSIONS, expected, states_in, unpack, whole_states
 
 FORMATS = ("last", "last_universal")
 every = pytest.mark.parametrize(("version", "variant"), EVERY)
@@ -209,13 +209,44 @@ def test_a_checkpoint_of_this_library_goes_to_deepspeeds_format_and_back(tmp_pat
         export_deepspeed(tmp_path / "model", tmp_path / "more")
 
 
+@every
+def test_what_is_converted_here_is_as_deepspeeds_own_converter_writes_it(
+    written: Path, tmp_path: Path, version: str, variant: str
+) -> None:
+    folder = written / version / variant
+    converted, its_own = states_in(export_deepspeed(folder / "last", tmp_path / "out")), whole_states(folder)
+    assert len(converted) == 5
+    others = {
+        "head.weight",
+        "shift",
+        "calls",
+        "frozen.weight",
+        "frozen.bias",
+    }  # DeepSpeed 0.19 also writes what is in the file of the model
+    assert set(its_own) - set(converted) <= others
+    for name, states in its_own.items():
+        if name in others:
+            continue
+        assert set(states) <= set(converted[name]), name
+        for key, value in states.items():
+            flat = torch.as_tensor(converted[name][key]).reshape(-1)
+            torch.testing.assert_close(flat, torch.as_tensor(value).reshape(-1), rtol=0, atol=0, check_dtype=False)
+
+
 def test_the_command_line(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from ddp_zero.checkpoint.export import main
+    from ddp_zero.checkpoint.__main__ import main
 
     folder = str(written / VERSIONS[-1] / "stage1-bf16")
     monkeypatch.setattr("sys.argv", ["x", "export", folder, str(tmp_path / "a"), "--format=deepspeed-universal"])
     assert main() == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "a" / f"step-{STEPS:08d}_universal")
+    for path in (folder, str(tmp_path / "a")):
+        monkeypatch.setattr("sys.argv", ["x", "info", path, "--verify"])
+        assert main() == 0
+        out = capsys.readouterr().out
+        for line in ("written by    DeepSpeed 0.19", "step          3", "state         of 5 parameters: "):
+            assert f"  {line}" in out, (line, out)
+        assert "everything fits its checksums" in out
     monkeypatch.setattr("sys.argv", ["x", "export", folder, str(tmp_path / "b"), "--fp32", "--exclude-frozen"])
     assert main() == 0
     assert set(json.loads((tmp_path / "b" / "model.safetensors").read_bytes()[8:].partition(b"}}")[0] + b"}}")) >= {

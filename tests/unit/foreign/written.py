@@ -32,8 +32,13 @@ def expected(root: Path) -> dict[str, Any]:
 
 def whole_states(root: Path) -> dict[str, dict[str, Any]]:
     """States by parameter, as DeepSpeed's converter wrote them."""
+    return states_in(root / "last_universal")
+
+
+def states_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """States by parameter of a checkpoint in the universal format."""
     found: dict[str, dict[str, Any]] = {}
-    for path in sorted((root / "last_universal" / "zero").glob("*/*.pt")):
+    for path in sorted((folder / "zero").glob("*/*.pt")):
         value = torch.load(path, weights_only=True)
         found.setdefault(path.parent.name, {})[path.stem] = value["param"] if isinstance(value, dict) else value
     return found

@@ -115,6 +115,14 @@ def test_others_get_the_arguments_as_they_are(launcher: str, front: tuple[str, .
         build("rsh")
 
 
+def test_mpirun_has_a_second_guard_that_it_cannot_kill() -> None:
+    _, second = build("mpirun", "--grace=5")
+    outer, inner = (place for place, one in enumerate(second.argv) if one == "/lib/guard.py")
+    assert second.argv[outer + 1 : inner - 1] == ("--chdir=/my runs", "--grace=15", "--lost-after=120", "--")
+    assert second.argv[inner + 1 : inner + 4] == ("--chdir=/my runs", "--grace=5", "--env=X=a b")
+    assert second.argv[inner + 4 : inner + 7] == ("--env=CUDA_VISIBLE_DEVICES=1,3", "--inner", "--")
+
+
 def test_a_check_names_the_script_unless_it_is_a_module() -> None:
     remote = shlex.split(check_command("ssh", "a", "b", options(), GUARD, FOLDER).argv[-1])
     assert remote == ["/bin/py", "/lib/guard.py", "--check", "--chdir=/my runs", "--script=train.py", "--toward=b"]

@@ -107,6 +107,17 @@ def test_a_guard_that_is_killed_takes_its_command_along(tmp_path: Path) -> None:
         assert process.stdout.read() == ""  # to its end: nobody holds it any more
 
 
+def test_an_inner_guard_ends_the_daemons_of_one_that_is_killed(tmp_path: Path) -> None:
+    inner = (sys.executable, guard.__file__, f"--chdir={tmp_path}", "--grace=1", "--inner", "--")
+    with start(tmp_path, *inner, *python(f"{DAEMON}{FOREVER}", DEAF), options=("--grace=5",)) as process:
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"up\n"}, "the command and its daemon"
+        process.kill()
+        assert process.stdout.read() == ""  # to its end: the daemon, which is deaf, is gone as well
+    with start(tmp_path, *inner, *python("raise SystemExit(3)")) as process:
+        assert process.wait(30) == 3
+
+
 def test_what_outlives_a_command_may_end_on_its_own(tmp_path: Path) -> None:
     later = "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); time.sleep(2); raise SystemExit"
     with start(tmp_path, *python(DAEMON, later), options=("--grace=1", "--linger=20")) as process:

@@ -1,0 +1,193 @@
+"""One rank's step fails, and every rank raises at once, whatever it holds."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+import ddp_zero
+from ddp_zero.parallel import ParallelOptimizer
+from tests.multiproc.cases import batches, loss_of
+from tests.multiproc.experts import cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
+from tests.multiproc.harness import Cases, Setup
+from tests.multiproc.test_parallel_meshes import OPTIONS, blocks, cut_groups, parallelized, squared, tied_group
+from tests.multiproc.test_parallel_stages import Stages
+
+GROUP_TIMEOUT = 60.0
+AT_ONCE = 15.0  # seconds: far below the group's time-out, and enough on a busy machine
+
+case = Cases(timeout=300, group_timeout=GROUP_TIMEOUT)
+
+
+@ddp_zero.elementwise
+class FailingAdamW(AdamW):
+    """Raises in its step when told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ValueError("out of order")
+        return super().step(closure)
+
+
+def fail_at_once(opt: ParallelOptimizer, iteration: Callable[[], None], member: int, rank: int) -> None:
+    """Two steps pass; then this member's optimizer raises on this rank, and all ranks raise in ``opt.step()``."""
+    for _ in range(2):
+        iteration()
+        opt.step()
+    inner: Any = opt.members[member].optim
+    inner.fails = dist.get_rank() == rank
+    start = time.monotonic()
+    iteration()
+    if dist.get_rank() == rank:
+        with pytest.raises(ValueError, match="out of order"):
+            opt.step()
+    else:
+        with pytest.raises(RuntimeError, match=rf"ValueError: out of order \(global rank {rank}\)\. Some parameters"):
+            opt.step()
+    assert time.monotonic() - start < AT_ONCE
+    dist.barrier()
+
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def iterations(opt: ParallelOptimizer, model: nn.Module, loss: Loss, data_rank: int) -> Callable[[], None]:
+    feed = batches(data_rank, 10)
+
+    def run() -> None:
+        opt.zero_grad()
+        loss(model, next(feed)).backward()
+
+    return run
+
+
+def mse(model: nn.Module, batch: Any) -> torch.Tensor:
+    return loss_of(model, *batch)
+
+
+@case(4)
+def _an_error_in_the_step_of_an_expert_or_of_what_is_dense_reaches_every_rank(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    modes: tuple[dict[str, Any], ...] = ({"overlap": False}, {"stage": 2}, {"stage": 2, "max_grad_norm": 1.0})
+    for mode in modes:
+        for member, rank in ((0, 1), (1, 3)):
+            model: Any = cut_mixture(setup.rank, 2, 4, spread)
+            ddp = wrapped_without_experts(model, gradient_as_bucket_view=True)
+            opt = ParallelOptimizer(ddp, FailingAdamW, dense_and_experts(ddp, same), **mode, **OPTIONS)
+            fail_at_once(opt, iterations(opt, ddp, mse, setup.rank), member, rank)
+
+
+@case(4)
+def _an_error_in_the_step_of_a_part_reaches_the_ranks_with_other_parts(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data"}
+    data_rank = mesh.get_local_rank("data")
+    modes: tuple[dict[str, Any], ...] = ({}, {"stage": 2, "max_grad_norm": 1.0})
+    for mode in modes:
+        ddp = DistributedDataParallel(
+            blocks(mesh.get_group("tensor")), process_group=mesh.get_group("data"), gradient_as_bucket_view=True
+        )
+        opt = ParallelOptimizer(ddp, FailingAdamW, cut_groups(ddp, "tensor"), **arguments, **mode, **OPTIONS)
+        fail_at_once(opt, iterations(opt, ddp, squared, data_rank), 0, 2)
+    model = parallelized(mesh["tensor"])
+    opt = ParallelOptimizer(model, FailingAdamW, foreach=False, **arguments, **OPTIONS)
+    fail_at_once(opt, iterations(opt, model, squared, data_rank), 0, 3)
+
+
+@case(4)
+def _an_error_in_the_step_of_a_stage_reaches_the_other_stages(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    tied = tied_group(mesh)
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
+    modes: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (True, {"stage": 2}),
+        (True, {"max_grad_norm": 1.0}),
+        (False, {}),
+    )
+    for wraps, mode in modes:
+        stages = Stages(mesh, Schedule1F1B, wraps, learns_shapes=True)
+        opt = ParallelOptimizer(stages.model, FailingAdamW, stages.groups(tied), **arguments, **mode, **OPTIONS)
+
+        def iteration(opt: ParallelOptimizer = opt, stages: Stages = stages) -> None:
+            opt.zero_grad()
+            stages.run(0)
+
+        fail_at_once(opt, iteration, 0, 3)
+
+
+@case(4)
+def _an_error_before_the_decision_reaches_every_rank(setup: Setup) -> None:
+    spread, same = expert_groups(setup.rank, 4, 2)
+    for member, clips in ((0, None), (1, 1.0)):
+        ddp = wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread), gradient_as_bucket_view=True)
+        opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), overlap=False, max_grad_norm=clips, **OPTIONS)
+        loss_of(ddp, *next(batches(setup.rank, 1))).backward()
+        if setup.rank == 2:
+            opt.members[member].param_groups[0]["params"].pop()
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="the parameters that the optimizer was built with in group 0") as raised:
+            opt.step()
+        assert setup.rank == 2 or "(global rank 2)" in str(raised.value)
+        assert time.monotonic() - start < AT_ONCE
+        dist.barrier()
+
+
+@case(4)
+def _ranks_that_all_fail_before_the_decision_meet_the_others_in_it(setup: Setup) -> None:
+    """The ranks of one expert raise in a collective of their own, and the others wait for them in the decision."""
+    spread, same = expert_groups(setup.rank, 4, 2)
+    ddp = wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread), gradient_as_bucket_view=True)
+    opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), stage=2, max_grad_norm=1.0, **OPTIONS)
+    loss_of(ddp, *next(batches(setup.rank, 1))).backward()
+
+    def refuses(*arguments: Any) -> None:
+        raise RuntimeError("these experts were not averaged")
+
+    before = [param.detach().clone() for param in ddp.parameters()]
+    engine: Any = opt.members[1]._engine
+    if setup.rank % 2:
+        engine.check_averaged = refuses
+    start = time.monotonic()
+    shown = "these experts were not averaged" + ("" if setup.rank % 2 else r" \(global ranks 1, 3\)")
+    with pytest.raises(RuntimeError, match=shown):
+        opt.step()
+    assert time.monotonic() - start < AT_ONCE
+    assert all(torch.equal(param, old) for param, old in zip(ddp.parameters(), before, strict=True))
+    dist.barrier()
+
+
+@case(4)
+def _a_loop_that_leaves_the_step_out_hears_of_an_error_before_the_next_forward_pass(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    ddp = DistributedDataParallel(
+        blocks(mesh.get_group("tensor")), process_group=mesh.get_group("data"), gradient_as_bucket_view=True
+    )
+    groups = cut_groups(ddp, "tensor")
+    opt = ParallelOptimizer(ddp, FailingAdamW, groups, mesh=mesh, data_parallel_dim="data", **OPTIONS)
+    feed = batches(mesh.get_local_rank("data"), 4)
+    for _ in range(3):
+        squared(ddp, next(feed)).backward()
+        opt.zero_grad()
+    inner: Any = opt.members[0].optim
+    inner.fails = setup.rank == 0
+    batch = next(feed)
+    squared(ddp, batch).backward()
+    if setup.rank in (0, 2):  # the ranks that share its parameters
+        with pytest.raises((ValueError, RuntimeError), match="out of order"):
+            ddp(batch[0])
+    dist.barrier()
+
+
+@case.each
+def test_errors(run: Callable[[], None]) -> None:
+    run()
