@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import ddp_zero
-from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.cases import assert_identical, batches, loss_of
 from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, token_batch
@@ -204,11 +205,14 @@ def grid(data: int, other: int, name: str = "tensor") -> DeviceMesh:
 class Cut:
     """Two blocks cut by hand, in DDP over the data dimension."""
 
-    def __init__(self, mesh: DeviceMesh, states_dims: bool = True, **options: Any) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, states_dims: bool = True, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
         self.mesh, self.dim = mesh, (mesh.mesh_dim_names or ())[1]
         group = mesh.get_group(self.dim)
         self.model = nn.Sequential(CutBlock(group, seed=1), CutBlock(group, seed=2))
         self.model.register_buffer("seen", torch.zeros(2))
+        self.model.to(dtype)
         self.ddp: nn.Module = DistributedDataParallel(
             self.model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True
         )
@@ -223,7 +227,8 @@ class Cut:
     def train(self, seed: int) -> None:
         for inputs, _ in batches(self.mesh.get_local_rank("data"), 2, seed):
             self.opt.zero_grad()
-            self.ddp(inputs).square().mean().backward()
+            loss = self.ddp(inputs.to(next(self.model.parameters()).dtype)).square().mean()
+            (loss if self.opt.loss_scale is None else self.opt.scale(loss)).backward()
             self.opt.step()
 
 
@@ -303,6 +308,35 @@ def _tensor_parallel_parts_have_the_shapes_of_the_whole_in_checkpoints(setup: Se
     options: dict[str, Any] = {"mesh": distributed.mesh, "data_parallel_dim": "data", "parameters_as_bucket_view": True}
     with pytest.raises(ValueError, match=r"distributed tensors, got True and parameter 0\.weight of parameter group 0"):
         ParallelOptimizer(distributed.model, AdamW, **options)
+
+
+@case(4)
+def _masters_loss_scales_and_parts_by_elements_come_back_from_another_cut(setup: Setup) -> None:
+    modes: list[dict[str, Any]] = [
+        {"stage": 2, "partition": "elements"},
+        {"stage": 2, "master_weights": True, "dtype": torch.bfloat16},
+        {"loss_scale": DynamicLossScale(initial=8.0, growth_interval=1), "max_grad_norm": 1.0},
+    ]
+    for number, options in enumerate(modes):
+        saved = Cut(grid(2, 2), **options)
+        before = [param.detach().clone() for param in saved.model.parameters()]
+        saved.train(0)
+        assert all(not torch.equal(*pair) for pair in zip(before, saved.model.parameters(), strict=True))
+        cuts = [saved, *(Cut(grid(*shape), **options) for shape in ((1, 4), (4, 1), (2, 2)))]
+        for place, (one, other) in enumerate(pairwise(cuts)):
+            folder = setup.folder / f"{number}-{place}"
+            checkpoint.save(folder, one.ddp, one.opt)
+            checkpoint.load(folder, other.ddp, other.opt)
+        expected, found = saved.opt.state_dict(), cuts[-1].opt.state_dict()
+        assert_identical(expected["state"], found["state"], f"{options}")
+        assert expected["param_groups"] == found["param_groups"]
+        assert expected.get("loss_scale") == found.get("loss_scale")
+        assert saved.opt.loss_scale == cuts[-1].opt.loss_scale
+        assert_identical(dict(saved.model.state_dict()), dict(cuts[-1].model.state_dict()), f"{options}")
+        dist.barrier()
+        saved.train(1)
+        cuts[-1].train(1)
+        assert_identical(dict(saved.model.state_dict()), dict(cuts[-1].model.state_dict()), f"{options}, resumed")
 
 
 def read_by_torch(folder: Path, whole: nn.Module, is_cut: bool) -> None:
