@@ -21,6 +21,15 @@ from tests.multiproc.harness import Cases, Setup
 
 case = Cases(as_a_job, timeout=900, group_timeout=300)
 
+
+@pytest.fixture(autouse=True)
+def _ranks_of_its_own() -> Iterator[None]:
+    """DeepSpeed keeps process groups in its modules, and whether autocast was on, so ranks end with their case."""
+    yield
+    if Cases._pool is not None:
+        Cases._pool.close()
+
+
 STEPS = 50
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
