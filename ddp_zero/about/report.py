@@ -13,7 +13,11 @@ from ddp_zero.about.probes import PROBES, Finding, Probe, backends, devices, fin
 
 FRAMEWORKS = ("transformers", "accelerate", "lightning")
 
-RUN = {"torch": ("2.8.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"), "Python": ("3.11", "3.13"), "system": ("Linux",)}
+RUN = {
+    "torch": ("2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
+    "Python": ("3.10", "3.11", "3.12", "3.13"),
+    "system": ("Linux",),
+}
 """With what the tests, or the core of them, have passed; docs/status.md has the outcomes."""
 
 COMBINATIONS = (("gloo", "cpu", True), ("gloo", "cuda", False), ("nccl", "cuda", False))
