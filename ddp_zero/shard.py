@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,12 @@ from ddp_zero.local.arguments import PARALLEL_OPTIONS, Grouping, is_parallel
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Offload
-from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.plan.buckets import bucket_mb
 from ddp_zero.plan.elements import CutParameters
 from ddp_zero.whole.names import GlobalNames
+
+if TYPE_CHECKING:
+    from ddp_zero.parallel.optimizer import ParallelOptimizer
 
 
 @overload
@@ -67,7 +69,7 @@ def shard_optimizer(
     pipeline_dim: str | None = None,
     global_names: GlobalNames | None = None,
     **options: Any,
-) -> ParallelOptimizer: ...
+) -> "ParallelOptimizer": ...
 
 
 @overload
@@ -79,7 +81,7 @@ def shard_optimizer(
     data_parallel_group: ProcessGroup,
     global_names: GlobalNames | None = None,
     **options: Any,
-) -> ParallelOptimizer: ...
+) -> "ParallelOptimizer": ...
 
 
 @overload
@@ -88,7 +90,7 @@ def shard_optimizer(
     optimizer_class: Callable[..., Optimizer],
     params: Iterable[dict[str, Any]],
     **options: Any,
-) -> ZeroRedundancyOptimizer | ParallelOptimizer: ...
+) -> "ZeroRedundancyOptimizer | ParallelOptimizer": ...
 
 
 def shard_optimizer(  # noqa: D417  # options that are those of the class are documented there
@@ -116,7 +118,7 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     shard_group: ProcessGroup | None = None,
     offload: Offload | str | None = None,
     **defaults: Any,
-) -> ZeroRedundancyOptimizer | ParallelOptimizer:
+) -> "ZeroRedundancyOptimizer | ParallelOptimizer":
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
 
     Builds the optimizer over the model's named parameters, builds the hook and registers it. The training loop stays as
@@ -149,7 +151,7 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     options = {**given.pop("defaults"), **given}
     asked = {name: value for name in PARALLEL_OPTIONS if (value := options.pop(name, None)) is not None}
     if asked or is_parallel(params, ddp):
-        return ParallelOptimizer(options.pop("ddp"), **_given(options), **asked)
+        return _over_more_dimensions(options.pop("ddp"), **_given(options), **asked)
     return build_hooked(**options)
 
 
@@ -197,6 +199,13 @@ def wrap(
         caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, build_hooked(model, optimizer_class, **options)
+
+
+def _over_more_dimensions(model: nn.Module, **options: Any) -> "ParallelOptimizer":
+    """A `ParallelOptimizer`, imported only where there is one: it loads torch's distributed tensors."""
+    from ddp_zero.parallel.optimizer import ParallelOptimizer
+
+    return ParallelOptimizer(model, **options)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,15 @@ def test_importing_it_is_silent_even_with_warnings_as_errors() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+def test_importing_it_does_not_load_what_few_need() -> None:
+    heavy = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.pipelining"]
+    code = f"import sys, torch; old = set(sys.modules); import ddp_zero; print({{*{heavy}}} & (set(sys.modules) - old))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout.strip() == "set()", result
+
+
 def test_it_says_that_it_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
