@@ -15,7 +15,7 @@ FRAMEWORKS = ("transformers", "accelerate", "lightning")
 
 RUN = {
     "torch": ("2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
-    "Python": ("3.10", "3.11", "3.12", "3.13"),
+    "Python": ("3.10", "3.11", "3.12", "3.13", "3.14"),
     "system": ("Linux",),
 }
 """With what the tests, or the core of them, have passed; docs/status.md has the outcomes."""
