@@ -67,6 +67,16 @@ def build(options: Namespace, world: World) -> tuple[DeviceMesh, Stage, Parallel
     return mesh, stage, opt
 
 
+def shapes_of(options: Namespace, stage: Stage) -> dict[str, Any]:
+    """What goes into a stage and comes out of it, so that the first step need not learn it by a pass of its own."""
+    size = options.batch_size // options.micro_batches, options.context
+    between = torch.zeros(*size, options.width, requires_grad=True)
+    if stage.is_last:
+        scores = torch.zeros(*size, stage.tokens.num_embeddings, requires_grad=True)
+        return {"input_args": between, "output_args": scores}
+    return {"input_args": torch.zeros(size, dtype=torch.int64), "output_args": between}
+
+
 def train_in_parallel(options: Namespace, world: World, corpus: Corpus) -> list[float]:
     """Train the stages; returns the loss of each step, on every rank."""
     mesh, stage, opt = build(options, world)
@@ -76,7 +86,8 @@ def train_in_parallel(options: Namespace, world: World, corpus: Corpus) -> list[
         total: Tensor = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
         return total / int(options.micro_batches)
 
-    pipe = PipelineStage(stage, mesh.get_local_rank("pipe"), 2, torch.device("cpu"), group=mesh.get_group("pipe"))
+    place, group, shapes = mesh.get_local_rank("pipe"), mesh.get_group("pipe"), shapes_of(options, stage)
+    pipe = PipelineStage(stage, place, 2, torch.device("cpu"), group=group, **shapes)
     schedule = Schedule1F1B(pipe, options.micro_batches, loss_fn=loss_of, scale_grads=False)
     mine = replace(world, rank=mesh.get_local_rank("data"), size=mesh["data"].size())
     data, means = torch.Generator().manual_seed(0), []
