@@ -185,6 +185,7 @@ def export_deepspeed(path: Path, out: Path) -> Path:
     cpu = torch.device("cpu")
 
     def whole(name: str) -> dict[str, Any]:
+        """A parameter's value in fp32, and its states of the same shape."""
         states = dict(saved.state.get(name, {}))
         best = states.pop(MASTER_KEY, saved.model[name])
         values = fill(states, lambda stored: read(saved.folder, stored, cpu))

@@ -178,6 +178,7 @@ def estimate(  # noqa: D417  # options that are those of the class are documente
     trained = [param.nbytes for param in params if param.requires_grad]
 
     def at(mode: Mode, ranks: int) -> Needs:
+        """What the rank that needs most needs in a mode."""
         needs = largest_needs(mode, sizes, ranks, _caps(mode, trained, ranks, bucket_cap_mb, wrapped))
         buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         return Needs(

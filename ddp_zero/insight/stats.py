@@ -184,6 +184,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
+        """Call the method, if its object is alive."""
         alive = reference()
         if alive is not None:
             alive()
