@@ -109,7 +109,8 @@ def _build(
     options: dict[str, Any],
 ) -> ZeroRedundancyOptimizer:
     """Build the optimizer over groups with the model's parameter names."""
-    with Agreement(Communicator(ddp.process_group), "shard_optimizer"):
+    device = next((param.device for param in ddp.parameters()), None)
+    with Agreement(Communicator(ddp.process_group, device=device), "shard_optimizer"):
         _check_hooks(**hooks)
         check_flags(overlap=overlap)
         _check_options(options, optimizer_class)

@@ -1,7 +1,7 @@
 """`ZeroRedundancyOptimizer`: the façade that users hold. Its methods are one call each; `engine.py` takes the steps."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,15 @@ from ddp_zero.forwarding import attribute_of_inner
 from ddp_zero.gradient_access import accumulating, clip_grad_norm, full_grad
 from ddp_zero.information import Information
 from ddp_zero.insight.stats import Stats
-from ddp_zero.local.arguments import check_flags, check_group, check_known, check_params, is_group, own_options
+from ddp_zero.local.arguments import (
+    check_flags,
+    check_group,
+    check_known,
+    check_params,
+    first_device,
+    is_group,
+    own_options,
+)
 from ddp_zero.local.awaited import untouched
 from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon, reserve_room
 from ddp_zero.local.live_model import the_ddp_model_in
@@ -148,7 +156,9 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         offload: Offload | str | None = None,
         **defaults: Any,
     ) -> None:
-        ranks = arrange(process_group if is_group(process_group) else None, shard_group)  # else refused below, by all
+        params = list(params) if isinstance(params, Iterator) else params
+        group = process_group if is_group(process_group) else None  # what is no group is refused below, by all
+        ranks = arrange(group, shard_group, first_device(params))
         Joinable.__init__(self)
         with Agreement(ranks.everyone, "building ZeroRedundancyOptimizer") as agreement:
             check_group(process_group)

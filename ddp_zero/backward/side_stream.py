@@ -8,16 +8,22 @@ from torch import Tensor
 
 
 class SideStream:
-    """One stream per device on which the step has run; none on the CPU.
+    """One stream per device on which gradients are reduced and the step is taken; none on the CPU.
 
-    Hazards that it prevents: the step must not begin before backward has used a parameter for the last time (`running`
-    waits for the current stream); backward's stream must not continue with old parameters (`join`); and memory that the
-    step reads must not be reused meanwhile (`keep`).
+    [Note: who owns memory on an accelerator]
+    The caching allocator hands freed memory to the stream on which it was *allocated*, whoever still uses it. So:
+
+    1. memory that only the side stream uses is allocated there, within `running`, and may simply be dropped;
+    2. memory of other streams that it reads or writes is `keep`-ed: freed, it is not reused before the side stream is
+       done with it. `BufferPool` does so for its buffers when it allocates them, and orders one use after the other;
+    3. what it has produced is read elsewhere only after `join`. Freed then, it goes back to the side stream, which
+       waits for the current one whenever it is entered;
+    4. a collective is started and waited for on the side stream. Its buffers belong to a pool, or obey rule 1: process
+       groups hold them until `wait`, not until that stream has read the result.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._last_use: dict[int, torch.Event] = {}
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
@@ -25,31 +31,31 @@ class SideStream:
         if device.type == "cpu":
             yield
             return
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(torch.accelerator.current_stream(device))
+        stream, current = self._stream(device), torch.accelerator.current_stream(device)
+        if current == stream:
+            yield
+            return
+        stream.wait_stream(current)
         with stream:
             yield
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor that the side stream reads from being reused before it is done."""
-        if tensor.device in self._streams:
-            tensor.record_stream(self._streams[tensor.device])
-
-    def leave(self, tensor: Tensor) -> None:
-        """Record the last use of this tensor's memory; the next user calls `wait_for`."""
+        """Keep the memory of a tensor from being reused before the side stream is done with what it was given."""
         if tensor.device.type != "cpu":
-            current = torch.accelerator.current_stream(tensor.device)
-            self._last_use[id(tensor)] = self._streams.get(tensor.device, current).record_event()
+            tensor.record_stream(self._stream(tensor.device))
 
-    def wait_for(self, tensor: Tensor) -> None:
-        """Make the current stream wait for the last use of this tensor's memory."""
-        event = self._last_use.pop(id(tensor), None)
-        if event is not None:
-            torch.accelerator.current_stream(tensor.device).wait_event(event)
+    def end_of_use(self, device: torch.device) -> list[torch.Event]:
+        """Events that have happened once the current stream and the side stream have done all that they were given."""
+        if device.type == "cpu":
+            return []
+        return [stream.record_event() for stream in {torch.accelerator.current_stream(device), self._stream(device)}]
 
     def join(self) -> None:
         """Make the current streams wait for the side streams; the host does not wait."""
         for device, stream in self._streams.items():
             torch.accelerator.current_stream(device).wait_stream(stream)
+
+    def _stream(self, device: torch.device) -> torch.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        return self._streams[device]

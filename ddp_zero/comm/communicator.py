@@ -5,8 +5,9 @@ Everything is sent as bytes, so any dtype works on any backend (Gloo has no bflo
 
 The parameter sync is an all-gather of segments of unequal size. On Gloo with CPU memory it is a direct exchange: every
 receive is posted, then every send, in chunks; each rank sends (N - 1) times its own segments and nothing else. From
-`RING_RANKS` ranks and `RING_BYTES` on it is a ring instead, which sends as much. On NCCL it is a native all-gather if
-padding segments to equal sizes adds at most an eighth; otherwise, and on other backends, one broadcast per owner.
+`RING_RANKS` ranks and `RING_BYTES` on it is a ring instead, which sends as much. On NCCL and its likes (every backend
+but Gloo and MPI) it is a native all-gather if padding segments to equal sizes adds at most an eighth; otherwise, and on
+Gloo and MPI, one broadcast per owner.
 
 Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, so a rank with a small segment would
 send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of it).
@@ -38,7 +39,7 @@ from ddp_zero.comm.exchange import (
     start_padded_sum,
     started,
 )
-from ddp_zero.comm.groups import check_not_forked, count_built
+from ddp_zero.comm.groups import check_not_forked, count_built, device_of, remember_device
 from ddp_zero.comm.peers import gather_text
 from ddp_zero.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.comm.tracing import Trace
@@ -77,6 +78,8 @@ class Communicator:
         generation: distinguishes the messages of optimizers on one group; see `next_generation`.
         member: what messages call a member of the group.
         trace: takes the events of the optimizer; None: a new one.
+        device: where this rank trains. Control messages travel from there on a backend without CPU memory, for this
+            and all later communicators of the group; None: as before, or the current device.
 
     Raises:
         RuntimeError: if `torch.distributed` is not initialised, this process is not a member of the group, or it was
@@ -93,7 +96,12 @@ class Communicator:
     """
 
     def __init__(
-        self, group: ProcessGroup | None, generation: int = 0, member: str = "rank", trace: Trace | None = None
+        self,
+        group: ProcessGroup | None,
+        generation: int = 0,
+        member: str = "rank",
+        trace: Trace | None = None,
+        device: torch.device | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -108,6 +116,8 @@ class Communicator:
                 f"{dist.get_rank()}. Build the optimizer on the group's members only."
             )
         check_not_forked(self.process_group)
+        if device is not None and device.type != "cpu":
+            remember_device(self.process_group, device)
         self.world_size = dist.get_world_size(self.process_group)
         self.trace = Trace() if trace is None else trace
         self.sent_bytes = 0
@@ -120,9 +130,10 @@ class Communicator:
 
     @property
     def time_out(self) -> timedelta:
-        """The time-out of a message."""
+        """The time-out of a message; torch's default where a backend does not tell."""
         device = torch.device("cpu" if "cpu" in self._backends else next(iter(self._backends)))
-        limit: timedelta = self.process_group._get_backend(device).options._timeout
+        options = getattr(self.process_group._get_backend(device), "options", None)
+        limit: timedelta = dist.default_pg_timeout if options is None else options._timeout
         return limit
 
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
@@ -171,7 +182,7 @@ class Communicator:
             return self.start_messages({peer: [mine] for peer in received}, received, subject)
         raw = [segment.detach().view(torch.uint8) for segment in segments]
         nbytes = padded_size([segment.nbytes for segment in segments])
-        if nbytes is not None and self._backends.get(device.type) == "nccl":
+        if nbytes is not None and self.has_native_collectives(device):
             self._count(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
             return PaddedGather(self.process_group, raw, nbytes, device)
         self._count(mine.nbytes * (self.world_size - 1), sum(part.numel() for part in raw) - mine.nbytes)
@@ -182,6 +193,13 @@ class Communicator:
     def peers(self) -> list[GroupRank]:
         """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
+
+    def has_native_collectives(self, device: torch.device) -> bool:
+        """True if the backend gathers and reduce-scatters equal segments of a device's memory in one collective each.
+
+        So do NCCL and the backends of other accelerators, whatever their names (``xccl``, ``hccl``, ...).
+        """
+        return self._backends.get(device.type) not in (None, "gloo", "mpi")
 
     def has_direct_messages(self, device: torch.device) -> bool:
         """True if `start_messages` works for memory of a device: Gloo's messages are in CPU memory."""
@@ -264,32 +282,43 @@ class Communicator:
 
     # Sums
 
-    def start_sum(self, whole: Tensor, parts: Sequence[Tensor]) -> tuple[Exchange, Tensor]:
+    def sum_room_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
+        """Elements of room that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
+        numel = padded_size(sizes)
+        return (len(sizes) + 1) * numel if numel is not None and self.has_native_collectives(device) else 0
+
+    def start_sum(self, whole: Tensor, parts: Sequence[Tensor], room: Tensor) -> tuple[Exchange, Tensor]:
         """Where messages are not direct, start a sum over ranks, of which this rank needs its own part.
 
-        On NCCL this is a reduce-scatter, of padded parts if `padded_size` allows it, else of unequal ones, which runs
-        as coalesced reduces; elsewhere an all-reduce.
+        A reduce-scatter of padded parts where `sum_room_numel` has room for them. Otherwise a reduce to each owner, in
+        place, on a backend of native collectives, and an all-reduce on others.
+
+        The caller owns all memory, and keeps it until the stream on which it has waited is done with it.
 
         Args:
             whole: 1-D, destroyed.
             parts: windows of ``whole``, one per rank in rank order, of any sizes.
+            room: `sum_room_numel` elements, of the dtype of ``whole``.
 
         Returns:
             The sum in flight, and the tensor that will hold this rank's part of it.
         """
         mine = parts[self.group_rank]
-        is_nccl = self._backends.get(whole.device.type) == "nccl"
-        numel = padded_size([part.numel() for part in parts])
-        if is_nccl and numel is not None:
+        if self.sum_room_numel(whole.device, [part.numel() for part in parts]):
+            numel = room.numel() // (self.world_size + 1)
             self._count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
-            return start_padded_sum(self.process_group, parts, numel)
-        if is_nccl:
-            mine = torch.empty_like(mine)
-            work = dist.reduce_scatter(mine, list(parts), group=self.process_group, async_op=True)
+            return start_padded_sum(self.process_group, parts, room)
+        works: list[Pending] = []
+        if self.has_native_collectives(whole.device):
+            for owner, part in enumerate(parts):
+                if part.numel():
+                    work = dist.reduce(part, group_dst=owner, group=self.process_group, async_op=True)
+                    works.append((partial(self.name, GroupRank(owner)), started(work)))
         else:
-            work = dist.all_reduce(whole, group=self.process_group, async_op=True)
+            all_reduced = dist.all_reduce(whole, group=self.process_group, async_op=True)
+            works.append((lambda: "every rank", started(all_reduced)))
         self._count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
-        return Exchange([(lambda: "every rank", started(work))], [whole, mine]), mine
+        return Exchange(works, [whole]), mine
 
     def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
         """Write the owner's values into a contiguous tensor on every rank."""
@@ -366,18 +395,17 @@ class Communicator:
     # Devices
 
     def _control_device(self) -> torch.device:
-        return torch.device("cpu") if "cpu" in self._backends else torch.device(*self._accelerator())
+        return torch.device("cpu") if "cpu" in self._backends else self._accelerator()
 
     def _message_device(self, device_type: str) -> torch.device:
         """The device from which a tensor is sent: Gloo's messages are in CPU memory, NCCL's are not."""
         backend = self._backends.get(device_type)
         if device_type == "cpu" or backend in (None, "gloo"):
             return self._control_device()
-        return torch.device(*self._accelerator())
+        return self._accelerator()
 
-    def _accelerator(self) -> tuple[str, int]:
-        device_type = next(name for name in self._backends if name != "cpu")
-        return device_type, torch.get_device_module(device_type).current_device()
+    def _accelerator(self) -> torch.device:
+        return device_of(self.process_group, next(name for name in self._backends if name != "cpu"))
 
 
 def next_generation(group: ProcessGroup | None) -> int:

@@ -152,6 +152,9 @@ class PaddedGather:
     def wait(self, what: str) -> None:
         """As `Exchange.wait`; then the segments are written."""
         self._exchange.wait(what)
+        if self._gathered.device.type != "cpu":
+            # this stream reads memory that was allocated on another one where a sync outlasts its step
+            self._gathered.record_stream(torch.accelerator.current_stream(self._gathered.device))
         for rank, (segment, padded) in enumerate(zip(self._segments, self._parts(), strict=True)):
             if rank != self._me:
                 segment.copy_(padded[: segment.numel()])
@@ -160,21 +163,22 @@ class PaddedGather:
         return self._gathered.chunk(len(self._segments))
 
 
-def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], numel: int) -> tuple[Exchange, Tensor]:
+def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], room: Tensor) -> tuple[Exchange, Tensor]:
     """Start a sum over ranks, of which each rank gets its own part, padded to equal sizes; see `padded_size`.
 
     Args:
         group: the ranks.
         parts: what this rank contributes to each rank's sum, in rank order, 1-D.
-        numel: elements of each part with its padding, which is summed, too.
+        room: for as many padded parts and one more, in which this rank's sum arrives; padding is summed, too.
 
     Returns:
         The sum in flight, and the tensor that will hold this rank's part of it.
     """
-    whole = parts[0].new_zeros(numel * len(parts))
-    for part, padded in zip(parts, whole.chunk(len(parts)), strict=True):
+    *padded_parts, mine = room.chunk(len(parts) + 1)
+    for part, padded in zip(parts, padded_parts, strict=True):
         padded[: part.numel()].copy_(part)
-    mine = whole.new_empty(numel)
+        padded[part.numel() :].zero_()
+    whole = room[: len(parts) * mine.numel()]
     work = reduce_scatter_native(mine, whole, group=group, async_op=True)
     return Exchange([(lambda: "every rank", work)], [whole, mine]), mine[: parts[get_rank(group)].numel()]
 

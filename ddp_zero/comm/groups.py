@@ -1,10 +1,11 @@
-"""Per-group records of this process: which process holds the connections, and how often things were built on it."""
+"""Per-group records of this process: who holds the connections, on which device, and how often things were built."""
 
 import os
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
 from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]
 
 
@@ -40,10 +41,11 @@ def store_of(group: ProcessGroup) -> Store:
     return store
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Record:
     process: int = field(default_factory=os.getpid)
     built: Counter[str] = field(default_factory=Counter)
+    device: torch.device | None = None
 
 
 _records: "weakref.WeakKeyDictionary[ProcessGroup, _Record]" = weakref.WeakKeyDictionary()
@@ -52,6 +54,20 @@ _records: "weakref.WeakKeyDictionary[ProcessGroup, _Record]" = weakref.WeakKeyDi
 def check_not_forked(group: ProcessGroup) -> None:
     """As `check_process`, for the process that first used the group."""
     check_process(_records.setdefault(group, _Record()).process)
+
+
+def remember_device(group: ProcessGroup, device: torch.device) -> None:
+    """Remember the accelerator that the group's ranks train on: a backend such as NCCL has one per communicator."""
+    _records.setdefault(group, _Record()).device = device
+
+
+def device_of(group: ProcessGroup, device_type: str) -> torch.device:
+    """The accelerator for a group's messages: as remembered, as the group is bound to, or else the current device."""
+    record = _records.get(group)
+    for known in (None if record is None else record.device, group.bound_device_id):
+        if known is not None and known.type == device_type:
+            return known
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def count_built(group: ProcessGroup, what: str) -> int:

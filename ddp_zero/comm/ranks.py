@@ -13,6 +13,7 @@ import json
 import weakref
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -80,19 +81,22 @@ class Ranks:
         return list({id(comm): comm for comm in every if comm is not None}.values())
 
 
-def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None) -> Ranks:
+def arrange(
+    group: ProcessGroup | None, shard_group: ProcessGroup | None, device: torch.device | None = None
+) -> Ranks:
     """The ranks of an optimizer. A collective of the group if there is a shard group, which builds those across.
 
     Args:
         group: everyone; None for the default group.
         shard_group: the ranks that share one copy of the state with this one; None for everyone.
+        device: where this rank's parameters are; see `Communicator`.
 
     Raises:
         TypeError: for a shard group that is no process group.
         ValueError: on every rank, if shard groups do not fit together, or are of different sizes.
         RuntimeError: if it failed on another rank.
     """
-    everyone = Communicator(group, next_generation(group))
+    everyone = Communicator(group, next_generation(group), device=device)
     if shard_group is None:
         return Ranks.alone(everyone)
     with Agreement(everyone, "arranging shard groups"):
@@ -106,8 +110,8 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None) -> Ran
     if len(groups.groups) == 1:
         return Ranks.alone(everyone)
     across = _group_across(everyone, shard_group, groups)
-    shard = Communicator(shard_group, next_generation(shard_group), "shard rank", everyone.trace)
-    return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", everyone.trace))
+    shard = Communicator(shard_group, next_generation(shard_group), "shard rank", everyone.trace, device)
+    return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", everyone.trace, device))
 
 
 def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:

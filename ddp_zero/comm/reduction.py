@@ -42,7 +42,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
-    """Elements of room that `SegmentReduction` needs: at most the limit, or 2 MiB around a ring; more for tiny buckets.
+    """Elements of room that `SegmentReduction` needs.
+
+    At most the limit, or 2 MiB around a ring; more for tiny buckets, and for the padded parts of native collectives.
 
     Args:
         comm: the group.
@@ -53,7 +55,7 @@ def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
     if _sums_in_ring_order(comm, parts):
         return ring_room_numel(sizes, parts[0].element_size())
     if not comm.has_direct_messages(parts[0].device):
-        return 0
+        return comm.sum_room_numel(parts[0].device, sizes)
     return _window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
 
 
@@ -65,7 +67,7 @@ class SegmentReduction:
         whole: this rank's contribution, 1-D contiguous; destroyed.
         parts: windows of ``whole``, one per rank in rank order.
         out: receives this rank's sum; may be its own window of ``whole``. Of the dtype of the sum.
-        room: 1-D, of the dtype of ``whole``, at least `room_numel` elements; unused where messages are not direct.
+        room: 1-D, of the dtype of ``whole``, `room_numel` elements.
         subject: the plan, the bucket, and whatever else must be the same.
         limit: elements of the bucket; bounds how much is received at a time.
         factor: multiplies every rank's contribution before the sum; see `scales_late`.
@@ -100,7 +102,7 @@ class SegmentReduction:
             self._sent, self._sum = comm.start_ring_sum(parts, room, factor, self._subject), self._own
             return
         if not comm.has_direct_messages(whole.device):
-            self._sent, self._sum = comm.start_sum(whole, parts)
+            self._sent, self._sum = comm.start_sum(whole, parts, room)
             return
         mine = self._windows[comm.group_rank]
         if mine:
@@ -241,7 +243,7 @@ class GroupedReduction:
         out = own if sum_dtype(own.dtype) == own.dtype else torch.empty_like(own, dtype=sum_dtype(own.dtype))
         limit = self._room.numel() or numel
         needed = room_numel(comm, parts, limit)
-        room = self._room if needed <= self._room.numel() else wire.new_empty(needed)
+        room = self._room[:needed] if needed <= self._room.numel() else wire.new_empty(needed)
         SegmentReduction(comm, wire, parts, out, room, self._subject, limit).wait()
         if out is not own:
             own.copy_(out)

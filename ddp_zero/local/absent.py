@@ -88,7 +88,8 @@ def absent_gradient(param: Tensor, consumed: bool, reason: str, part: Tensor | N
         reason: the message of the error.
         part: see `AbsentGradient`.
     """
-    one_element = torch.full((), float("nan") if param.is_floating_point() else 0, dtype=param.dtype).to(param.device)
+    filler = float("nan") if param.is_floating_point() else 0
+    one_element = torch.full((), filler, dtype=param.dtype, device=param.device)
     absent = one_element.expand(param.shape).as_subclass(AbsentGradient)
     absent.consumed = consumed
     absent.zeroed = 0

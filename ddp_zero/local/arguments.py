@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,18 @@ def check_params(params: object) -> None:
         remedy = {nn.Module: "Pass model.named_parameters().", Optimizer: "Pass its class, after the parameters."}
         shown = next((text for kind, text in remedy.items() if isinstance(params, kind)), "The parameters come first.")
         raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {shown}")
+
+
+def first_device(params: object) -> torch.device | None:
+    """The device of the first parameter in what an optimizer takes, before that is checked; None if there is none."""
+    while not isinstance(params, torch.Tensor):
+        if isinstance(params, Mapping):
+            params = params.get("params")
+        elif isinstance(params, Sequence) and params and not isinstance(params, str):
+            params = next((one for one in params if not isinstance(one, str)), None)
+        else:
+            return None
+    return params.device
 
 
 def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], library: Iterable[str]) -> None:

@@ -11,12 +11,15 @@ functions that pass a tensor to C++ without checking its type: ``torch.Tensor(pa
 others that `ZeroRedundancyOptimizer.finish_sync` names. The hooks of `before_forward` make modules wait for their own
 parameters, wherever these are then used.
 
+On an accelerator the first use makes *its stream* wait, and receives there. Other streams read the same memory, so the
+type stays until the values are there for the host too: until then each further stream waits for the one that received.
+
 Alternatives considered: those pre-hooks alone (they miss tied weights, averages, writes, ``state_dict()``).
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +35,20 @@ _READS_NO_VALUES = {
 }
 _FUNCTIONS = (Tensor.__dict__["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
 
-_arrivals: dict[int, Callable[[], None]] = {}  # by id of a live tensor, the function that waits for its values
+
+
+class Arrival(Protocol):
+    """Waits for the values of a tensor."""
+
+    def __call__(self, on_host: bool = False) -> None:
+        """Make the current stream wait, or the host, which makes the tensor ordinary again.
+
+        Args:
+            on_host: whether the host waits for an accelerator.
+        """
+
+
+_arrivals: dict[int, Arrival] = {}  # by id of a live tensor
 
 untouched = torch._C.DisableTorchFunctionSubclass
 """A context in which nothing waits: for code that inspects many parameters but reads no values."""
@@ -54,26 +70,32 @@ class Awaited:
                 return func(*args, **kwargs)
         for tensor in among(Awaited, [args, kwargs]):
             wait_for(tensor)
+        if any(True for _ in among(Awaited, [args, kwargs])):  # there for this stream, but not for all yet
+            with untouched():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def detach(self) -> Any:
         """Wait, then detach. ``torch.nn.Parameter(param)`` requires a result of the type that its argument had."""
         is_for_parameter = sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__
-        wait_for(self)
-        own: Any = self  # of its own type now
-        return Tensor._make_subclass(type(own), own) if is_for_parameter else own.detach()
+        wait_for(self, on_host=is_for_parameter)
+        own: Any = self
+        if is_for_parameter:  # of its own type now
+            return Tensor._make_subclass(type(own), own)
+        with untouched():
+            return Tensor.detach(own)
 
     def as_subclass(self, kind: type) -> Any:
         """Wait, then convert: torch does not call ``__torch_function__`` for this method."""
-        wait_for(self)
+        wait_for(self, on_host=True)
         return self.as_subclass(kind)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        wait_for(self)
+        wait_for(self, on_host=True)
         return self.__deepcopy__(memo)  # of its own type now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        wait_for(self)
+        wait_for(self, on_host=True)
         return self.__reduce_ex__(protocol)
 
 
@@ -83,12 +105,12 @@ def can_await(tensors: Iterable[Tensor]) -> bool:
     return all(getattr(function, "__func__", function) in _FUNCTIONS for function in functions)
 
 
-def expect(tensors: Iterable[Tensor], arrival: Callable[[], None]) -> None:
-    """From now on, the first use of one of these tensors calls ``arrival``.
+def expect(tensors: Iterable[Tensor], arrival: Arrival) -> None:
+    """From now on, any use of one of these tensors calls ``arrival``.
 
     Args:
         tensors: kept alive by the caller until `arrived` is called with them.
-        arrival: waits for their values, then calls `arrived`, or raises.
+        arrival: waits for their values, calls `arrived` once they are there for all streams, or raises.
     """
     for tensor in tensors:
         _arrivals[id(tensor)] = arrival
@@ -103,14 +125,14 @@ def arrived(tensors: Iterable[Tensor]) -> None:
         _arrivals.pop(id(tensor), None)
 
 
-def wait_for(tensor: Any) -> None:
-    """Wait until a tensor has its values; returns at once for anything else."""
+def wait_for(tensor: Any, on_host: bool = False) -> None:
+    """Wait until a tensor has its values; returns at once for anything else. See `Arrival`."""
     arrival = _arrivals.get(id(tensor))
     if arrival is not None:
-        arrival()
+        arrival(on_host)
 
 
-def all_arrivals() -> list[Callable[[], None]]:
+def all_arrivals() -> list[Arrival]:
     """The wait functions of everything in flight in this process."""
     return list(dict.fromkeys(_arrivals.values()))
 

@@ -108,8 +108,10 @@ class ParallelOptimizer(Refused, Optimizer):
         self.members: list[ZeroRedundancyOptimizer] = []
         self._own_groups: list[ParamGroup] = []
         dims = other_dims(mesh, data_parallel_dim, pipeline_dim)
-        everyone = Communicator(data_group(model, data_parallel_group, mesh, data_parallel_dim))
-        beyond = [Communicator(mesh.get_group(dim)) for dim in dims if mesh is not None and mesh[dim].size() > 1]
+        device = next((param.device for param in model.parameters()), None)
+        everyone = Communicator(data_group(model, data_parallel_group, mesh, data_parallel_dim), device=device)
+        further = [] if mesh is None else [mesh.get_group(dim) for dim in dims if mesh[dim].size() > 1]
+        beyond = [Communicator(group, device=device) for group in further]
         with agreements([everyone, *beyond], optimizer_class, options) as statements:
             check_arguments(model, optimizer_class, options)
             Optimizer.__init__(self, copied(params, model), {})

@@ -154,19 +154,17 @@ class Workshop:
     side: SideStream
     options: ReduceOptions
     carried: dict[int, Tensor] = field(default_factory=dict)
-    scratches: BufferPool = field(default_factory=lambda: BufferPool(1, 0))
-    rooms: BufferPool = field(default_factory=lambda: BufferPool(1, 0))
+    scratches: BufferPool = field(init=False)
+    rooms: BufferPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.furnish([])
 
     def furnish(self, layouts: Sequence[ScratchLayout]) -> None:
         """Start with empty pools for buckets of these sizes."""
         largest = max((layout.nbytes for layout in layouts), default=1)
-        self.scratches = BufferPool(largest, SCRATCHES * largest)
-        self.rooms = BufferPool(largest, ROOMS * largest)
-
-    def give_back(self, scratch: Tensor) -> None:
-        """Return a scratch; all work that uses it has been issued."""
-        self.side.leave(scratch)
-        self.scratches.give_back(scratch)
+        self.scratches = BufferPool(self.side, largest, SCRATCHES * largest)
+        self.rooms = BufferPool(self.side, largest, ROOMS * largest)
 
     @property
     def comm(self) -> Communicator:
@@ -200,7 +198,8 @@ class ReducedSegment:
         self._rooms: list[Tensor] = []
         self._sum: Tensor | None = None
         self._received: dict[int, Tensor] = {}
-        self._reduction: SegmentReduction | GroupedReduction | None = self._start(layout.flat(scratch))
+        with workshop.side.running(layout.device):  # rule 4 of [Note: who owns memory on an accelerator]
+            self._reduction: SegmentReduction | GroupedReduction | None = self._start(layout.flat(scratch))
 
     def _start(self, flat: Tensor) -> SegmentReduction | GroupedReduction:
         workshop, layout = self._workshop, self.layout
@@ -242,9 +241,9 @@ class ReducedSegment:
             for index in self.layout.owned:
                 carried = workshop.carried.pop(index, None)
                 if carried is not None:
+                    workshop.side.keep(carried)  # of the stream that has shown it
                     self.total(index).add_(carried)
         for room in self._rooms:
-            workshop.side.leave(room)
             workshop.rooms.give_back(room)
         self._rooms.clear()
         self._reduction = None  # it holds on to memory
@@ -256,7 +255,7 @@ class ReducedSegment:
         with self._workshop.side.running(self.layout.device):
             if self._sum.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr():
                 self._sum = self._sum.clone()
-        self._workshop.give_back(self._scratch)
+        self._workshop.scratches.give_back(self._scratch)
         self._scratch = None
 
     def gradient(self, index: int) -> Tensor:
@@ -288,7 +287,7 @@ class ReducedSegment:
         self._sum = None
         self._received.clear()
         if self._scratch is not None:
-            self._workshop.give_back(self._scratch)
+            self._workshop.scratches.give_back(self._scratch)
             self._scratch = None
 
     @property
@@ -308,7 +307,6 @@ class ReducedSegment:
 
     def _lend_room(self, nbytes: int) -> Tensor:
         room = self._workshop.rooms.lend(nbytes, self.layout.device)
-        self._workshop.side.wait_for(room)
         self._rooms.append(room)
         return room
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.sync.heap import return_pages
 
 
@@ -30,15 +31,21 @@ class BufferPool:
     size share buffers, and a small one never costs a large buffer unless that is free anyway. `lend` never refuses:
     ``keep_bytes`` bounds idle buffers, not lent ones.
 
+    On an accelerator, a buffer is ready for the stream that borrows it and stays untouched until both that stream and
+    the side stream are done with it; see [Note: who owns memory on an accelerator].
+
     Args:
+        side: the stream that uses buffers besides the current one.
         largest_bytes: the largest request that is expected.
         keep_bytes: free buffers are dropped before the pool would hold more than this.
     """
 
-    def __init__(self, largest_bytes: int, keep_bytes: int) -> None:
+    def __init__(self, side: SideStream, largest_bytes: int, keep_bytes: int) -> None:
+        self._side = side
         self._largest_bytes = largest_bytes
         self._keep_bytes = keep_bytes
         self._free: list[Tensor] = []
+        self._last_use: dict[int, list[torch.Event]] = {}  # of free buffers, by id
         self._lent = 0
         self._used: set[int] = set()
         self.statistics = PoolStatistics()
@@ -60,7 +67,10 @@ class BufferPool:
             size = self._size_for(nbytes)
             self._drop_free(self._keep_bytes - size)
             chosen = torch.empty(size, dtype=torch.uint8, device=device)
+            self._side.keep(chosen)  # now, so that it may be dropped at any time
             self.statistics.held_bytes += size
+        for event in self._last_use.pop(id(chosen), ()):
+            torch.accelerator.current_stream(device).wait_event(event)
         self._lent += 1
         self._used.add(id(chosen))
         self.statistics.most_bytes = max(self.statistics.most_bytes, self.statistics.held_bytes)
@@ -68,14 +78,18 @@ class BufferPool:
         return chosen
 
     def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer that is no longer in use."""
+        """Return a buffer; all work that uses it has been issued, on the current stream or the side stream."""
         self._lent -= 1
+        if buffer.device.type != "cpu":
+            self._last_use[id(buffer)] = self._side.end_of_use(buffer.device)
         self._free.append(buffer)
 
     def trim(self) -> None:
         """At the end of an iteration: drop the free buffers that it did not use, and those beyond ``keep_bytes``."""
         unused = [buffer for buffer in self._free if id(buffer) not in self._used]
         self._free = [buffer for buffer in self._free if id(buffer) in self._used]
+        for buffer in unused:
+            self._last_use.pop(id(buffer), None)
         self.statistics.held_bytes -= sum(buffer.numel() for buffer in unused)
         self._drop_free(self._keep_bytes)
         self._used.clear()
@@ -94,4 +108,6 @@ class BufferPool:
     def _drop_free(self, limit: int) -> None:
         while self._free and self.statistics.held_bytes > limit:
             smallest = min(range(len(self._free)), key=lambda position: self._free[position].numel())
-            self.statistics.held_bytes -= self._free.pop(smallest).numel()
+            dropped = self._free.pop(smallest)
+            self._last_use.pop(id(dropped), None)
+            self.statistics.held_bytes -= dropped.numel()

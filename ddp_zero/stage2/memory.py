@@ -70,7 +70,7 @@ class BucketMemory:
             views = self._views[index]
             if not any(param.grad is not None and views.is_view(param, param.grad) for param in views.windows):
                 del self._lent[index]
-                self._workshop.give_back(scratch)
+                self._workshop.scratches.give_back(scratch)
 
     # When a bucket is full
 
@@ -98,7 +98,7 @@ class BucketMemory:
         if not is_joined and self.follows and not (is_planned and layout.index in self._views):
             self._move(layout, scratch)
         if landed is not None:
-            self._workshop.give_back(landed)
+            self._workshop.scratches.give_back(landed)
         return scratch
 
     def is_in_own_memory(self, index: int) -> bool:
@@ -113,9 +113,7 @@ class BucketMemory:
         return scratch
 
     def _lend(self, layout: ScratchLayout, like: Tensor | None = None) -> Tensor:
-        scratch = self._workshop.scratches.lend(layout.nbytes, layout.device, like)
-        self._workshop.side.wait_for(scratch)
-        return scratch
+        return self._workshop.scratches.lend(layout.nbytes, layout.device, like)
 
     def _complete(self, layout: ScratchLayout, flat: Tensor) -> None:
         """Add to a scratch what the reducer has not written there: zeros, gradients in views not captured so far."""
@@ -217,7 +215,7 @@ class BucketMemory:
     def _forget_views(self) -> None:
         """The reducer has replaced its buckets."""
         for scratch in self._lent.values():
-            self._workshop.give_back(scratch)
+            self._workshop.scratches.give_back(scratch)
         self._lent.clear()
         self._views.clear()
         self._freed.clear()
@@ -234,7 +232,7 @@ class BucketMemory:
         for index in range(buckets):
             scratch = self._lent.pop(index, None)
             if scratch is not None:
-                self._workshop.give_back(scratch)
+                self._workshop.scratches.give_back(scratch)
         if self.follows and any(self._has_other_layout(index) for index in self._views):
             self._workshop.furnish(self.layouts)
             self._park()

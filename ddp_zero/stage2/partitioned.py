@@ -144,6 +144,8 @@ class PartitionedGradients:
         for arrival in self._arrivals:
             arrival.wait()
             arrival.keep()
+        self._workshop.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
+        for arrival in self._arrivals:
             for index in () if has_joined else arrival.owned:
                 if params[index].grad is not None or index in taken:
                     self._visible.show(index, arrival.gradient(index), arrival.exact(index))

@@ -74,7 +74,7 @@ class VisibleGradients:
     def exact(self, grad: Tensor) -> Tensor | None:
         """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since."""
         exact: Tensor | None = self._shown.get(grad)
-        return exact if exact is not None and _rounds_to(exact, grad) else None
+        return None if exact is None else _still_exact(exact, grad)
 
     def forget(self) -> None:
         """Forget placeholders that name owners, after owners have changed."""
@@ -172,8 +172,8 @@ class VisibleGradients:
     def _sum_of_left(self, index: int, grad: Tensor) -> Tensor:
         """As `_sum_of`, in memory that the reducer will not fill again."""
         exact = self._left[index]
-        is_exact = exact is not None and _rounds_to(exact, grad)
-        return exact if exact is not None and is_exact else grad.to(sum_dtype(grad.dtype), copy=True)
+        still = None if exact is None else _still_exact(exact, grad)
+        return grad.to(sum_dtype(grad.dtype), copy=True) if still is None else still
 
     def _clear(self) -> None:
         self._showing.clear()
@@ -237,8 +237,15 @@ class VisibleGradients:
         )
 
 
-def _rounds_to(exact: Tensor, grad: Tensor) -> bool:
-    return torch.equal(exact.to(grad.dtype), grad)
+def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
+    """A sum if its rounded value is what a gradient has; else None.
+
+    To compare on an accelerator, the host would wait. There each element that was changed is taken from the gradient.
+    """
+    rounded = exact.to(grad.dtype)
+    if grad.device.type == "cpu":
+        return exact if torch.equal(rounded, grad) else None
+    return torch.where(rounded == grad, exact, grad.to(exact.dtype))
 
 
 def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:

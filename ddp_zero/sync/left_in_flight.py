@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -39,6 +40,7 @@ class LeftInFlight:
         self._errors = errors
         self.when_arrived: Callable[[], None] | None = None
         self._syncs: dict[int, BucketSync] = {}
+        self._received: dict[int, _Received] = {}  # buckets of an accelerator that are not there for all streams yet
         self._error: RuntimeError | None = None
         self._one_waits = threading.RLock()  # a message can be waited for once: other threads block here
         self._process = os.getpid()  # the process that owns the messages
@@ -76,9 +78,15 @@ class LeftInFlight:
         """
         for index in list(self._syncs):
             self.complete_bucket(index)
+        for index in list(self._received):
+            self._received.pop(index).make_ordinary()
 
-    def complete_bucket(self, index: int) -> None:
+    def complete_bucket(self, index: int, on_host: bool = False) -> None:
         """Wait for one bucket; returns at once if it has arrived.
+
+        Args:
+            index: the bucket.
+            on_host: see `ddp_zero.local.awaited.Arrival`.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed, at every call until `abandon_failed`; with
@@ -88,27 +96,40 @@ class LeftInFlight:
         with self._one_waits:
             if self._error is not None:
                 raise RuntimeError(f"{self._error}. Call opt.reset() to go on with what has arrived.") from self._error
-            if index not in self._syncs:
-                return
-            sync = self._syncs[index]
-            try:
-                sync.receive(self._storage, self._comm)
-            except RuntimeError as error:
-                self._error = error
-                raise
-            arrived(self._params_of(sync))
-            del self._syncs[index]  # last: a process that is forked meanwhile must not reach the lock
-            if self.when_arrived is not None:
-                self.when_arrived()
-            if not self._syncs:
-                self._errors.raise_any()
+            if index in self._syncs:
+                self._receive(index)
+            received = self._received.get(index)
+            if received is not None and received.is_there_for_all(on_host):
+                self._received.pop(index).make_ordinary()
+
+    def _receive(self, index: int) -> None:
+        sync = self._syncs[index]
+        try:
+            sync.receive(self._storage, self._comm)
+        except RuntimeError as error:
+            self._error = error
+            raise
+        params = self._params_of(sync)
+        device = next((param.device for param in params if param.device.type != "cpu"), None)
+        if device is None:
+            arrived(params)
+        else:
+            self._received[index] = _Received(params, device)
+        del self._syncs[index]  # last: a process that is forked meanwhile must not reach the lock
+        if self.when_arrived is not None:
+            self.when_arrived()
+        if not self._syncs:
+            self._errors.raise_any()
 
     def abandon_failed(self) -> None:
         """If an exchange failed, forget it and all others: parameters keep the values that they have."""
         if self._error is not None:
             for sync in self._syncs.values():
                 arrived(self._params_of(sync))
+            for received in self._received.values():
+                received.make_ordinary()
             self._syncs.clear()
+            self._received.clear()
             self._error = None
             self._errors.forget(sent_too=True)
 
@@ -131,6 +152,38 @@ class LeftInFlight:
         return [self._params[param] for param in indices]
 
 
+class _Received:
+    """A bucket that the current stream of its device has received, which others must wait for.
+
+    Args:
+        params: of the bucket.
+        device: an accelerator.
+    """
+
+    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
+        self._params = params
+        self._device = device
+        self._event = torch.accelerator.current_stream(device).record_event()
+        self._ordered = {torch.accelerator.current_stream(device)}  # streams that come after the event
+
+    def is_there_for_all(self, on_host: bool) -> bool:
+        """Make the current stream wait, or the host. Returns whether no stream needs to wait any more."""
+        if on_host:
+            self._event.synchronize()
+        if self._event.query():
+            return True
+        current = torch.accelerator.current_stream(self._device)
+        if current not in self._ordered:
+            current.wait_event(self._event)
+            self._ordered.add(current)
+        return False
+
+    def make_ordinary(self) -> None:
+        """Make the current stream wait; those after it are not noticed any more."""
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        arrived(self._params)
+
+
 @dataclass(frozen=True, eq=False)
 class _Arrival:
     """Waits for a bucket. Keeps the syncs alive: messages arrive even if their optimizer is gone."""
@@ -138,8 +191,8 @@ class _Arrival:
     left: LeftInFlight
     bucket: int
 
-    def __call__(self) -> None:
-        self.left.complete_bucket(self.bucket)
+    def __call__(self, on_host: bool = False) -> None:
+        self.left.complete_bucket(self.bucket, on_host)
 
 
 @atexit.register

@@ -1,0 +1,172 @@
+// The simulated accelerator's streams, memory and clocks. Device memory is host memory; every operation is an item in
+// the queue of a stream and runs on one executor thread, at once or as late as anybody needs its result.
+//
+// Happens-before is kept by vector clocks at issue, whatever the executor does: an operation is ordered after all
+// earlier ones of its stream, after the events that its stream has waited for, and after whatever the host has waited
+// for. Two unordered accesses to the same bytes, one of them a write, are a race. One clock serves all host threads.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace sim {
+
+using Clock = std::vector<uint64_t>;
+
+struct Item {
+  std::string what;
+  std::function<void()> work;
+  std::vector<std::shared_ptr<Item>> after;
+  bool done = false;
+};
+using ItemPtr = std::shared_ptr<Item>;
+
+// A point in a stream: reached once `item` is done.
+struct Moment {
+  ItemPtr item;
+  Clock clock;
+  double seconds = 0;
+};
+
+struct Span {
+  uintptr_t begin, end;
+  bool is_write;
+};
+
+struct Access : Span {
+  int stream;
+  uint64_t count;
+  int site;
+};
+
+struct Block {
+  char* memory;
+  size_t size;
+  int device, stream;
+  std::vector<Access> accesses;
+  std::vector<int> recorded;                      // streams named by record_stream() since it was handed out
+  std::vector<std::pair<int, uint64_t>> awaited;  // what those had been given to do when it was freed
+};
+
+struct Stream {
+  int device;
+  Clock clock;
+  ItemPtr last;
+  std::vector<ItemPtr> awaits;  // of its next item
+};
+
+struct HostSync {
+  std::string what, site;
+};
+
+struct Message {
+  std::string group, kind, dtype;
+  int64_t numel;
+};
+
+struct Place {
+  std::string text;        // the operation, with the innermost lines of Python
+  std::string library;     // the innermost line of the library under test; empty if there is none
+};
+
+class Engine {
+ public:
+  static Engine& get();
+
+  void configure(int devices, bool late, std::string library);
+  int devices() const { return devices_; }
+  bool is_late() const { return late_; }
+  const std::string& library() const { return library_; }
+
+  // Streams. `stream` is a number over all devices; the first ones are the devices' default streams.
+  int new_stream(int device);
+  int device_of(int stream);
+
+  // Issue work to a stream that reads and writes device memory.
+  ItemPtr issue(int stream, const std::string& what, const std::vector<Span>& spans, std::function<void()> work,
+                bool is_message = false);
+  Moment record(int stream);
+  void wait_for(int stream, const Moment& moment);
+
+  // Host synchronisation
+  void note_sync(const std::string& what);
+  void finish(const Moment& moment);
+  void finish_device(int device);  // of all devices for -1
+  bool is_done(const Moment& moment);
+  void keep_until_done(int stream, std::shared_ptr<void> kept);
+
+  // Memory
+  char* allocate(size_t size, int device, int stream);
+  void free(char* memory);
+  void record_use(const void* memory, int stream);
+  bool owns(const void* memory);
+  int64_t allocated(int device, bool most);
+
+  // Messages of other processes: `poll` is asked by the idle executor for items that a peer waits for
+  void on_idle(std::function<ItemPtr()> poll);
+  void log_message(Message message);
+  void fail(const std::string& error);
+
+  // Reports
+  std::vector<std::string> races();
+  std::vector<HostSync> syncs();
+  std::vector<Message> messages();
+  void clear_reports();
+  void drop_next(const std::string& what, const std::string& line);
+  bool drops(const std::string& what);
+
+ private:
+  Engine();
+  void check(int stream, const Span& span, int site);
+  void report(const std::string& race);
+  void run(const ItemPtr& item);
+  void loop();
+  void learn(const Clock& clock);
+  void throw_failure();
+  Block* find(uintptr_t address);
+
+  std::mutex mutex_;
+  std::condition_variable work_, done_;
+  std::deque<ItemPtr> due_;
+  std::vector<Stream> streams_;
+  std::map<uintptr_t, Block*> blocks_;
+  std::map<std::pair<int, int>, std::vector<Block*>> free_;
+  std::vector<int64_t> in_use_, most_;
+  std::unordered_map<std::string, int> site_numbers_;
+  std::vector<std::string> sites_;
+  std::vector<std::string> races_;
+  std::vector<HostSync> syncs_;
+  std::vector<Message> messages_;
+  std::vector<std::tuple<int, uint64_t, std::shared_ptr<void>>> kept_;
+  std::vector<std::function<ItemPtr()>> polls_;
+  std::string drop_what_, drop_line_;
+  ItemPtr last_message_;
+  Clock host_;
+  std::string failure_, library_;
+  int devices_ = 1;
+  bool late_ = false;
+  bool is_running_ = false;
+};
+
+Place here(const std::string& what);  // where Python is now on this thread
+
+class WithoutGil {  // the executor must be able to destroy what belongs to Python
+ public:
+  WithoutGil();
+  ~WithoutGil();
+
+ private:
+  void* state_ = nullptr;
+};
+
+}  // namespace sim

@@ -1,0 +1,121 @@
+"""Compiles and registers the simulated accelerator; its reports."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import sysconfig
+import tempfile
+import types
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._meta_registrations
+import torch.utils.cpp_extension
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+import ddp_zero
+
+HERE = Path(__file__).parent
+NAME = "sim"
+BACKENDS = ("simccl", "hccl", "mccl")
+LIBRARY = str(Path(ddp_zero.__file__).parent) + "/"
+SOURCES = sorted(HERE.glob("*.cpp"))
+
+
+def missing() -> str | None:
+    """Why the extension cannot be compiled here, or None."""
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        return "the simulated accelerator needs a C++ compiler"
+    if shutil.which("ninja") is None and not torch.utils.cpp_extension.is_ninja_available():
+        return "the simulated accelerator needs ninja"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "the simulated accelerator needs the headers of Python"
+    return None
+
+
+def compiled() -> Any:
+    """The extension, compiled if this environment has not compiled these sources before."""
+    contents = b"".join(source.read_bytes() for source in (*SOURCES, *sorted(HERE.glob("*.h"))))
+    key = hashlib.sha256(contents + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode()).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"ddp_zero-simulated-{os.getuid()}-{key[:16]}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / "building").open("w") as mine:
+        fcntl.flock(mine, fcntl.LOCK_EX)  # the kernel drops it with its process; torch's own lock file would stay
+        (folder / "lock").unlink(missing_ok=True)
+        return torch.utils.cpp_extension.load(
+            f"simulated_{key[:16]}",
+            [str(source) for source in SOURCES],
+            build_directory=str(folder),
+            extra_cflags=["-O1", "-std=c++20", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"],
+        )
+
+
+def load(devices: int = 1, late: bool = False, backends: tuple[str, ...] = BACKENDS) -> Any:
+    """Make the device ``sim`` known to torch, and its process groups under these names. May be called again.
+
+    Args:
+        devices: how many there are.
+        late: run work on a stream as late as its waits allow, instead of at once.
+        backends: names for ``init_process_group``, as ``"cpu:gloo,sim:simccl"``.
+
+    Returns:
+        The extension: ``races()``, ``host_syncs()``, ``messages()``, ``clear_reports()``, ``allocated(device)``.
+    """
+    extension = _registered(backends)
+    extension.configure(devices, late, LIBRARY)
+    extension.clear_reports()
+    return extension
+
+
+@cache
+def _registered(backends: tuple[str, ...]) -> Any:
+    extension = compiled()
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _device_module(extension))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    for backend in backends:
+        dist.Backend.register_backend(backend, _builder(extension, backend), extended_api=True, devices=[NAME])
+    return extension
+
+
+def _builder(extension: Any, backend: str) -> Callable[[Any, Any], Any]:
+    def build(options: Any, _: Any) -> Any:
+        wire = ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+        folder = os.environ["SIMULATED_DEVICE_FOLDER"]
+        return extension.DeviceGroup(
+            options.group_rank, options.group_size, wire, backend, options.group_id, folder, options.timeout.total_seconds()
+        )
+
+    return build
+
+
+def _device_module(extension: Any) -> types.ModuleType:
+    module = types.ModuleType(f"torch.{NAME}")
+
+    def synchronize(device: Any = None) -> None:
+        torch.accelerator.synchronize(device)
+
+    def current_stream(device: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
+
+    module.__dict__.update(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=extension.device_count,
+        current_device=extension.current_device,
+        set_device=lambda device: extension.set_device(device if isinstance(device, int) else torch.device(device).index),
+        synchronize=synchronize,
+        current_stream=current_stream,
+        Stream=torch.Stream,
+        Event=torch.Event,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=extension.manual_seed,
+        manual_seed=extension.manual_seed,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    )
+    return module
