@@ -96,12 +96,18 @@ class ParameterTable:
         return next((param.device for param in self.params if param.device.type != "cpu"), torch.device("cpu"))
 
     def specs(self, active: Sequence[bool]) -> list[ParameterSpec]:
-        """The plan's input: the tensors as they are now, and which of them a step can change."""
+        """The plan's input: the tensors as they are now, and which of them a step can change.
+
+        Devices of a type are numbered as they appear: a plan must be the same on ranks that each have their own.
+        """
+        devices = list(dict.fromkeys(param.device for param in self.params))
+        numbers = [str([one for one in devices if one.type == device.type].index(device) or "") for device in devices]
+        names = {device: f"{device.type}{number}" for device, number in zip(devices, numbers, strict=True)}
         return [
             ParameterSpec(
                 numel=param.numel(),
                 nbytes=param.numel() * param.element_size(),
-                kind=f"{param.device}/{str(param.dtype).removeprefix('torch.')}",
+                kind=f"{names[param.device]}/{str(param.dtype).removeprefix('torch.')}",
                 active=is_active,
             )
             for param, is_active in zip(self.params, active, strict=True)
