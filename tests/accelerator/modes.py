@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -42,6 +43,7 @@ class Side:
     scaler: Any = None
     stream: Any = None
     averages: list[Tensor] = field(default_factory=list)
+    also: "Side | None" = None
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> None:
         """Forward and backward."""
@@ -196,6 +198,8 @@ class Mode:
         standalone: whether the optimizer is built by its class, without a hook.
         backend: of the device's memory.
         sets_device: whether the script calls ``set_device``.
+        joins: whether ranks have different numbers of batches, under `Join`.
+        models: how many there are, each with an optimizer.
     """
 
     name: str
@@ -207,12 +211,19 @@ class Mode:
     backend: str = "cpu:gloo,sim:simccl"
     sets_device: bool = True
     joins: bool = False
+    models: int = 1
 
     def build(self, ddp: DistributedDataParallel, setup: Setup) -> ZeroRedundancyOptimizer:
         """Our optimizer."""
         options = dict(self.options)
         if options.pop("groups_of", None):
             options["shard_group"] = _shard_group(setup, self.backend)
+        if options.pop("over_mesh", False):
+            mesh = DeviceMesh.from_group(ddp.process_group, "sim", mesh_dim_names=("data",))
+            parallel: ZeroRedundancyOptimizer = shard_optimizer(
+                ddp, torch.optim.AdamW, mesh=mesh, data_parallel_dim="data", lr=LR, fused=True, **options
+            )
+            return parallel
         if self.standalone:
             return ZeroRedundancyOptimizer(
                 ddp.parameters(), torch.optim.AdamW, process_group=ddp.process_group, lr=LR, fused=True, **options
@@ -275,6 +286,11 @@ MODES = [
     Mode("stage 2, checkpoint saved and loaded", {"stage": 2}, saved),
     Mode("stage 2, `mccl` without a CPU backend, no `set_device`", {"stage": 2}, backend="sim:mccl", sets_device=False),
     Mode("stage 2, `hccl`", {"stage": 2}, backend="cpu:gloo,sim:hccl"),
+    Mode("stage 1, `Join`", {}, joins=True),
+    Mode("stage 2, `Join`", {"stage": 2}, joins=True),
+    Mode("stage 2, two models", {"stage": 2}, models=2),
+    Mode("stage 1, over a mesh", {"over_mesh": True}),
+    Mode("stage 2, over a mesh, `max_grad_norm`", {"over_mesh": True, "stage": 2, "max_grad_norm": 0.05}, clipped_inside),
 ]
 GROUPS = Mode("stage 2, shard groups", {"stage": 2, "groups_of": 2})
 
@@ -335,23 +351,33 @@ def run(mode: Mode, setup: Setup, extension: Any, delays: bool = False) -> Repor
     extension.clear_reports()
     ddp = wrapped()
     masters = {p: nn.Parameter(p.detach().float()) for p in ddp.parameters()} if mode.options.get("master_weights") else {}
+
+    def plain_side() -> Side:
+        ddp = wrapped()
+        return Side(setup, device, ddp, torch.optim.AdamW(ddp.parameters(), lr=LR, fused=True), False)
+
     opt: Optimizer = torch.optim.AdamW(list(masters.values()) or list(ddp.parameters()), lr=LR, fused=True)
     reference = Side(setup, device, ddp, opt, False, masters)
-    expected = [_values(reference.ddp) for _ in _steps(mode, reference)]
+    if mode.models == 2:
+        reference.also = plain_side()
+    expected = [_values(reference) for _ in _steps(mode, reference)]
     extension.synchronize(-1)
     plain_races = extension.races()
 
     extension.clear_reports()
     ddp = wrapped()
     ours = Side(setup, device, ddp, mode.build(ddp, setup), True)
+    if mode.models == 2:
+        other = wrapped()
+        ours.also = Side(setup, device, other, mode.build(other, setup), True)
     found, first, messages, syncs = [], [], [], []
     for step in _steps(mode, ours, before_step=extension_marks(extension)):
         messages = [(kind, numel) for _, kind, _, numel in extension.messages()[_marks[0] :]]
         syncs = [(what, line) for what, line in extension.host_syncs()[_marks[1] :] if line]
         first = syncs if step == 0 else first
-        found.append(_values(ours.ddp))
+        found.append(_values(ours))
     races = extension.races()
-    if hasattr(ours.opt, "finish_sync"):
+    if "sync" in mode.options:
         ours.opt.finish_sync()
     extension.synchronize(-1)
     different = [
@@ -360,7 +386,7 @@ def run(mode: Mode, setup: Setup, extension: Any, delays: bool = False) -> Repor
         for index, (one, other) in enumerate(zip(*pair, strict=True))
         if not torch.equal(one.cpu(), other.cpu())
     ]
-    moved = all(not torch.equal(one, other.cpu()) for one, other in zip(before, found[-1], strict=True))
+    moved = all(not torch.equal(one, other.cpu()) for one, other in zip(before, found[-1], strict=False))
     return Report(races, different, moved, messages, syncs, plain_races, first)
 
 
@@ -377,13 +403,17 @@ def extension_marks(extension: Any) -> Callable[[], None]:
 def _steps(mode: Mode, side: Side, before_step: Callable[[], None] = lambda: None) -> Iterator[int]:
     count = STEPS + (side.setup.rank == 0 and mode.joins)
     data = list(batches(side.setup.rank, count))
-    with Join([side.ddp, side.opt] if side.is_ours else [side.ddp]) if mode.joins else contextlib.nullcontext():
+    joined: list[Any] = [side.ddp, side.opt] if side.is_ours else [side.ddp]
+    with Join(joined) if mode.joins else contextlib.nullcontext():
         for step, batch in enumerate(data):
             before_step()
             mode.loop(side, step, batch)
+            if side.also is not None:
+                mode.loop(side.also, step, batch)
             yield step
 
 
-def _values(ddp: DistributedDataParallel) -> list[Tensor]:
+def _values(side: Side) -> list[Tensor]:
     """Copies on the device, which wait for nothing."""
-    return [param.detach().clone() for param in ddp.parameters()]
+    own = [param.detach().clone() for param in side.ddp.parameters()]
+    return own if side.also is None else own + _values(side.also)

@@ -266,12 +266,17 @@ class Cases:
         decorated: Callable[..., None] = pytest.mark.parametrize("run", runs)(test)
         return decorated
 
+    @classmethod
+    def pool_of(cls, world_size: int) -> Pool:
+        """The ranks that stay, if there are so many; else new ones instead."""
+        if cls._pool is None or not cls._pool.is_open or cls._pool.world_size != world_size:
+            if cls._pool is not None:
+                cls._pool.close()
+            cls._pool = Pool(world_size)
+        return cls._pool
+
     def _run(self, body: Body, world_size: int) -> None:
-        pool = Cases._pool
-        if pool is None or not pool.is_open or pool.world_size != world_size:
-            if pool is not None:
-                pool.close()
-            pool = Cases._pool = Pool(world_size)
+        pool = Cases.pool_of(world_size)
         if self._around is None:
             pool.run(body, **self._timeouts)
         else:

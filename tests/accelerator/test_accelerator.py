@@ -1,0 +1,101 @@
+"""Every mode on the simulated accelerator: no races, DDP's numbers, and what each step sends and waits for."""
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from ddp_zero.backward.side_stream import SideStream
+from ddp_zero.comm.exchange import PaddedGather
+from ddp_zero.stage2.buffers import BufferPool
+from tests.accelerator import page, simulation
+from tests.accelerator.modes import GROUPS, MODES, Mode, Report, run
+from tests.multiproc.harness import Cases, Setup
+
+pytestmark = pytest.mark.skipif(simulation.missing() is not None, reason=str(simulation.missing()))
+
+_BY_NAME = {mode.name: mode for mode in (*MODES, GROUPS)}
+_WAYS = [(2, False), (2, True), (3, True), (4, False)]
+"""Numbers of ranks, and whether work runs as late as it may."""
+
+
+@cache
+def _compile() -> None:
+    simulation.compiled()  # here, not by all ranks at once while their time-outs run
+
+
+def _on_ranks(world_size: int, body: Callable[..., None], *args: object) -> None:
+    _compile()
+    Cases.pool_of(world_size).run(body, *args, timeout=120.0, group_timeout=60.0)
+
+
+def _train(setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None = None) -> Report:
+    # what torch says of any device that is not CUDA, and of a group without a backend for the CPU
+    warnings.filterwarnings("ignore", "Time stats are currently only collected")
+    warnings.filterwarnings("ignore", "No backend of type 0 found")
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")  # training on an own stream
+    os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
+    extension = simulation.load(4, is_late)
+    extension.drop(*(drop or ("", "")))
+    return run(_BY_NAME[name], setup, extension)
+
+
+def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:
+    report = _train(setup, name, is_late)
+    assert not report.plain_races, f"DDP with the plain optimizer: {report.plain_races[:3]}"
+    assert not report.races, "\n".join(report.races[:5])
+    assert not report.different, f"not DDP's numbers: {report.different[:5]}"
+    assert report.moved
+    if setup.world_size == 2 and setup.rank == 0 and not is_late:
+        assert page.row(_BY_NAME[name], report) in page.PAGE.read_text(), (
+            f"docs/accelerators.md does not have {page.row(_BY_NAME[name], report)!r}. `python -m tests.accelerator` "
+            f"writes it. Waited at {report.syncs}."
+        )
+
+
+@pytest.mark.parametrize(("world_size", "is_late"), _WAYS)
+@pytest.mark.parametrize("mode", [*MODES, GROUPS], ids=lambda mode: mode.name)
+def test_modes(mode: Mode, world_size: int, is_late: bool) -> None:
+    if mode is GROUPS and world_size != 4:
+        pytest.skip("two groups of two")
+    _on_ranks(world_size, _has_no_races, mode.name, is_late)
+
+
+# What each guard prevents: without it, the simulation reports races or the numbers differ.
+
+
+def _line_of(function: Callable[..., object], text: str) -> str:
+    """The place of a line of the library, as reports name it."""
+    lines, first = inspect.getsourcelines(function)
+    number = next(first + offset for offset, line in enumerate(lines) if text in line)
+    return f"{function.__code__.co_filename}:{number}".removeprefix(simulation.LIBRARY)
+
+
+_GUARDS = [
+    ("the user's stream joins the side stream", "wait", _line_of(SideStream.join, "wait_stream"), "stage 2, step after backward"),
+    ("the side stream waits for backward", "wait", _line_of(inspect.unwrap(SideStream.running), "wait_stream"), "stage 2, interleaved"),
+    ("a buffer's next use waits for its last", "wait", _line_of(BufferPool.lend, "wait_event"), "stage 2, interleaved"),
+]
+
+
+def _is_noticed(setup: Setup, mode: str, what: str, line: str) -> None:
+    eager = _train(setup, mode, False, (what, line))
+    assert eager.races, f"no race without {what} at {line}"
+    assert not eager.plain_races
+
+
+def _differs_when_late(setup: Setup, mode: str, what: str, line: str) -> None:
+    assert _train(setup, mode, True, (what, line)).different, f"DDP's numbers without {what} at {line}"
+
+
+@pytest.mark.parametrize(("what", "line", "mode"), [guard[1:] for guard in _GUARDS], ids=[guard[0] for guard in _GUARDS])
+def test_a_missing_guard_is_a_race(what: str, line: str, mode: str) -> None:
+    _on_ranks(2, _is_noticed, mode, what, line)
+
+
+def test_a_missing_join_is_a_wrong_number_when_work_is_late() -> None:
+    _on_ranks(2, _differs_when_late, _GUARDS[0][3], *_GUARDS[0][1:3])

@@ -1,0 +1,223 @@
+"""The simulated accelerator sees what it is for, and lets pass what is right."""
+
+import os
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.exchange import all_gather_native, reduce_scatter_native
+from tests.accelerator import simulation
+from tests.multiproc.harness import Cases, Setup, run_ranks_to_end
+
+pytestmark = pytest.mark.skipif(simulation.missing() is not None, reason=str(simulation.missing()))
+
+BACKEND = "cpu:gloo,sim:simccl"
+
+
+def _around(setup: Setup, body: Callable[[Setup, Any], None]) -> None:
+    warnings.filterwarnings("ignore", "No backend of type 0 found")
+    os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
+    extension = simulation.load(4)
+    extension.set_device(setup.rank)
+    body(setup, extension)
+    extension.synchronize(-1)
+
+
+case = Cases(_around)
+
+
+def _current() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+@case(1)
+def _a_read_that_nothing_orders_is_a_race(setup: Setup, sim: Any) -> None:
+    values, other = torch.zeros(100, device="sim"), torch.Stream("sim")
+    other.wait_stream(_current())
+    values.fill_(1)
+    with other:
+        values[:50].sum()
+    (race,) = sim.races()
+    assert "read by aten::sum" in race
+    assert "write by aten::fill_" in race
+    assert race.count(" at test_simulation.py:") == 2, "both places"
+    sim.clear_reports()
+    other.wait_stream(_current())
+    with other:
+        values.sum()
+    assert sim.races() == []
+
+
+@case(1)
+def _disjoint_bytes_are_no_race(setup: Setup, sim: Any) -> None:
+    values, other = torch.zeros(100, device="sim"), torch.Stream("sim")
+    other.wait_stream(_current())
+    values[:50].fill_(1)
+    with other:
+        values[50:].fill_(2)
+    assert sim.races() == []
+    with other:
+        values[49:51].fill_(3)
+    assert len(sim.races()) == 1
+
+
+def _freed_in_use(keeps: bool) -> None:
+    """Memory of the current stream, freed while another one reads it, and asked for again."""
+    other, values = torch.Stream("sim"), torch.ones(5000, device="sim")
+    other.wait_stream(_current())
+    with other:
+        total = values * 2
+    if keeps:
+        values.record_stream(other)
+    del values
+    torch.full((5000,), 7.0, device="sim")
+    _current().wait_stream(other)
+    assert total[0].item() == 2.0
+
+
+@case(1)
+def _memory_that_is_handed_out_too_early_is_a_race(setup: Setup, sim: Any) -> None:
+    _freed_in_use(keeps=False)
+    assert any("hands out memory that aten::mul" in race for race in sim.races())
+    sim.clear_reports()
+    _freed_in_use(keeps=True)
+    assert sim.races() == []
+
+
+@case(1)
+def _late_work_makes_a_race_a_wrong_number(setup: Setup, sim: Any) -> None:
+    for waits in (False, True):
+        sim.configure(4, True, simulation.LIBRARY)
+        values, other = torch.zeros(1000, device="sim"), torch.Stream("sim")
+        torch.accelerator.synchronize()
+        values.fill_(1)
+        if waits:
+            other.wait_stream(_current())
+        with other:
+            found = values.sum()
+        with other:
+            assert found.item() == (1000.0 if waits else 0.0)
+    assert len(sim.races()) == 1
+
+
+@case(1)
+def _pinned_copies_come_late(setup: Setup, sim: Any) -> None:
+    sim.configure(4, True, simulation.LIBRARY)
+    values = torch.arange(3.0, device="sim")
+    target = torch.full((3,), -1.0).pin_memory()
+    target.copy_(values, non_blocking=True)
+    done = _current().record_event()
+    assert target.tolist() == [-1.0, -1.0, -1.0]
+    done.synchronize()
+    assert target.tolist() == [0.0, 1.0, 2.0]
+    source = torch.ones(3).pin_memory()
+    copied = source.to("sim", non_blocking=True)
+    source.fill_(5)  # before the copy has read it
+    assert copied.tolist() == [5.0, 5.0, 5.0]
+
+
+@case(1)
+def _host_synchronisations_are_counted_with_their_line(setup: Setup, sim: Any) -> None:
+    values = torch.ones(3, device="sim")
+    sim.clear_reports()
+    values.sum().item()
+    values.tolist()
+    bool(values.any())
+    torch.equal(values, values)
+    values.cpu()
+    values.nonzero()
+    torch.zeros(3).to("sim")
+    torch.empty(3).copy_(values, non_blocking=True)  # to memory that is not pinned
+    found = [what for what, _ in sim.host_syncs()]
+    assert found == [
+        *("item", "blocking copy to the host", "item", "torch.equal", "blocking copy to the host", "aten::nonzero"),
+        *("blocking copy to the device", "blocking copy to the host"),
+    ], found
+    assert {line for _, line in sim.host_syncs()} == {""}
+    sim.clear_reports()
+    Communicator(dist.new_group([0], backend="sim:simccl")).all_gather_ints([3])
+    assert {line.split(":")[0] for _, line in sim.host_syncs()} == {"comm/communicator.py"}
+
+
+@case(2, 3)
+def _collectives_give_sums_in_rank_order(setup: Setup, sim: Any) -> None:
+    group = dist.new_group(list(range(setup.world_size)), backend=BACKEND)
+    ranks = range(setup.world_size)
+    rows = [torch.rand(6 * setup.world_size, generator=torch.Generator().manual_seed(rank)) for rank in ranks]
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    mine = rows[setup.rank].to(f"sim:{setup.rank}")
+    part, gathered = mine.new_empty(6), torch.empty_like(mine)
+    reduce_scatter_native(part, mine, group=group)
+    all_gather_native(gathered, part, group=group)
+    dist.all_reduce(mine, group=group)
+    assert torch.equal(mine.cpu(), total)
+    assert torch.equal(gathered.cpu(), total)
+    after, before = (setup.rank + 1) % setup.world_size, (setup.rank - 1) % setup.world_size
+    received = torch.empty_like(mine)
+    ours = dist.P2POp(dist.isend, mine + setup.rank, group=group, group_peer=after)
+    theirs = dist.P2POp(dist.irecv, received, group=group, group_peer=before)
+    for work in dist.batch_isend_irecv([ours, theirs]):
+        work.wait()
+    assert torch.equal(received.cpu(), total + before)
+    assert sim.races() == []
+    assert group._get_backend(mine.device).communicators() == 1
+
+
+@case(2)
+def _waiting_orders_streams_and_not_the_host(setup: Setup, sim: Any) -> None:
+    group = dist.new_group([0, 1], backend=BACKEND)
+    values = torch.ones(8, device=f"sim:{setup.rank}")
+    sim.clear_reports()
+    dist.all_reduce(values, group=group, async_op=True)
+    values.sum()
+    assert len(sim.races()) == 1, "it was not waited for"
+    sim.clear_reports()
+    dist.all_reduce(values, group=group, async_op=True).wait()
+    values.sum()
+    assert (sim.races(), sim.host_syncs()) == ([], [])
+
+
+@case(2)
+def _what_a_backend_does_not_do_is_refused(setup: Setup, sim: Any) -> None:
+    group = dist.new_group([0, 1], backend="sim:simccl")
+    values = torch.ones(8, 4, device=f"sim:{setup.rank}")
+    with pytest.raises(RuntimeError, match="contiguous"):
+        dist.all_reduce(values.t(), group=group)
+    with pytest.raises(RuntimeError, match="segments of one size"):
+        dist.all_gather([values.new_empty(3), values.new_empty(5)], values.view(-1)[:4], group=group)
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(3), group=group)
+    with pytest.raises((RuntimeError, ValueError)):
+        dist.send(values, group_dst=setup.rank, group=group)
+    dist.all_reduce(values, group=group)
+    with pytest.raises(RuntimeError, match="Expected device"):
+        dist.all_reduce(torch.ones(3, device=f"sim:{3 - setup.rank}"), group=group)
+
+
+@case.each
+def test_simulation(run: Callable[[], None]) -> None:
+    simulation.compiled()
+    run()
+
+
+def _differ(setup: Setup) -> None:
+    warnings.filterwarnings("ignore", "No backend of type 0 found")
+    os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
+    simulation.load(2)
+    group = dist.new_group([0, 1], backend=BACKEND, timeout=timedelta(seconds=20))
+    dist.all_reduce(torch.ones(4 + setup.rank, device=f"sim:{setup.rank}"), group=group)
+    torch.accelerator.synchronize()
+
+
+def test_ranks_that_issue_different_collectives_fail() -> None:
+    simulation.compiled()
+    outcomes = run_ranks_to_end(_differ, 2, timeout=60)
+    assert all("Expected the same collective on all ranks" in str(outcome.error) for outcome in outcomes)
