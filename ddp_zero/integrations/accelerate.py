@@ -70,22 +70,21 @@ def prepare(
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
         *others: what else to prepare, such as data loaders; of a function, such as
             ``functools.partial(StepLR, step_size=10)``, what it returns for the optimizer: a scheduler.
-        **options: of `ddp_zero.shard_optimizer`, among them those of ``optimizer_class``; but
-            ``parameters_as_bucket_view`` must be False: accelerate drops tensors that share memory from its files.
+        **options: of `ddp_zero.shard_optimizer`, among them those of ``optimizer_class``.
 
     Returns:
         The model, the optimizer, and the others, prepared.
 
     Raises:
         RuntimeError: in a job without DDP.
-        ValueError: for ``parameters_as_bucket_view=True``, or as `shard_optimizer` does.
+        ValueError: as `shard_optimizer` does.
         TypeError: for a scheduler, which belongs to an optimizer that was built before, or as `shard_optimizer` does.
     """
-    _check(accelerator, others, options)
+    _check(accelerator, others)
     handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
     accelerator.ddp_handler = replace(handler, gradient_as_bucket_view=True)
     prepared: nn.Module = accelerator.prepare_model(model)
-    zero = shard_optimizer(prepared, optimizer_class, **{**options, "parameters_as_bucket_view": False})
+    zero = shard_optimizer(prepared, optimizer_class, **options)
     opt = ShardedOptimizer(zero, device_placement=accelerator.device_placement, scaler=accelerator.scaler)
     opt._is_accelerate_prepared = True
     accelerator.prepare_optimizer(opt)  # which takes it up
@@ -107,16 +106,11 @@ def _is_function(one: Any) -> bool:
     return callable(one) and type(one).__name__ in ("function", "method")
 
 
-def _check(accelerator: Accelerator, others: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _check(accelerator: Accelerator, others: tuple[Any, ...]) -> None:
     if not str(accelerator.distributed_type).rpartition(".")[2].startswith("MULTI_"):
         raise RuntimeError(
             f"Expected an accelerator of several processes with DDP, got {accelerator.distributed_type}. Start the job "
             "with torchrun or accelerate launch, or use the plain optimizer."
-        )
-    if options.get("parameters_as_bucket_view"):
-        raise ValueError(
-            "Expected parameters_as_bucket_view=False with accelerate, got True: save_model would drop all but one of "
-            "the parameters in a flat storage from its file. Leave it out."
         )
     for one in others:
         if isinstance(one, LRScheduler | Optimizer):

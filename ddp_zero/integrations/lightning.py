@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, checkpoint, compact
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint
 
 _SHARDED = {"ddp_zero": "the state is in the folder next to this file"}
 
@@ -84,11 +84,6 @@ class ZeroDDPStrategy(DDPStrategy):
             plugin.clip_gradients = partial(_clip, plugin.clip_gradients)
 
     # Checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's weights, in memory of their own."""
-        state: dict[str, Any] = compact(super().lightning_module_state_dict())
-        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What stands for the state in Lightning's file."""
