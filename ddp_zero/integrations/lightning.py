@@ -148,6 +148,8 @@ def _clip(
         return
     if gradient_clip_algorithm == GradClipAlgorithmType.NORM and isinstance(inner, ZeroRedundancyOptimizer):
         inner.clip_grad_norm_(clip_val)
+    elif gradient_clip_algorithm == GradClipAlgorithmType.VALUE and isinstance(inner, ZeroRedundancyOptimizer):
+        inner.clip_grad_value_(clip_val)
     else:
         plain(optimizer, clip_val, gradient_clip_algorithm)
 

@@ -39,6 +39,35 @@ _TENSORS_OF_A_TENSOR = [getattr(Tensor, name) for name in ("data", "_base", "rea
 """Properties through which values could be read or written."""
 
 
+_READ = "opt.full_grad(param) gets it on every rank; opt.owned_gradients() is what this rank steps."
+_CHANGE = (
+    "opt.owned_gradients() is what this rank steps, to change in place before opt.step(); opt.clip_grad_value_(value) "
+    "limits every element."
+)
+_NORM = (
+    "A norm of the gradients here would be partial; opt.clip_grad_norm_(max_norm) clips by the norm of all and returns "
+    "it."
+)
+_CHECK = (
+    "nonfinite='raise' or 'skip' checks the gradients of all ranks in the step; opt.owned_gradients() is what this "
+    "rank steps."
+)
+
+
+def _advice(function: str, is_target: bool) -> str:
+    """The way to do with this optimizer what a torch function would have done with the gradient.
+
+    Args:
+        function: its name.
+        is_target: whether its first argument is the gradient, or a list with it: what functions in place change.
+    """
+    if "norm" in function:
+        return _NORM
+    if function in ("isfinite", "isnan", "isinf"):
+        return _CHECK
+    return _CHANGE if is_target and function.endswith("_") and function != "__get__" else _READ
+
+
 class AbsentGradient(Tensor):
     """A gradient that is not on this rank; any computation with it raises `RuntimeError` with reason and remedy.
 
@@ -79,7 +108,8 @@ class AbsentGradient(Tensor):
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale_present(func, *args)
         absent = next(among(AbsentGradient, [args, kwargs]))  # torch calls this only if an argument is one
-        return absent.refuse()
+        is_target = next(among(AbsentGradient, args[:1]), None) is not None
+        return absent.refuse(_advice(func.__name__, is_target))
 
     def zero_part(self) -> None:
         """Count that it was set to zero, and set to zero what this rank has of it."""
@@ -115,9 +145,9 @@ class AbsentGradient(Tensor):
             _SET_DATA(self, moved)
         self.part = moved.part
 
-    def refuse(self) -> NoReturn:
-        """Raise `RuntimeError` with the reason and the line that used the gradient."""
-        raise RuntimeError(f"{self._reason} The line to change: {_line_outside()}.")
+    def refuse(self, advice: str = _READ) -> NoReturn:
+        """Raise `RuntimeError` with the reason, a remedy and the line that used the gradient."""
+        raise RuntimeError(f"{self._reason} {advice} The line to change: {_line_outside()}.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The reason, without values."""

@@ -91,6 +91,7 @@ PREPARED = {
 RECIPES: dict[str, dict[str, Any]] = {
     "train": {},
     "clip": {"clip": 0.05},
+    "clip values": {"clip_value": 0.01},
     "accumulate": {"accumulate": 2},
     "clip and accumulate": {"clip": 0.05, "accumulate": 3},
     "bf16": {"precision": "bf16", "clip": 0.05},
@@ -104,6 +105,7 @@ def trained(
     prepares: Preparing,
     *,
     clip: float | None = None,
+    clip_value: float | None = None,
     accumulate: int = 1,
     precision: str = "no",
     init_scale: float = 1024.0,
@@ -129,6 +131,8 @@ def trained(
             norm = None
             if accelerator.sync_gradients and clip is not None:
                 norm = accelerator.clip_grad_norm_(model.parameters(), clip)
+            if accelerator.sync_gradients and clip_value is not None:
+                accelerator.clip_grad_value_(model.parameters(), clip_value)
             opt.step()
             scheduler.step()
             opt.zero_grad()

@@ -93,6 +93,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate_grad_batches": 2},
     "clip and accumulate": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3},
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.05},
+    "clip values": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "without validation": {"validates": False},
     "clip and accumulate, without validation": {
         "gradient_clip_val": 0.05,

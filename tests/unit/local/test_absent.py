@@ -48,6 +48,9 @@ COMPUTATIONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "norm": lambda _, grad: grad.norm(),
     "add": lambda _, grad: 1 + grad,
     "in place": lambda _, grad: grad.mul_(2),
+    "set item": lambda _, grad: grad.__setitem__(0, 1.0),
+    "add to": lambda _, grad: torch.ones(4, 3).add_(grad),
+    "data": lambda _, grad: grad.data.mul_(2),
     "item": lambda _, grad: grad[0, 0].item(),
     "clone": lambda _, grad: grad.clone(),
     "detach": lambda _, grad: grad.detach(),
@@ -60,6 +63,31 @@ COMPUTATIONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "AdamW fused": lambda model, _: torch.optim.AdamW(model.parameters(), fused=True).step(),
     "AdamW foreach": lambda model, _: torch.optim.AdamW(model.parameters(), foreach=True).step(),
 }
+
+
+ADVICE = {
+    "clip_grad_norm_": r"opt.clip_grad_norm_\(max_norm\) clips by the norm of all",
+    "clip_grad_norm_ foreach": r"opt.clip_grad_norm_\(max_norm\) clips by the norm of all",
+    "norm": r"opt.clip_grad_norm_\(max_norm\) clips by the norm of all",
+    "clip_grad_value_": r"opt.clip_grad_value_\(value\) limits every element",
+    "in place": r"opt.owned_gradients\(\) is what this rank steps, to change in place",
+    "set item": r"opt.owned_gradients\(\) is what this rank steps, to change in place",
+    "isfinite": "nonfinite='raise' or 'skip'",
+    "detach": r"opt.full_grad\(param\) gets it on every rank",
+    "add": r"opt.full_grad\(param\) gets it on every rank",
+    "add to": r"opt.full_grad\(param\) gets it on every rank",
+    "data": r"opt.full_grad\(param\) gets it on every rank; opt.owned_gradients",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_the_advice_fits_the_call(name: str) -> None:
+    model = layer()
+    assert model.weight.grad is not None
+    with pytest.raises(
+        RuntimeError, match=f"the reason of weight .*{ADVICE[name]}.* The line to change: .*test_absent"
+    ):
+        COMPUTATIONS[name](model, model.weight.grad)
 
 
 @pytest.mark.parametrize("name", COMPUTATIONS)
