@@ -12,7 +12,6 @@ from ddp_zero.record.flight import record_to
 from ddp_zero.shard import shard_optimizer, wrap
 from ddp_zero.shardable import check_shardable
 from ddp_zero.step.record import StepRecord, StepRegime
-from ddp_zero.sync.compacting import compact
 
 __all__ = [
     "DynamicLossScale",
@@ -23,7 +22,6 @@ __all__ = [
     "StepRegime",
     "ZeroRedundancyOptimizer",
     "check_shardable",
-    "compact",
     "elementwise",
     "estimate",
     "hook_with_zero_step",

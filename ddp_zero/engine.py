@@ -77,6 +77,7 @@ class Engine:
         self.decision = Decision(sharded, options)
         self.hook: OverlapHook | None = None
         self.passes = ForwardPasses(weakly(self._before_forward))
+        self.passes.checks.append(self.decision.owned_edits.forget_dropped)
         self.overlaps = overlaps
         self.waits_because: str | None = None
         self._optimizer = weakref.ref(optimizer)
@@ -329,11 +330,9 @@ class Engine:
     def check_averaged(self) -> None:
         """Check that ``param.grad`` is the same on every rank, see `check_reduced`; not under Join."""
         hook = self.hook
-        if self.joins:
+        if self.joins or self.decision.owned_edits.hold(self.sharded.table):
             return
-        is_local = self.passes.last_is_local
-        if self.is_partitioned:
-            is_local = hook is not None and hook.has_only_local()
+        is_local = (hook is not None and hook.has_only_local()) if self.is_partitioned else self.passes.last_is_local
         check_reduced(self.sharded, self.passes, is_local=is_local, has_hook=hook is not None)
 
     def check_before_step(self, what: str) -> None:

@@ -20,7 +20,7 @@ from ddp_zero.comm.ranks import arrange
 from ddp_zero.elements.elementwise import check_elementwise
 from ddp_zero.engine import Engine
 from ddp_zero.forwarding import attribute_of_inner
-from ddp_zero.gradient_access import accumulating, clip_grad_norm, full_grad
+from ddp_zero.gradient_access import accumulating, clip_grad_norm, clip_grad_value, full_grad, owned_gradients
 from ddp_zero.information import Information
 from ddp_zero.insight.stats import Stats
 from ddp_zero.local.arguments import (
@@ -349,6 +349,36 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
             RuntimeError: if gradients were used by a step inside backward or not averaged; see ``error_if_nonfinite``.
         """
         return clip_grad_norm(self._engine, max_norm, norm_type, error_if_nonfinite, parameters)
+
+    def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
+        """As `torch.nn.utils.clip_grad_value_`, between backward and step: every element to at most ``clip_value``.
+
+        As with `clip_grad_norm_`, it must be called from the first step on. With ``loss_scale=`` the limit is that of
+        unscaled gradients, and elements that are not finite stay as they are.
+
+        Args:
+            clip_value: the largest absolute value.
+            parameters: some of the optimizer's parameters; None: all.
+
+        Raises:
+            ValueError: for a parameter that is not in the optimizer.
+            RuntimeError: if gradients were used by a step inside backward; in stage 2 under Join.
+        """
+        clip_grad_value(self._engine, clip_value, parameters)
+
+    def owned_gradients(self) -> Mapping[Tensor, Tensor]:
+        """The averaged gradients that this rank steps, by parameter, to read and to change in place before the step.
+
+        Each is what the step uses: of the parameter's shape, or 1-D of this rank's part of one that is cut; fp32 where
+        a master is stepped by a sum in fp32; times the loss scale, before ``max_grad_norm``. Call it on every rank, as
+        `clip_grad_norm_` from the first step on, and again after each backward pass. Owners in different shard groups
+        must make the same changes.
+
+        Raises:
+            RuntimeError: if gradients were used by a step inside backward or not averaged; under Join. In stage 1 a
+                later step raises if other code, or a backward pass, has changed gradients in between.
+        """
+        return owned_gradients(self._engine)
 
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The whole averaged gradient of a parameter, on every rank. A collective in stage 2.

@@ -44,6 +44,7 @@ SITUATIONS_2 = _STAGE_2 + "test_what_holds_for_stage_1_holds_for_stage_2"
 MEMORY_2 = _STAGE_2 + "test_a_step_holds_three_bucket_buffers_and_its_own_shard_only_where_the_step_waits"
 WIRE_2 = _STAGE_2 + "test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes"
 STAGE_2 = _STAGE_2 + "test_stage_2"
+OWNED_GRADIENTS = _HERE + "test_owned_gradients.py::test_owned_gradients"
 ELEMENTS = _HERE + "test_elements.py::test_elements"
 EIGHT = _HERE + "test_elements.py::test_eight_ranks_share_one_large_parameter_within_two_percent"
 CHECKPOINTS_OF_PARTS = _HERE + "test_elements.py::test_checkpoints_fit_any_partition_and_any_number_of_ranks"
@@ -131,6 +132,7 @@ FEATURES: list[tuple[str, str, str]] = [
         STAGE_2,
     ),
     ("... a partial norm of the gradients is refused, with the remedy", YES, STAGE_2),
+    ("Gradients changed element by element: `opt.owned_gradients()`, `opt.clip_grad_value_()`", YES, OWNED_GRADIENTS),
     ('`partition="elements"`: cut parameters in both stages, bit-equal, with the plain state dict', YES, ELEMENTS),
     ("... state and messages within 2% of 1/8 where one parameter is 90% of the model", YES, EIGHT),
     (

@@ -7,6 +7,7 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.futures import Future
@@ -107,6 +108,9 @@ class Gradients(Protocol):
 
     def exact(self, index: int) -> Tensor | None:
         """The same in the dtype of its sum, or None if that is the parameter's."""
+
+    def editable(self, index: int) -> Tensor | None:
+        """What the step will use of an owned gradient, for users to change in place; None if it has none."""
 
     def reset(self) -> None:
         """Drop the iteration without waiting for other ranks."""
@@ -237,6 +241,10 @@ class WholeGradients:
         """DDP sums in the parameter's dtype."""
         return None
 
+    def editable(self, index: int) -> Tensor | None:
+        """See `owned_alias`."""
+        return owned_alias(self._sharded, index)
+
     def reset(self) -> None:
         """Nothing is held."""
 
@@ -253,6 +261,17 @@ class WholeGradients:
     def buffer_bytes(self) -> tuple[int, int]:
         """None: buckets are DDP's."""
         return 0, 0
+
+
+@torch.no_grad()
+def owned_alias(sharded: ShardedStep, index: int) -> Tensor | None:
+    """What this rank owns of a gradient that every rank has, with a version counter of its own; see `OwnedEdits`."""
+    param = sharded.table.params[index]
+    if param.grad is None:
+        return None
+    if sharded.stepped.part(index) is not None and param.grad.stride() != param.stride():
+        param.grad = torch.empty_like(param).copy_(param.grad)  # else the part would be one of a copy
+    return sharded.stepped.own_part(index, param.grad.data)
 
 
 def watching(watch: LocalWatch, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:

@@ -2,8 +2,8 @@
 
 The file is a sequence of `torch.save` archives, one per tensor, which is the format of
 `torch.distributed.checkpoint.FileSystemWriter`, so DCP's own tools read it. That writer itself is not used: it keeps
-every tensor that it had to copy, from a GPU or out of flat storage, until the file is complete. Reading does not
-unpickle: it reads the elements directly, at the offset recorded when they were written.
+every tensor that it had to copy, from a GPU, until the file is complete. Reading does not unpickle: it reads the
+elements directly, at the offset recorded when they were written.
 """
 
 import hashlib

@@ -19,7 +19,6 @@ from ddp_zero.comm.tracing import logger
 from ddp_zero.deepspeed.params import full_fp32_param
 from ddp_zero.dsconfig.config import Config
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.sync.compacting import compact
 
 PathLike = str | os.PathLike[str]
 
@@ -219,7 +218,7 @@ def save_weights(
     with Agreement(comm, "saving the model's weights"):
         if comm.group_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(compact(weights), Path(save_dir) / filename)
+            torch.save(weights, Path(save_dir) / filename)
     return True
 
 

@@ -59,7 +59,8 @@ def prepare(
     """As ``accelerator.prepare``, with an optimizer that is built here and sharded over the ranks.
 
     The model is wrapped with ``gradient_as_bucket_view=True``. In stage 2 ``accelerator.clip_grad_norm_`` clips by the
-    norm of all gradients, from the first step on; ``max_grad_norm=`` clips inside the step.
+    norm of all gradients and ``accelerator.clip_grad_value_`` what each rank owns, both from the first step on;
+    ``max_grad_norm=`` clips inside the step.
     ``accelerator.save_state`` and ``load_state`` write and read model and optimizer as a sharded checkpoint, which any
     number of ranks loads, as a folder ``zero_<number>`` in theirs, next to the files of weights that they write
     anyway. A folder that was saved with the plain optimizer is loaded as well. A collective.
@@ -70,22 +71,21 @@ def prepare(
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
         *others: what else to prepare, such as data loaders; of a function, such as
             ``functools.partial(StepLR, step_size=10)``, what it returns for the optimizer: a scheduler.
-        **options: of `ddp_zero.shard_optimizer`, among them those of ``optimizer_class``; but
-            ``parameters_as_bucket_view`` must be False: accelerate drops tensors that share memory from its files.
+        **options: of `ddp_zero.shard_optimizer`, among them those of ``optimizer_class``.
 
     Returns:
         The model, the optimizer, and the others, prepared.
 
     Raises:
         RuntimeError: in a job without DDP.
-        ValueError: for ``parameters_as_bucket_view=True``, or as `shard_optimizer` does.
+        ValueError: as `shard_optimizer` does.
         TypeError: for a scheduler, which belongs to an optimizer that was built before, or as `shard_optimizer` does.
     """
-    _check(accelerator, others, options)
+    _check(accelerator, others)
     handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
     accelerator.ddp_handler = replace(handler, gradient_as_bucket_view=True)
     prepared: nn.Module = accelerator.prepare_model(model)
-    zero = shard_optimizer(prepared, optimizer_class, **{**options, "parameters_as_bucket_view": False})
+    zero = shard_optimizer(prepared, optimizer_class, **options)
     opt = ShardedOptimizer(zero, device_placement=accelerator.device_placement, scaler=accelerator.scaler)
     opt._is_accelerate_prepared = True
     accelerator.prepare_optimizer(opt)  # which takes it up
@@ -93,6 +93,7 @@ def prepare(
     rest = accelerator.prepare(*made) if made else ()
     if zero.stage == 2:
         accelerator.clip_grad_norm_ = partial(_clip, accelerator, zero, accelerator.clip_grad_norm_)
+        accelerator.clip_grad_value_ = partial(_clip_value, accelerator, zero, accelerator.clip_grad_value_)
     name = f"zero_{accelerator._optimizers.index(opt)}"
     accelerator.register_save_state_pre_hook(partial(_save, prepared, opt, name))
     accelerator.register_load_state_pre_hook(partial(_load, prepared, opt, name))
@@ -107,16 +108,11 @@ def _is_function(one: Any) -> bool:
     return callable(one) and type(one).__name__ in ("function", "method")
 
 
-def _check(accelerator: Accelerator, others: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _check(accelerator: Accelerator, others: tuple[Any, ...]) -> None:
     if not str(accelerator.distributed_type).rpartition(".")[2].startswith("MULTI_"):
         raise RuntimeError(
             f"Expected an accelerator of several processes with DDP, got {accelerator.distributed_type}. Start the job "
             "with torchrun or accelerate launch, or use the plain optimizer."
-        )
-    if options.get("parameters_as_bucket_view"):
-        raise ValueError(
-            "Expected parameters_as_bucket_view=False with accelerate, got True: save_model would drop all but one of "
-            "the parameters in a flat storage from its file. Leave it out."
         )
     for one in others:
         if isinstance(one, LRScheduler | Optimizer):
@@ -136,11 +132,9 @@ def _clip(
 ) -> Any:
     """As ``Accelerator.clip_grad_norm_``: by the optimizer, where the gradients are sharded."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    known = zero._engine.sharded.table.index_of
-    own = [param for param in given if param in known]
+    own, foreign = _own_of(zero, given)
     if not own:
         return plain(given, max_norm, norm_type)
-    foreign = [param for param in given if param not in known and param.grad is not None]
     if foreign:
         raise ValueError(
             f"Expected parameters of one sharded optimizer, got {len(foreign)} with a gradient that are not in it. "
@@ -148,6 +142,29 @@ def _clip(
         )
     accelerator.unscale_gradients()
     return zero.clip_grad_norm_(max_norm, norm_type, parameters=own)
+
+
+def _clip_value(
+    accelerator: Accelerator,
+    zero: ZeroRedundancyOptimizer,
+    plain: Callable[..., None],
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+) -> None:
+    """As ``Accelerator.clip_grad_value_``: by the optimizer, where the gradients are sharded."""
+    own, foreign = _own_of(zero, [parameters] if isinstance(parameters, Tensor) else list(parameters))
+    if foreign:
+        plain(foreign, clip_value)  # which unscales
+    else:
+        accelerator.unscale_gradients()
+    zero.clip_grad_value_(clip_value, own)
+
+
+def _own_of(zero: ZeroRedundancyOptimizer, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that are in the optimizer, and the others that have a gradient."""
+    known = zero._engine.sharded.table.index_of
+    own = [param for param in params if param in known]
+    return own, [param for param in params if param not in known and param.grad is not None]
 
 
 def _save(model: nn.Module, opt: ShardedOptimizer, name: str, models: Any, weights: Any, folder: str) -> None:

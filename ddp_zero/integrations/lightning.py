@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, checkpoint, compact
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint
 
 _SHARDED = {"ddp_zero": "the state is in the folder next to this file"}
 
@@ -85,11 +85,6 @@ class ZeroDDPStrategy(DDPStrategy):
 
     # Checkpoints
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's weights, in memory of their own."""
-        state: dict[str, Any] = compact(super().lightning_module_state_dict())
-        return state
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What stands for the state in Lightning's file."""
         return dict(_SHARDED)
@@ -153,6 +148,8 @@ def _clip(
         return
     if gradient_clip_algorithm == GradClipAlgorithmType.NORM and isinstance(inner, ZeroRedundancyOptimizer):
         inner.clip_grad_norm_(clip_val)
+    elif gradient_clip_algorithm == GradClipAlgorithmType.VALUE and isinstance(inner, ZeroRedundancyOptimizer):
+        inner.clip_grad_value_(clip_val)
     else:
         plain(optimizer, clip_val, gradient_clip_algorithm)
 

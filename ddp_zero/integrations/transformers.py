@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.training_args import ParallelMode
 
-from ddp_zero import ZeroRedundancyOptimizer, checkpoint, compact
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint
 from ddp_zero.checkpoint.optimizers import unwrapped
 from ddp_zero.deepspeed.trainer import TrainerConfig
 from ddp_zero.integrations.accelerate import ShardedOptimizer
@@ -197,11 +197,6 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     # Checkpoints
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and self.args.should_save:  # in flat storage, tensors would look shared to safetensors
-            state_dict = compact(self.model.state_dict())
-        super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / FOLDER

@@ -1,14 +1,19 @@
-"""Gradients as the inner optimizer gets them: times the factors of a step, or copied to where memory begins.
+"""Gradients as the inner optimizer gets them: times the factors of a step, copied to where memory begins, or changed.
 
-``param.grad`` stays as it is.
+Factors and copies leave ``param.grad`` as it is. Users may change what a rank owns; in stage 1 every other rank keeps
+what was averaged. From then on a gradient counts on its owner only: norms are gathered from owners, and of a parameter
+that is cut each owner takes its own part. Nothing else may change gradients before the step: DDP, for one, would
+average what the owner has changed with what the others have not.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ddp_zero.local.masters import GradientSource, SteppedTensors
+from ddp_zero.local.parameters import ParameterTable
 
 ALIGNMENT = 64
 """Bytes: where CPU allocations begin; CUDA's begin at multiples of it."""
@@ -80,6 +85,80 @@ class AlignedGradients:
     def exact(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, if that differs."""
         return _aligned(self._source.exact(index))
+
+
+class _Noted(NamedTuple):
+    """A parameter, and address and version of its gradient at a moment."""
+
+    param: Tensor
+    address: int
+    version: int
+
+
+class OwnedEdits:
+    """Notes gradients when users get what this rank owns of them, as aliases with version counters of their own."""
+
+    def __init__(self) -> None:
+        self._noted: list[_Noted] = []
+
+    def note(self, params: Sequence[Tensor]) -> None:
+        """Gradients are as they should be: from now on any change that is not made through an alias is wrong."""
+        grads = [(param, param.grad) for param in params]
+        self._noted = [_Noted(param, grad.data_ptr(), grad._version) for param, grad in grads if grad is not None]
+
+    def forget(self) -> None:
+        """Forget gradients that were used or dropped."""
+        self._noted = []
+
+    def forget_dropped(self) -> None:
+        """Before a forward pass: forget gradients that were set to None without the optimizer."""
+        self._noted = [noted for noted in self._noted if noted.param.grad is not None]
+
+    @property
+    def are_made(self) -> bool:
+        """Whether gradients may have been changed on their owners alone."""
+        return bool(self._noted)
+
+    def hold(self, table: ParameterTable) -> bool:
+        """As `are_made`, after a check that nothing else has changed gradients since. Alike on every rank.
+
+        Raises:
+            RuntimeError: naming the first parameter whose gradient was changed.
+        """
+        for param, *mark in self._noted:
+            grad = param.grad
+            if grad is not None and [grad.data_ptr(), grad._version] != mark:
+                raise RuntimeError(
+                    "Expected no other change of gradients between opt.owned_gradients() and opt.step(), got one of "
+                    f"{table.label(table.index_of[param])}, by a backward pass, GradScaler.unscale_ or code over "
+                    "param.grad. What opt.owned_gradients() has changed is on its owner only (stage 1), and they would "
+                    "mix it with other ranks' gradients. Call opt.owned_gradients() after them; opt.clip_grad_norm_ "
+                    "and opt.clip_grad_value_ also work after it. To drop gradients, call opt.zero_grad()."
+                )
+        return self.are_made
+
+    def source(self, source: GradientSource, stepped: SteppedTensors) -> GradientSource:
+        """Where a step finds gradients: if owners have changed theirs, no more than each owns of a cut parameter."""
+        return _OwnParts(source, stepped) if self.are_made else source
+
+
+class _OwnParts:
+    """Gradients of which a rank sees nothing but what it owns."""
+
+    def __init__(self, source: GradientSource, stepped: SteppedTensors) -> None:
+        self._source = source
+        self._stepped = stepped
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient, 1-D of this rank's part if the parameter is cut."""
+        return self._own(index, self._source.gradient(index))
+
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of the sum, if that differs."""
+        return self._own(index, self._source.exact(index))
+
+    def _own(self, index: int, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else self._stepped.own_part(index, grad)
 
 
 def _aligned(grad: Tensor | None) -> Tensor | None:

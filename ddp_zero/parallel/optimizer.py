@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -235,31 +236,33 @@ class ParallelOptimizer(Refused, Optimizer):
     ) -> Tensor:
         """Clip the norm of the whole model's gradients, between backward and step. A collective.
 
-        See `ZeroRedundancyOptimizer.clip_grad_norm_`.
-
-        Args:
-            max_norm: the largest norm.
-            norm_type: order of the p-norm; ``inf`` for the largest absolute value.
-            error_if_nonfinite: raise if the norm is not finite.
-            parameters: some of this rank's parameters, or none; the other ranks pass the corresponding ones. None: all.
-
-        Returns:
-            The norm before clipping, the same on every rank.
+        See `ZeroRedundancyOptimizer.clip_grad_norm_`. Of ``parameters`` each rank passes its own, or none.
         """
         self._average()
-        chosen = [parameters] if isinstance(parameters, Tensor) else parameters
-        wanted = None if chosen is None else [self._stepped_for[param] for param in chosen]
-        clips = []
-        for member in self.members:
-            index_of = member._engine.sharded.table.index_of
-            own = None if wanted is None else [param for param in wanted if param in index_of]
-            clips.append(partial(member.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite, own))
+        wanted = zip(self.members, self._by_member(parameters), strict=True)
+        clips = [partial(one.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite, own) for one, own in wanted]
         try:
             total: Tensor = self._council.run(clips)[0]
         except Exception as error:
             self._assembly.tell(error)
             raise
         return total
+
+    def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
+        """Limit every element of gradients; see `ZeroRedundancyOptimizer.clip_grad_value_`. A collective."""
+        self._average()
+        for member, own in zip(self.members, self._by_member(parameters), strict=True):
+            member.clip_grad_value_(clip_value, own)
+
+    def owned_gradients(self) -> Mapping[Tensor, Tensor]:
+        """The gradients that this rank steps, by the parameter given; see `ZeroRedundancyOptimizer.owned_gradients`.
+
+        Of a distributed tensor that is of this rank's shard. A collective.
+        """
+        self._average()
+        given = {stepped: param for param, stepped in self._stepped_for.items()}
+        owned = [member.owned_gradients().items() for member in self.members]
+        return MappingProxyType({given[param]: grad for items in owned for param, grad in items})
 
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The averaged gradient of a parameter, whole as this rank holds it; see `ZeroRedundancyOptimizer.full_grad`.
@@ -287,6 +290,15 @@ class ParallelOptimizer(Refused, Optimizer):
     def last_step(self) -> StepRecord | None:
         """The record of the last step, of the first member; None before the first."""
         return self._last_step
+
+    def _by_member(self, parameters: Tensor | Iterable[Tensor] | None) -> list[list[Tensor] | None]:
+        """What each member steps of some parameters; None for all."""
+        chosen = [parameters] if isinstance(parameters, Tensor) else parameters
+        if chosen is None:
+            return [None] * len(self.members)
+        stepped = [self._stepped_for[param] for param in chosen]
+        tables = [member._engine.sharded.table for member in self.members]
+        return [[param for param in stepped if param in table.index_of] for table in tables]
 
     def _average(self) -> None:
         average_together(self._assembly, self.members, self._averages)

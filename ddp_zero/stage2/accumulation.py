@@ -127,6 +127,13 @@ class SummedGradients(WholeGradients):
         grad = self._sharded.table.params[index].grad
         return None if grad is None else self._visible.exact(grad)
 
+    def editable(self, index: int) -> Tensor | None:
+        """The sum, where the step uses that, or what ``param.grad`` shows."""
+        held = self._visible.editable(index)
+        if held is None or held is self._sharded.table.params[index].grad:
+            return super().editable(index)
+        return self._sharded.stepped.own_part(index, held)
+
     def reset(self) -> None:
         """Drop the iteration."""
         self.close()

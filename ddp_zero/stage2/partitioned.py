@@ -199,6 +199,10 @@ class PartitionedGradients:
         grad = self.gradient(index)
         return None if grad is None else self._visible.exact(grad)
 
+    def editable(self, index: int) -> Tensor | None:
+        """The gradient or its sum, or this rank's part of it."""
+        return self._visible.editable(index)
+
     def reset(self) -> None:
         """Drop the iteration; peers may still write into what was in flight."""
         self._arrivals.clear()

@@ -9,6 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ddp_zero.comm.reduction import sum_dtype
 from ddp_zero.elements.memory import whole_of
 from ddp_zero.local.absent import AbsentGradient, absent_gradient, on_this_rank
+from ddp_zero.local.masters import rounds_to
 from ddp_zero.plan.ownership import home, is_cut
 from ddp_zero.stage2.bucket import Workshop
 from ddp_zero.step.sharded_step import ShardedStep
@@ -28,6 +29,7 @@ class VisibleGradients:
         self._workshop = workshop
         self._sharded = workshop.sharded
         self._shown = WeakTensorKeyDictionary()  # exact sums of the library's tensors in param.grad
+        self._lent = WeakTensorKeyDictionary()  # versions of exact sum and gradient when a user got the former
         self._showing: set[int] = set()  # parameters with such a grad, unless users have replaced it
         self._standing_in: set[int] = set()  # parameters with an `AbsentGradient`, unless users have dropped it
         self._mixed: set[int] = set()  # parameters with an average to which a pass that was not reduced has added
@@ -72,9 +74,48 @@ class VisibleGradients:
             self.hide(index, was_consumed=False)
 
     def exact(self, grad: Tensor) -> Tensor | None:
-        """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since."""
+        """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since.
+
+        If the user has changed the sum instead (see `editable`), the gradient is made to show that.
+
+        Raises:
+            RuntimeError: if both were changed, or one without a trace.
+        """
         exact: Tensor | None = self._shown.get(grad)
-        return None if exact is None else _still_exact(exact, grad)
+        if exact is None or not (self._lent and grad in self._lent):
+            return None if exact is None else _still_exact(exact, grad)
+        if not (rounds_to(exact, grad) or self._takes_up_edit(exact, grad)):
+            return None
+        self._lent[grad] = exact._version, grad._version
+        return exact
+
+    def editable(self, index: int) -> Tensor | None:
+        """What the step will use of a gradient that this rank owns, for users to change in place; None if it has none.
+
+        A master is stepped by the exact sum.
+        """
+        grad = self._sharded.table.params[index].grad
+        held = None if grad is None else on_this_rank(grad)
+        exact = self.exact(held) if held is not None and self._sharded.stepped.wants_master(index) else None
+        if exact is not None:
+            self._lent[held] = exact._version, held._version  # type: ignore[union-attr]
+        return held if exact is None else exact
+
+    def _takes_up_edit(self, exact: Tensor, grad: Tensor) -> bool:
+        """Show the exact sum, which differs, if that is what the user has changed."""
+        versions = self._lent.get(grad)
+        if versions is None:
+            return False
+        sum_changed, grad_changed = exact._version != versions[0], grad._version != versions[1]
+        if sum_changed and not grad_changed:
+            grad.data.copy_(exact)  # counts no version: it is no change of the user's
+        elif sum_changed or not (grad_changed or rounds_to(exact, grad)):  # a NaN differs from itself
+            raise RuntimeError(
+                "Expected a gradient to be changed either in what opt.owned_gradients() returns or in param.grad, got "
+                f"both, or a change through .data, of a gradient of shape {list(grad.shape)} ({self._workshop.where}). "
+                "Change what opt.owned_gradients() returns, in place."
+            )
+        return bool(sum_changed)
 
     def forget(self) -> None:
         """Forget placeholders that name owners, after owners have changed."""
@@ -92,6 +133,8 @@ class VisibleGradients:
                 would be, or were, mixed with those of this rank alone.
         """
         carried, left = self._workshop.carried, list[tuple[Tensor, Tensor]]()
+        for lent in list(self._lent):
+            self.exact(lent)
         for index, param in enumerate(self._sharded.table.params):
             grad = param.grad
             if grad is None:
@@ -180,6 +223,8 @@ class VisibleGradients:
         self._standing_in.clear()
         self._left.clear()
         self._mixed.clear()
+        if self._lent:
+            self._lent.clear()
 
     def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
         name = self._sharded.table.label(index)
@@ -212,8 +257,8 @@ class VisibleGradients:
             if was_consumed:
                 reason = (
                     f"Expected the gradient of {name}, got none: the step inside backward has used it up (stage 2, "
-                    f"{self._workshop.where}). To look at gradients, or to clip them before the step by "
-                    "opt.clip_grad_norm_(max_norm), build the optimizer with overlap_with_ddp=False."
+                    f"{self._workshop.where}). Build the optimizer with overlap_with_ddp=False to have gradients until "
+                    "opt.step()."
                 )
             else:
                 reason = self._is_elsewhere(index)
@@ -231,9 +276,7 @@ class VisibleGradients:
             owners = f"{owners} to {comm.name(pieces[-1].owner)}, each a part of it,"
         return (
             f"Expected the gradient of {self._sharded.table.label(index)}, got none: stage 2 keeps it on {owners} only "
-            f"(this is {self._workshop.where}). opt.zero_grad() drops it, opt.full_grad(param) gets it on every "
-            "rank. A norm of the gradients here would be partial; opt.clip_grad_norm_(max_norm) clips by the "
-            "norm of all."
+            f"(this is {self._workshop.where})."
         )
 
 
@@ -257,6 +300,7 @@ def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
     param, comm, pieces = sharded.table.params[index], sharded.comm, sharded.binding.pieces[index]
     grad = param.grad
     held = None if grad is None else on_this_rank(grad)
+    held = None if held is None else sharded.stepped.own_part(index, held)
     statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
     found = {piece.owner: statements[piece.owner][0] for piece in pieces}
     if 0 in found.values():

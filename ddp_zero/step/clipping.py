@@ -186,7 +186,7 @@ def clip_gradients(
         indices: the parameters to clip, the same on every rank; their norms add up in this order.
         max_norm: the largest norm.
         norm_type: order of the p-norm; ``inf`` for the largest absolute value.
-        is_partitioned: True if a rank has gradients only of what it owns; then this is a collective.
+        is_partitioned: True if gradients count only on their owners; then this is a collective.
         inverse_scale: one over the loss scale, by which gradients are multiplied for their norms; None: no loss scale.
             The gradients themselves are multiplied only in the step, since they may underflow before.
         beyond: the rest of the model.
@@ -201,6 +201,8 @@ def clip_gradients(
     params, owns = sharded.table.params, sharded.binding.owns
     held = {index: params[index].grad for index in indices if not is_partitioned or owns(index)}
     grads = {index: _present(grad) for index, grad in held.items() if grad is not None}
+    if is_partitioned:
+        grads = {index: sharded.stepped.own_part(index, grad) for index, grad in grads.items()}
     if inverse_scale is None:
         norms = norms_of(grads, norm_type)
     else:

@@ -14,7 +14,7 @@ If there is nothing to decide, no gradient is read and nothing is sent. If gradi
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import GradientSource
-from ddp_zero.local.scaled import GradientFactors, ScaledGradients
+from ddp_zero.local.scaled import GradientFactors, OwnedEdits, ScaledGradients
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
 from ddp_zero.plan.ownership import home, is_cut
@@ -97,6 +97,7 @@ class Decision:
         norms_before_clip: norms before that clip, by parameter. Clipping by a norm that is not finite makes every
             gradient non-finite, so only these still show the culprit.
         beyond: the rest of the model, which the decision concerns as well.
+        owned_edits: gradients that users have changed on their owners.
     """
 
     def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
@@ -106,6 +107,7 @@ class Decision:
         self.clipped: tuple[Number, Number] = (None, None)
         self.norms_before_clip: Mapping[int, Tensor] = {}
         self.beyond = Beyond()
+        self.owned_edits = OwnedEdits()
         self._sharded = sharded
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
@@ -119,6 +121,7 @@ class Decision:
         """Forget the gradients, which were dropped or used."""
         self.clipped = (None, None)
         self.norms_before_clip = {}
+        self.owned_edits.forget()
         self.watch.clear()
 
     @property
@@ -141,8 +144,8 @@ class Decision:
                 loss scale.
         """
         sharded = self._sharded
-        inverse = self._inverse_scale(occasion)
-        checks = self._checks_finite(occasion)
+        occasion = replace(occasion, source=self.owned_edits.source(occasion.source, sharded.stepped))
+        inverse, checks = self._inverse_scale(occasion), self._checks_finite(occasion)
         with sharded.comm.trace.label("decide"):
             findings = self._look(occasion, inverse, checks)
         self.watch.is_on |= checks

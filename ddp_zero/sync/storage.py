@@ -3,7 +3,9 @@
 [Note: ddp_zero tensors]
 *segment tensor*: 1-D, the parameters of one segment; what travels.
 *block*: 1-D, the memory that the parameters of one segment live in, or of several if a parameter is cut among them.
-*parameter view*: a window of a block with the parameter's own shape and strides.
+*parameter window*: a run of a block with the parameter's own shape and strides, in a storage that is this run alone. So
+whatever looks at storages (``torch.save``, safetensors, frameworks that look for shared tensors) sees independent
+parameters of their own size.
 
 With `ViewStorage` the segment tensors are windows of the blocks, and a sync copies nothing. With `PackedStorage` the
 user's storage is left alone: a segment is packed before it is sent and unpacked when it has arrived.
@@ -19,6 +21,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ddp_zero.elements.memory import run_of
 from ddp_zero.plan.partition import GroupRank
@@ -51,7 +54,7 @@ class Block:
 
     Attributes:
         indices: as given.
-        tensor: 1-D, the parameters at aligned places, zeros between them.
+        tensor: 1-D, the parameters at aligned places, zeros between them. It lives as long as any of their windows.
         starts: where each parameter begins, by index.
     """
 
@@ -65,13 +68,42 @@ class Block:
         self.starts = dict(zip(indices, offsets, strict=True))
         self.tensor: Tensor = torch.zeros(end, dtype=like.dtype, device=like.device)
         for param, offset in zip(members, offsets, strict=True):
-            view = self.tensor.as_strided(param.shape, param.stride(), offset)
-            view.copy_(param)
-            param.data = view  # the old memory is freed once nothing else holds it
+            run = with_own_storage(self.tensor[offset : offset + param.numel()])
+            window = run.as_strided(param.shape, param.stride())
+            window.copy_(param)
+            param.data = window  # the old memory is freed once nothing else holds it
+
+
+def with_own_storage(run: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage begins and ends with it.
+
+    The storage keeps the whole memory alive and cannot be resized. The device's allocator does not know it, so
+    ``record_stream`` on it has no effect.
+
+    Args:
+        run: 1-D contiguous. Its bytes travel, since DLPack does not know every dtype.
+
+    Returns:
+        ``run`` itself where that cannot be done: on a device or for a kind of tensor without DLPack.
+    """
+    if type(run) is not Tensor:  # DLPack reads the pointer of any subclass; those of fake tensors are null
+        return run
+    if not run.numel():
+        return torch.empty_like(run)
+    try:
+        # The bare capsule: `from_dlpack(tensor)` is the protocol between libraries. On CUDA it takes the current stream
+        # along, makes it wait for itself and refuses devices other than the current one. Here nothing changes hands:
+        # the same memory is used on the same streams as before.
+        window = from_dlpack(to_dlpack(run.view(torch.uint8))).view(run.dtype)
+    except (BufferError, RuntimeError, ValueError):
+        return run
+    storage = window.untyped_storage()
+    is_same = window.device == run.device and window.data_ptr() == storage.data_ptr() == run.data_ptr()
+    return window if is_same and storage.nbytes() == run.nbytes else run
 
 
 class ViewStorage:
-    """Parameters are views into blocks of memory: one per (bucket, owner), or more owners where a parameter is cut.
+    """Parameters are windows of blocks of memory: one per (bucket, owner), or more owners where a parameter is cut.
 
     Building it moves the parameters: their values are copied once and ``param.data`` is re-pointed. Strides are kept,
     so a channels-last weight stays channels-last.

@@ -91,6 +91,7 @@ PREPARED = {
 RECIPES: dict[str, dict[str, Any]] = {
     "train": {},
     "clip": {"clip": 0.05},
+    "clip values": {"clip_value": 0.01},
     "accumulate": {"accumulate": 2},
     "clip and accumulate": {"clip": 0.05, "accumulate": 3},
     "bf16": {"precision": "bf16", "clip": 0.05},
@@ -104,6 +105,7 @@ def trained(
     prepares: Preparing,
     *,
     clip: float | None = None,
+    clip_value: float | None = None,
     accumulate: int = 1,
     precision: str = "no",
     init_scale: float = 1024.0,
@@ -129,6 +131,8 @@ def trained(
             norm = None
             if accelerator.sync_gradients and clip is not None:
                 norm = accelerator.clip_grad_norm_(model.parameters(), clip)
+            if accelerator.sync_gradients and clip_value is not None:
+                accelerator.clip_grad_value_(model.parameters(), clip_value)
             opt.step()
             scheduler.step()
             opt.zero_grad()
@@ -272,19 +276,38 @@ def _the_state_is_shown_outside_save_state(setup: Setup) -> None:
 
 
 @case(2)
-def _a_folder_saved_from_flat_storage_is_not_loaded(setup: Setup) -> None:
-    """Accelerate keeps one of the tensors that share memory; hence `prepare` refuses flat storage."""
-    forget()
-    accelerator = Accelerator()
-    model = build_model()
-    opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
-    ddp, opt = accelerator.prepare(model, opt)
-    ddp(torch.ones(3, 6)).sum().backward()
-    opt.step()
-    accelerator.save_state(str(setup.folder / "state"))
-    torch.distributed.barrier()
-    with pytest.raises(RuntimeError, match="None is covering the entire storage"):
-        accelerator.load_state(str(setup.folder / "state"))
+def _files_saved_from_flat_storage_hold_every_parameter(setup: Setup) -> None:
+    """Accelerate and safetensors keep one of the tensors that share a storage."""
+    from safetensors.torch import load_file, save_file, save_model
+
+    def in_flat_storage(accelerator: Accelerator, model: nn.Module, loader: Any) -> Prepared:
+        opt = ZeroRedundancyOptimizer(model.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
+        prepared: Prepared = accelerator.prepare(model, opt, loader, schedule(opt))
+        return prepared
+
+    for number, prepares in enumerate((in_flat_storage, PREPARED["stage 1"], PREPARED["stage 2"])):
+        forget()
+        accelerator = Accelerator()
+        model, opt, loader, _ = prepares(accelerator, build_model(), build_loader(setup.world_size))
+        for inputs, targets in list(loader)[:3]:
+            accelerator.backward((model(inputs) - targets).square().mean())
+            opt.step()
+            opt.zero_grad()
+        folder, trained = setup.folder / f"{number}", values(model.module)
+        assert not next(model.parameters()).untyped_storage().resizable(), "not in flat storage"
+        accelerator.save_state(str(folder / "state"))
+        accelerator.save_model(model, str(folder / "model"))
+        if accelerator.is_main_process:
+            save_model(model.module, str(folder / "whole.safetensors"))
+            save_file(model.module.state_dict(), str(folder / "dict.safetensors"))
+        torch.distributed.barrier()
+        for name in ("state/model", "model/model", "whole", "dict"):
+            assert_equal(trained, load_file(folder / f"{name}.safetensors"), f"{number}, {name}")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        accelerator.load_state(str(folder / "state"))
+        assert_equal(trained, values(model.module), f"{number}, loaded")
 
 
 def _trains(setup: Setup, folder: Path, stage: str, resume: bool) -> None:
@@ -314,8 +337,6 @@ def test_loads_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], tm
 def _what_cannot_be_prepared_is_refused(setup: Setup) -> None:
     accelerator = Accelerator()
     model = build_model()
-    with pytest.raises(ValueError, match="parameters_as_bucket_view=False with accelerate, got True: save_model"):
-        prepare(accelerator, model, AdamW, parameters_as_bucket_view=True)
     with pytest.raises(TypeError, match=r"Expected a function of the optimizer .* Pass functools.partial\(StepLR"):
         prepare(accelerator, model, AdamW, schedule(AdamW(model.parameters())))
     other = nn.Linear(2, 2)

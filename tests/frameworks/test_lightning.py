@@ -93,6 +93,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate_grad_batches": 2},
     "clip and accumulate": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 3},
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.05},
+    "clip values": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "without validation": {"validates": False},
+    "clip and accumulate, without validation": {
+        "gradient_clip_val": 0.05,
+        "accumulate_grad_batches": 3,
+        "validates": False,
+    },
 }
 SCALER: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 3}
 """The first steps overflow, and the scale changes in others."""
@@ -119,7 +126,7 @@ def trained(
         recipe["plugins"] = fp16()
     if save is not None:
         saver = ModelCheckpoint(save, monitor="far", save_top_k=2, filename="{epoch}")
-    epochs = recipe.pop("max_epochs", 2)
+    epochs, validates = recipe.pop("max_epochs", 2), recipe.pop("validates", True)
     trainer = Trainer(
         accelerator="cpu",
         devices=setup.world_size,
@@ -135,7 +142,7 @@ def trained(
         **recipe,
     )
     loader = build_loader(setup.world_size)
-    trainer.fit(net, loader, loader, ckpt_path=None if load is None else str(load))
+    trainer.fit(net, loader, loader if validates else None, ckpt_path=None if load is None else str(load))
     after = values(net)
     assert_moved(before, after)
     assert len(net.seen) == (epochs * STEPS if load is None else STEPS)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero.sync.storage import with_own_storage
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model
 from tests.multiproc.harness import Setup, run_ranks
 
@@ -153,6 +154,21 @@ def _clipping_waits_for_nobody(setup: Setup) -> None:
     assert opt.last_step is not None
     assert opt.last_step.clip_coefficient is not None
     assert opt.last_step.clip_coefficient < 1
+
+
+def test_windows_of_memory_have_storages_of_their_own_on_a_gpu() -> None:
+    for device in range(torch.cuda.device_count()):  # also where that is not the current one
+        flat = torch.zeros(1024, dtype=torch.bfloat16, device=f"cuda:{device}")
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            window = with_own_storage(flat[64:128])
+        torch.cuda.synchronize(device)
+        assert window.device == flat.device
+        assert window.data_ptr() == window.untyped_storage().data_ptr() == flat[64:].data_ptr()
+        assert window.untyped_storage().nbytes() == window.nbytes
+        window.fill_(1.0)
+        assert flat.sum().item() == 64
+        del flat
+        assert window.sum().item() == 64
 
 
 def test_clipping_waits_for_nobody_on_a_gpu() -> None:

@@ -285,6 +285,42 @@ def _the_norm_shows_each_parameter_that_is_left_out_or_counted_twice(setup: Setu
 
 
 @case(4)
+def _gradients_are_changed_by_their_owners(setup: Setup) -> None:
+    modes: list[dict[str, Any]] = [{"overlap": False}, {}, {"stage": 2}, {"stage": 2, "partition": "elements"}]
+    for mode in modes:
+        spread, same = expert_groups(setup.rank, 4, 2)
+        expected, ddp = (
+            wrapped_without_experts(cut_mixture(setup.rank, 2, 4, spread), gradient_as_bucket_view=True)
+            for _ in range(2)
+        )
+        if "stage" in mode:
+            expected.register_comm_hook(None, sum_in_rank_order)
+        plain = AdamW(expected.parameters(), **OPTIONS)
+        opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), **mode, **OPTIONS)
+        before = [param.detach().clone() for param in ddp.parameters()]
+        clipped = list(ddp.parameters())[::2]
+        for number, batch in enumerate(batches(setup.rank, 4)):
+            plain.zero_grad()
+            loss_of(expected, *batch).backward()
+            average_experts(expected, same)
+            for param in expected.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.7)
+            nn.utils.clip_grad_value_(list(expected.parameters())[::2], 1e-3)
+            opt.zero_grad()
+            loss_of(ddp, *batch).backward()
+            owned = opt.owned_gradients()
+            assert owned.keys() <= set(ddp.parameters())
+            for grad in owned.values():
+                grad.mul_(0.7)
+            opt.clip_grad_value_(1e-3, clipped)
+            opt.step()
+            plain.step()
+            assert_equal_models(expected.module, ddp.module, f"after step {number}: {mode}")
+        assert not any(torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True)), "nothing moved"
+
+
+@case(4)
 def _bytes_and_state_are_those_of_each_group_of_ranks(setup: Setup) -> None:
     spread, same = expert_groups(setup.rank, 4, 2)
     model = cut_mixture(setup.rank, 2, 4, spread)

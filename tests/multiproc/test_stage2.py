@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import random
 import warnings
 import weakref
@@ -377,7 +378,7 @@ def _a_partial_norm_is_refused(setup: Setup) -> None:
         twins.opt.zero_grad()
         loss_of(twins.model, inputs, targets).backward()
         params = list(twins.model.parameters())
-        remedy = "overlap_with_ddp=False" if overlap else r"keeps it on rank \d .*full_grad"
+        remedy = "overlap_with_ddp=False" if overlap else r"keeps it on rank \d .*opt.(full_grad|clip_grad_)"
         grads = [param.grad for param in params if param.grad is not None]
         attempts: list[Callable[[], Any]] = [
             partial(nn.utils.clip_grad_norm_, params, 1.0),
@@ -396,6 +397,45 @@ def _a_partial_norm_is_refused(setup: Setup) -> None:
                 twins.opt.full_grad(params[0])
         twins.opt.step()
         assert "AbsentGradient" in repr([p.grad for p in params])
+
+
+@case(2, 3)
+def _a_model_with_gradients_elsewhere_can_be_moved_copied_and_traced(setup: Setup) -> None:
+    """As Lightning does at the end of ``fit``: found with loops that call ``zero_grad()`` first."""
+    keeps: list[Callable[[nn.Module], Any]] = [
+        lambda model: model.cpu(),
+        lambda model: model.to(torch.float32),
+        lambda model: model.share_memory(),
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: torch.export.export(model, (next(batches(0, 1))[0],)),
+    ]
+    for overlap, partition in product(BOTH, ("parameters", "elements")):
+        twins = build_overlapped_twins(ADAMW, overlap=overlap, zero_options={"partition": partition})
+        for number, (inputs, targets) in enumerate(batches(setup.rank, 8)):
+            twins.zero_grad()
+            for model in (twins.plain_model, twins.model):
+                loss_of(model, inputs, targets).backward()
+            for keep in keeps if number in (0, 5) else keeps[:1]:
+                keep(twins.model.module)
+            twins.plain.step()
+            twins.opt.step()
+            for keep in keeps if number in (2, 6) else keeps[-1:]:
+                keep(twins.model.module)
+            assert_equal_models(twins.plain_model, twins.model, f"{overlap}, {partition}, {number}")
+        twins.assert_moved()
+        for dtype in (torch.bfloat16, torch.float64):
+            for model in (twins.plain_model, twins.model):
+                model.module.to(dtype)
+            assert_equal_models(twins.plain_model, twins.model, f"{overlap}, {partition}, {dtype}")
+            absent = [one.grad for one in twins.model.parameters() if isinstance(one.grad, AbsentGradient)]
+            assert absent
+            assert {grad.dtype for grad in absent} == {dtype}
+            for grad in absent:
+                with pytest.raises(RuntimeError, match="Expected the gradient of parameter"):
+                    grad.norm()
+        twins.zero_grad()
+        twins.model.module.double()
 
 
 @case(1, 2, 3)

@@ -1,5 +1,8 @@
 """A gradient that is not here: it can be dropped and looked at from outside, never computed with."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +48,9 @@ COMPUTATIONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "norm": lambda _, grad: grad.norm(),
     "add": lambda _, grad: 1 + grad,
     "in place": lambda _, grad: grad.mul_(2),
+    "set item": lambda _, grad: grad.__setitem__(0, 1.0),
+    "add to": lambda _, grad: torch.ones(4, 3).add_(grad),
+    "data": lambda _, grad: grad.data.mul_(2),
     "item": lambda _, grad: grad[0, 0].item(),
     "clone": lambda _, grad: grad.clone(),
     "detach": lambda _, grad: grad.detach(),
@@ -57,6 +63,31 @@ COMPUTATIONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "AdamW fused": lambda model, _: torch.optim.AdamW(model.parameters(), fused=True).step(),
     "AdamW foreach": lambda model, _: torch.optim.AdamW(model.parameters(), foreach=True).step(),
 }
+
+
+ADVICE = {
+    "clip_grad_norm_": r"opt.clip_grad_norm_\(max_norm\) clips by the norm of all",
+    "clip_grad_norm_ foreach": r"opt.clip_grad_norm_\(max_norm\) clips by the norm of all",
+    "norm": r"opt.clip_grad_norm_\(max_norm\) clips by the norm of all",
+    "clip_grad_value_": r"opt.clip_grad_value_\(value\) limits every element",
+    "in place": r"opt.owned_gradients\(\) is what this rank steps, to change in place",
+    "set item": r"opt.owned_gradients\(\) is what this rank steps, to change in place",
+    "isfinite": "nonfinite='raise' or 'skip'",
+    "detach": r"opt.full_grad\(param\) gets it on every rank",
+    "add": r"opt.full_grad\(param\) gets it on every rank",
+    "add to": r"opt.full_grad\(param\) gets it on every rank",
+    "data": r"opt.full_grad\(param\) gets it on every rank; opt.owned_gradients",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_the_advice_fits_the_call(name: str) -> None:
+    model = layer()
+    assert model.weight.grad is not None
+    with pytest.raises(
+        RuntimeError, match=f"the reason of weight .*{ADVICE[name]}.* The line to change: .*test_absent"
+    ):
+        COMPUTATIONS[name](model, model.weight.grad)
 
 
 @pytest.mark.parametrize("name", COMPUTATIONS)
@@ -97,6 +128,107 @@ def test_it_can_be_zeroed_and_dropped(foreach: bool) -> None:
     assert isinstance(model.weight.grad, AbsentGradient)
     optimizer.zero_grad()
     assert model.weight.grad is None
+
+
+# Moves of the model
+
+
+MOVES: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype, str]] = {
+    "cpu": (lambda model: model.cpu(), torch.float32, "cpu"),
+    "to a device": (lambda model: model.to("meta"), torch.float32, "meta"),
+    "to a dtype": (lambda model: model.to(torch.bfloat16), torch.bfloat16, "cpu"),
+    "to both": (lambda model: model.to("meta", torch.float64), torch.float64, "meta"),
+    "to a tensor's": (lambda model: model.to(torch.ones((), dtype=torch.float64)), torch.float64, "cpu"),
+    "to a memory format": (lambda model: model.to(memory_format=torch.channels_last), torch.float32, "cpu"),  # type: ignore[call-overload]
+    "to_empty": (lambda model: model.to_empty(device="meta"), torch.float32, "meta"),
+    "double": (lambda model: model.double(), torch.float64, "cpu"),
+    "half": (lambda model: model.half(), torch.float16, "cpu"),
+    "bfloat16": (lambda model: model.bfloat16(), torch.bfloat16, "cpu"),
+    "type": (lambda model: model.type(torch.float64), torch.float64, "cpu"),
+    "share_memory": (lambda model: model.share_memory(), torch.float32, "cpu"),
+}
+
+
+@pytest.mark.parametrize("flag", [None, "overwrite_module_params_on_conversion", "swap_module_params_on_conversion"])
+@pytest.mark.parametrize("name", MOVES)
+def test_it_follows_its_model_and_stays_absent(name: str, flag: str | None) -> None:
+    move, dtype, device = MOVES[name]
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Linear(3, 4), nn.ParameterList([torch.ones(0, 3)]))
+    for number, param in enumerate(model.parameters()):
+        param.grad = absent_gradient(param, consumed=number % 2 == 0, reason=f"the reason of {number}")
+    if flag is not None:
+        getattr(torch.__future__, f"set_{flag}")(True)
+    try:
+        move(model)
+    finally:
+        if flag is not None:
+            getattr(torch.__future__, f"set_{flag}")(False)
+    for number, param in enumerate(model.parameters()):
+        grad = param.grad
+        assert isinstance(grad, AbsentGradient)
+        assert (param.dtype, param.device.type) == (grad.dtype, grad.device.type) == (dtype, device)
+        assert grad.shape == param.shape
+        assert grad.consumed == (number % 2 == 0)
+        assert grad.untyped_storage().nbytes() == grad.element_size()
+        with pytest.raises(RuntimeError, match=f"the reason of {number}"):
+            grad.add_(1.0)
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_the_part_of_this_rank_moves_along() -> None:
+    model = nn.Linear(3, 4)
+    part = torch.arange(5.0)
+    model.weight.grad = absent_gradient(model.weight, consumed=False, reason="the reason", part=part)
+    model.double().share_memory()
+    grad = model.weight.grad
+    assert isinstance(grad, AbsentGradient)
+    assert grad.part is not None
+    assert torch.equal(grad.part, part.double())
+    assert grad.part.is_shared()
+    model.zero_grad(set_to_none=False)
+    assert not grad.part.any()
+
+
+def test_a_part_in_the_order_of_memory_does_not_follow_to_a_different_order() -> None:
+    model = nn.Conv2d(2, 3, 2)
+    part = torch.arange(5.0)
+    model.weight.grad = absent_gradient(model.weight, consumed=False, reason="the reason", part=part)
+    with pytest.raises(RuntimeError, match="the reason"):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def test_it_takes_no_values_and_gives_none_in_a_move() -> None:
+    grad, real = layer().weight.grad, torch.ones(4, 3)
+    assert grad is not None
+    with pytest.raises(RuntimeError, match="the reason of weight"):
+        grad.data = real
+    with pytest.raises(RuntimeError, match="the reason of weight"):
+        real.to(grad)
+
+
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": lambda model: torch.save(model, io.BytesIO()),
+    "AveragedModel": torch.optim.swa_utils.AveragedModel,
+    "export": lambda model: torch.export.export(model, (torch.ones(2, 3),)).module()(torch.ones(2, 3)),
+    "compile": lambda model: torch.compile(model, backend="aot_eager")(torch.ones(2, 3)),
+    "fx": torch.fx.symbolic_trace,
+    "functional_call": lambda model: torch.func.functional_call(model, dict(model.named_parameters()), torch.ones(3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of compilers
+@pytest.mark.parametrize("name", COPIES)
+def test_its_model_can_be_copied_saved_and_traced(name: str) -> None:
+    model = layer()
+    COPIES[name](model)
+    assert isinstance(model.weight.grad, AbsentGradient)
+    for one in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="the reason of weight"):
+            one(model.weight.grad)
 
 
 # Under a GradScaler

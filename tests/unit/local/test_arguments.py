@@ -14,7 +14,8 @@ from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.local.arguments import check_class, check_flags, check_known, check_params, grouped, is_group
 
 OURS = {
-    *("attach", "needs_hook", "accumulate", "clip_grad_norm_", "full_grad", "last_step", "stage", "explain"),
+    *("attach", "needs_hook", "accumulate", "clip_grad_norm_", "clip_grad_value_", "full_grad", "owned_gradients"),
+    *("last_step", "stage", "explain"),
     *("stats", "check_agreement"),
     *("loss_scale", "scale", "master_weights", "refresh_master_weights"),
     *("overlap_phase", "overlap_status", "reset", "finish_sync"),

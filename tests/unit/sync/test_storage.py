@@ -1,13 +1,18 @@
+import copy
+import io
+import pickle
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.partition import GroupRank, partition_greedy
 from ddp_zero.plan.shard_plan import ShardPlan, plan_standalone
-from ddp_zero.sync.storage import PackedStorage, ParameterStorage, ViewStorage, release
+from ddp_zero.sync import storage as storage_module
+from ddp_zero.sync.storage import Block, PackedStorage, ParameterStorage, ViewStorage, release, with_own_storage
 
 MakeStorage = Callable[[ShardPlan, Sequence[Tensor]], ParameterStorage]
 
@@ -107,11 +112,11 @@ def test_parameters_stay_the_objects_and_values_that_they_were(make_storage: Mak
     storage = make_storage(plan, params)
     for bucket in plan.buckets:
         storage.segments_to_sync(bucket, GroupRank(0))
-    for param, copy in zip(params, copies, strict=True):
+    for param, other in zip(params, copies, strict=True):
         assert param.is_leaf
         assert param.requires_grad
-        assert torch.equal(param, copy)
-        assert (param.shape, param.stride(), param.dtype) == (copy.shape, copy.stride(), copy.dtype)
+        assert torch.equal(param, other)
+        assert (param.shape, param.stride(), param.dtype) == (other.shape, other.stride(), other.dtype)
 
 
 @STORAGES
@@ -179,8 +184,7 @@ def test_what_travels_is_at_most_half_a_percent_longer_than_the_parameters(numel
             storage.segments_to_sync(plan.buckets[0], GroupRank(rank)), plan.buckets[0].segments, strict=True
         ):
             assert segment.numel <= tensor.numel() <= segment.numel * 1.005
-            is_live = tensor.untyped_storage().data_ptr() == params[segment.params[0]].untyped_storage().data_ptr()
-            assert is_live or tensor.numel() == segment.numel
+            assert lies_in(params[segment.params[0]], tensor) or tensor.numel() == segment.numel
 
 
 def test_a_segment_of_multiples_of_64_bytes_travels_as_it_is_whatever_its_size() -> None:
@@ -195,7 +199,12 @@ def assert_views_are_sent(plan: ShardPlan, storage: ParameterStorage, params: Se
         assert [id(tensor) for tensor in storage.segments_to_sync(bucket, GroupRank(0))] == [id(t) for t in first]
         for segment, tensor in zip(bucket.segments, first, strict=True):
             for index in segment.params:
-                assert params[index].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                assert lies_in(params[index], tensor)
+
+
+def lies_in(param: Tensor, memory: Tensor) -> bool:
+    start = memory.data_ptr()
+    return start <= param.data_ptr() and param.data_ptr() + param.nbytes <= start + memory.nbytes
 
 
 def test_views_are_sent_from_where_they_live() -> None:
@@ -279,6 +288,102 @@ def test_binding_views_again_keeps_values_and_drops_the_old_segments() -> None:
     assert torch.equal(params[plan.owners.index(GroupRank(1))], make_params(1)[plan.owners.index(GroupRank(1))])
 
 
+# Storages of windows
+
+
+WINDOWED = [
+    *ITEMS,
+    *(torch.bool, torch.int8, torch.int64, torch.uint16, torch.complex32),
+    *(torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+]
+
+
+def make_windows(dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], Block]:
+    """Parameters of a dtype in a block, of random bytes."""
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for shape in ((3, 5), (), (0, 3), (7,), (2, 3, 4, 5)):
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        raw = torch.randint(0, 2, (nbytes,), dtype=torch.uint8, generator=generator)
+        params.append(nn.Parameter(raw.view(dtype).view(shape), requires_grad=False))
+    params[4].data = params[4].data.contiguous(memory_format=torch.channels_last)
+    return params, Block(range(len(params)), params)
+
+
+def saved_bytes(value: object) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.tell()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("dtype", WINDOWED, ids=str)
+def test_the_storage_of_a_parameter_is_its_own_elements(dtype: torch.dtype) -> None:
+    params, block = make_windows(dtype)
+    for index, param in enumerate(params):
+        assert param.untyped_storage().nbytes() == param.nbytes
+        assert param.storage_offset() == 0
+        if param.numel():
+            assert param.data_ptr() == param.untyped_storage().data_ptr()
+            assert param.data_ptr() == block.tensor.data_ptr() + block.starts[index] * dtype.itemsize
+    pointers = [param.untyped_storage().data_ptr() for param in params if param.numel()]
+    assert len(set(pointers)) == len(pointers)
+    block.tensor.view(torch.uint8).fill_(1)
+    assert all(bytes(param.untyped_storage()) == b"\1" * param.nbytes for param in params), "the same memory"
+
+
+def test_savers_copies_and_pickles_take_one_parameter_alone() -> None:
+    params, _ = make_windows()
+    for param in params:
+        alone = nn.Parameter(param.detach().clone(), requires_grad=False)
+        assert saved_bytes(param) == saved_bytes(alone)
+        assert len(pickle.dumps(param)) == len(pickle.dumps(alone))
+        for copied in (copy.deepcopy(param), pickle.loads(pickle.dumps(param))):
+            assert torch.equal(copied, param)
+            assert copied.stride() == param.stride()
+            assert copied.untyped_storage().nbytes() == param.nbytes
+
+
+def test_a_window_outlives_its_block() -> None:
+    params, block = make_windows()
+    kept, value = params[0].data, params[0].detach().clone()
+    del params, block
+    assert torch.equal(kept, value)
+    kept.add_(1.0)
+    assert torch.equal(kept, value + 1.0)
+
+
+def test_a_window_cannot_be_resized_into_its_neighbours_but_can_be_moved() -> None:
+    params, _ = make_windows()
+    others = [param.detach().clone() for param in params[1:]]
+    with pytest.raises(RuntimeError, match="not resizable"):
+        params[0].untyped_storage().resize_(4096)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        params[0].data.resize_(4096)
+    params[0].share_memory_().fill_(3.0)
+    assert params[0].is_shared()
+    assert not any(param.is_shared() for param in params[1:] if param.numel())
+    params[0].set_(torch.ones(15).untyped_storage(), 0, (3, 5), (5, 1))
+    assert torch.equal(params[0], torch.ones(3, 5))
+    assert all(torch.equal(param, other) for param, other in zip(params[1:], others, strict=True))
+
+
+@pytest.mark.parametrize("error", [BufferError, RuntimeError, ValueError, None])
+def test_without_dlpack_windows_are_plain_views(error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_dlpack(capsule: object) -> Tensor:
+        if error is None:
+            return torch.zeros(60, dtype=torch.uint8)  # as if the device could share no memory
+        raise error("no such device")
+
+    monkeypatch.setattr(storage_module, "from_dlpack", from_dlpack)
+    params, block = make_windows()
+    assert params[0].untyped_storage().data_ptr() == block.tensor.untyped_storage().data_ptr()
+    assert params[3].data_ptr() == block.tensor.data_ptr() + block.starts[3] * 4
+    with FakeTensorMode():
+        fake = torch.zeros(100)[10:20]
+        assert with_own_storage(fake) is fake
+
+
 def test_released_parameters_have_memory_of_their_own() -> None:
     params, copies = make_params(), make_params()
     plan = make_plan(params, 1, cap=10_000)
@@ -288,10 +393,10 @@ def test_released_parameters_have_memory_of_their_own() -> None:
         for tensor in storage.segments_to_sync(bucket, GroupRank(0)):
             tensor.zero_()
     assert_aligned(params)
-    for param, copy in zip(params, copies, strict=True):
+    for param, other in zip(params, copies, strict=True):
         assert param.untyped_storage().nbytes() == param.nbytes
-        assert param.stride() == copy.stride()
-        assert torch.equal(param, copy)
+        assert param.stride() == other.stride()
+        assert torch.equal(param, other)
 
 
 # Packed
