@@ -65,6 +65,7 @@ def clip_grad_norm(
         float(max_norm),
         float(norm_type),
         is_partitioned=engine.is_partitioned,
+        rounds=decision.rounds_norms,
         inverse_scale=decision.inverse_scale,
         beyond=decision.beyond,
         check=check,

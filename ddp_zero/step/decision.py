@@ -97,6 +97,8 @@ class Decision:
         norms_before_clip: norms before that clip, by parameter. Clipping by a norm that is not finite makes every
             gradient non-finite, so only these still show the culprit.
         beyond: the rest of the model, which the decision concerns as well.
+        clips_as_torch: compute norms of low-precision gradients in their dtype, which has the bits of
+            `torch.nn.utils.clip_grad_norm_`; False: in fp32, more exactly.
     """
 
     def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
@@ -106,6 +108,7 @@ class Decision:
         self.clipped: tuple[Number, Number] = (None, None)
         self.norms_before_clip: Mapping[int, Tensor] = {}
         self.beyond = Beyond()
+        self.clips_as_torch = False
         self._sharded = sharded
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
@@ -191,6 +194,11 @@ class Decision:
             return None
         return torch.tensor(1.0 / self.loss_scale.value, dtype=torch.float32).item()
 
+    @property
+    def rounds_norms(self) -> bool:
+        """Whether norms are in the dtype of gradients: as ``clips_as_torch``, unless steps are in fp32 or scaled."""
+        return self.clips_as_torch and self.loss_scale is None and not self._sharded.stepped.masters
+
     def _checks_finite(self, occasion: Occasion) -> bool:
         if occasion.amp is not None:
             return True
@@ -215,7 +223,9 @@ class Decision:
         if not limits:
             share = self.beyond.join(Share(flag=self._sum_over_ranks(flag), find=find))
             return _Findings(bool(share.flag), is_suspicion=occasion.amp is None, share=share)
-        every, flags = gather_norms(sharded, norms, self.options.norm_type, flag, occasion.may_have_joined)
+        every, flags = gather_norms(
+            sharded, norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
+        )
         counted = {index: norm for index, norm in every.items() if self.beyond.counts(index)}
         others = [norm for index, norm in every.items() if index not in counted]  # they must be finite all the same
         if others:
@@ -246,9 +256,11 @@ class Decision:
         sharded, norm_type = self._sharded, self.options.norm_type
         owned = [index for index in owned if not self._is_left_to_another(index, source)]
         if inverse is None and not sharded.stepped.masters:
-            return norms_of({index: _known(source.gradient(index)) for index in owned}, norm_type)
+            grads = {index: _known(source.gradient(index)) for index in owned}
+            return norms_of(grads, norm_type, rounds=self.rounds_norms)
         factors, whole = GradientFactors(inverse), sharded.stepped.whole_gradient
-        return {index: norm_of(factors.apply(index, _known(whole(index, source))), norm_type) for index in owned}
+        scaled = ((index, factors.apply(index, _known(whole(index, source)))) for index in owned)
+        return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 
     def _is_left_to_another(self, index: int, source: GradientSource) -> bool:
         pieces = self._sharded.binding.pieces[index]

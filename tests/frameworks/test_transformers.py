@@ -72,7 +72,7 @@ def trained(
 ) -> tuple[Any, dict[str, Tensor], list[dict[str, float]]]:
     """A Trainer after its training, the parameters, and losses and norms of every log."""
     own = {name: options.pop(name) for name in ("zero", "optimizers", "optimizer_cls_and_kwargs") if name in options}
-    model = build_model()
+    model = build_model().to(options.pop("dtype", torch.float32))
     if "optimizers" in own:
         own["optimizers"] = (own["optimizers"](model), None)
     before = values(model)
@@ -84,6 +84,16 @@ def trained(
     keys = ("loss", "grad_norm", "eval_loss", "learning_rate", "step")
     log = [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
     return trainer, after, log
+
+
+@case(2)
+def _models_in_bf16_are_clipped_as_by_the_trainer(setup: Setup) -> None:
+    for name, zero in STAGES.items():
+        for clip in (0.5, 1.0):  # the latter is the Trainer's default
+            recipe = {"dtype": torch.bfloat16, "max_grad_norm": clip, "learning_rate": 0.05}
+            equal_training(setup, ZeroTrainer, {"zero": zero}, f"{name}, {clip=}", **recipe)
+        by_hand = {"zero": {**zero, "max_grad_norm": None}}
+        equal_training(setup, ZeroTrainer, by_hand, f"{name}, in the loop", **recipe)
 
 
 class Scaled(Trainer):
