@@ -41,7 +41,7 @@ from ddp_zero.state.parking import offload_state, reload_state
 from ddp_zero.state.shard_dict import ShardDict
 from ddp_zero.state.whole_dict import WholeDict
 from ddp_zero.step.binding import Binding
-from ddp_zero.step.decision import check_options
+from ddp_zero.step.clipping import check_options
 from ddp_zero.step.join import ZeroJoinHook, refuse_replicas
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import State

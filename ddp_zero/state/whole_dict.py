@@ -16,7 +16,8 @@ from ddp_zero.plan.partition import GroupRank
 from ddp_zero.state.gather import gather_state
 from ddp_zero.state.on_demand import OnDemand
 from ddp_zero.state.restrict import restrict_state_dict
-from ddp_zero.step.decision import Decision, keep_limits
+from ddp_zero.step.clipping import keep_limits
+from ddp_zero.step.decision import Decision
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import State
 

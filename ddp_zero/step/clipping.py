@@ -11,12 +11,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddp_zero.local.absent import AbsentGradient, on_this_rank
+from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import LOW_PRECISION
+from ddp_zero.options import StepOptions
 from ddp_zero.step.sharded_step import ShardedStep
 
 _NO_GRADIENT = -1.0  # no norm is negative
+
+OWN_LIMIT = "max_grad_norm"
+"""The option by which a parameter group has a limit of its own."""
 
 WHOLE, COMMON = -2, -1
 """Keys of a `Share`: the norm of all gradients, and of those in groups without a limit of their own."""
@@ -240,3 +246,24 @@ def _present(grad: Tensor) -> Tensor:
 def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tensor:
     wide = grad.float() if grad.dtype in LOW_PRECISION else grad
     return norm_of(wide * inverse_scale, norm_type, rounds=False)
+
+
+def check_options(options: StepOptions, inner: Optimizer) -> None:
+    """Check that options are not ambiguous.
+
+    Raises:
+        ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
+    """
+    if options.max_grad_norm is not None and OWN_LIMIT in inner.defaults:
+        raise ValueError(
+            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which also has "
+            "one, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
+            "opt.clip_grad_norm_() in the loop."
+        )
+
+
+def keep_limits(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
+    """Clip loaded groups as the exposed ones were, unless the state dict has a ``max_grad_norm``."""
+    for group, before in zip(loaded, exposed, strict=True):
+        if OWN_LIMIT in before:
+            group.setdefault(OWN_LIMIT, before[OWN_LIMIT])

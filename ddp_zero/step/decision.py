@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ddp_zero.local.absent import AbsentGradient
-from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import GradientSource
 from ddp_zero.local.scaled import GradientFactors, ScaledGradients
 from ddp_zero.loss_scale import LossScale
@@ -33,6 +31,7 @@ from ddp_zero.plan.partition import GroupRank
 from ddp_zero.step.amp import AmpState
 from ddp_zero.step.clipping import (
     COMMON,
+    OWN_LIMIT,
     WHOLE,
     Beyond,
     Culprit,
@@ -46,8 +45,6 @@ from ddp_zero.step.clipping import (
 from ddp_zero.step.record import Number, StepRecord, StepRegime
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.watch import LocalWatch, culprit, suspect_nonfinite
-
-_OWN_KEY = "max_grad_norm"
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Decision:
 
     def why_wait(self) -> str | None:
         """Why a step needs all gradients before it starts, or None if it does not."""
-        if self._honours_groups and any(group.get(_OWN_KEY) is not None for group in self._sharded.param_groups):
+        if self._honours_groups and any(group.get(OWN_LIMIT) is not None for group in self._sharded.param_groups):
             return "max_grad_norm of a parameter group needs the norm of its gradients"
         return self.options.why_wait()
 
@@ -127,7 +124,7 @@ class Decision:
     @property
     def _honours_groups(self) -> bool:
         """Whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer."""
-        return _OWN_KEY not in self._sharded.inner.defaults
+        return OWN_LIMIT not in self._sharded.inner.defaults
 
     def take(self, occasion: Occasion, **kwargs: Any) -> Any:
         """Decide, and step unless the decision is against it. A collective if there is anything to decide.
@@ -280,11 +277,11 @@ class Decision:
         """Sets of groups that are clipped together, by the first group of each; empty if nothing is clipped."""
         groups = self._sharded.param_groups
         honours = self._honours_groups
-        together = tuple(position for position, group in enumerate(groups) if not honours or _OWN_KEY not in group)
+        together = tuple(position for position, group in enumerate(groups) if not honours or OWN_LIMIT not in group)
         limits = {} if self.options.max_grad_norm is None or not together else {together[0]: together}
         for position, group in enumerate(groups):
-            if honours and group.get(_OWN_KEY) is not None:
-                check_max_grad_norm(group[_OWN_KEY])
+            if honours and group.get(OWN_LIMIT) is not None:
+                check_max_grad_norm(group[OWN_LIMIT])
                 limits[position] = (position,)
         return limits
 
@@ -312,7 +309,7 @@ class Decision:
         return found
 
     def _own_limit(self, group: int) -> float | None:
-        own: float | None = self._sharded.param_groups[group].get(_OWN_KEY) if self._honours_groups else None
+        own: float | None = self._sharded.param_groups[group].get(OWN_LIMIT) if self._honours_groups else None
         return own
 
     # Not stepping
@@ -385,24 +382,3 @@ def _is_there(grad: Tensor | None) -> bool:
 def _known(grad: Tensor | None) -> Tensor:
     assert grad is not None, "asked for those that have one"
     return grad
-
-
-def check_options(options: StepOptions, inner: Optimizer) -> None:
-    """Check that options are not ambiguous.
-
-    Raises:
-        ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
-    """
-    if options.max_grad_norm is not None and _OWN_KEY in inner.defaults:
-        raise ValueError(
-            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which also has "
-            "one, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
-            "opt.clip_grad_norm_() in the loop."
-        )
-
-
-def keep_limits(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
-    """Clip loaded groups as the exposed ones were, unless the state dict has a ``max_grad_norm``."""
-    for group, before in zip(loaded, exposed, strict=True):
-        if _OWN_KEY in before:
-            group.setdefault(_OWN_KEY, before[_OWN_KEY])
