@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.cases import ToyLAMB, assert_identical, batches
 from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, is_cut, token_batch
@@ -157,6 +157,34 @@ def _distributed_tensors_are_stepped_in_place(setup: Setup) -> None:
         ParallelOptimizer(model, ToyLAMB, mesh=mesh, data_parallel_dim="data")
     with pytest.raises(TypeError, match=r"ddp_zero\.parallel"):
         ZeroRedundancyOptimizer(model.parameters(), AdamW)
+
+
+@case(4)
+def _distributed_tensors_in_ddp_are_trained_without_a_hook_and_refused_with_one(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data"}
+
+    def wrapped() -> tuple[DistributedDataParallel, list[Tensor]]:
+        ddp = DistributedDataParallel(
+            parallelized(mesh["tensor"]), device_mesh=mesh["data"], gradient_as_bucket_view=True
+        )
+        return ddp, list(ddp.parameters())  # the first forward pass takes the parts out of their modules
+
+    (expected, theirs), (ddp, ours) = wrapped(), wrapped()
+    before = [param.detach().clone() for param in ours]
+    plain, opt = AdamW(expected.parameters(), **OPTIONS), shard_optimizer(ddp, AdamW, overlap=False, **OPTIONS)
+    for inputs, _ in batches(mesh.get_local_rank("data"), STEPS):
+        for model, optimizer in ((expected, plain), (ddp, opt)):
+            optimizer.zero_grad()
+            (model(inputs) - 0.1).pow(4).mean().backward()
+            optimizer.step()
+    assert_identical(list(theirs), list(ours), "parameters")
+    assert all(not torch.equal(old, new) for old, new in zip(before, ours, strict=True))
+    refused: tuple[dict[str, Any], ...] = ({}, {"stage": 2, "overlap": False}, {"overlap": False, "max_grad_norm": 1.0})
+    for options in refused:
+        for along in ({}, arguments):
+            with pytest.raises(NotImplementedError, match=r"whole and stay .* '0.weight'.*without DDP"):
+                shard_optimizer(wrapped()[0], AdamW, **options, **along, **OPTIONS)
 
 
 @case(4)
