@@ -64,6 +64,7 @@ class WholeDict:
         """Let any rank build the state dict without the others. A collective, if there are others."""
         if self._sharded.comm.world_size > 1:
             self._on_demand = OnDemand(self._sharded)
+            self._on_demand.stay_after(self)
 
     def state(self) -> State:
         """See `ZeroRedundancyOptimizer.state`."""
