@@ -78,7 +78,7 @@ def prepare(
 
     Raises:
         RuntimeError: in a job without DDP.
-        ValueError: for ``parameters_as_bucket_view=True``, or as `shard_optimizer` does.
+        ValueError: for ``parameters_as_bucket_view=True`` and ``sync="forward"``, or as `shard_optimizer` does.
         TypeError: for a scheduler, which belongs to an optimizer that was built before, or as `shard_optimizer` does.
     """
     _check(accelerator, others, options)
@@ -112,6 +112,11 @@ def _check(accelerator: Accelerator, others: tuple[Any, ...], options: dict[str,
         raise RuntimeError(
             f"Expected an accelerator of several processes with DDP, got {accelerator.distributed_type}. Start the job "
             "with torchrun or accelerate launch, or use the plain optimizer."
+        )
+    if options.get("sync", "step") != "step":
+        raise ValueError(
+            f'Expected sync="step" with accelerate, got {options["sync"]!r}, which needs parameters in flat storage: '
+            "save_model would drop all but one of the parameters in it from its file. Leave it out."
         )
     if options.get("parameters_as_bucket_view"):
         raise ValueError(

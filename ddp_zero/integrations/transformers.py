@@ -92,7 +92,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             raise TypeError(
                 f"Expected a ZeroRedundancyOptimizer, got {type(optimizer).__name__}. Pass its class and options as "
-                "optimizer_cls_and_kwargs=, which are sharded here, or use the plain Trainer."
+                "optimizer_cls_and_kwargs=, which are sharded here, build ZeroRedundancyOptimizer(groups, "
+                f"{type(optimizer).__name__}, ...) in a create_optimizer() of your own, or use the plain Trainer."
             )
         return optimizer
 
@@ -128,8 +129,6 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             finally:
                 self.optimizer_cls_and_kwargs = chosen
         optimizer: torch.optim.Optimizer = self.optimizer
-        decision = self.zero_optimizer._engine.decision
-        self._clips_inside, decision.clips_as_torch = decision.options.max_grad_norm is not None, True
         return optimizer
 
     def _sharded(self, chosen: tuple[Any, dict[str, Any]] | None, model: nn.Module) -> tuple[Any, dict[str, Any]]:
@@ -180,6 +179,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
 
     def _attach(self) -> None:
         """Register the hook on the DDP model, once for each model."""
+        decision = self.zero_optimizer._engine.decision
+        self._clips_inside, decision.clips_as_torch = decision.options.max_grad_norm is not None, True
         if self._attached is not self.model_wrapped:
             self.zero_optimizer.attach(self.model_wrapped)
             self._attached = self.model_wrapped

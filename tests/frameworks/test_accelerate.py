@@ -316,6 +316,8 @@ def _what_cannot_be_prepared_is_refused(setup: Setup) -> None:
     model = build_model()
     with pytest.raises(ValueError, match="parameters_as_bucket_view=False with accelerate, got True: save_model"):
         prepare(accelerator, model, AdamW, parameters_as_bucket_view=True)
+    with pytest.raises(ValueError, match=r'sync="step" with accelerate, got .forward., which needs parameters in flat'):
+        prepare(accelerator, model, AdamW, sync="forward")
     with pytest.raises(TypeError, match=r"Expected a function of the optimizer .* Pass functools.partial\(StepLR"):
         prepare(accelerator, model, AdamW, schedule(AdamW(model.parameters())))
     other = nn.Linear(2, 2)
