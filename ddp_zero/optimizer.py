@@ -453,8 +453,8 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         After `consolidate_state_dict` to this rank, and before the first step, nothing is sent.
 
         Raises:
-            RuntimeError: within the group's time-out, naming the rank, if one was killed or ended with an exception, has
-                taken a step without this rank, or does not end its step; in a step of this rank; on a copy.
+            RuntimeError: within the group's time-out, naming the rank, if one was killed, ended with an exception, took
+                a step without this rank, or does not end its step; in a step of this rank; on a copy.
             TypeError: if a state cannot travel without pickle, naming the parameter.
         """
         return self._whole.pack(super().state_dict)
