@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.admission import check_has_no_hook, check_is_free, check_model
+from ddp_zero.backward.admission import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
 from ddp_zero.backward.averaged import check_reduced
 from ddp_zero.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.backward.gradients import CommHook, watching
@@ -127,8 +127,7 @@ class Engine:
 
     def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
         """See `ZeroRedundancyOptimizer.attach`."""
-        watch = self.decision.watch
-        takes_any = self.takes_hook or hook is not None or watch.is_on  # else DDP's own reduction suffices
+        takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
         if takes_any:
             check_is_free(ddp)
         self.sharded.table.learn_names(ddp.named_parameters())
@@ -136,8 +135,9 @@ class Engine:
             lag = INTERLEAVED_LAG if (self.is_partitioned if lags is None else lags) else None
             hook = self.build_hook(ddp, hook, split=split, lag=lag)
         else:
+            check_keeps_parameters(ddp, self.decision.why_wait())
             self.know_model(ddp)
-            hook = watching(watch, ddp.process_group, hook)
+            hook = watching(self.decision.watch, ddp.process_group, hook)
         if takes_any:
             ddp.register_comm_hook(ddp.process_group if state is None else state, hook)
 

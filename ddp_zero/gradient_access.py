@@ -67,6 +67,7 @@ def clip_grad_norm(
         float(max_norm),
         float(norm_type),
         is_partitioned=engine.is_partitioned or is_edited,
+        rounds=decision.rounds_norms,
         inverse_scale=decision.inverse_scale,
         beyond=decision.beyond,
         check=check,

@@ -49,7 +49,7 @@ from ddp_zero.state.parking import offload_state, reload_state
 from ddp_zero.state.shard_dict import ShardDict
 from ddp_zero.state.whole_dict import WholeDict
 from ddp_zero.step.binding import Binding
-from ddp_zero.step.decision import check_options
+from ddp_zero.step.clipping import check_options
 from ddp_zero.step.join import ZeroJoinHook, refuse_replicas
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import State
@@ -493,8 +493,8 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         After `consolidate_state_dict` to this rank, and before the first step, nothing is sent.
 
         Raises:
-            RuntimeError: within the group's time-out, naming the rank, if one has ended, dropped the optimizer, taken
-                a step without this rank, or does not end its step; in a step of this rank; on a copy of an optimizer.
+            RuntimeError: within the group's time-out, naming the rank, if one was killed, ended with an exception, took
+                a step without this rank, or does not end its step; in a step of this rank; on a copy.
             TypeError: if a state cannot travel without pickle, naming the parameter.
         """
         return self._whole.pack(super().state_dict)

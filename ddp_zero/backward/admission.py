@@ -11,6 +11,7 @@ from ddp_zero.backward.reducer import (
     has_hook,
     has_static_graph,
     is_finalized_by_hand,
+    localized_parameters,
     reduced_parameters,
 )
 from ddp_zero.local.parameters import ParameterTable
@@ -63,12 +64,13 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
 
     Raises:
         TypeError: if it is not a DDP model.
-        NotImplementedError: for a complex parameter, or as `check_finalizes` does.
+        NotImplementedError: for a complex parameter, or as `check_finalizes` and `check_keeps_parameters` do.
         ValueError: if optimizer and model have no parameter in common, or are on different ranks.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
     check_finalizes(ddp)
+    check_keeps_parameters(ddp, "a communication hook")
     complex_params = [index for param, index in sharded.table.index_of.items() if param.is_complex()]
     if complex_params:
         raise NotImplementedError(
@@ -82,6 +84,25 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
         raise ValueError(
             "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
             "process_group=ddp.process_group to the optimizer."
+        )
+
+
+def check_keeps_parameters(ddp: DistributedDataParallel, need: str | None) -> None:
+    """Check that forward passes leave a model's parameters in their modules, and that these are whole.
+
+    Args:
+        ddp: the model.
+        need: why that is needed; None: it is not.
+
+    Raises:
+        NotImplementedError: for distributed tensors under ``DDP(model, device_mesh=...)``.
+    """
+    if need is not None and (names := localized_parameters(ddp)):
+        raise NotImplementedError(
+            f"{need}: expected parameters that are whole and stay in their modules, got {names[0]!r}, a distributed "
+            "tensor that DDP(model, device_mesh=...) takes out of the model. Pass the model without DDP, as in "
+            "shard_optimizer(model, ..., mesh=mesh, data_parallel_dim=...), or set overlap=False in stage 1 and do "
+            "not clip."
         )
 
 

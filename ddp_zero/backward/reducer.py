@@ -110,6 +110,14 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]
     return [(name, param) for param, name in found.items()]
 
 
+def localized_parameters(ddp: DistributedDataParallel) -> list[str]:
+    """Names of the parameters that ``DDP(model, device_mesh=...)`` has put in the place of distributed tensors.
+
+    The first forward pass takes them out of their modules, for good (torch 2.13.0); DDP still reduces them.
+    """
+    return [name for name, param in ddp.module.named_parameters() if hasattr(param, "_st_info")]
+
+
 def count_reduced(ddp: DistributedDataParallel) -> int:
     """How many parameters DDP puts into buckets: those that were trainable when the model was wrapped."""
     return int(ddp._get_ddp_logging_data()["num_parameter_tensors"])

@@ -42,7 +42,6 @@ class ZeroDDPStrategy(DDPStrategy):
     Raises:
         NotImplementedError: when training begins, for manual optimization, which runs its forward pass as if gradients
             were not to be reduced.
-        TypeError: then, for a scheduler that is built of others, whose optimizer cannot be replaced.
     """
 
     def __init__(self, *args: Any, stage: int = 1, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -155,12 +154,9 @@ def _clip(
 
 
 def _follow(scheduler: Any, before: list[Optimizer], after: list[ZeroRedundancyOptimizer]) -> None:
-    """Let a scheduler change the options of the sharded optimizer instead of those of the plain one."""
-    if hasattr(scheduler, "_schedulers"):
-        raise TypeError(
-            f"Expected a scheduler of one optimizer, got {type(scheduler).__name__}, which holds others. Build a "
-            "ZeroRedundancyOptimizer in configure_optimizers, and the scheduler over it."
-        )
+    """Let a scheduler, and those that it is built of, change the options of the sharded optimizer."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _follow(inner, before, after)
     for plain, sharded in zip(before, after, strict=True):
         if scheduler.optimizer is plain:
             scheduler.optimizer = sharded

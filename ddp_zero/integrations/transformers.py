@@ -19,6 +19,7 @@ from accelerate import DistributedDataParallelKwargs
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_utils import _is_peft_model
 from transformers.training_args import ParallelMode
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint
@@ -37,7 +38,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
 
     The optimizer's class, options and groups are the Trainer's own. The model is wrapped with
     ``gradient_as_bucket_view=True``. Gradients are clipped inside the step, to ``args.max_grad_norm``, and the norm in
-    the log is ``last_step.grad_norm``; without clipping no norm is computed and none is logged.
+    the log is ``last_step.grad_norm``; without clipping no norm is computed and none is logged. Norms of bf16 and fp16
+    gradients are computed in their dtype, as by the Trainer, unless the optimizer has master weights.
 
     Every checkpoint holds, next to the Trainer's own files but instead of ``optimizer.pt`` and ``scheduler.pt``, a
     sharded one that any number of ranks loads. A checkpoint with these two, of the plain Trainer, is loaded as well.
@@ -53,6 +55,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             Or the path of a DeepSpeed configuration, whose ``"auto"`` values are filled from the training arguments;
             the optimizer and the schedule are the file's if it has them, else the Trainer's. With ``fp16`` the model is
             cast, and the loss scale is the file's instead of accelerate's.
+        exclude_frozen: leave parameters that do not require a gradient out of the sharded checkpoint; loading it leaves
+            them as they are. None: leave them out of a PEFT model, whose base the Trainer's own files leave out too.
         **kwargs: of the Trainer. An optimizer that is passed as ``optimizers=`` must be sharded already.
 
     Raises:
@@ -62,7 +66,14 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             Trainer registers exceptions by the model.
     """
 
-    def __init__(self, *args: Any, zero: Mapping[str, Any] | str | Path = _NOTHING, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        zero: Mapping[str, Any] | str | Path = _NOTHING,
+        exclude_frozen: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._exclude_frozen = exclude_frozen
         self._zero_config = TrainerConfig(zero) if isinstance(zero, str | Path) else None
         self._zero_options = {} if isinstance(zero, str | Path) else dict(zero)
         self._attached: nn.Module | None = None
@@ -81,7 +92,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             raise TypeError(
                 f"Expected a ZeroRedundancyOptimizer, got {type(optimizer).__name__}. Pass its class and options as "
-                "optimizer_cls_and_kwargs=, which are sharded here, or use the plain Trainer."
+                "optimizer_cls_and_kwargs=, which are sharded here, build ZeroRedundancyOptimizer(groups, "
+                f"{type(optimizer).__name__}, ...) in a create_optimizer() of your own, or use the plain Trainer."
             )
         return optimizer
 
@@ -117,7 +129,6 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             finally:
                 self.optimizer_cls_and_kwargs = chosen
         optimizer: torch.optim.Optimizer = self.optimizer
-        self._clips_inside = self.zero_optimizer._engine.decision.options.max_grad_norm is not None
         return optimizer
 
     def _sharded(self, chosen: tuple[Any, dict[str, Any]] | None, model: nn.Module) -> tuple[Any, dict[str, Any]]:
@@ -168,6 +179,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
 
     def _attach(self) -> None:
         """Register the hook on the DDP model, once for each model."""
+        decision = self.zero_optimizer._engine.decision
+        self._clips_inside, decision.clips_as_torch = decision.options.max_grad_norm is not None, True
         if self._attached is not self.model_wrapped:
             self.zero_optimizer.attach(self.model_wrapped)
             self._attached = self.model_wrapped
@@ -201,8 +214,15 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / FOLDER
         extra = {"scheduler": self.lr_scheduler.state_dict()}
-        step = self.state.global_step
-        checkpoint.save(folder, self.model_wrapped, self.zero_optimizer, extra=extra, step=step, keep=1)
+        checkpoint.save(
+            folder,
+            self.model_wrapped,
+            self.zero_optimizer,
+            extra=extra,
+            step=self.state.global_step,
+            keep=1,
+            exclude_frozen=_is_peft_model(self.model) if self._exclude_frozen is None else self._exclude_frozen,
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -21,6 +21,15 @@ from ddp_zero.step.clipping import Beyond, Culprit, Share
 
 
 @dataclass(frozen=True)
+class _Joined:
+    """The numbers of all ranks; ``dtype``: the widest of their norms, float32 or float64."""
+
+    totals: Mapping[int, float]
+    flag: float
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Level:
     """Ranks that join what they have found.
 
@@ -47,7 +56,7 @@ class Council:
         self._assembly = assembly
         self._waiting: deque[Callable[[], None]] = deque()
         self._shares: dict[int, Share] = {}
-        self._joined: tuple[Mapping[int, float], float] | None = None
+        self._joined: _Joined | None = None
         self._culprit: tuple[Culprit | None] | None = None
         self._is_open = False
 
@@ -85,8 +94,10 @@ class Council:
             self._waiting.popleft()()
         if self._joined is None:
             self._joined = self._exchange()
-        totals, flag = self._joined
-        return replace(share, totals={key: _like(totals[key], share.totals) for key in share.totals}, flag=flag)
+        joined, known = self._joined, [one for one in share.totals.values() if one is not None]
+        device = known[0].device if known else None
+        totals = {key: torch.tensor(joined.totals[key], dtype=joined.dtype, device=device) for key in share.totals}
+        return replace(share, totals=totals, flag=joined.flag)
 
     def culprit(self) -> Culprit | None:
         """The first culprit that any member has found, here or beyond. A collective, once for all members."""
@@ -99,8 +110,8 @@ class Council:
             self._culprit = (Culprit(*json.loads(text)) if text else None,)
         return self._culprit[0]
 
-    def _exchange(self) -> tuple[Mapping[int, float], float]:
-        """Totals by key, and the sum of flags."""
+    def _exchange(self) -> _Joined:
+        """Join totals and add up flags, level by level."""
         members = sorted(self._shares)
         shares = [self._shares[member] for member in members]
         keys = sorted({key for share in shares for key in share.totals})
@@ -109,18 +120,20 @@ class Council:
         norm_type = norm_types.pop()
         rows = torch.stack([_numbers([share.totals.get(key) for key in keys]) for share in shares])
         flag = sum(float(share.flag) for share in shares) + (not rows.isfinite().all())  # also where it does not count
-        subject = _digest([keys, norm_type, members])
+        is_wide = any(_is_wide(total) for share in shares for total in share.totals.values())
         for level in self._levels:
-            mine = torch.cat([torch.tensor([flag]).double(), rows.flatten()])
-            every = self._assembly.gather(level.comm, mine, subject)
-            flag = float(every[:, 0].sum())
-            table = every[:, 1:].reshape(len(every), *rows.shape)  # ranks, members, keys
+            mine = torch.cat([torch.tensor([flag, is_wide], dtype=torch.float64), rows.flatten()])
+            # once joined, members do not matter: pipeline stages may have different ones
+            every = self._assembly.gather(level.comm, mine, _digest([keys, norm_type, members]))
+            flag, is_wide = float(every[:, 0].sum()), bool(every[:, 1].any())
+            table = every[:, 2:].reshape(len(every), *rows.shape)  # ranks, members, keys
             if level.counted is not None:
                 counts = torch.tensor([level.counted[member] for member in members]).T
                 table = torch.where(counts[:, :, None], table, 0.0)
             rows = torch.linalg.vector_norm(table.flatten(0, 1), norm_type, dim=0)[None]
             members = members[:1]
-        return dict(zip(keys, rows[0].tolist(), strict=True)), flag
+        dtype = torch.float64 if is_wide else torch.float32
+        return _Joined(dict(zip(keys, rows[0].tolist(), strict=True)), flag, dtype)
 
 
 class MemberBeyond(Beyond):
@@ -160,10 +173,8 @@ def _numbers(totals: Sequence[Tensor | None]) -> Tensor:
     return torch.tensor([0.0 if total is None else float(total) for total in totals], dtype=torch.float64)
 
 
-def _like(total: float, own: Mapping[int, Tensor | None]) -> Tensor:
-    """A joined total in the dtype and on the device of this rank's own."""
-    known = [one for one in own.values() if one is not None]
-    return torch.tensor(total, dtype=known[0].dtype, device=known[0].device) if known else torch.tensor(total)
+def _is_wide(total: Tensor | None) -> bool:
+    return total is not None and total.dtype == torch.float64
 
 
 def _digest(facts: object) -> float:

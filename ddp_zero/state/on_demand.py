@@ -12,6 +12,8 @@ A request is ``{"count": .., "plan": ..}``; ``{"still": "here"}`` asks for nothi
   rank owns, in any order;
 - ``{"end": number of pieces}``, or ``{"refused": why}`` as soon as the state has changed.
 
+A rank answers until none can ask any more, also after its script has ended: see `service.stay`.
+
 Only the ranks of ``sharded.comm`` are asked. A piece names a parameter; it is of the elements that its owner has.
 """
 
@@ -36,6 +38,7 @@ from ddp_zero.service.address import BLOCK_BYTES, Address
 from ddp_zero.service.caller import call
 from ddp_zero.service.frames import Frame, receive_frame, receive_tree, send_frame, send_tree
 from ddp_zero.service.listener import listen
+from ddp_zero.service.stay import UNTIL, Stay
 from ddp_zero.state.gather import put_together
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import Birth, State
@@ -62,6 +65,11 @@ class OnDemand:
         block = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         assert len(block) == BLOCK_BYTES, "as many bytes on every rank"
         self._addresses = [Address.decode(bytes(one.tolist())) for one in comm.all_gather_tensor(block)]
+        self._stay = Stay([self._addresses[peer] for peer in comm.peers()], self._time_out)
+
+    def stay_after(self, owner: object) -> None:
+        """Go on answering when the owner is gone, or the script has ended, until no rank can ask any more."""
+        self._stay.keep(self, owner)
 
     # Asking
 
@@ -155,16 +163,18 @@ class OnDemand:
             shown = "no answer within the group's time-out" if isinstance(error, TimeoutError) else str(error)
             raise RuntimeError(
                 f"Expected {self._sharded.comm.name(peer)} to give its part of the optimizer's state, got {shown}. Has "
-                "it ended, or dropped the optimizer? Ranks must live until the last state_dict() of any of them."
+                "it been killed, or ended with an error? A rank that ends well stays until no other can ask."
             ) from error
 
     # Answering, in a thread
 
     def answer(self, connection: socket.socket) -> None:
-        """Answer one rank until it hangs up, which raises EOFError."""
+        """Answer one rank until it hangs up, which raises EOFError, or has waited until this one leaves."""
         changes = self._sharded.changes
         while True:
             request = receive_frame(connection)
+            if UNTIL in request:
+                return self._stay.wait_until_it_leaves()
             if "count" not in request:
                 continue
             count = request["count"]

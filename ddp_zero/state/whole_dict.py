@@ -16,7 +16,8 @@ from ddp_zero.plan.partition import GroupRank
 from ddp_zero.state.gather import gather_state
 from ddp_zero.state.on_demand import OnDemand
 from ddp_zero.state.restrict import restrict_state_dict
-from ddp_zero.step.decision import Decision, keep_limits
+from ddp_zero.step.clipping import keep_limits
+from ddp_zero.step.decision import Decision
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.state_order import State
 
@@ -63,6 +64,7 @@ class WholeDict:
         """Let any rank build the state dict without the others. A collective, if there are others."""
         if self._sharded.comm.world_size > 1:
             self._on_demand = OnDemand(self._sharded)
+            self._on_demand.stay_after(self)
 
     def state(self) -> State:
         """See `ZeroRedundancyOptimizer.state`."""

@@ -11,12 +11,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ddp_zero.local.absent import AbsentGradient, on_this_rank
+from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import LOW_PRECISION
+from ddp_zero.options import StepOptions
 from ddp_zero.step.sharded_step import ShardedStep
 
 _NO_GRADIENT = -1.0  # no norm is negative
+
+OWN_LIMIT = "max_grad_norm"
+"""The option by which a parameter group has a limit of its own."""
 
 WHOLE, COMMON = -2, -1
 """Keys of a `Share`: the norm of all gradients, and of those in groups without a limit of their own."""
@@ -73,17 +79,17 @@ class Beyond:
         return share.find()
 
 
-def norms_of(grads: Mapping[int, Tensor], norm_type: float) -> dict[int, Tensor]:
-    """The norm of each gradient, in fp32 for those of low precision, else in their dtype."""
-    plain = [grad for grad in grads.values() if grad.dtype not in LOW_PRECISION]
+def norms_of(grads: Mapping[int, Tensor], norm_type: float, *, rounds: bool) -> dict[int, Tensor]:
+    """The norm of each gradient in its dtype; of low precision in fp32 unless it ``rounds``, as torch's clipping."""
+    plain = [grad for grad in grads.values() if rounds or grad.dtype not in LOW_PRECISION]
     if plain and plain[0].device.type != "cpu" and len(plain) == len(grads) and all(grad.numel() for grad in plain):
         return dict(zip(grads, torch._foreach_norm(plain, norm_type), strict=True))
-    return {index: norm_of(grad, norm_type) for index, grad in grads.items()}
+    return {index: norm_of(grad, norm_type, rounds=rounds) for index, grad in grads.items()}
 
 
-def norm_of(grad: Tensor, norm_type: float) -> Tensor:
+def norm_of(grad: Tensor, norm_type: float, *, rounds: bool) -> Tensor:
     """The norm of one gradient, in the dtype that `norms_of` documents."""
-    dtype = torch.float32 if grad.dtype in LOW_PRECISION else None
+    dtype = torch.float32 if grad.dtype in LOW_PRECISION and not rounds else None
     if not grad.numel():  # an empty gradient has no largest element
         return grad.new_zeros((), dtype=dtype or grad.dtype.to_real())
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
@@ -96,6 +102,8 @@ def gather_norms(
     norm_type: float,
     flag: Tensor | float = 0.0,
     may_have_joined: bool = False,
+    *,
+    rounds: bool,
 ) -> tuple[dict[int, Tensor], Tensor]:
     """Every parameter's norm from its owner. A collective.
 
@@ -107,6 +115,7 @@ def gather_norms(
         flag: a number to add up over the ranks, not negative.
         may_have_joined: True if some ranks may not know which parameters have gradients. If so, or if some parameters
             have none, this waits for the device.
+        rounds: see `norms_of`.
 
     Returns:
         The norms of all parameters that have a gradient, by index, in `ParameterTable.norm_order`, and the sum of all
@@ -135,7 +144,8 @@ def gather_norms(
             if has_gradient is None or has_gradient[rank][place]:
                 found.setdefault(index, []).append(gathered[rank, place])
     whole = {index: _joined(found[index], norm_type) for index in sharded.table.norm_order if index in found}
-    return {index: norm.to(_norm_dtype(table.params[index])) for index, norm in whole.items()}, gathered[:, 0].sum()
+    dtypes = [_norm_dtype(param, rounds) for param in table.params]
+    return {index: norm.to(dtypes[index]) for index, norm in whole.items()}, gathered[:, 0].sum()
 
 
 def _joined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -151,8 +161,8 @@ def _joined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     return torch.where(is_there.sum() == 1, norms.max(), torch.linalg.vector_norm(norms, norm_type))
 
 
-def _norm_dtype(param: Tensor) -> torch.dtype:
-    return torch.float32 if param.dtype in LOW_PRECISION else param.dtype.to_real()
+def _norm_dtype(param: Tensor, rounds: bool) -> torch.dtype:
+    return torch.float32 if param.dtype in LOW_PRECISION and not rounds else param.dtype.to_real()
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -175,6 +185,7 @@ def clip_gradients(
     norm_type: float,
     *,
     is_partitioned: bool,
+    rounds: bool,
     inverse_scale: float | None,
     beyond: Beyond,
     check: Callable[[Tensor], None],
@@ -187,6 +198,7 @@ def clip_gradients(
         max_norm: the largest norm.
         norm_type: order of the p-norm; ``inf`` for the largest absolute value.
         is_partitioned: True if gradients count only on their owners; then this is a collective.
+        rounds: see `norms_of`; False with a loss scale.
         inverse_scale: one over the loss scale, by which gradients are multiplied for their norms; None: no loss scale.
             The gradients themselves are multiplied only in the step, since they may underflow before.
         beyond: the rest of the model.
@@ -204,11 +216,11 @@ def clip_gradients(
     if is_partitioned:
         grads = {index: sharded.stepped.own_part(index, grad) for index, grad in grads.items()}
     if inverse_scale is None:
-        norms = norms_of(grads, norm_type)
+        norms = norms_of(grads, norm_type, rounds=rounds)
     else:
         norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
     if is_partitioned:
-        everyone, _ = gather_norms(sharded, norms, norm_type)
+        everyone, _ = gather_norms(sharded, norms, norm_type, rounds=rounds)
         norms = {index: everyone[index] for index in indices if index in everyone}
     own = total_norm([norm for index, norm in norms.items() if beyond.counts(index)], norm_type)
     total = beyond.join(Share({WHOLE: own}, norm_type)).totals[WHOLE]
@@ -235,4 +247,25 @@ def _present(grad: Tensor) -> Tensor:
 
 def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tensor:
     wide = grad.float() if grad.dtype in LOW_PRECISION else grad
-    return norm_of(wide * inverse_scale, norm_type)
+    return norm_of(wide * inverse_scale, norm_type, rounds=False)
+
+
+def check_options(options: StepOptions, inner: Optimizer) -> None:
+    """Check that options are not ambiguous.
+
+    Raises:
+        ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
+    """
+    if options.max_grad_norm is not None and OWN_LIMIT in inner.defaults:
+        raise ValueError(
+            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which also has "
+            "one, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
+            "opt.clip_grad_norm_() in the loop."
+        )
+
+
+def keep_limits(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
+    """Clip loaded groups as the exposed ones were, unless the state dict has a ``max_grad_norm``."""
+    for group, before in zip(loaded, exposed, strict=True):
+        if OWN_LIMIT in before:
+            group.setdefault(OWN_LIMIT, before[OWN_LIMIT])

@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ddp_zero.local.absent import AbsentGradient
-from ddp_zero.local.local_step import ParamGroup
 from ddp_zero.local.masters import GradientSource
 from ddp_zero.local.scaled import GradientFactors, OwnedEdits, ScaledGradients
 from ddp_zero.loss_scale import LossScale
@@ -33,6 +31,7 @@ from ddp_zero.plan.partition import GroupRank
 from ddp_zero.step.amp import AmpState
 from ddp_zero.step.clipping import (
     COMMON,
+    OWN_LIMIT,
     WHOLE,
     Beyond,
     Culprit,
@@ -46,8 +45,6 @@ from ddp_zero.step.clipping import (
 from ddp_zero.step.record import Number, StepRecord, StepRegime
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.step.watch import LocalWatch, culprit, suspect_nonfinite
-
-_OWN_KEY = "max_grad_norm"
 
 
 @dataclass(frozen=True)
@@ -98,6 +95,8 @@ class Decision:
             gradient non-finite, so only these still show the culprit.
         beyond: the rest of the model, which the decision concerns as well.
         owned_edits: gradients that users have changed on their owners.
+        clips_as_torch: compute norms of low-precision gradients in their dtype, which has the bits of
+            `torch.nn.utils.clip_grad_norm_`; False: in fp32, more exactly.
     """
 
     def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
@@ -108,12 +107,13 @@ class Decision:
         self.norms_before_clip: Mapping[int, Tensor] = {}
         self.beyond = Beyond()
         self.owned_edits = OwnedEdits()
+        self.clips_as_torch = False
         self._sharded = sharded
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
     def why_wait(self) -> str | None:
         """Why a step needs all gradients before it starts, or None if it does not."""
-        if self._honours_groups and any(group.get(_OWN_KEY) is not None for group in self._sharded.param_groups):
+        if self._honours_groups and any(group.get(OWN_LIMIT) is not None for group in self._sharded.param_groups):
             return "max_grad_norm of a parameter group needs the norm of its gradients"
         return self.options.why_wait()
 
@@ -127,7 +127,7 @@ class Decision:
     @property
     def _honours_groups(self) -> bool:
         """Whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer."""
-        return _OWN_KEY not in self._sharded.inner.defaults
+        return OWN_LIMIT not in self._sharded.inner.defaults
 
     def take(self, occasion: Occasion, **kwargs: Any) -> Any:
         """Decide, and step unless the decision is against it. A collective if there is anything to decide.
@@ -194,6 +194,11 @@ class Decision:
             return None
         return torch.tensor(1.0 / self.loss_scale.value, dtype=torch.float32).item()
 
+    @property
+    def rounds_norms(self) -> bool:
+        """Whether norms are in the dtype of gradients: as ``clips_as_torch``, unless steps are in fp32 or scaled."""
+        return self.clips_as_torch and self.loss_scale is None and not self._sharded.stepped.masters
+
     def _checks_finite(self, occasion: Occasion) -> bool:
         if occasion.amp is not None:
             return True
@@ -218,7 +223,9 @@ class Decision:
         if not limits:
             share = self.beyond.join(Share(flag=self._sum_over_ranks(flag), find=find))
             return _Findings(bool(share.flag), is_suspicion=occasion.amp is None, share=share)
-        every, flags = gather_norms(sharded, norms, self.options.norm_type, flag, occasion.may_have_joined)
+        every, flags = gather_norms(
+            sharded, norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
+        )
         counted = {index: norm for index, norm in every.items() if self.beyond.counts(index)}
         others = [norm for index, norm in every.items() if index not in counted]  # they must be finite all the same
         if others:
@@ -249,9 +256,11 @@ class Decision:
         sharded, norm_type = self._sharded, self.options.norm_type
         owned = [index for index in owned if not self._is_left_to_another(index, source)]
         if inverse is None and not sharded.stepped.masters:
-            return norms_of({index: _known(source.gradient(index)) for index in owned}, norm_type)
+            grads = {index: _known(source.gradient(index)) for index in owned}
+            return norms_of(grads, norm_type, rounds=self.rounds_norms)
         factors, whole = GradientFactors(inverse), sharded.stepped.whole_gradient
-        return {index: norm_of(factors.apply(index, _known(whole(index, source))), norm_type) for index in owned}
+        scaled = ((index, factors.apply(index, _known(whole(index, source)))) for index in owned)
+        return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 
     def _is_left_to_another(self, index: int, source: GradientSource) -> bool:
         pieces = self._sharded.binding.pieces[index]
@@ -271,11 +280,11 @@ class Decision:
         """Sets of groups that are clipped together, by the first group of each; empty if nothing is clipped."""
         groups = self._sharded.param_groups
         honours = self._honours_groups
-        together = tuple(position for position, group in enumerate(groups) if not honours or _OWN_KEY not in group)
+        together = tuple(position for position, group in enumerate(groups) if not honours or OWN_LIMIT not in group)
         limits = {} if self.options.max_grad_norm is None or not together else {together[0]: together}
         for position, group in enumerate(groups):
-            if honours and group.get(_OWN_KEY) is not None:
-                check_max_grad_norm(group[_OWN_KEY])
+            if honours and group.get(OWN_LIMIT) is not None:
+                check_max_grad_norm(group[OWN_LIMIT])
                 limits[position] = (position,)
         return limits
 
@@ -303,7 +312,7 @@ class Decision:
         return found
 
     def _own_limit(self, group: int) -> float | None:
-        own: float | None = self._sharded.param_groups[group].get(_OWN_KEY) if self._honours_groups else None
+        own: float | None = self._sharded.param_groups[group].get(OWN_LIMIT) if self._honours_groups else None
         return own
 
     # Not stepping
@@ -376,24 +385,3 @@ def _is_there(grad: Tensor | None) -> bool:
 def _known(grad: Tensor | None) -> Tensor:
     assert grad is not None, "asked for those that have one"
     return grad
-
-
-def check_options(options: StepOptions, inner: Optimizer) -> None:
-    """Check that options are not ambiguous.
-
-    Raises:
-        ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
-    """
-    if options.max_grad_norm is not None and _OWN_KEY in inner.defaults:
-        raise ValueError(
-            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which also has "
-            "one, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
-            "opt.clip_grad_norm_() in the loop."
-        )
-
-
-def keep_limits(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
-    """Clip loaded groups as the exposed ones were, unless the state dict has a ``max_grad_norm``."""
-    for group, before in zip(loaded, exposed, strict=True):
-        if _OWN_KEY in before:
-            group.setdefault(_OWN_KEY, before[_OWN_KEY])

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero.checkpoint.contents import SavedCheckpoint
 from tests.multiproc.cases import assert_equal_models
 from tests.multiproc.harness import Setup, run_ranks
 
@@ -99,6 +100,37 @@ def _trains_in_the_trainer(setup: Setup) -> None:
     expected = trained(Trainer)
     for stage in (1, 2):
         assert_equal(expected, trained(ZeroTrainer, zero={"stage": stage}), f"stage {stage}")
+    check_checkpoints(setup, expected)
+
+
+def check_checkpoints(setup: Setup, expected: dict[str, torch.Tensor]) -> None:
+    """A checkpoint leaves the frozen base out, or holds it if told to; a resumed training ends the same."""
+    from transformers import TrainingArguments
+
+    from ddp_zero.integrations.transformers import FOLDER, ZeroTrainer
+    from tests.frameworks.job import Words, assert_equal, values
+
+    def trainer(name: str, **own: Any) -> Any:
+        args = TrainingArguments(
+            output_dir=str(setup.folder / name), max_steps=4, per_device_train_batch_size=3, use_cpu=True,
+            report_to=[], disable_tqdm=True, dataloader_pin_memory=False, save_steps=2, learning_rate=0.01,
+        )  # fmt: skip
+        return ZeroTrainer(model=build_model(), args=args, train_dataset=Words(48), zero={"stage": 2}, **own)
+
+    frozen_in = {}
+    for name, own in {"default": {}, "kept": {"exclude_frozen": False}}.items():
+        trainer(name, **own).train()
+        saved = SavedCheckpoint.open(setup.folder / name / "checkpoint-2" / FOLDER)
+        frozen_in[name] = [key for key in saved.model if "lora_" not in key]
+        assert any("lora_" in key for key in saved.model)
+        resumed = trainer(name, **own)
+        before = values(resumed.model)
+        resumed.train(resume_from_checkpoint=str(setup.folder / name / "checkpoint-2"))
+        after = values(resumed.model)
+        assert any(not torch.equal(before[key], value) for key, value in after.items())
+        assert_equal(expected, after, f"resumed, frozen parameters: {name}")
+    assert not frozen_in["default"]
+    assert frozen_in["kept"]
 
 
 def test_adapters_in_the_trainer() -> None:

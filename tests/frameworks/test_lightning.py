@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import SequentialLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LinearLR, SequentialLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.frameworks.job import as_a_job, assert_equal, assert_moved, values
@@ -37,11 +37,12 @@ STEPS, GLOBAL_BATCH = 12, 12
 class Net(LightningModule):
     """A small model that remembers its losses and learning rates."""
 
-    def __init__(self, build: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, build: Callable[[Any], Any] | None = None, schedule: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
         self.build = build
+        self.schedule = partial(StepLR, step_size=4, gamma=0.5) if schedule is None else schedule
         self.seen: list[Any] = []
 
     def training_step(self, batch: Any, number: int) -> Tensor:
@@ -60,7 +61,7 @@ class Net(LightningModule):
             {"params": self.layers[2:].parameters()},
         ]
         opt = AdamW(params, **OPTIONS) if self.build is None else self.build(params)
-        return {"optimizer": opt, "lr_scheduler": {"scheduler": StepLR(opt, 4, 0.5), "interval": "step"}}
+        return {"optimizer": opt, "lr_scheduler": {"scheduler": self.schedule(opt), "interval": "step"}}
 
 
 class InRankOrder(DDPStrategy):
@@ -119,7 +120,7 @@ def trained(
     **recipe: Any,
 ) -> tuple[dict[str, Tensor], list[Any], Any]:
     """Parameters after two epochs, losses and learning rates, and the Trainer."""
-    net = Net(build)
+    net = Net(build, recipe.pop("schedule", None))
     before = values(net)
     saver = recipe.pop("callbacks", None)
     if recipe.pop("fp16", False):
@@ -204,6 +205,23 @@ def _stage_2(setup: Setup) -> None:
 @case(2)
 def _stage_2_not_overlapped(setup: Setup) -> None:
     _each_recipe(setup, "stage 2, not overlapped")
+
+
+def _warm_up_and_decay(opt: Any) -> SequentialLR:
+    return SequentialLR(opt, [LinearLR(opt, 0.1, total_iters=3), ExponentialLR(opt, 0.8)], [3])
+
+
+def _chained(opt: Any) -> ChainedScheduler:
+    return ChainedScheduler([LinearLR(opt, 0.1, total_iters=3), StepLR(opt, 4, 0.5)])
+
+
+@case(2)
+def _schedulers_that_are_built_of_others_follow(setup: Setup) -> None:
+    for stage, strategy in STRATEGIES.items():
+        for schedule in (_warm_up_and_decay, _chained):
+            trainer = equal_training(setup, strategy(), None, f"{stage}, {schedule.__name__}", schedule=schedule)
+            assert isinstance(trainer.optimizers[0], ZeroRedundancyOptimizer)
+            assert len({rate for _, rate in trainer.lightning_module.seen}) > 3
 
 
 def _saves(setup: Setup, stage: str) -> None:
@@ -363,24 +381,14 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
-class InSequence(Net):
-    def configure_optimizers(self) -> Any:
-        opt = AdamW(self.parameters(), **OPTIONS)
-        return [opt], [SequentialLR(opt, [StepLR(opt, 2), StepLR(opt, 3)], [4])]
-
-
 @case(2)
 def _what_cannot_be_sharded_is_refused(setup: Setup) -> None:
-    for net, kind, message in (
-        (Manual(), NotImplementedError, "Expected automatic optimization with ZeroDDPStrategy"),
-        (InSequence(), TypeError, "Expected a scheduler of one optimizer, got SequentialLR"),
-    ):
-        trainer = Trainer(
-            accelerator="cpu", devices=2, strategy=ZeroDDPStrategy(stage=2), max_steps=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        with pytest.raises(kind, match=message):
-            trainer.fit(net, build_loader(2))
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=ZeroDDPStrategy(stage=2), max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="Expected automatic optimization with ZeroDDPStrategy"):
+        trainer.fit(Manual(), build_loader(2))
 
 
 @case.each

@@ -72,7 +72,7 @@ def trained(
 ) -> tuple[Any, dict[str, Tensor], list[dict[str, float]]]:
     """A Trainer after its training, the parameters, and losses and norms of every log."""
     own = {name: options.pop(name) for name in ("zero", "optimizers", "optimizer_cls_and_kwargs") if name in options}
-    model = build_model()
+    model = build_model().to(options.pop("dtype", torch.float32))
     if "optimizers" in own:
         own["optimizers"] = (own["optimizers"](model), None)
     before = values(model)
@@ -84,6 +84,16 @@ def trained(
     keys = ("loss", "grad_norm", "eval_loss", "learning_rate", "step")
     log = [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
     return trainer, after, log
+
+
+@case(2)
+def _models_in_bf16_are_clipped_as_by_the_trainer(setup: Setup) -> None:
+    for name, zero in STAGES.items():
+        for clip in (0.5, 1.0):  # the latter is the Trainer's default
+            recipe = {"dtype": torch.bfloat16, "max_grad_norm": clip, "learning_rate": 0.05}
+            equal_training(setup, ZeroTrainer, {"zero": zero}, f"{name}, {clip=}", **recipe)
+        by_hand = {"zero": {**zero, "max_grad_norm": None}}
+        equal_training(setup, ZeroTrainer, by_hand, f"{name}, in the loop", **recipe)
 
 
 class Scaled(Trainer):
@@ -330,11 +340,40 @@ def test_resumes_at_another_number_of_ranks(stage: str, sizes: tuple[int, int], 
         run_ranks(_trains, size, tmp_path, stage, bool(resume), timeout=240)
 
 
+class OwnOptimizer(ZeroTrainer):
+    """Builds its optimizer itself, sharded."""
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), AdamW, stage=2, overlap_with_ddp=True, max_grad_norm=0.5, lr=0.01
+        )
+        return self.optimizer
+
+
+class OwnPlainOptimizer(ZeroTrainer):
+    """Builds one that is not sharded."""
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        self.optimizer = _plain_adamw(self.model)
+        return self.optimizer
+
+
+@case(2)
+def _a_subclass_may_build_a_sharded_optimizer(setup: Setup) -> None:
+    _, expected, log = trained(Trainer, setup.folder / "plain", optimizers=_plain_adamw, max_grad_norm=0.5)
+    _, actual, own_log = trained(OwnOptimizer, setup.folder / "ours", max_grad_norm=0.5)
+    assert_equal((expected, log), (actual, own_log), "create_optimizer of a subclass")
+
+
 # What is refused
 
 
 @case(2)
 def _what_cannot_be_sharded_is_refused(setup: Setup) -> None:
+    with pytest.raises(
+        TypeError, match=r"got AdamW. .* build ZeroRedundancyOptimizer\(groups, AdamW, ...\) in a create"
+    ):
+        trained(OwnPlainOptimizer, setup.folder / "ours")
     with pytest.raises(TypeError, match=r"Expected a ZeroRedundancyOptimizer, got AdamW. Pass its class"):
         trained(ZeroTrainer, setup.folder / "ours", optimizers=_plain_adamw)
 

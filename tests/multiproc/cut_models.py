@@ -84,6 +84,18 @@ class FirstStage(nn.Module):
         return result
 
 
+class MiddleStage(nn.Module):
+    """A block."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.block = CutBlock(group, seed=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.block(x)
+        return result
+
+
 class LastStage(nn.Module):
     """A block, and scores of tokens by the embedding of the first stage."""
 

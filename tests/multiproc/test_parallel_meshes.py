@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.cases import ToyLAMB, assert_identical, batches
 from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, is_cut, token_batch
@@ -159,6 +159,61 @@ def _distributed_tensors_are_stepped_in_place(setup: Setup) -> None:
         ZeroRedundancyOptimizer(model.parameters(), AdamW)
 
 
+@case(4)
+def _distributed_tensors_in_ddp_are_trained_without_a_hook_and_refused_with_one(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data"}
+
+    def wrapped() -> tuple[DistributedDataParallel, list[Tensor]]:
+        ddp = DistributedDataParallel(
+            parallelized(mesh["tensor"]), device_mesh=mesh["data"], gradient_as_bucket_view=True
+        )
+        return ddp, list(ddp.parameters())  # the first forward pass takes the parts out of their modules
+
+    (expected, theirs), (ddp, ours) = wrapped(), wrapped()
+    before = [param.detach().clone() for param in ours]
+    plain, opt = AdamW(expected.parameters(), **OPTIONS), shard_optimizer(ddp, AdamW, overlap=False, **OPTIONS)
+    for inputs, _ in batches(mesh.get_local_rank("data"), STEPS):
+        for model, optimizer in ((expected, plain), (ddp, opt)):
+            optimizer.zero_grad()
+            (model(inputs) - 0.1).pow(4).mean().backward()
+            optimizer.step()
+    assert_identical(list(theirs), list(ours), "parameters")
+    assert all(not torch.equal(old, new) for old, new in zip(before, ours, strict=True))
+    refused: tuple[dict[str, Any], ...] = ({}, {"stage": 2, "overlap": False}, {"overlap": False, "max_grad_norm": 1.0})
+    for options in refused:
+        for along in ({}, arguments):
+            with pytest.raises(NotImplementedError, match=r"whole and stay .* '0.weight'.*without DDP"):
+                shard_optimizer(wrapped()[0], AdamW, **options, **along, **OPTIONS)
+
+
+@case(4)
+def _norms_in_float64_are_equal_where_a_rank_counts_nothing_of_a_member(setup: Setup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for clips_in_step in (True, False):
+        torch.manual_seed(0)
+        # replicated over "tensor": its second rank counts none of the first member's parameters
+        model = nn.ParameterList([torch.randn(5, dtype=torch.float64), torch.randn(7, dtype=torch.float64)])
+        arguments: Any = {"mesh": mesh, "data_parallel_dim": "data", "max_grad_norm": CLIP if clips_in_step else None}
+        opt = ParallelOptimizer(model, AdamW, [{"params": [param]} for param in model], **arguments, **OPTIONS)
+        before = copy.deepcopy(model)
+        norms = []
+        for step, (inputs, _) in enumerate(batches(mesh.get_local_rank("data"), STEPS)):
+            for param in model:
+                param.grad = inputs.double().flatten()[: param.numel()] * (step + 1.1)
+            if not clips_in_step:
+                norms.append(opt.clip_grad_norm_(CLIP).double())
+            opt.step()
+            assert opt.last_step is not None
+            norms.append(torch.tensor(opt.last_step.grad_norm, dtype=torch.float64))
+        mine = torch.cat([torch.stack(norms), *(param.detach() for param in model)])
+        every = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(every, mine)
+        assert all(torch.equal(mine, other) for other in every), f"ranks differ, {clips_in_step=}: {every}"
+        assert all(norm != norm.float() for norm in norms), "norms have the bits of float64"
+        assert all(not torch.equal(old, new) for old, new in zip(before, model, strict=True))
+
+
 class Undeclared(AdamW):
     """Nobody has said that it steps each element by itself."""
 
@@ -289,12 +344,16 @@ def train_stages(
 
 
 def tied_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that hold the same part of the embedding: both stages, all data-parallel ranks."""
+    """The ranks that hold the same part of the embedding: both ends of the pipeline, all data-parallel ranks.
+
+    In stages between them those at the ends of this rank's pipelines.
+    """
     names = list(mesh.mesh_dim_names or ())
     others = [names.index(name) for name in names if name not in ("data", "pipe")]
-    table = mesh.mesh.movedim(others, list(range(len(others)))).reshape(-1, mesh["data"].size() * 2)
-    found = [dist.new_group(sorted(row.tolist())) for row in table]
-    mine = [row.tolist().count(dist.get_rank()) > 0 for row in table]
+    order = [*others, names.index("data"), names.index("pipe")]
+    table = mesh.mesh.permute(order).flatten(0, -3) if others else mesh.mesh.permute(order)[None]
+    found = [dist.new_group(sorted(row[:, [0, -1]].flatten().tolist())) for row in table]
+    mine = [dist.get_rank() in row.flatten().tolist() for row in table]
     group: dist.ProcessGroup = found[mine.index(True)]
     return group
 

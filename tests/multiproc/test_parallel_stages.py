@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.parallel.council import Level
 from tests.multiproc.cases import assert_identical, sum_in_rank_order
-from tests.multiproc.cut_models import FirstStage, LastStage, is_cut, token_batch
+from tests.multiproc.cut_models import FirstStage, LastStage, MiddleStage, is_cut, token_batch
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.parity import Parity
 from tests.multiproc.test_parallel_meshes import CLIP, OPTIONS, Whole, norm_of, scale_gradients, tied_group, token_loss
@@ -32,6 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
     "stage 1, sums in fp32": {"accumulate_in_fp32": True, "overlap": False},
     "stage 2, overlapped": {"stage": 2},
     "stage 2, clipped": {"stage": 2, "max_grad_norm": CLIP},
+    "stage 2, scaled": {"stage": 2, "loss_scale": 1024.0},
     "stage 2, standalone": {"stage": 2, "overlap": False},
     "stage 2, finds unused": {"stage": 2, "ddp": {"find_unused_parameters": True}},
 }
@@ -51,18 +52,21 @@ class Stages:
     """
 
     def __init__(self, mesh: DeviceMesh, schedule: Any, wraps: bool, learns_shapes: bool, **ddp_options: Any) -> None:
-        self.mesh, self.number = mesh, mesh.get_local_rank("pipe")
+        self.mesh, self.number, self.last = mesh, mesh.get_local_rank("pipe"), mesh["pipe"].size() - 1
         self.data = mesh.get_group("data")
         tensor = mesh.get_group("tensor") if "tensor" in (mesh.mesh_dim_names or ()) else None
-        self.part: Any = (FirstStage if self.number == 0 else LastStage)(tensor)
+        kind: Any = {0: FirstStage, self.last: LastStage}.get(self.number, MiddleStage)
+        self.part: Any = kind(tensor)
         self.model: nn.Module = self.part
         if wraps:
             ignored = ["embedding", ".embedding"]  # DDP looks for the latter, other parts of torch for the former
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.part, ignored)
             self.model = DistributedDataParallel(self.part, process_group=self.data, **DDP_OPTIONS, **ddp_options)
         shapes: dict[str, Any] = {} if learns_shapes else self.shapes()
-        stage = PipelineStage(self.model, self.number, 2, torch.device("cpu"), group=mesh.get_group("pipe"), **shapes)
-        self.schedule = schedule(stage, n_microbatches=MICRO_BATCHES, loss_fn=token_loss, scale_grads=False)
+        group, device = mesh.get_group("pipe"), torch.device("cpu")
+        stage = PipelineStage(self.model, self.number, self.last + 1, device, group=group, **shapes)
+        self.schedule = schedule(stage, n_microbatches=MICRO_BATCHES, loss_fn=self.loss, scale_grads=False)
+        self.scale: Callable[[Tensor], Tensor] = lambda loss: loss
         self.cuts = tensor is not None
 
     def shapes(self) -> dict[str, Tensor]:
@@ -70,14 +74,20 @@ class Stages:
         between = torch.zeros(2, 8, requires_grad=True)
         if self.number == 0:
             return {"input_args": torch.zeros(2, dtype=torch.int64), "output_args": between}
+        if self.number < self.last:
+            return {"input_args": between, "output_args": torch.zeros(2, 8, requires_grad=True)}
         return {"input_args": between, "output_args": torch.zeros(2, 11, requires_grad=True)}
 
-    def groups(self, tied: dist.ProcessGroup) -> list[dict[str, Any]]:
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return self.scale(token_loss(scores, targets))
+
+    def groups(self, tied: dist.ProcessGroup | None) -> list[dict[str, Any]]:
         named = list(self.part.named_parameters())
+        shared = [one for one in named if one[0] == "embedding"]
         return [
             {"params": [one for one in named if one[0] != "embedding" and not is_cut(one[0])]},
             {"params": [one for one in named if is_cut(one[0])], **({"sharded_over": "tensor"} if self.cuts else {})},
-            {"params": [("embedding", self.part.embedding)], "process_group": tied},
+            *([{"params": shared, "process_group": tied}] if shared else []),
         ]
 
     def run(self, step: int) -> None:
@@ -85,6 +95,8 @@ class Stages:
         tokens, targets = token_batch(self.mesh.get_local_rank("data"), step)
         if self.number == 0:
             self.schedule.step(tokens)
+        elif self.number < self.last:
+            self.schedule.step()
         else:
             self.schedule.step(target=targets)
 
@@ -94,10 +106,12 @@ class Stages:
         with torch.no_grad():
             if self.number == 0:
                 self.schedule.eval(tokens)
+            elif self.number < self.last:
+                self.schedule.eval()
             else:
                 self.schedule.eval(target=targets)
 
-    def reduce_by_hand(self, tied: dist.ProcessGroup) -> None:
+    def reduce_by_hand(self, tied: dist.ProcessGroup | None) -> None:
         """As a plain loop does for what DDP does not reduce."""
         by_ddp = isinstance(self.model, DistributedDataParallel)
         for name, param in self.part.named_parameters():
@@ -106,15 +120,22 @@ class Stages:
                 param.grad.mul_(1.0 / dist.get_world_size(self.data))
                 dist.all_reduce(param.grad, group=tied if name == "embedding" else self.data)
 
+    def norm(self) -> Tensor:
+        """The norm of all stages' averaged gradients; the shared embedding counts once."""
+        counted = [param.grad for name, param in self.part.named_parameters() if name != "embedding" or not self.number]
+        total = torch.stack([grad.double().square().sum() for grad in counted if grad is not None]).sum()
+        dist.all_reduce(total, group=self.mesh.get_group("pipe"))
+        return total.sqrt().float()
+
 
 def train_beside_plain(
-    mesh: DeviceMesh, tied: dist.ProcessGroup, schedule: Any, mode: Mapping[str, Any], runs: int = 1
+    mesh: DeviceMesh, tied: dist.ProcessGroup | None, schedule: Any, mode: Mapping[str, Any], runs: int = 1
 ) -> Parity:
     """Train, and compare after every step.
 
     Args:
         mesh: see `Stages`.
-        tied: the ranks that share the embedding.
+        tied: the ranks that share the embedding; None in stages without it.
         schedule: of torch.
         mode: options, ``wraps``, and ``ddp`` for those of the DDP model.
         runs: how many batches add up to a step.
@@ -122,7 +143,8 @@ def train_beside_plain(
     options = {key: value for key, value in mode.items() if key not in ("wraps", "ddp")}
     wraps, partitions, of_ddp = mode.get("wraps", True), mode.get("stage") == 2, mode.get("ddp", {})
     sums_once = partitions or "accumulate_in_fp32" in mode  # DDP sums the first micro-batch twice if shapes are learnt
-    fails = wraps and schedule is ScheduleGPipe  # DDP of torch 2.13.0 does then, without this library
+    all_first = schedule is ScheduleGPipe or mesh["pipe"].size() >= MICRO_BATCHES  # forward passes before backward
+    fails = wraps and all_first  # DDP of torch 2.13.0 does then, without this library
     ours = Stages(mesh, schedule, wraps, learns_shapes=sums_once or not fails, **of_ddp)
     plain = Stages(mesh, schedule, wraps, learns_shapes=not (sums_once or fails), **of_ddp)
     if partitions:
@@ -130,7 +152,9 @@ def train_beside_plain(
     expected: Optimizer = AdamW(plain.part.parameters(), **OPTIONS)
     arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
     opt = ParallelOptimizer(ours.model, AdamW, ours.groups(tied), **arguments, **options, **OPTIONS)
-    assert [member.stage for member in opt.members] == [2 if partitions else 1, 1]
+    assert [member.stage for member in opt.members] == [2 if partitions else 1, *([] if tied is None else [1])]
+    if "loss_scale" in mode:
+        ours.scale = opt.scale
     before, parity = [param.detach().clone() for param in ours.part.parameters()], Parity()
     for step in range(STEPS):
         opt.zero_grad()
@@ -149,6 +173,8 @@ def train_beside_plain(
         if "max_grad_norm" in mode:
             assert opt.last_step.grad_norm is not None
             assert (opt.last_step.clip_coefficient or 1.0) < 1.0
+            if not ours.cuts:
+                parity.note_norm(opt.last_step.grad_norm, plain.norm())
             scale_gradients(plain.part, opt.last_step.grad_norm)
         expected.step()
         for (name, mine), other in zip(ours.part.named_parameters(), plain.part.parameters(), strict=True):
@@ -170,6 +196,16 @@ def _stages_equal_the_plain_optimizer_under_the_same_schedule(setup: Setup) -> N
     for name, mode in MODES.items():
         for schedule in (ScheduleGPipe, Schedule1F1B) if name == "stage 2, clipped" else (Schedule1F1B,):
             assert train_beside_plain(mesh, tied, schedule, mode).plain == 0.0
+
+
+@case(4, 6)
+def _three_and_four_stages_with_a_shared_embedding_clip_and_scale(setup: Setup) -> None:
+    shape = (1, 4) if setup.world_size == 4 else (2, 3)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "pipe"))
+    both_ends = tied_group(mesh)
+    tied = both_ends if mesh.get_local_rank("pipe") in (0, shape[1] - 1) else None
+    for name in ("stage 1 without DDP, clipped", "stage 1, clipped", "stage 2, clipped", "stage 2, scaled"):
+        assert train_beside_plain(mesh, tied, Schedule1F1B, MODES[name]).plain == 0.0
 
 
 @case(4)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -309,6 +310,9 @@ def _nothing_but_the_user_keeps_an_optimizer_alive(setup: Setup) -> None:
     del twins
     gc.enable()
     gc.collect()
+    deadline = time.monotonic() + 20  # it answers until the other rank has dropped its optimizer, too
+    while communicator() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert communicator() is None
 
 

@@ -619,6 +619,35 @@ def _a_load_needs_one_parameter_besides_the_shard(setup: Setup) -> None:
         assert own <= memory.largest <= own + 3 * 64 * 64 * 4
 
 
+def _trained_and_dropped(setup: Setup) -> None:
+    """Rank 0 asks when the others have returned, and dropped model and optimizer."""
+    model = DistributedDataParallel(nn.Linear(4, 4), gradient_as_bucket_view=True)
+    opt = shard_optimizer(model, AdamW, stage=2)
+    model(torch.randn(2, 4)).sum().backward()
+    opt.step()
+    expected = opt.state_dict()
+    dist.barrier()
+    if setup.rank == 0:
+        time.sleep(1.5)
+        found = opt.state_dict()
+        assert len(found["state"]) == 2
+        assert_identical(expected, found, "asked when the others were gone")
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name in (f"{NAME} listener", "ddp_zero stay")]
+
+
+@case(2, 3)
+def _a_rank_that_has_dropped_its_optimizer_answers_until_all_have(setup: Setup) -> None:
+    before = len(_threads())
+    _trained_and_dropped(setup)
+    deadline = time.monotonic() + 20
+    while len(_threads()) > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(_threads()) <= before, "what answers must end with the last optimizer"
+
+
 @case.each
 def test_state_on_demand(run: Callable[[], None]) -> None:
     run()
