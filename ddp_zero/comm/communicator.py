@@ -37,6 +37,7 @@ from ddp_zero.comm.exchange import (
     start_broadcasts,
     start_padded_sum,
     started,
+    unrecorded,
 )
 from ddp_zero.comm.groups import check_not_forked, count_built
 from ddp_zero.comm.peers import gather_text
@@ -251,8 +252,8 @@ class Communicator:
         sizes, itemsize = [segment.numel() for segment in segments], segments[0].element_size()
         schedule = schedule_of(sizes, self.group_rank, ring_chunk(sizes, itemsize))
         neighbours = Neighbours(
-            receive=lambda tensor: group.recv([tensor], before, tag),
-            send=lambda tensor: group.send([tensor], after, tag),
+            receive=lambda tensor: unrecorded(partial(group.recv, [tensor], before, tag)),
+            send=lambda tensor: unrecorded(partial(group.send, [tensor], after, tag)),
             before=partial(self.name, before),
             after=partial(self.name, after),
         )
@@ -287,7 +288,7 @@ class Communicator:
             mine = torch.empty_like(mine)
             work = dist.reduce_scatter(mine, list(parts), group=self.process_group, async_op=True)
         else:
-            work = dist.all_reduce(whole, group=self.process_group, async_op=True)
+            work = unrecorded(partial(dist.all_reduce, whole, group=self.process_group, async_op=True))
         self._count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
         return Exchange([(lambda: "every rank", started(work))], [whole, mine]), mine
 

@@ -388,12 +388,12 @@ def test_the_scan_for_moves_sees_every_assignment(code: str, count: int) -> None
 
 
 def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
-    """Hooks and reductions name the type of what DDP hands to a hook; stand-ins are subclasses of tensors."""
+    """Hooks and reductions name the type of buckets; stand-ins are subclasses of tensors; messages open no ranges."""
     found = {name: names for name in FILES if (names := internals(read(name)))}
     assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph"} <= found.pop("backward.reducer")
-    stand_ins = {name: names for name, names in found.items() if names == {"torch._C"}}
-    assert set(stand_ins) == {"local.absent", "local.awaited"}
-    takes_buckets = {name: names for name, names in found.items() if name not in stand_ins}
+    below_python = {name: names for name, names in found.items() if names == {"torch._C"}}
+    assert set(below_python) == {"comm.exchange", "local.absent", "local.awaited"}
+    takes_buckets = {name: names for name, names in found.items() if name not in below_python}
     assert set(takes_buckets) == {
         *("comm.communicator", "backward.gradients", "backward.hook", "stage2.accumulation", "stage2.partitioned")
     }
