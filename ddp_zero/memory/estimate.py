@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_zero.elements.elementwise import check_elementwise
-from ddp_zero.estimate.modes import largest_needs, modes_for
-from ddp_zero.estimate.parts import Mode, Needs, Sizes
-from ddp_zero.estimate.picture import draw
-from ddp_zero.estimate.shapes import StateBytes
 from ddp_zero.local.inner import check_can_be_sharded
 from ddp_zero.local.masters import LOW_PRECISION
+from ddp_zero.memory.modes import largest_needs, modes_for
+from ddp_zero.memory.parts import Mode, Needs, Sizes
+from ddp_zero.memory.picture import draw
+from ddp_zero.memory.shapes import StateBytes
 from ddp_zero.options import Offload
 from ddp_zero.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb
 from ddp_zero.plan.partitions import partition_named

@@ -1,4 +1,4 @@
-"""``python -m ddp_zero.estimate MODULE:FUNCTION``: memory per rank of a model, before anything is allocated."""
+"""``python -m ddp_zero.memory MODULE:FUNCTION``: memory per rank of a model, before anything is allocated."""
 
 import importlib
 import sys
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_zero.estimate.estimate import estimate
+from ddp_zero.memory.estimate import estimate
 from ddp_zero.options import Offload
 
-PROGRAM = "python -m ddp_zero.estimate"
+PROGRAM = "python -m ddp_zero.memory"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "GB": 10**9, "MB": 10**6}
 
 

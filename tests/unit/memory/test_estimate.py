@@ -13,7 +13,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon
 
 import ddp_zero
 from ddp_zero import Offload, estimate
-from ddp_zero.estimate.estimate import Estimates
+from ddp_zero.memory.estimate import Estimates
 
 MIB = 1 << 20
 
@@ -164,9 +164,8 @@ def test_a_mode_by_its_name() -> None:
         found["stage 3"]
 
 
-def test_the_function_hides_the_package_and_the_command_works() -> None:
-    assert ddp_zero.estimate is estimate
-    command = [sys.executable, "-m", "ddp_zero.estimate", "tests.unit.estimate.test_estimate:tower"]
+def test_the_command_prints_the_table_and_the_fewest_ranks() -> None:
+    command = [sys.executable, "-m", "ddp_zero.memory", "tests.unit.memory.test_estimate:tower"]
     result = subprocess.run(
         [*command, "--ranks", "4", "--memory", "0.1GiB", "--dtype", "bfloat16", "--device", "cpu"],
         cwd=Path(ddp_zero.__file__).parents[1],
@@ -194,7 +193,7 @@ def test_the_function_hides_the_package_and_the_command_works() -> None:
 def test_the_command_says_what_is_wrong(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ddp_zero.estimate.__main__ import main
+    from ddp_zero.memory.__main__ import main
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(arguments) == 1
