@@ -1,10 +1,12 @@
 """Flat buffers that are reused, so that few of them serve all buckets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ddp_zero.plan.buckets import ROOMS, SCRATCHES
 from ddp_zero.sync.heap import return_pages
 
 
@@ -95,3 +97,9 @@ class BufferPool:
         while self._free and self.statistics.held_bytes > limit:
             smallest = min(range(len(self._free)), key=lambda position: self._free[position].numel())
             self.statistics.held_bytes -= self._free.pop(smallest).numel()
+
+
+def pools_for(sizes: Sequence[int]) -> tuple[BufferPool, BufferPool]:
+    """Empty pools of scratches, and of rooms, for buckets of so many bytes."""
+    largest = max(sizes, default=1)
+    return BufferPool(largest, SCRATCHES * largest), BufferPool(largest, ROOMS * largest)

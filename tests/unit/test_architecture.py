@@ -43,7 +43,7 @@ FLOORS = {
     "state": 7,
     "insight": 7,
     "about": 7,
-    "memory": 7,
+    "memory": 8,
     "front": 8,
     "whole": 3,
     "monitor": 9,
