@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wrapped=options.wrapped,
         )
         memory = None if options.memory is None else _bytes(options.memory)
-    except (TypeError, ValueError, ImportError, AttributeError) as error:
+        if options.plot is not None:
+            found.plot(options.plot, [2**power for power in range(8)])
+    except (TypeError, ValueError, ImportError, AttributeError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     print(found)
@@ -49,8 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nfewest ranks at which {options.memory} suffice:")
         for mode, ranks in found.fewest_ranks(memory).items():
             print(f"{mode}: {'none' if ranks is None else ranks}")
-    if options.plot is not None:
-        found.plot(options.plot, [2**power for power in range(8)])
     return 0
 
 

@@ -202,6 +202,17 @@ def test_the_command_says_what_is_wrong(
     assert message in capsys.readouterr().err
 
 
+def test_without_matplotlib_the_command_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddp_zero.memory.__main__ import main
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["torch.nn:Identity", "--plot", "one.png"]) == 1
+    assert "Expected matplotlib for a plot, got none. Install ddp_zero[plot]." in capsys.readouterr().err
+
+
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     estimate(tower(2), AdamW, ranks=4, device="cpu").plot(tmp_path / "one.png", [1, 2, 4])
