@@ -3,9 +3,9 @@
 import ddp_zero.about.needs  # noqa: F401  # first: it says what is missing
 from ddp_zero.backward.machine import OverlapStatus, Phase
 from ddp_zero.elements.elementwise import elementwise
-from ddp_zero.estimate.estimate import estimate
 from ddp_zero.hooked import hook_with_zero_step, hook_with_zero_step_interleaved
 from ddp_zero.loss_scale import DynamicLossScale
+from ddp_zero.memory.estimate import estimate
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Offload
 from ddp_zero.record.flight import record_to

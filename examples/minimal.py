@@ -2,32 +2,50 @@
 
     torchrun --standalone --nproc-per-node=2 examples/minimal.py
 
-Run it again, with the same or a different number of ranks, and it continues from its checkpoint in runs/minimal.
+It trains on GPUs if there is one for each rank of this host, else on the CPU. Run it again, with the same or another
+number of ranks, and it continues from its checkpoint in runs/minimal.
 """
+
+import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from ddp_zero import checkpoint, shard_optimizer
 
 FOLDER = "runs/minimal"
-STEPS = 100  # per run
+EPOCHS = 5  # per run
+BATCH_SIZE = 32  # per rank
 
 
-def draw_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs, and the function of them that the model learns."""
-    inputs = torch.randn(32, 16, generator=generator)
-    return inputs, inputs.square().mean(dim=1, keepdim=True)
+def join() -> torch.device:
+    """Join the job that torchrun started; returns the device of this rank."""
+    has_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+    return device
 
 
-def train() -> None:
-    """Train for some steps, after those of earlier runs."""
-    rank = dist.get_rank()
+def build_data() -> Dataset[tuple[torch.Tensor, ...]]:
+    """Inputs, and the function of them that the model learns; the same on every rank."""
+    inputs = torch.randn(1280, 16, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, inputs.square().mean(dim=1, keepdim=True))
+
+
+def train(device: torch.device) -> None:
+    """Train for some epochs, after those of earlier runs."""
+    data = build_data()
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)  # each rank has its own samples
+    loader = DataLoader(data, BATCH_SIZE, sampler=sampler, pin_memory=device.type == "cuda")
+
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)  # stage 2 requires bucket views
     opt = shard_optimizer(ddp, torch.optim.AdamW, stage=2, max_grad_norm=1.0, lr=1e-2)
 
@@ -37,20 +55,19 @@ def train() -> None:
     except FileNotFoundError:  # the first run
         pass
 
-    data = torch.Generator().manual_seed(1000 * done + rank)  # each rank draws its own data
-    for step in range(done + 1, done + STEPS + 1):
-        inputs, targets = draw_batch(data)
-        loss = F.mse_loss(ddp(inputs), targets)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        if rank == 0 and step % 20 == 1:
-            print(f"step {step} loss {loss.item():.4f} {opt.last_step}", flush=True)
-
-    checkpoint.save(FOLDER, ddp, opt, step=done + STEPS, keep=2)
+    for epoch in range(done + 1, done + EPOCHS + 1):
+        sampler.set_epoch(epoch)  # a new order
+        for batch in loader:
+            inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+            loss = F.mse_loss(ddp(inputs), targets)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch} loss {loss.item():.4f} {opt.last_step}", flush=True)
+    checkpoint.save(FOLDER, ddp, opt, step=done + EPOCHS, keep=2)
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    train()
+    train(join())
     dist.destroy_process_group()

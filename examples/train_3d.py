@@ -135,6 +135,7 @@ def main() -> None:
     """Train both on the same data."""
     torch.set_num_threads(1)
     options, world = parse(), World.join()
+    world.check_is_multiple(2 * options.tensor_ranks, f"2 stages of {options.tensor_ranks} tensor parallel ranks")
     corpus = Corpus.load(None, options.context)
     parallel = train_in_parallel(options, world, corpus)
     if world.rank == 0:

@@ -59,28 +59,20 @@ def build_ddp(model: DistributedDataParallel, options: Namespace) -> Optimizer:
     return AdamW(groups, lr=options.lr, betas=BETAS)
 
 
-def build_zero1(model: DistributedDataParallel, options: Namespace) -> Optimizer:
-    """Build ZeRO stage 1: every rank keeps optimizer state only for the parameters it owns."""
-    return ZeroRedundancyOptimizer(
-        parameter_groups(model),
-        AdamW,
-        parameters_as_bucket_view=True,
-        max_grad_norm=options.clip,
-        master_weights=options.master_weights,
-        lr=options.lr,
-        betas=BETAS,
-    )
-
-
-def build_overlapped(
-    model: DistributedDataParallel, options: Namespace, stage: int = 1, interleaved: bool = True
+def build_sharded(
+    model: DistributedDataParallel,
+    options: Namespace,
+    stage: int = 1,
+    overlap: bool = True,
+    interleaved: bool | None = None,
 ) -> Optimizer:
-    """Build ZeRO stage 1 or 2, stepped inside backward; in stage 2, a rank keeps gradients only for what it owns."""
+    """Build ZeRO: a rank keeps optimizer state, and in stage 2 gradients, only for the parameters it owns."""
     return shard_optimizer(
         model,
         AdamW,
         params=parameter_groups(model),
         stage=stage,
+        overlap=overlap,
         interleaved=interleaved,
         max_grad_norm=options.clip,
         master_weights=options.master_weights,
@@ -91,10 +83,10 @@ def build_overlapped(
 
 MODES: Mapping[str, Callable[[DistributedDataParallel, Namespace], Optimizer]] = {
     "ddp": build_ddp,
-    "zero1": build_zero1,
-    "zero1-overlap": partial(build_overlapped, interleaved=False),
-    "zero1-interleaved": build_overlapped,
-    "zero2": partial(build_overlapped, stage=2),
+    "zero1": partial(build_sharded, overlap=False),
+    "zero1-overlap": partial(build_sharded, interleaved=False),
+    "zero1-interleaved": partial(build_sharded, interleaved=True),
+    "zero2": partial(build_sharded, stage=2),
 }
 
 

@@ -57,6 +57,7 @@ def build_mixture(options: Namespace, world: World) -> tuple[nn.Module, nn.Modul
 def main() -> None:
     """Train both models on the same data."""
     options, world = parse(), World.join()
+    world.check_is_multiple(options.expert_ranks, "--expert-ranks")
     corpus = Corpus.load(None, options.context)
     mixture, ddp, opt = build_mixture(options, world)
     world.say(opt.explain().split("\n\n")[0])

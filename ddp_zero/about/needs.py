@@ -4,8 +4,13 @@ Nothing here looks at a version number: what is there is used. What can be done 
 (`ddp_takes`), and tried by `probes`.
 """
 
-import torch
-import torch.distributed as dist
+import warnings
+
+with warnings.catch_warnings():
+    # torch says so once in a process, at the first of these imports; nothing here uses NumPy
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch
+    import torch.distributed as dist
 
 if not dist.is_available():
     raise ImportError(

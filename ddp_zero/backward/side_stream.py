@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+_WITHOUT_STREAMS = ("cpu", "meta")
+
 
 class SideStream:
     """One stream per device on which gradients are reduced and the step is taken; none on the CPU.
@@ -28,7 +30,7 @@ class SideStream:
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
         """Issue work for a device on its side stream, after everything issued on the current one so far."""
-        if device.type == "cpu":
+        if device.type in _WITHOUT_STREAMS:
             yield
             return
         stream, current = self._stream(device), torch.accelerator.current_stream(device)
@@ -41,12 +43,12 @@ class SideStream:
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor from being reused before the side stream is done with what it was given."""
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in _WITHOUT_STREAMS:
             tensor.record_stream(self._stream(tensor.device))
 
     def end_of_use(self, device: torch.device) -> list[torch.Event]:
         """Events that have happened once the current stream and the side stream have done all that they were given."""
-        if device.type == "cpu":
+        if device.type in _WITHOUT_STREAMS:
             return []
         return [stream.record_event() for stream in {torch.accelerator.current_stream(device), self._stream(device)}]
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_zero.checkpoint.capture import capture, copied, sample_of_ignored
+from ddp_zero.checkpoint.capturing import capture, copied, sample_of_ignored
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.folder import check_comes_last, folder_of, next_step, start
 from ddp_zero.checkpoint.loading import Restore

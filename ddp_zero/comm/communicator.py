@@ -38,6 +38,7 @@ from ddp_zero.comm.exchange import (
     start_broadcasts,
     start_padded_sum,
     started,
+    unrecorded,
 )
 from ddp_zero.comm.groups import check_not_forked, count_built, device_of, remember_device
 from ddp_zero.comm.peers import gather_text
@@ -269,8 +270,8 @@ class Communicator:
         sizes, itemsize = [segment.numel() for segment in segments], segments[0].element_size()
         schedule = schedule_of(sizes, self.group_rank, ring_chunk(sizes, itemsize))
         neighbours = Neighbours(
-            receive=lambda tensor: group.recv([tensor], before, tag),
-            send=lambda tensor: group.send([tensor], after, tag),
+            receive=lambda tensor: unrecorded(partial(group.recv, [tensor], before, tag)),
+            send=lambda tensor: unrecorded(partial(group.send, [tensor], after, tag)),
             before=partial(self.name, before),
             after=partial(self.name, after),
         )
@@ -312,10 +313,11 @@ class Communicator:
         if self.has_native_collectives(whole.device):
             for owner, part in enumerate(parts):
                 if part.numel():
-                    work = dist.reduce(part, group_dst=owner, group=self.process_group, async_op=True)
+                    reduce = partial(dist.reduce, part, group_dst=owner, group=self.process_group, async_op=True)
+                    work = unrecorded(reduce)
                     works.append((partial(self.name, GroupRank(owner)), started(work)))
         else:
-            all_reduced = dist.all_reduce(whole, group=self.process_group, async_op=True)
+            all_reduced = unrecorded(partial(dist.all_reduce, whole, group=self.process_group, async_op=True))
             works.append((lambda: "every rank", started(all_reduced)))
         self._count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
         return Exchange(works, [whole]), mine

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from ddp_zero.plan.partition import GroupRank
 from ddp_zero.record.recorder import waits_for
 
 _CHUNK_BYTES = 4 << 20
+
+Started = TypeVar("Started")
 
 all_gather_native = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -92,7 +94,7 @@ class Exchange:
 def posted(post: Callable[[], Work]) -> Waitable:
     """A message in flight. One to a peer that is known to be gone fails when it is waited for, like all others."""
     try:
-        return post()
+        return unrecorded(post)
     except RuntimeError as error:
         return NotPosted(error)
 
@@ -106,6 +108,19 @@ def started(work: Work | None) -> Work:
     if work is None:
         raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
     return work
+
+
+def unrecorded(start: Callable[[], Started]) -> Started:
+    """Start what may outlast a profiler, without a range of its own.
+
+    Gloo opens a range for each message and ends it with the message. If the profiler has ended before, torch writes to
+    memory that the profiler has freed (seen as SIGSEGV and SIGABRT with torch 2.13.0). NCCL ends its ranges at once.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        return start()
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -125,7 +140,7 @@ def start_broadcasts(group: ProcessGroup, raw: Sequence[Tensor], name: Callable[
     works: list[Pending] = []
     for owner, segment in enumerate(raw):
         if segment.numel():
-            work = dist.broadcast(segment, group_src=owner, group=group, async_op=True)
+            work = unrecorded(partial(dist.broadcast, segment, group_src=owner, group=group, async_op=True))
             works.append((partial(name, GroupRank(owner)), started(work)))
     return works
 

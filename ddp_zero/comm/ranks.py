@@ -81,9 +81,7 @@ class Ranks:
         return list({id(comm): comm for comm in every if comm is not None}.values())
 
 
-def arrange(
-    group: ProcessGroup | None, shard_group: ProcessGroup | None, device: torch.device | None = None
-) -> Ranks:
+def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device: torch.device | None = None) -> Ranks:
     """The ranks of an optimizer. A collective of the group if there is a shard group, which builds those across.
 
     Args:

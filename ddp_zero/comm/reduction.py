@@ -56,7 +56,7 @@ def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
         return ring_room_numel(sizes, parts[0].element_size())
     if not comm.has_direct_messages(parts[0].device):
         return comm.sum_room_numel(parts[0].device, sizes)
-    return _window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
+    return received_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
 
 
 class SegmentReduction:
@@ -93,7 +93,7 @@ class SegmentReduction:
         self._what = f"the reduction of bucket {subject[1]}"
         self._sum: Tensor | None = None
         self._is_done = False
-        self._windows = [_cut(part.numel(), _window(part.numel(), comm.world_size, limit)) for part in parts]
+        self._windows = [_cut(part.numel(), received_window(part.numel(), comm.world_size, limit)) for part in parts]
         self._sent: InFlight | None = None
         self._received: Exchange | None = None
         if comm.world_size == 1:
@@ -333,7 +333,7 @@ def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
         out.add_(part)
 
 
-def _window(numel: int, world_size: int, limit: int) -> int:
+def received_window(numel: int, world_size: int, limit: int) -> int:
     """How many elements of an owner's segment each peer sends at a time; the same number on every rank."""
     return min(numel, max(1, limit // max(1, world_size - 1)))
 

@@ -12,7 +12,7 @@ It runs on stock DDP and `ddp_zero.ZeroRedundancyOptimizer`; DeepSpeed is not ne
 """
 
 from ddp_zero.deepspeed.engine import Engine
-from ddp_zero.deepspeed.initialize import initialize
+from ddp_zero.deepspeed.initialization import initialize
 from ddp_zero.deepspeed.params import (
     safe_get_full_fp32_param,
     safe_get_full_grad,

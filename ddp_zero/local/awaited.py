@@ -36,7 +36,6 @@ _READS_NO_VALUES = {
 _FUNCTIONS = (Tensor.__dict__["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
 
 
-
 class Arrival(Protocol):
     """Waits for the values of a tensor."""
 

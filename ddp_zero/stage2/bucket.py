@@ -20,10 +20,9 @@ from ddp_zero.comm.reduction import (
     start_reduction,
     sum_dtype,
 )
-from ddp_zero.plan.buckets import ROOMS, SCRATCHES
 from ddp_zero.plan.ownership import Piece, Pieces, is_cut
 from ddp_zero.plan.shard_plan import Bucket
-from ddp_zero.stage2.buffers import BufferPool
+from ddp_zero.stage2.buffers import BufferPool, pools_for
 from ddp_zero.step.sharded_step import ShardedStep
 
 
@@ -162,9 +161,7 @@ class Workshop:
 
     def furnish(self, layouts: Sequence[ScratchLayout]) -> None:
         """Start with empty pools for buckets of these sizes."""
-        largest = max((layout.nbytes for layout in layouts), default=1)
-        self.scratches = BufferPool(self.side, largest, SCRATCHES * largest)
-        self.rooms = BufferPool(self.side, largest, ROOMS * largest)
+        self.scratches, self.rooms = pools_for([layout.nbytes for layout in layouts], self.side)
 
     @property
     def comm(self) -> Communicator:

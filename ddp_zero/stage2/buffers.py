@@ -1,11 +1,13 @@
 """Flat buffers that are reused, so that few of them serve all buckets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ddp_zero.backward.side_stream import SideStream
+from ddp_zero.plan.buckets import ROOMS, SCRATCHES
 from ddp_zero.sync.heap import return_pages
 
 
@@ -80,8 +82,7 @@ class BufferPool:
     def give_back(self, buffer: Tensor) -> None:
         """Return a buffer; all work that uses it has been issued, on the current stream or the side stream."""
         self._lent -= 1
-        if buffer.device.type != "cpu":
-            self._last_use[id(buffer)] = self._side.end_of_use(buffer.device)
+        self._last_use[id(buffer)] = self._side.end_of_use(buffer.device)
         self._free.append(buffer)
 
     def trim(self) -> None:
@@ -111,3 +112,9 @@ class BufferPool:
             dropped = self._free.pop(smallest)
             self._last_use.pop(id(dropped), None)
             self.statistics.held_bytes -= dropped.numel()
+
+
+def pools_for(sizes: Sequence[int], side: SideStream) -> tuple[BufferPool, BufferPool]:
+    """Empty pools of scratches, and of rooms, for buckets of so many bytes."""
+    largest = max(sizes, default=1)
+    return BufferPool(side, largest, SCRATCHES * largest), BufferPool(side, largest, ROOMS * largest)

@@ -20,14 +20,15 @@ def main(arguments: list[str] | None = None) -> int:
         found = iterations_in(read_trace(given.trace))
         chosen = _choose(found, given.step)
         from ddp_zero.timeline.drawing import draw
+
+        path = Path(given.output or given.trace.removesuffix(".gz").removesuffix(".json") + ".png")
+        draw(chosen, path, given.title)
     except ImportError as error:
         print(f"Expected matplotlib, got {error}. Run pip install 'ddp_zero[plot]'.", file=sys.stderr)
         return 1
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    path = Path(given.output or given.trace.removesuffix(".gz").removesuffix(".json") + ".png")
-    draw(chosen, path, given.title)
     print(f"{path}: {chosen.summary()}")
     return 0
 

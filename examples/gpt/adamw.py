@@ -56,7 +56,8 @@ def step_by_hand(model: nn.Module, optimizer: Optimizer, clip: float | None) -> 
             master.grad, param.grad = param.grad.float(), None
     norm = None
     if clip is not None:  # as clip_grad_norm_ does, but that would compute the norm of bf16 gradients in bf16
-        total = nn.utils.get_total_norm([param.grad.float() for param in stepped])
+        tensor_of = dict(zip(params, stepped, strict=True))
+        total = nn.utils.get_total_norm([tensor_of[param].grad.float() for param in model.parameters()])
         nn.utils.clip_grads_with_norm_(stepped, clip, total)
         norm = total.item()
         if not math.isfinite(norm):

@@ -34,6 +34,19 @@ class World:
             dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
+    def check_is_multiple(self, of: int, what: str) -> None:
+        """Leave the job and exit with a message if the number of ranks is no multiple of a number.
+
+        Args:
+            of: the number.
+            what: the needs that it comes from, in words.
+        """
+        if self.size % of:
+            if self.rank == 0:
+                print(f"Expected a multiple of {of} ranks for {what}, got {self.size}.", file=sys.stderr)
+            self.leave()
+            sys.exit(2)
+
     def leave(self) -> None:
         """Leave the job, once nothing refers to the model and the optimizer any more."""
         # torch leaves the first DDP model of a process, and the group with it, to the garbage collector (seen with

@@ -2,8 +2,9 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Side:
     ddp: DistributedDataParallel
     opt: Any
     is_ours: bool
-    masters: dict[Tensor, Tensor] = field(default_factory=dict)
+    masters: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     scaler: Any = None
     stream: Any = None
     averages: list[Tensor] = field(default_factory=list)
@@ -256,8 +257,8 @@ MODES = [
     Mode("stage 2, interleaved", {"stage": 2}),
     Mode("stage 2, parameters not in flat storage", {"stage": 2, "parameters_as_bucket_view": False}),
     Mode("stage 2, unused parameters looked for", {"stage": 2}, find_unused=True),
-    Mode("stage 1, `sync=\"forward\"`", {"sync": "forward"}),
-    Mode("stage 2, `sync=\"forward\"`", {"stage": 2, "sync": "forward"}),
+    Mode('stage 1, `sync="forward"`', {"sync": "forward"}),
+    Mode('stage 2, `sync="forward"`', {"stage": 2, "sync": "forward"}),
     Mode("stage 1, `opt.clip_grad_norm_`", {"overlap": False}, clipped),
     Mode("stage 2, `opt.clip_grad_norm_`", {"stage": 2, "overlap": False}, clipped),
     Mode("stage 2, `max_grad_norm`", {"stage": 2, "max_grad_norm": 0.05}, clipped_inside),
@@ -265,9 +266,23 @@ MODES = [
     Mode("stage 2, `GradScaler`", {"stage": 2, "overlap": False}, scaled),
     Mode("stage 2, own loss scale", {"stage": 2, "loss_scale": 1024.0}),
     Mode("stage 2, bf16 with masters", {"stage": 2, "master_weights": True}, dtype=torch.bfloat16),
-    Mode("stage 1, bf16 with masters, `max_grad_norm`", {**MASTERS, "max_grad_norm": 0.05}, clipped_inside, torch.bfloat16),
-    Mode("stage 2, bf16 with masters, `max_grad_norm`", {**MASTERS, "stage": 2, "max_grad_norm": 0.05}, clipped_inside, torch.bfloat16),
-    Mode("stage 2, bf16 with masters, step after backward", {**MASTERS, "stage": 2, "overlap": False}, dtype=torch.bfloat16),
+    Mode(
+        "stage 1, bf16 with masters, `max_grad_norm`",
+        {**MASTERS, "max_grad_norm": 0.05},
+        clipped_inside,
+        torch.bfloat16,
+    ),
+    Mode(
+        "stage 2, bf16 with masters, `max_grad_norm`",
+        {**MASTERS, "stage": 2, "max_grad_norm": 0.05},
+        clipped_inside,
+        torch.bfloat16,
+    ),
+    Mode(
+        "stage 2, bf16 with masters, step after backward",
+        {**MASTERS, "stage": 2, "overlap": False},
+        dtype=torch.bfloat16,
+    ),
     Mode("stage 1, `no_sync`", {}, not_synced),
     Mode("stage 2, `no_sync`", {"stage": 2}, not_synced),
     Mode("stage 2, `accumulate`", {"stage": 2}, accumulated),
@@ -275,13 +290,13 @@ MODES = [
     Mode("stage 1, fp32 accumulation", {"accumulate_in_fp32": True}, accumulated),
     Mode("stage 1, cut parameters", {"partition": "elements"}),
     Mode("stage 2, cut parameters", {"stage": 2, "partition": "elements"}),
-    Mode("stage 2, cut parameters, `sync=\"forward\"`", {"stage": 2, "partition": "elements", "sync": "forward"}),
+    Mode('stage 2, cut parameters, `sync="forward"`', {"stage": 2, "partition": "elements", "sync": "forward"}),
     Mode("stage 1, offload", {"offload": "cpu"}),
     Mode("stage 2, offload", {"stage": 2, "offload": "cpu"}),
     Mode("stage 2, own stream", {"stage": 2}, on_own_stream),
     Mode("stage 1, average on a stream of its own", {}, averaged),
     Mode("stage 2, average on a stream of its own", {"stage": 2}, averaged),
-    Mode("stage 2, `sync=\"forward\"`, average on a stream of its own", {"stage": 2, "sync": "forward"}, averaged),
+    Mode('stage 2, `sync="forward"`, average on a stream of its own', {"stage": 2, "sync": "forward"}, averaged),
     Mode("stage 2, state dict saved and loaded", {"stage": 2}, consolidated),
     Mode("stage 2, checkpoint saved and loaded", {"stage": 2}, saved),
     Mode("stage 2, `mccl` without a CPU backend, no `set_device`", {"stage": 2}, backend="sim:mccl", sets_device=False),
@@ -290,7 +305,9 @@ MODES = [
     Mode("stage 2, `Join`", {"stage": 2}, joins=True),
     Mode("stage 2, two models", {"stage": 2}, models=2),
     Mode("stage 1, over a mesh", {"over_mesh": True}),
-    Mode("stage 2, over a mesh, `max_grad_norm`", {"over_mesh": True, "stage": 2, "max_grad_norm": 0.05}, clipped_inside),
+    Mode(
+        "stage 2, over a mesh, `max_grad_norm`", {"over_mesh": True, "stage": 2, "max_grad_norm": 0.05}, clipped_inside
+    ),
 ]
 GROUPS = Mode("stage 2, shard groups", {"stage": 2, "groups_of": 2})
 
@@ -322,7 +339,7 @@ def small_model(dtype: torch.dtype) -> nn.Module:
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     sizes = [8, 48, 48, 32, 64, 3]
-    layers = [part for a, b in zip(sizes, sizes[1:], strict=False) for part in (nn.Linear(a, b), nn.Tanh())]
+    layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())]
     torch.random.set_rng_state(state)
     return nn.Sequential(*layers[:-1]).to(dtype)
 
@@ -350,7 +367,9 @@ def run(mode: Mode, setup: Setup, extension: Any, delays: bool = False) -> Repor
 
     extension.clear_reports()
     ddp = wrapped()
-    masters = {p: nn.Parameter(p.detach().float()) for p in ddp.parameters()} if mode.options.get("master_weights") else {}
+    masters = (
+        {p: nn.Parameter(p.detach().float()) for p in ddp.parameters()} if mode.options.get("master_weights") else {}
+    )
 
     def plain_side() -> Side:
         ddp = wrapped()
@@ -370,7 +389,10 @@ def run(mode: Mode, setup: Setup, extension: Any, delays: bool = False) -> Repor
     if mode.models == 2:
         other = wrapped()
         ours.also = Side(setup, device, other, mode.build(other, setup), True)
-    found, first, messages, syncs = [], [], [], []
+    found: list[list[Tensor]] = []
+    first: list[tuple[str, str]] = []
+    messages: list[tuple[str, int]] = []
+    syncs: list[tuple[str, str]] = []
     for step in _steps(mode, ours, before_step=extension_marks(extension)):
         messages = [(kind, numel) for _, kind, _, numel in extension.messages()[_marks[0] :]]
         syncs = [(what, line) for what, line in extension.host_syncs()[_marks[1] :] if line]

@@ -8,7 +8,10 @@ from tests.accelerator.modes import Mode, Report
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "accelerators.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
-_HEADER = "| mode | collectives and messages of a step, with their elements | host synchronisations of a step |\n| --- | --- | --- |\n"
+_HEADER = """\
+| mode | collectives and messages of a step, with their elements | host synchronisations of a step |
+| --- | --- | --- |
+"""
 
 
 def row(mode: Mode, report: Report) -> str:

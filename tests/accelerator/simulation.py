@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch._meta_registrations
-import torch.utils.cpp_extension
 import torch.distributed as dist
+import torch.utils.cpp_extension
 from torch.distributed import ProcessGroupGloo
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 import ddp_zero
 
@@ -75,9 +76,9 @@ def load(devices: int = 1, late: bool = False, backends: tuple[str, ...] = BACKE
 @cache
 def _registered(backends: tuple[str, ...]) -> Any:
     extension = compiled()
-    torch.utils.rename_privateuse1_backend(NAME)
+    rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _device_module(extension))
-    torch.utils.generate_methods_for_privateuse1_backend()
+    generate_methods_for_privateuse1_backend()
     for backend in backends:
         dist.Backend.register_backend(backend, _builder(extension, backend), extended_api=True, devices=[NAME])
     return extension
@@ -88,7 +89,13 @@ def _builder(extension: Any, backend: str) -> Callable[[Any, Any], Any]:
         wire = ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
         folder = os.environ["SIMULATED_DEVICE_FOLDER"]
         return extension.DeviceGroup(
-            options.group_rank, options.group_size, wire, backend, options.group_id, folder, options.timeout.total_seconds()
+            options.group_rank,
+            options.group_size,
+            wire,
+            backend,
+            options.group_id,
+            folder,
+            options.timeout.total_seconds(),
         )
 
     return build
@@ -108,7 +115,9 @@ def _device_module(extension: Any) -> types.ModuleType:
         is_initialized=lambda: True,
         device_count=extension.device_count,
         current_device=extension.current_device,
-        set_device=lambda device: extension.set_device(device if isinstance(device, int) else torch.device(device).index),
+        set_device=lambda device: extension.set_device(
+            device if isinstance(device, int) else torch.device(device).index
+        ),
         synchronize=synchronize,
         current_stream=current_stream,
         Stream=torch.Stream,

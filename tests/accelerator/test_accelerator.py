@@ -7,10 +7,8 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-import torch
 
 from ddp_zero.backward.side_stream import SideStream
-from ddp_zero.comm.exchange import PaddedGather
 from ddp_zero.stage2.buffers import BufferPool
 from tests.accelerator import page, simulation
 from tests.accelerator.modes import GROUPS, MODES, Mode, Report, run
@@ -76,8 +74,18 @@ def _line_of(function: Callable[..., object], text: str) -> str:
 
 
 _GUARDS = [
-    ("the user's stream joins the side stream", "wait", _line_of(SideStream.join, "wait_stream"), "stage 2, step after backward"),
-    ("the side stream waits for backward", "wait", _line_of(inspect.unwrap(SideStream.running), "wait_stream"), "stage 2, interleaved"),
+    (
+        "the user's stream joins the side stream",
+        "wait",
+        _line_of(SideStream.join, "wait_stream"),
+        "stage 2, step after backward",
+    ),
+    (
+        "the side stream waits for backward",
+        "wait",
+        _line_of(inspect.unwrap(SideStream.running), "wait_stream"),
+        "stage 2, interleaved",
+    ),
     ("a buffer's next use waits for its last", "wait", _line_of(BufferPool.lend, "wait_event"), "stage 2, interleaved"),
 ]
 
@@ -92,7 +100,9 @@ def _differs_when_late(setup: Setup, mode: str, what: str, line: str) -> None:
     assert _train(setup, mode, True, (what, line)).different, f"DDP's numbers without {what} at {line}"
 
 
-@pytest.mark.parametrize(("what", "line", "mode"), [guard[1:] for guard in _GUARDS], ids=[guard[0] for guard in _GUARDS])
+@pytest.mark.parametrize(
+    ("what", "line", "mode"), [guard[1:] for guard in _GUARDS], ids=[guard[0] for guard in _GUARDS]
+)
 def test_a_missing_guard_is_a_race(what: str, line: str, mode: str) -> None:
     _on_ranks(2, _is_noticed, mode, what, line)
 

@@ -1,5 +1,6 @@
 """``sync="forward"``: parameters may still be on their way when a step is over, and nobody ever sees an old one."""
 
+import contextlib
 import copy
 import inspect
 import io
@@ -40,6 +41,7 @@ from tests.multiproc.cases import (
     sum_in_rank_order,
 )
 from tests.multiproc.harness import Setup, kill_this_process, run_ranks, run_ranks_to_end
+from tests.multiproc.rings import rings_for_all
 
 STEPS = 8
 CAP_MB = 0.0015  # several buckets
@@ -154,6 +156,45 @@ def _equals_ddp(setup: Setup) -> int:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_mode_equals_ddp_with_the_plain_optimizer(world_size: int) -> None:
     assert run_ranks(_equals_ddp, world_size, timeout=300) == [2 * len(MODES)] * world_size
+
+
+# Under a profiler
+
+
+def _profiled(setup: Setup, with_rings: bool) -> None:
+    """Each mode through several profiles, each of which ends while parameters are on their way."""
+    warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+    labels: list[int] = []
+
+    def note(profile: Any) -> None:
+        found = profile.profiler.kineto_results.events()
+        labels.append(sum(event.name().startswith("ddp_zero::sync") for event in found))
+
+    modes = [name for name, options in MODES.items() if "max_grad_norm" not in options]
+    for name in modes:
+        twins = Twins(name)
+        with (
+            rings_for_all() if with_rings else contextlib.nullcontext(),
+            torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU],
+                schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=3),
+                on_trace_ready=note,
+                record_shapes=True,
+                profile_memory=True,
+                with_stack=True,
+            ) as profile,
+        ):
+            for _ in range(13):
+                twins.train(1)
+                profile.step()
+        twins.check()
+    assert len(labels) == 3 * len(modes)
+    assert min(labels) > 0
+
+
+@pytest.mark.parametrize("with_rings", [False, True])
+def test_a_profile_may_end_while_parameters_are_on_their_way(with_rings: bool) -> None:
+    run_ranks(_profiled, 2, with_rings, timeout=240)
 
 
 # Uses

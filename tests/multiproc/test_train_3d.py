@@ -2,7 +2,7 @@
 
 import re
 
-from tests.multiproc.example_scripts import run_example
+from tests.multiproc.example_scripts import end_of_example, run_example
 
 
 def test_stages_train_beside_one_device() -> None:
@@ -11,3 +11,10 @@ def test_stages_train_beside_one_device() -> None:
     assert len(found) == 6, text
     assert found[-1][0] < found[0][0] - 0.5, "both began at ln(256) = 5.5"
     assert all(abs(mine - other) < 1e-4 for mine, other in found), found
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_an_error_of_one_line() -> None:
+    ended = end_of_example("train_3d.py", "--tensor-ranks 2")
+    assert ended.returncode != 0
+    assert "Expected a multiple of 4 ranks for 2 stages of 2 tensor parallel ranks, got 2." in ended.stderr
+    assert "AssertionError" not in ended.stderr

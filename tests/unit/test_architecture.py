@@ -43,7 +43,7 @@ FLOORS = {
     "state": 7,
     "insight": 7,
     "about": 7,
-    "estimate": 7,
+    "memory": 8,
     "front": 8,
     "whole": 3,
     "monitor": 9,
@@ -65,7 +65,7 @@ FRAMEWORKS = {
     "integrations.lightning": {"lightning"},
     "timeline.drawing": {"matplotlib"},
     "record.progress": {"tqdm"},
-    "estimate.picture": {"matplotlib"},
+    "memory.picture": {"matplotlib"},
 }
 """What a file may import besides torch."""
 
@@ -384,16 +384,48 @@ def test_the_scan_for_moves_sees_every_assignment(code: str, count: int) -> None
     assert len(moves(ast.parse(code))) == count
 
 
+# Names
+
+
+def names_of_modules_taken(package: str, tree: ast.Module) -> set[str]:
+    """Names in the `__init__` of a package that stand for anything but the module of this name in it."""
+    inside = "" if package == "__init__" else f"{package}."
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    bound = bindings(tree) | dict(zip(defined, defined, strict=True))
+    modules = {name for name in bound if f"{inside}{name}" in FILES}
+    return {name for name in modules if bound[name] != f"ddp_zero.{inside}{name}"}
+
+
+def test_no_function_takes_the_name_of_a_module() -> None:
+    """Else ``import ddp_zero.x as m`` gives the function, and ``ddp_zero.x.y`` is not found."""
+    packages = [name for name, path in FILES.items() if path.name == "__init__.py"]
+    assert len(packages) > 20
+    assert {name: taken for name in packages if (taken := names_of_modules_taken(name, read(name)))} == {}
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "taken"),
+    [
+        ("__init__", "from ddp_zero.plan.memory import plan", {"plan"}),
+        ("__init__", "from ddp_zero import plan", set()),
+        ("checkpoint", "def saving(): ...", {"saving"}),
+        ("checkpoint", "from ddp_zero.checkpoint.saving import save", set()),
+    ],
+)
+def test_the_scan_for_names_sees_functions_and_imports(package: str, code: str, taken: set[str]) -> None:
+    assert names_of_modules_taken(package, ast.parse(code)) == taken
+
+
 # Who looks into DDP and into backward
 
 
 def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
-    """Hooks and reductions name the type of what DDP hands to a hook; stand-ins are subclasses of tensors."""
+    """Hooks and reductions name the type of buckets; stand-ins are subclasses of tensors; messages open no ranges."""
     found = {name: names for name in FILES if (names := internals(read(name)))}
     assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph"} <= found.pop("backward.reducer")
-    stand_ins = {name: names for name, names in found.items() if names == {"torch._C"}}
-    assert set(stand_ins) == {"local.absent", "local.awaited"}
-    takes_buckets = {name: names for name, names in found.items() if name not in stand_ins}
+    below_python = {name: names for name, names in found.items() if names == {"torch._C"}}
+    assert set(below_python) == {"comm.exchange", "local.absent", "local.awaited"}
+    takes_buckets = {name: names for name, names in found.items() if name not in below_python}
     assert set(takes_buckets) == {
         *("comm.communicator", "backward.gradients", "backward.hook", "stage2.accumulation", "stage2.partitioned")
     }

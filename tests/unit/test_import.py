@@ -3,13 +3,17 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import ddp_zero
 
 PACKAGE = Path(ddp_zero.__file__).parent
 
 
-def test_importing_it_is_silent_even_with_warnings_as_errors() -> None:
-    command = [sys.executable, "-W", "error", "-c", "import ddp_zero"]
+@pytest.mark.parametrize("has_numpy", [True, False])
+def test_importing_it_is_silent_even_with_warnings_as_errors(has_numpy: bool) -> None:
+    hidden = "" if has_numpy else "import sys; sys.modules['numpy'] = None; "
+    command = [sys.executable, "-W", "error", "-c", f"{hidden}import ddp_zero"]
     result = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 

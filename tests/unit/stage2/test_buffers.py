@@ -4,13 +4,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.stage2.buffers import BufferPool
 
 CPU = torch.device("cpu")
 
 
 def test_a_buffer_that_came_back_is_lent_again() -> None:
-    pool = BufferPool(1024, 2048)
+    pool = BufferPool(SideStream(), 1024, 2048)
     first = pool.lend(1000, CPU)
     assert (first.dtype, first.dim(), first.numel()) == (torch.uint8, 1, 1024)
     second = pool.lend(1000, CPU)
@@ -22,7 +23,7 @@ def test_a_buffer_that_came_back_is_lent_again() -> None:
 
 
 def test_the_preferred_buffer_is_lent_if_it_is_free() -> None:
-    pool = BufferPool(64, 256)
+    pool = BufferPool(SideStream(), 64, 256)
     one, other = pool.lend(64, CPU), pool.lend(64, CPU)
     pool.give_back(one)
     pool.give_back(other)
@@ -31,7 +32,7 @@ def test_the_preferred_buffer_is_lent_if_it_is_free() -> None:
 
 
 def test_small_requests_get_small_buffers_unless_a_large_one_is_free() -> None:
-    pool = BufferPool(1024, 4096)
+    pool = BufferPool(SideStream(), 1024, 4096)
     assert [pool.lend(n, CPU).numel() for n in (1, 16, 17, 129, 513, 1024, 5000)] == [
         *(16, 16, 32, 256, 1024, 1024),
         5008,
@@ -45,7 +46,7 @@ def test_small_requests_get_small_buffers_unless_a_large_one_is_free() -> None:
 
 
 def test_what_an_iteration_did_not_use_is_dropped_at_its_end() -> None:
-    pool = BufferPool(1024, 4096)
+    pool = BufferPool(SideStream(), 1024, 4096)
     lent = [pool.lend(1024, CPU) for _ in range(3)]
     for buffer in lent:
         pool.give_back(buffer)
@@ -58,7 +59,7 @@ def test_what_an_iteration_did_not_use_is_dropped_at_its_end() -> None:
 
 
 def test_more_than_it_keeps_is_lent_and_dropped_afterwards() -> None:
-    pool = BufferPool(1024, 2048)
+    pool = BufferPool(SideStream(), 1024, 2048)
     for buffer in [pool.lend(1024, CPU) for _ in range(5)]:
         pool.give_back(buffer)
     pool.trim()
@@ -66,7 +67,7 @@ def test_more_than_it_keeps_is_lent_and_dropped_afterwards() -> None:
 
 
 def test_free_buffers_make_room_for_one_that_does_not_fit() -> None:
-    pool = BufferPool(1024, 1024)
+    pool = BufferPool(SideStream(), 1024, 1024)
     for buffer in [pool.lend(256, CPU) for _ in range(4)]:
         pool.give_back(buffer)
     pool.lend(1024, CPU)
@@ -76,7 +77,7 @@ def test_free_buffers_make_room_for_one_that_does_not_fit() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=40))
 def test_any_sequence_keeps_its_books_right(actions: list[tuple[bool, int]]) -> None:
-    pool = BufferPool(1000, 2000)
+    pool = BufferPool(SideStream(), 1000, 2000)
     lent: list[torch.Tensor] = []
     for is_lending, number in actions:
         if is_lending:

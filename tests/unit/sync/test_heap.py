@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.stage2.buffers import BufferPool
 from ddp_zero.sync.heap import return_pages
 
@@ -39,7 +40,7 @@ def test_what_lies_before_and_behind_keeps_its_values(first: int, last: int) -> 
 
 @needs_linux
 def test_a_pool_returns_the_pages_of_free_buffers_and_of_no_lent_one() -> None:
-    pool = BufferPool(64 * MIB, 128 * MIB)
+    pool = BufferPool(SideStream(), 64 * MIB, 128 * MIB)
     lent, free = (pool.lend(64 * MIB, torch.device("cpu")) for _ in range(2))
     lent.fill_(1)
     free.fill_(1)

@@ -1,4 +1,4 @@
-"""``python -m ddp_zero.estimate MODULE:FUNCTION``: memory per rank of a model, before anything is allocated."""
+"""``python -m ddp_zero.memory MODULE:FUNCTION``: memory per rank of a model, before anything is allocated."""
 
 import importlib
 import sys
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_zero.estimate.estimate import estimate
+from ddp_zero.memory.estimate import estimate
 from ddp_zero.options import Offload
 
-PROGRAM = "python -m ddp_zero.estimate"
+PROGRAM = "python -m ddp_zero.memory"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "GB": 10**9, "MB": 10**6}
 
 
@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wrapped=options.wrapped,
         )
         memory = None if options.memory is None else _bytes(options.memory)
-    except (TypeError, ValueError, ImportError, AttributeError) as error:
+        if options.plot is not None:
+            found.plot(options.plot, [2**power for power in range(8)])
+    except (TypeError, ValueError, ImportError, AttributeError, OSError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     print(found)
@@ -49,8 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nfewest ranks at which {options.memory} suffice:")
         for mode, ranks in found.fewest_ranks(memory).items():
             print(f"{mode}: {'none' if ranks is None else ranks}")
-    if options.plot is not None:
-        found.plot(options.plot, [2**power for power in range(8)])
     return 0
 
 

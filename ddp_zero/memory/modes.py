@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddp_zero.estimate.parts import Mode, Needs, Sizes, needs_of
+from ddp_zero.memory.parts import Mode, Needs, Sizes, needs_of
 from ddp_zero.offload.shelf import shelf_bytes
 from ddp_zero.plan.buckets import CAP_BYTES, ddp_layout
 from ddp_zero.plan.partitions import partition_named

@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_zero.elements.elementwise import check_elementwise
-from ddp_zero.estimate.modes import largest_needs, modes_for
-from ddp_zero.estimate.parts import Mode, Needs, Sizes
-from ddp_zero.estimate.picture import draw
-from ddp_zero.estimate.shapes import StateBytes
 from ddp_zero.local.inner import check_can_be_sharded
 from ddp_zero.local.masters import LOW_PRECISION
+from ddp_zero.memory.modes import largest_needs, modes_for
+from ddp_zero.memory.parts import Mode, Needs, Sizes
+from ddp_zero.memory.picture import draw
+from ddp_zero.memory.shapes import StateBytes
 from ddp_zero.options import Offload
 from ddp_zero.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb
 from ddp_zero.plan.partitions import partition_named
@@ -23,7 +23,7 @@ from ddp_zero.plan.shard_plan import ParameterSpec
 
 _MIB = 1 << 20
 _MOST_RANKS = 1 << 12
-_SHARED = ("masters", "state", "scratches", "state of a bucket, host")
+_SHARED = ("masters", "state", "sums in fp32", "state of a bucket, host")
 """Parts that shrink with the number of ranks, as do the gradients that stage 2 keeps."""
 
 
@@ -190,7 +190,7 @@ def estimate(  # noqa: D417  # options that are those of the class are documente
 
 def _caps(mode: Mode, trained: Sequence[int], ranks: int, given: float | None, wrapped: bool) -> list[int]:
     if given is not None:
-        return [min(FIRST_CAP_BYTES, int(given * _MIB)), int(given * _MIB)]
+        return [int(given * _MIB)]
     if wrapped:
         return [int(bucket_mb(trained, ranks, cuts=mode.partition == "elements") * _MIB)]
     return [FIRST_CAP_BYTES, CAP_BYTES]

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddp_zero.plan.buckets import gradient_buffers
+from ddp_zero.memory.buffers import BucketSizes, buffer_bytes
 from ddp_zero.plan.ownership import is_cut, piece_of
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.plan.shard_plan import ParameterSpec, Segment, ShardPlan
 
 PACKED_IN_FLIGHT = 2
 """Buckets of which a sync without flat storage holds copies."""
+SUMS_IN_FLIGHT = 2
+"""Buckets whose sums in fp32 exist at once where a step follows each reduction."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def needs_of(mode: Mode, sizes: Sizes, plan: ShardPlan | None, rank: int, shelf:
     trained = [spec.nbytes for spec in specs if spec.active]
     owned = _owned(sizes, plan, rank)
     states = [size for index, part in owned for size in sizes.states(index, part)]
-    masters = [4 * (part or specs[index].numel) for index, part in owned if mode.masters and sizes.is_low[index]]
+    held = _owned(sizes, plan, rank, frozen_too=plan is not None)
+    masters = [4 * (part or specs[index].numel) for index, part in held if mode.masters and sizes.is_low[index]]
     device = {"parameters": sum(spec.nbytes for spec in specs), "masters": sum(masters), "state": sum(states)}
     host: dict[str, int] = {}
     disk: dict[str, int] = {}
@@ -128,22 +131,37 @@ def _gradients(
     whole = sum(spec.nbytes for spec in specs if spec.active)
     if mode.stage < 2 or plan is None:
         return {"gradients": whole, "buckets": 0 if mode.views else whole}
-    largest = max((_bytes_of(specs, bucket.segments) for bucket in plan.buckets), default=0)
-    kept = sum(_sum_bytes(sizes, index) * (part or specs[index].numel) for index, part in owned if specs[index].active)
-    low = [sum(4 * numel for index, numel in _parts(one) if sizes.is_low[index]) for one in _segments(plan, rank)]
-    return {"gradients": kept if mode.waits else 0, "buckets": gradient_buffers(largest), "scratches": max(low)}
+    elements = {index: part or specs[index].numel for index, part in owned}
+    shown = sum(_itemsize(sizes, index) * numel for index, numel in elements.items()) if mode.waits else 0
+    sums = [sum(4 * numel for index, numel in _parts(one) if sizes.is_low[index]) for one in _segments(plan, rank)]
+    buckets = buffer_bytes(_buckets(sizes, plan), rank, sizes.on_accelerator)
+    in_fp32 = sum(sums) if mode.waits else sum(sorted(sums)[-SUMS_IN_FLIGHT:])
+    return {"gradients": shown, "sums in fp32": in_fp32, "buckets": buckets}
 
 
-def _owned(sizes: Sizes, plan: ShardPlan | None, rank: int) -> list[tuple[int, int | None]]:
-    """Parameters that a rank steps, and how many elements of those that are cut."""
+def _buckets(sizes: Sizes, plan: ShardPlan) -> list[BucketSizes]:
+    filled = [bucket for bucket in plan.buckets if any(segment.params for segment in bucket.segments)]
+    firsts = [next(one.params[0] for one in bucket.segments if one.params) for bucket in filled]
+    slices = [[segment.numel for segment in bucket.segments] for bucket in filled]
+    return [
+        BucketSizes(numels, _itemsize(sizes, index), sizes.is_low[index])
+        for numels, index in zip(slices, firsts, strict=True)
+    ]
+
+
+def _owned(
+    sizes: Sizes, plan: ShardPlan | None, rank: int, *, frozen_too: bool = False
+) -> list[tuple[int, int | None]]:
+    """Parameters that a rank steps, or that it owns, and how many elements of those that are cut."""
+    counts = [index for index, spec in enumerate(sizes.specs) if spec.active or frozen_too]
     if plan is None:
-        return [(index, None) for index, spec in enumerate(sizes.specs) if spec.active]
-    found: list[tuple[int, int | None]] = []
-    for index, pieces in enumerate(plan.pieces):
-        piece = piece_of(pieces, GroupRank(rank))
-        if piece is not None and sizes.specs[index].active:
-            found.append((index, piece.stop - piece.start if is_cut(pieces) else None))
-    return found
+        return [(index, None) for index in counts]
+    pieces = [(index, piece_of(plan.pieces[index], GroupRank(rank))) for index in counts]
+    return [
+        (index, piece.stop - piece.start if is_cut(plan.pieces[index]) else None)
+        for index, piece in pieces
+        if piece is not None
+    ]
 
 
 def _copies(mode: Mode, sizes: Sizes, owned: Sequence[tuple[int, int | None]]) -> list[int]:

@@ -1,4 +1,4 @@
 """How much memory a rank will need, by part and in every mode, before anything is allocated.
 
-`ddp_zero.estimate` is the function; this package is found by its modules' full names.
+`ddp_zero.estimate` is the function.
 """
