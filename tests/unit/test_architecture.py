@@ -467,15 +467,6 @@ FACADE = "optimizer"
 """Documents every public method, which is most of it."""
 
 
-def test_no_file_is_over_400_lines_and_no_function_over_60() -> None:
-    def long(name: str) -> list[str]:
-        lines = len(FILES[name].read_text().splitlines())
-        found = [f"{function}: {count} lines" for function, count in functions(read(name)) if count > 60]
-        return found + ([f"{lines} lines"] if lines > (600 if name == FACADE else 400) else [])
-
-    assert violations(long) == {}
-
-
 def test_methods_of_the_facade_are_calls_of_the_engine() -> None:
     """At most four statements, apart from construction and copies."""
     (facade,) = (node for node in read(FACADE).body if isinstance(node, ast.ClassDef))
