@@ -92,7 +92,7 @@ class Mode:
     """How ours is built.
 
     Attributes:
-        via: ``"shard_optimizer"``, or the class and ``"hooks"``.
+        via: ``"shard_optimizer"``, or the class and ``"hooks"`` or ``"attach"``.
         loss_scale: a number, ``"dynamic"`` or None.
         group_clip: ``max_grad_norm`` of the last group.
         forgets_hook: whether the hook that overlap and stage 2 need is not registered.
@@ -224,6 +224,11 @@ class Case:
     def steps_inside(self) -> bool:
         """Whether steps are taken inside backward."""
         return self.mode.overlap and not self.waits
+
+    @property
+    def changes_memory_format(self) -> bool:
+        """Whether parameters get other strides after DDP has built its buckets."""
+        return any(isinstance(op, Do) and op.name == "memory_format" for op in self.program)
 
     @property
     def has_hook(self) -> bool:

@@ -3,8 +3,8 @@
 import random
 from dataclasses import replace
 
-from tests.fuzz.case import Case, Ddp, Do, Fault, Loop, Mode, Model, Optim, Train
-from tests.fuzz.draw_program import draw_program
+from tests.fuzz.case import Case, Ddp, Do, Fault, Loop, Mode, Model, Op, Optim, Train
+from tests.fuzz.draw_program import draw_program, is_plain, may_restart
 
 OPTIMIZERS = (
     *("SGD", "SGD momentum", "SGD maximize foreach", "Adam", "Adam tensor lr", "AdamW foreach", "AdamW fused"),
@@ -47,7 +47,7 @@ def draw(seed: int, ranks: int) -> Case:
         case = replace(case, ddp=replace(ddp, compiled=compiled, bucket_cap_mb=None))
     if case.has_hook and mode.via == "hooks" and rng.random() < 0.005:
         case = replace(case, mode=replace(mode, forgets_hook=True))
-    return _with_groups(replace(case, program=draw_program(rng, case)))
+    return _with_more(_with_groups(replace(case, program=draw_program(rng, case))))
 
 
 def _with_groups(case: Case) -> Case:
@@ -61,6 +61,33 @@ def _with_groups(case: Case) -> Case:
     if case.ranks < 4 or joins or rng.random() < 0.6:
         return case
     return replace(case, mode=replace(case.mode, shard_ranks=rng.choice(sizes)))
+
+
+def _with_more(case: Case) -> Case:
+    """Perhaps `attach`, forks and restarts from checkpoints with either partition.
+
+    Drawn from numbers of its own, so that nothing else depends on it.
+    """
+    rng = random.Random(f"ddp_zero more {case.seed} {case.ranks}")
+    if case.mode.via == "hooks" and not case.mode.forgets_hook and rng.random() < 0.5:
+        case = replace(case, mode=replace(case.mode, via="attach"))
+    if case.fault is not None or case.ddp.compiled is not None:
+        return case
+    program = list(case.program)
+    if rng.random() < 0.08:
+        _insert(rng, program, Do("fork", compares=False))
+    if may_restart(case) and rng.random() < 0.2:
+        adds_norms = case.mode.stage == 2 and (case.mode.clips or case.loop.clip is not None)
+        may_cut = case.optim.name in ELEMENTWISE and not adds_norms
+        _insert(rng, program, Do("restart", (rng.choice(["parameters", "elements" if may_cut else "parameters"]),)))
+    return replace(case, program=tuple(program))
+
+
+def _insert(rng: random.Random, program: list[Op], op: Op) -> None:
+    """Put an operation between two plain iterations, if there are such."""
+    places = [place for place in range(1, len(program)) if is_plain(program[place - 1]) and is_plain(program[place])]
+    if places:
+        program.insert(rng.choice(places), op)
 
 
 def _with_cuts(case: Case) -> Case:

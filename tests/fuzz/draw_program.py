@@ -286,3 +286,19 @@ def _dangerous(drawing: _Drawing) -> None:
         _train(drawing, passes=passes, expects="leftover", **given)
     elif kind == "kept":
         _train(drawing, zero=rng.choice(["keep", "zeros"]), passes=("last",), closure=False, before=(), expects="kept")
+
+
+# What may be put between iterations afterwards
+
+
+def is_plain(op: Op) -> bool:
+    """Whether it is an iteration that begins and ends without gradients and is not refused."""
+    return isinstance(op, Train) and (op.passes[-1], op.zero, op.expects) == ("last", "none", None) and op.steps
+
+
+def may_restart(case: Case) -> bool:
+    """Whether a new optimizer can go on from a checkpoint in the middle, and the reference beside it."""
+    keeps_more = case.mode.masters or case.mode.loss_scale == "dynamic" or case.optim.held_out
+    names = {op.name for op in case.program if isinstance(op, Do)}
+    refuses = any(op.expects is not None for op in case.program)
+    return case.loop.calls_step and not keeps_more and not refuses and not names & {"freeze", "prehook", "join"}

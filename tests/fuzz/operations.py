@@ -2,10 +2,13 @@
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
@@ -125,6 +128,11 @@ def _deepcopy(side: Side, op: Do, memory: Memory) -> None:
     side.copy_all()
 
 
+def _memory_format(side: Side, op: Do, memory: Memory) -> None:
+    side.zero_grad()
+    side.net.to(memory_format=torch.channels_last if op.args[0] % 2 else torch.contiguous_format)  # type: ignore[call-overload]
+
+
 def _join(side: Side, op: Do, memory: Memory) -> None:
     joinables: list[Any] = [side.ddp, side.optimizer] if isinstance(side, Ours) else [side.ddp]
     with Join(joinables):
@@ -151,6 +159,7 @@ _ON_SIDE: dict[str, Callable[[Side, Do, Memory], None]] = {
     "exception": _exception,
     "schedule_free_eval": _schedule_free_eval,
     "deepcopy": _deepcopy,
+    "memory_format": _memory_format,
     "join": _join,
 }
 
@@ -190,6 +199,36 @@ def _checkpoint_load(pair: Pair, op: Do, memory: Memory) -> Steps:
             dist.broadcast(buffer, 0)  # a checkpoint has those of rank 0
 
     return load_plain, (lambda: checkpoint.load(_folder(ours), ours.ddp, ours.optimizer))
+
+
+def _fork(pair: Pair, op: Do, memory: Memory) -> Steps:
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+
+    return _nothing, fork
+
+
+def _restart(pair: Pair, op: Do, memory: Memory) -> Steps:
+    """A new optimizer, which may divide parameters otherwise, goes on from a checkpoint."""
+    plain, ours = pair.plain, pair.ours
+
+    def again() -> None:
+        plain.wrap_again(is_new=True)
+        plain.load(memory)
+        for buffer in plain.net.buffers():
+            dist.broadcast(buffer, 0)  # a checkpoint has those of rank 0
+
+    def from_checkpoint() -> None:
+        checkpoint.save(_folder(ours), ours.ddp, ours.optimizer)
+        mode = replace(ours.case.mode, partition=op.args[0])
+        ours.case = replace(ours.case, mode=mode)
+        ours.wrap_again(is_new=True)
+        checkpoint.load(_folder(ours), ours.ddp, ours.optimizer)
+
+    return again, from_checkpoint
 
 
 def _folder(side: Side) -> Path:
@@ -252,6 +291,8 @@ _ON_PAIR: dict[str, Callable[[Pair, Do, Memory], Steps]] = {
     "restore": _restore,
     "checkpoint_save": _checkpoint_save,
     "checkpoint_load": _checkpoint_load,
+    "fork": _fork,
+    "restart": _restart,
     "consolidate": _consolidate,
     "state_dict_before_the_first_step": _state_dict_before_the_first_step,
     "owned": _owned,

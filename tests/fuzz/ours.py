@@ -75,6 +75,10 @@ class Ours(Side):
         if mode.forgets_hook:
             return
         hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
+        if mode.via == "attach":
+            interleaved = mode.interleaved if mode.overlap else None
+            self.optimizer.attach(self.ddp, hook=hook, interleaved=interleaved, shard_buckets=mode.split)
+            return
         if case.has_hook:
             build = hook_with_zero_step_interleaved if mode.interleaved else hook_with_zero_step
             hook = build(hook, self.ddp, self.optimizer, mode.split)

@@ -173,7 +173,7 @@ class Plain(Side):
     def _in_order(self) -> list[Tensor]:
         """Parameters in the order in which norms are taken: the model's, where the optimizer knows the model."""
         params = [self.stepped(param) for param in self.params]
-        if self.case.has_hook or self.case.mode.via == "shard_optimizer":
+        if self.case.has_hook or self.case.mode.via in ("shard_optimizer", "attach"):
             return params
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 

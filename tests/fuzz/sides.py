@@ -104,9 +104,11 @@ class Side:
         if cap is not None:
             from_the_start = case.ddp.caps_first and ddp_takes("bucket_cap_mb_list")
             options = {"bucket_cap_mb_list": [cap]} if from_the_start else {"bucket_cap_mb": cap}
+        # plain DDP with views steps from misplaced gradients after a change of memory format (torch 2.13.0)
+        can_view = self.is_ours or not case.changes_memory_format
         self.ddp = DistributedDataParallel(
             self.net,
-            gradient_as_bucket_view=case.ddp.gradient_as_bucket_view,
+            gradient_as_bucket_view=case.ddp.gradient_as_bucket_view and can_view,
             find_unused_parameters=case.ddp.find_unused_parameters,
             static_graph=case.ddp.static_graph,
             broadcast_buffers=case.ddp.broadcast_buffers,
