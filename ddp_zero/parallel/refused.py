@@ -47,7 +47,7 @@ class Refused(Optimizer):
 
     def _check_no_scaler(self) -> None:
         """Refuse a step under a GradScaler."""
-        if getattr(self, "found_inf", None) is not None:
+        if vars(self).get("found_inf") is not None:  # not that of an inner optimizer
             raise NotImplementedError(
                 "Expected no torch.amp.GradScaler, whose scales would differ between ranks with different parameters, "
                 "got one. Build the optimizer with loss_scale=ddp_zero.DynamicLossScale(), or use bfloat16."

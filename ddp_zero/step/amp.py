@@ -30,7 +30,8 @@ def amp_state(optimizer: object, has_loss_scale: bool, joins: bool) -> AmpState 
     Raises:
         RuntimeError: if the scaler cannot be followed.
     """
-    found = getattr(optimizer, "found_inf", None)
+    left = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
+    found = left.get("found_inf")
     if found is None:
         return None
     if has_loss_scale:
@@ -42,7 +43,7 @@ def amp_state(optimizer: object, has_loss_scale: bool, joins: bool) -> AmpState 
             "Expected no torch.amp.GradScaler under Join, got one: a rank that has joined knows nothing of its "
             "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
         )
-    return AmpState(getattr(optimizer, "grad_scale", None), torch.as_tensor(found, dtype=torch.float32))
+    return AmpState(left.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
 
 
 def check_unscaled(amp: AmpState | None, has_stepped: bool) -> None:

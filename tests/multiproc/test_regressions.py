@@ -5,6 +5,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.step import binding
 from tests.multiproc.cases import (
     OptimizerCase,
+    ToyLAMB,
     assert_identical,
+    at_stage,
     batches,
     build_overlapped_twins,
     build_twins,
@@ -55,6 +58,32 @@ class Pair:
     def compare(self) -> None:
         for index, (one, other) in enumerate(zip(self.plain_params, self.params, strict=True)):
             assert_identical(one, other, f"parameter {index}")
+
+
+class CountsInfinities(ToyLAMB):
+    """Has attributes of its own of the names that a GradScaler leaves on the optimizer that it steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.found_inf = torch.zeros(())
+        self.grad_scale = torch.full((), 8.0)
+
+
+@case(2)
+def _attributes_of_the_inner_optimizer_are_not_those_of_a_scaler(setup: Setup) -> None:
+    pair = Pair(CountsInfinities)
+    for step in range(3):
+        pair.step(step)
+        assert pair.opt.last_step is not None
+        assert pair.opt.last_step.stepped
+    infinite = Pair(CountsInfinities)
+    infinite.opt.optim.found_inf.fill_(1)  # type: ignore[attr-defined]
+    infinite.step(0)
+    for stage in (1, 2):
+        with at_stage(stage):
+            twins = build_overlapped_twins(replace(optimizer_case("toy LAMB"), build=CountsInfinities))
+        twins.train(setup, 4)
+        twins.assert_moved()
 
 
 @case(2)
