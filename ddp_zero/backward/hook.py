@@ -123,6 +123,7 @@ class OverlapHook:
         self._provisional = 0  # layouts adopted so far that DDP might still replace
         self.may_be_replaced = False
         self._unused = admission.UnusedParameters()
+        self._formats = admission.MemoryFormats(ddp)
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
@@ -296,7 +297,9 @@ class OverlapHook:
 
     def _choose(self, params: list[Tensor], matches: bool) -> Choice:
         choice = choose(self._facts(params, matches))
-        wrong = None if choice.regime is Regime.REDUCE_ONLY else self._sharded.why_refuse()
+        wrong = self._formats.why_refuse()
+        if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
+            wrong = self._sharded.why_refuse()
         return choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
 
     def _facts(self, params: list[Tensor], matches: bool) -> Facts:
@@ -386,6 +389,7 @@ class OverlapHook:
             machine.layout_adopted()
         self._provisional += not is_final
         self.gradients.adopted(built, publishes)
+        self._formats.buckets_built(self._ddp)
 
     def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
         if self._compositions or not has_static_graph(self._ddp):
