@@ -1,14 +1,19 @@
 """Checkpoints that DeepSpeed wrote, of stages 1 and 2 and of its universal format, read without it.
 
 Of stages 1 and 2 there is a file of the model, and one of the optimizer for each data-parallel rank. A rank holds one
-flat tensor for each group of parameters and each state; which elements of a parameter lie where is in the rank's
-``param_slice_mappings``. A parameter may begin on one rank and end on a later one. In the universal format each state
-of each parameter is a file.
+flat tensor for each group of parameters and each state. End to end, in the order of ranks, these hold a group's
+parameters in the order of ``param_shapes``, so a parameter may begin on one rank and end on a later one. Each rank also
+tells places, in ``param_slice_mappings``: with ``round_robin_gradients`` wrong ones, as if parameters were not dealt
+out in turn, so that only the number of elements can be held against ``param_shapes``.
+In the universal format each state of each parameter is a file.
 """
 
 import hashlib
 import math
 import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +111,7 @@ class _Reader:
         names = [list(group) for group in shapes]
         shape_of = {name: tuple(shape) for group in shapes for name, shape in group.items()}
         is_universal = (self.folder / "zero").is_dir()
-        parts = _Universal(self, names) if is_universal else _Partitioned(self, names, model["dp_world_size"])
+        parts = _Universal(self, names) if is_universal else _Partitioned(self, shapes, model)
         values = {name: parts.values(name, shape) for name, shape in shape_of.items()}
         return self._assembled(model, values, parts, names)
 
@@ -171,7 +176,8 @@ class _Partitioned:
         common: what rank 0 holds besides states.
     """
 
-    def __init__(self, reader: _Reader, names: list[list[str]], world_size: Any) -> None:
+    def __init__(self, reader: _Reader, shapes: Sequence[Mapping[str, Sequence[int]]], model: Any) -> None:
+        world_size = model["dp_world_size"]
         matches = [match for name in reader.names if (match := _OPTIMIZER.fullmatch(name))]
         files = {int(match[1]): match[0] for match in matches if match[2] == "00"}
         if sorted(files) != list(range(world_size)) or len(files) < len(matches):
@@ -179,9 +185,49 @@ class _Partitioned:
                 f"Expected a file of the optimizer for each of {world_size} ranks in {reader.folder}, got those of "
                 f"{sorted(files)}."
             )
-        self._ranks = [reader.load(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
-        self._group_of = {name: place for place, group in enumerate(names) for name in group}
+        loaded = [reader.load(files[rank]) for rank in sorted(files)]
+        self._ranks = [one["optimizer_state_dict"] for one in loaded]
+        self._group_of = {name: place for place, group in enumerate(shapes) for name in group}
         self.common = self._ranks[0]
+        configs = [one.get("ds_config") for one in (model, *loaded)]
+        self._places = [
+            self._places_in(place, group, any(map(_deals_round_robin, configs)), reader.folder)
+            for place, group in enumerate(shapes)
+        ]
+
+    def _places_in(
+        self, place: int, shapes: Mapping[str, Sequence[int]], is_round_robin: bool, folder: Path
+    ) -> list[dict[str, tuple[int, int]]]:
+        """Where the parameters of a group begin in each rank's flat tensor, and how many elements of them are there.
+
+        Raises:
+            ValueError: if the ranks tell something else, and did not deal out parameters in turn; if elements are
+                missing.
+        """
+        found, start, end, counts = list[dict[str, tuple[int, int]]](), 0, 0, Counter[str]()
+        ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
+        for number, rank in enumerate(self._ranks):
+            start, end = end, end + rank["single_partition_of_fp32_groups"][place].shape[0]
+            here: dict[str, tuple[int, int]] = {}
+            for name, last, shape in zip(shapes, ends, shapes.values(), strict=True):
+                begin, stop = max(start, last - math.prod(shape)), min(end, last)
+                if begin < stop:
+                    here[name] = begin - start, stop - begin
+            told = {name: _told(name, address) for name, address in rank["param_slice_mappings"][place].items()}
+            told = {name: address for name, address in told.items() if address[1]}
+            counts.update({name: count for name, (_, count) in told.items()})
+            if here != told and not is_round_robin:
+                name = next(name for name in (*here, *told) if here.get(name) != told.get(name))
+                raise ValueError(
+                    f"Expected one order of parameters in {folder}, got {name!r} of rank {number} at {here.get(name)} "
+                    f"by param_shapes and at {told.get(name)} by param_slice_mappings, and no round_robin_gradients in "
+                    "its configuration. Convert it with DeepSpeed's zero_to_fp32 or ds_to_universal."
+                )
+            found.append(here)
+        expected = {name: math.prod(shape) for name, shape in shapes.items() if math.prod(shape)}
+        if end < sum(expected.values()) or counts != expected:
+            raise ValueError(f"Expected {expected} elements of group {place} in {folder}, got {dict(counts)} of {end}.")
+        return found
 
     def options(self) -> list[dict[str, Any]]:
         """Of each group; none of an elastic checkpoint."""
@@ -194,13 +240,10 @@ class _Partitioned:
         found: dict[str, Any] = {}
         spans: dict[str, list[Span]] = {}
         dtypes: dict[str, torch.dtype] = {}
-        for rank in self._ranks:
-            address = rank["param_slice_mappings"][place].get(name)
-            if address is None:
+        for rank, places_here in zip(self._ranks, self._places[place], strict=True):
+            if name not in places_here:
                 continue
-            begin, count = address.attributes["start"], address.attributes["numel"]
-            if type(begin) is not int or type(count) is not int:
-                raise TypeError(f"Expected the place of {name!r}, got {address.attributes!r:.200}.")
+            begin, count = places_here[name]
             flat = rank["single_partition_of_fp32_groups"][place]
             for key, value in {**self._state(rank, place), "fp32": flat}.items():
                 if isinstance(value, RawTensor) and len(value.shape) == 1 and value.shape[0] >= flat.shape[0]:
@@ -259,6 +302,18 @@ class _Universal:
         if "fp32" not in found:
             raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none.")
         return found
+
+
+def _told(name: str, address: Any) -> tuple[int, int]:
+    begin, count = address.attributes["start"], address.attributes["numel"]
+    if type(begin) is not int or type(count) is not int:
+        raise TypeError(f"Expected the place of {name!r}, got {address.attributes!r:.200}.")
+    return begin, count
+
+
+def _deals_round_robin(config: Any) -> bool:
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
