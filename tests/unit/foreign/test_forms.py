@@ -204,7 +204,7 @@ def test_parameters_that_were_dealt_out_in_turn_are_read_in_that_order(
     if dealt != list(shapes):
         with pytest.raises(ValueError, match="Expected one order of parameters in"):
             checkpoint.load(tmp_path / "unknown", model, opt)
-    checkpoint.load(tmp_path / "a", model, opt)
+    checkpoint.load(tmp_path / "a", model, opt, strict=dtype is torch.float32)  # a plain optimizer has no masters
     for name, param in model.named_parameters():
         assert torch.equal(param.detach(), masters[name].to(dtype)), name
         momentum = opt.state[param]["momentum_buffer"]
