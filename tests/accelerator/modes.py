@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -334,7 +335,7 @@ class Report:
     first_syncs: list[tuple[str, str]]
 
 
-def _sum_by_pairs(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum_by_pairs(group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's averages with the sums of pairs of ranks first, which is the order of shard groups."""
     mine = bucket.buffer().mul_(1.0 / dist.get_world_size(group))
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -2,8 +2,10 @@
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
+import sys
 import sysconfig
 import tempfile
 import types
@@ -15,7 +17,6 @@ from typing import Any
 import torch
 import torch._meta_registrations
 import torch.distributed as dist
-import torch.utils.cpp_extension
 from torch.distributed import ProcessGroupGloo
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
@@ -26,14 +27,19 @@ NAME = "sim"
 BACKENDS = ("simccl", "hccl", "mccl")
 LIBRARY = str(Path(ddp_zero.__file__).parent) + "/"
 SOURCES = sorted(HERE.glob("*.cpp"))
+_PATH = (
+    f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # of an environment that is not activated
+)
 
 
 def missing() -> str | None:
     """Why the extension cannot be compiled here, or None."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         return "the simulated accelerator needs a C++ compiler"
-    if shutil.which("ninja") is None and not torch.utils.cpp_extension.is_ninja_available():
+    if shutil.which("ninja", path=_PATH) is None:
         return "the simulated accelerator needs ninja"
+    if importlib.util.find_spec("setuptools") is None:
+        return "the simulated accelerator needs setuptools"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return "the simulated accelerator needs the headers of Python"
     return None
@@ -41,6 +47,9 @@ def missing() -> str | None:
 
 def compiled() -> Any:
     """The extension, compiled if this environment has not compiled these sources before."""
+    import torch.utils.cpp_extension  # needs setuptools
+
+    os.environ["PATH"] = _PATH
     contents = b"".join(source.read_bytes() for source in (*SOURCES, *sorted(HERE.glob("*.h"))))
     key = hashlib.sha256(contents + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode()).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"ddp_zero-simulated-{os.getuid()}-{key[:16]}"

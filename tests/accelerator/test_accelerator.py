@@ -55,11 +55,15 @@ def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:
         )
 
 
-@pytest.mark.parametrize(("world_size", "is_late"), _WAYS)
-@pytest.mark.parametrize("mode", [*MODES, GROUPS], ids=lambda mode: mode.name)
+_CASES = [*((mode, *way) for way in _WAYS for mode in MODES), (GROUPS, 4, False), (GROUPS, 4, True)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size", "is_late"),
+    _CASES,
+    ids=[f"{mode.name}, {size} ranks{', late' if late else ''}" for mode, size, late in _CASES],
+)
 def test_modes(mode: Mode, world_size: int, is_late: bool) -> None:
-    if mode is GROUPS and world_size != 4:
-        pytest.skip("two groups of two")
     _on_ranks(world_size, _has_no_races, mode.name, is_late)
 
 

@@ -72,7 +72,7 @@ def _a_memory_format_that_changes_under_the_buckets_is_refused_before_anything_m
     for changes_at in (1, 3):
         for options in ({}, {"interleaved": True}, {"max_grad_norm": 0.1}):
             ddp = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=False)
-            opt = shard_optimizer(ddp, torch.optim.SGD, lr=0.1, **options)  # type: ignore[arg-type]
+            opt = shard_optimizer(ddp, torch.optim.SGD, lr=0.1, **options)
             for step in range(changes_at + 1):
                 opt.zero_grad()
                 if step == changes_at:

@@ -168,7 +168,8 @@ def test_parameters_that_were_dealt_out_in_turn_are_read_in_that_order(
 
     def parts(values: dict[str, Tensor], order: list[str]) -> tuple[Tensor, ...]:
         flat = torch.cat([values[name].flatten() for name in order])
-        return nn.functional.pad(flat, (0, length * world_size - len(flat))).split(length)
+        split: tuple[Tensor, ...] = nn.functional.pad(flat, (0, length * world_size - len(flat))).split(length)
+        return split
 
     def plain_places(rank: int) -> dict[str, Any]:
         found, begin = {}, 0
