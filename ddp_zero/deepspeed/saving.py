@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +47,9 @@ class Saved(Protocol):
     @property
     def parsed(self) -> Config:
         """The configuration."""
+
+    def gradient_accumulation_steps(self) -> int:
+        """How many rounds a step takes."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,12 @@ def save(
         True.
 
     Raises:
-        ValueError: for a tag that is a path or empty, or, with ``checkpoint.tag_validation: Fail``, differs between
+        ValueError: for an empty ``save_dir``, a tag that is a path or empty, or, with ``checkpoint.tag_validation: Fail``, differs between
             ranks.
         TypeError: for client state that cannot be saved without pickle.
     """
+    if not str(save_dir):
+        raise ValueError("Expected save_dir to be a folder, got ''. For the working folder, pass '.'.")
     name = _checked(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     extra = {
         "client_state": client_state,
@@ -139,7 +145,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def load(engine: Saved, load_dir: PathLike, tag: str | int | None, wanted: Wanted) -> Loaded:
-    """Load what `save` saved, at any number of ranks and in any stage. A collective.
+    """Load what `save` or DeepSpeed itself saved, at any number of ranks and in any stage. A collective.
 
     Args:
         engine: before a step or between two.
@@ -164,9 +170,17 @@ def load(engine: Saved, load_dir: PathLike, tag: str | int | None, wanted: Wante
     keeps_masters = wanted.optimizer and engine.parsed.zero.load_from_fp32_weights
     if zero is not None and engine.parsed.has_masters and not keeps_masters:
         zero.refresh_master_weights()
-    if wanted.scheduler and engine.lr_scheduler is not None and loaded.extra["scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(loaded.extra["scheduler"])
-    return Loaded(str(folder), loaded.extra["client_state"], loaded.extra["engine"])
+    extra = loaded.extra if "engine" in loaded.extra else _of_deepspeed(engine, loaded.extra)
+    if wanted.scheduler and engine.lr_scheduler is not None and extra["scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(extra["scheduler"])
+    return Loaded(str(folder), extra["client_state"], extra["engine"])
+
+
+def _of_deepspeed(engine: Saved, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint that DeepSpeed wrote holds besides the model and the optimizer, as `save` would write it."""
+    counters = {counter: int(extra.get(counter) or 0) for counter in _COUNTERS}
+    counters["micro_steps"] = counters["global_steps"] * engine.gradient_accumulation_steps()
+    return {"scheduler": extra.get("lr_scheduler"), "client_state": extra["client_state"], "engine": counters}
 
 
 def _latest(engine: Saved, folder: Path) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_zero.backward.reducer import models_over
+from ddp_zero.backward.reducer import models_over, reduced_parameters
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import average_in_place
 from ddp_zero.comm.step_errors import StepFailedElsewhereError
@@ -91,7 +91,8 @@ class Averages:
             return set()
         self._is_first = False
         params = self._table.params
-        return {id(param) for param in params if models_over([param])} if models_over(params) else set()
+        reduced = {id(param) for ddp in models_over(params) for _, param in reduced_parameters(ddp)}
+        return reduced.intersection(map(id, params))
 
     def _check(self, every: Tensor) -> None:
         table, name = self._table, self._comm.name

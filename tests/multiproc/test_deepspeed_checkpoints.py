@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import ddp_zero.deepspeed
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from tests.deepspeed.write_checkpoints import MORE, STEPS, Model, groups_of, tokens_of
+from tests.deepspeed.write_checkpoints import BASE, MORE, STEPS, VARIANTS, Model, groups_of, tokens_of
 from tests.multiproc.harness import Setup, run_ranks
 from tests.unit.foreign.written import VERSIONS, expected, unpack, whole_states
 
@@ -89,6 +90,33 @@ def trains_on(setup: Setup, root: Path) -> None:
             assert len({round(loss, 6) for loss in losses}) == MORE
 
 
+def engine_goes_on(setup: Setup, root: Path) -> None:
+    """`engine.load_checkpoint` takes a folder of DeepSpeed, with its schedule, counters and client state."""
+    folder = root / VERSIONS[-1] / "stage1-fp32"
+    torch.manual_seed(8)
+    model = Model()
+    engine, _, _, schedule = ddp_zero.deepspeed.initialize(
+        model=model,
+        model_parameters=groups_of(model),
+        config={**BASE, **VARIANTS["stage1-fp32"]},
+        lr_scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.9),
+    )
+    with pytest.raises(ValueError, match="Expected save_dir to be a folder, got ''"):
+        engine.save_checkpoint("")
+    loaded, client_state = engine.load_checkpoint(folder, tag="last")
+    assert loaded == str(folder / "last")
+    assert client_state == {"epoch": 7, "note": ["any", 1.5]}
+    assert (engine.global_steps, engine.micro_steps, schedule.last_epoch) == (STEPS, STEPS, STEPS)
+    losses = []
+    for step in range(STEPS, STEPS + MORE):
+        loss = engine(tokens_of(step, setup.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if setup.rank == 0:
+        torch.testing.assert_close(losses, expected(folder)["losses"], rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_checkpoints_of_deepspeed_load_into_every_mode(world_size: int, tmp_path: Path) -> None:
     root = unpack(tmp_path)
@@ -99,3 +127,4 @@ def all_cases(setup: Setup, root: Path) -> None:
     into_every_mode(setup, root)
     if setup.world_size == 2:
         trains_on(setup, root)
+        engine_goes_on(setup, root)
