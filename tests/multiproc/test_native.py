@@ -24,8 +24,8 @@ def as_on_nccl() -> Iterator[dict[str, int]]:
     counts = {"gather": 0, "scatter": 0, "broadcast": 0}
     built = Communicator.__init__
 
-    def build(comm: Communicator, *args: Any) -> None:
-        built(comm, *args)
+    def build(comm: Communicator, *args: Any, **options: Any) -> None:
+        built(comm, *args, **options)
         comm._backends = {"cpu": "nccl"}
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
