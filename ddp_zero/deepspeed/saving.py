@@ -104,8 +104,8 @@ def save(
         True.
 
     Raises:
-        ValueError: for an empty ``save_dir``, a tag that is a path or empty, or, with ``checkpoint.tag_validation: Fail``, differs between
-            ranks.
+        ValueError: for an empty ``save_dir``, a tag that is a path or empty, or, with
+            ``checkpoint.tag_validation: Fail``, differs between ranks.
         TypeError: for client state that cannot be saved without pickle.
     """
     if not str(save_dir):
