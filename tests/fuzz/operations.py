@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,6 +204,7 @@ def _checkpoint_load(pair: Pair, op: Do, memory: Memory) -> Steps:
 
 def _fork(pair: Pair, op: Do, memory: Memory) -> Steps:
     def fork() -> None:
+        gc.collect()  # a child that collects an earlier case's process group waits in its destructor for threads
         child = os.fork()
         if child == 0:
             os._exit(0)

@@ -454,10 +454,13 @@ def _dropped_optimizers_leave_no_thread_and_no_descriptor(setup: Setup) -> None:
         dist.barrier()
         del opt
     gc.collect()
+    deadline = time.monotonic() + 20
     while (threads(), len(os.listdir("/proc/self/fd"))) != (before, descriptors) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threads() == before
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    left = threads(), len(os.listdir("/proc/self/fd"))
+    dist.barrier()  # a rank that returns drops its twins, and calls one that still looks
+    assert left[0] == before
+    assert left[1] <= descriptors
 
 
 # Ranks that are gone
