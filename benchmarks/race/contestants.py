@@ -186,7 +186,7 @@ def ddp_with(
     build: Callable[[DistributedDataParallel], Optimizer],
     has_views: bool = True,
     clips: bool = False,
-    bucket_mib: int | None = None,
+    bucket_mib: float | None = None,
 ) -> Callable[[nn.Module], Contestant]:
     """A contestant on top of DDP."""
 
@@ -223,7 +223,7 @@ def torchs_zero(as_views: bool) -> Callable[[nn.Module], Contestant]:
 
 def fsdp(model: nn.Module) -> Contestant:
     """FSDP2, every block and the root; parameters stay gathered from forward to backward."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for block in [*model.get_submodule("blocks").children(), model]:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
     return Contestant(model, AdamW(model.parameters(), **OPTIONS))
@@ -253,7 +253,7 @@ def standalone(ddp: DistributedDataParallel) -> Optimizer:
     return ZeroRedundancyOptimizer(ddp.parameters(), AdamW, parameters_as_bucket_view=True, **OPTIONS)
 
 
-def ours(bucket_mib: int | None = None, **options: Any) -> Callable[[nn.Module], Contestant]:
+def ours(bucket_mib: float | None = None, **options: Any) -> Callable[[nn.Module], Contestant]:
     """By `shard_optimizer`."""
     return ddp_with(lambda ddp: shard_optimizer(ddp, AdamW, **options, **OPTIONS), bucket_mib=bucket_mib)
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of `compare`, and leaves none behind."""
+"""Starts the ranks of a benchmark, and leaves none behind."""
 
 import json
 import os
@@ -15,13 +15,19 @@ RANK: Sequence[str] = ("-m", "benchmarks.race.rank")
 POLL_SECONDS = 0.05
 
 
-def run_ranks(job: Mapping[str, Any], prefixes: Sequence[Sequence[str]], environment: Mapping[str, str]) -> list[Any]:
+def run_ranks(
+    job: Mapping[str, Any],
+    prefixes: Sequence[Sequence[str]],
+    environment: Mapping[str, str],
+    program: Sequence[str] = RANK,
+) -> list[Any]:
     """What each rank found, in rank order; what ranks print goes to standard error.
 
     Args:
         job: handed to every rank.
         prefixes: of each rank's command line.
         environment: of all ranks, added to this process's.
+        program: Python's arguments for a rank, before the folder and its number.
 
     Raises:
         RuntimeError: if a rank fails. The others are killed.
@@ -34,7 +40,7 @@ def run_ranks(job: Mapping[str, Any], prefixes: Sequence[Sequence[str]], environ
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, prefix in enumerate(prefixes):
-                command = [*prefix, sys.executable, *RANK, folder, str(rank)]
+                command = [*prefix, sys.executable, *program, folder, str(rank)]
                 # in sessions of their own: Ctrl-C is for this process, which then ends them
                 processes.append(subprocess.Popen(command, env=variables, stdout=2, start_new_session=True))
             wait(processes)

@@ -272,6 +272,10 @@ int device_of(const Stack& arguments) {
 
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
+  if (op.schema().operator_name().name == "aten::native_layer_norm_backward" && (*stack)[1].toTensor().is_cpu()) {
+    const auto dtype = (*stack)[1].toTensor().scalar_type();  // devices have statistics in fp32, the CPU in this one
+    for (size_t n : {3, 4}) (*stack)[n] = (*stack)[n].toTensor().to(dtype);
+  }
   op.callBoxed(stack);
 }
 

@@ -1,5 +1,6 @@
 """Compiles and registers the simulated accelerator; its reports."""
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -130,6 +131,7 @@ def _device_module(extension: Any) -> types.ModuleType:
         synchronize=synchronize,
         current_stream=current_stream,
         Stream=torch.Stream,
+        stream=lambda stream: contextlib.nullcontext() if stream is None else stream,
         Event=torch.Event,
         _is_in_bad_fork=lambda: False,
         manual_seed_all=extension.manual_seed,

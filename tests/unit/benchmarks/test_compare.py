@@ -200,27 +200,27 @@ json.dump([rank, job["ranks"], os.environ["GREETING"]], open(f"{folder}/found-{r
 """
 
 
-def test_ranks_get_the_job_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_the_job_and_the_environment(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(_RANK)
-    monkeypatch.setattr(launch, "RANK", [str(tmp_path / "rank.py")])
-    found = launch.run_ranks({"fails": None}, [[], ["env", "GREETING=hello"]], {"GREETING": "good day"})
+    program = [str(tmp_path / "rank.py")]
+    found = launch.run_ranks({"fails": None}, [[], ["env", "GREETING=hello"]], {"GREETING": "good day"}, program)
     assert found == [[0, 2, "good day"], [1, 2, "hello"]]
 
 
 def test_ranks_find_the_package_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rank.py").write_text(f"import benchmarks.race{_RANK}")
-    monkeypatch.setattr(launch, "RANK", [str(tmp_path / "rank.py")])
+    program = [str(tmp_path / "rank.py")]
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert launch.run_ranks({"fails": None}, [[]], {"GREETING": "hello"}) == [[0, 1, "hello"]]
+    assert launch.run_ranks({"fails": None}, [[]], {"GREETING": "hello"}, program) == [[0, 1, "hello"]]
 
 
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(_RANK)
-    monkeypatch.setattr(launch, "RANK", [str(tmp_path / "rank.py")])
+    program = [str(tmp_path / "rank.py")]
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"Expected rank 1 to end well, got exit code 3\."):
-        launch.run_ranks({"fails": 1}, [[], []], {"GREETING": ""})
+        launch.run_ranks({"fails": 1}, [[], []], {"GREETING": ""}, program)
     assert time.monotonic() - begin < 30
 
 

@@ -1,0 +1,163 @@
+"""What is asked of a device: of GPUs, and of the simulated accelerator in ``tests/accelerator``.
+
+Both count host synchronisations, tell the most memory allocated, and can be late with what runs beside backward: a GPU
+by a sleep before whatever the library gives its side stream, the simulated one by running all work as late as anybody
+needs it.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import ddp_zero
+from ddp_zero.backward.side_stream import SideStream
+
+LIBRARY = str(Path(ddp_zero.__file__).parent) + "/"
+SLEEP_CYCLES = 10_000_000
+"""About 5 ms at 2 GHz: longer than backward of a small model."""
+
+
+class Machine(Protocol):
+    """The devices of one rank.
+
+    Attributes:
+        backend: for ``init_process_group``.
+        name: of the device, for the report.
+    """
+
+    backend: str
+    name: str
+
+    def choose(self, rank: int) -> torch.device:
+        """Make this rank's device the current one."""
+
+    def forget_peak(self) -> None:
+        """Count the most memory from here."""
+
+    def peak_bytes(self) -> int:
+        """The most that tensors had at once since `forget_peak`."""
+
+    def syncs(self) -> AbstractContextManager[list[str]]:
+        """A list that holds, afterwards, where the host waited for the device: ``file:line``."""
+
+    def races(self) -> list[str]:
+        """Uses of memory that nothing orders, where the device can tell."""
+
+
+class Cuda:
+    """GPUs, with NCCL or, where ranks share one, Gloo.
+
+    Args:
+        backend: ``nccl`` or ``gloo``.
+        late: put a sleep before what the library gives its side stream, in this process from now on.
+    """
+
+    def __init__(self, backend: str, late: bool) -> None:
+        self.backend = f"cpu:gloo,cuda:{backend}"
+        self.name = torch.cuda.get_device_name()
+        if late:
+            SideStream.running = _sleeping(SideStream.running)  # type: ignore[method-assign]
+
+    def choose(self, rank: int) -> torch.device:
+        """One GPU per rank, in turns where there are fewer."""
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def forget_peak(self) -> None:
+        """See `Machine`."""
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """See `Machine`."""
+        return torch.cuda.max_memory_allocated()
+
+    @contextmanager
+    def syncs(self) -> Iterator[list[str]]:
+        """Those that torch knows of: `torch.cuda.set_sync_debug_mode`."""
+        found: list[str] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        found += [_place(one.filename, one.lineno) for one in caught if "synchroniz" in str(one.message)]
+
+    def races(self) -> list[str]:
+        """None: a GPU cannot tell."""
+        return []
+
+
+class Simulated:
+    """The simulated accelerator, one device per rank. Its times say nothing.
+
+    Args:
+        ranks: how many there are.
+        folder: where the ranks' process groups meet.
+        late: whether work runs as late as anybody needs it.
+    """
+
+    backend = "cpu:gloo,sim:simccl"
+    name = "simulated accelerator, whose times say nothing"
+
+    def __init__(self, ranks: int, folder: Path, late: bool) -> None:
+        from tests.accelerator import simulation
+
+        os.environ["SIMULATED_DEVICE_FOLDER"] = str(folder)
+        self._extension: Any = simulation.load(ranks, late)
+
+    def choose(self, rank: int) -> torch.device:
+        """See `Machine`."""
+        self._extension.set_device(rank)
+        return torch.device("sim", rank)
+
+    def forget_peak(self) -> None:
+        """See `Machine`."""
+        self.peak_bytes()
+
+    def peak_bytes(self) -> int:
+        """See `Machine`. The count begins anew."""
+        return int(self._extension.most_allocated(self._extension.current_device()))
+
+    @contextmanager
+    def syncs(self) -> Iterator[list[str]]:
+        """See `Machine`."""
+        found: list[str] = []
+        before = len(self._extension.host_syncs())
+        yield found
+        found += [f"ddp_zero/{line}" if line else what for what, line in self._extension.host_syncs()[before:]]
+
+    def races(self) -> list[str]:
+        """See `Machine`."""
+        found: list[str] = self._extension.races()
+        return found
+
+
+def choose(job: dict[str, Any], folder: Path) -> Machine:
+    """The machine of a job."""
+    if job["device"] == "sim":
+        return Simulated(job["ranks"], folder, job["late"])
+    return Cuda(job["backend"], job["late"])
+
+
+def _place(file: str, line: int) -> str:
+    """Of this library by its module, elsewhere by the file's name."""
+    return f"ddp_zero/{file.removeprefix(LIBRARY)}:{line}" if file.startswith(LIBRARY) else f"{Path(file).name}:{line}"
+
+
+def _sleeping(running: Any) -> Any:
+    @contextmanager
+    def late(side: SideStream, device: torch.device) -> Iterator[None]:
+        with running(side, device):
+            if device.type == "cuda":
+                torch.cuda._sleep(SLEEP_CYCLES)
+            yield
+
+    return late
