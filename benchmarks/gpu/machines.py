@@ -61,7 +61,7 @@ class Cuda:
         self.backend = f"cpu:gloo,cuda:{backend}"
         self.name = torch.cuda.get_device_name()
         if late:
-            SideStream.running = _sleeping(SideStream.running)  # type: ignore[method-assign]
+            delay_side_stream()
 
     def choose(self, rank: int) -> torch.device:
         """One GPU per rank, in turns where there are fewer."""
@@ -152,7 +152,10 @@ def _place(file: str, line: int) -> str:
     return f"ddp_zero/{file.removeprefix(LIBRARY)}:{line}" if file.startswith(LIBRARY) else f"{Path(file).name}:{line}"
 
 
-def _sleeping(running: Any) -> Any:
+def delay_side_stream() -> None:
+    """Put a sleep on the GPU before what the library gives its side stream, in this process from now on."""
+    running = SideStream.running
+
     @contextmanager
     def late(side: SideStream, device: torch.device) -> Iterator[None]:
         with running(side, device):
@@ -160,4 +163,4 @@ def _sleeping(running: Any) -> Any:
                 torch.cuda._sleep(SLEEP_CYCLES)
             yield
 
-    return late
+    SideStream.running = late  # type: ignore[method-assign, assignment]

@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import Offload, ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero import checkpoint as checkpoints
 from tests.multiproc.cases import batches, loss_of
 from tests.multiproc.harness import Setup
@@ -202,6 +203,7 @@ class Mode:
         sets_device: whether the script calls ``set_device``.
         joins: whether ranks have different numbers of batches, under `Join`.
         models: how many there are, each with an optimizer.
+        sizes: of the model's layers.
     """
 
     name: str
@@ -214,14 +216,17 @@ class Mode:
     sets_device: bool = True
     joins: bool = False
     models: int = 1
+    sizes: tuple[int, ...] = (8, 48, 48, 32, 64, 3)
 
     def build(self, ddp: DistributedDataParallel, setup: Setup) -> ZeroRedundancyOptimizer:
         """Our optimizer."""
         options = dict(self.options)
         if options.pop("groups_of", None):
-            options["shard_group"] = _shard_group(setup, self.backend)
+            options["shard_group"] = _shard_group(setup, dist.get_backend_config(ddp.process_group))
+        if options.get("offload") == "disk":
+            options["offload"] = Offload("disk", folder=setup.folder)
         if options.pop("over_mesh", False):
-            mesh = DeviceMesh.from_group(ddp.process_group, "sim", mesh_dim_names=("data",))
+            mesh = DeviceMesh.from_group(ddp.process_group, ddp.device_type, mesh_dim_names=("data",))
             parallel: ZeroRedundancyOptimizer = shard_optimizer(
                 ddp, torch.optim.AdamW, mesh=mesh, data_parallel_dim="data", lr=LR, fused=True, **options
             )
@@ -232,9 +237,6 @@ class Mode:
             )
         opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, lr=LR, fused=True, **options)
         return opt
-
-
-_groups: dict[Any, Any] = {}
 
 
 def _shard_group(setup: Setup, backend: str) -> Any:
@@ -287,6 +289,9 @@ MODES = [
     Mode("stage 1, `no_sync`", {}, not_synced),
     Mode("stage 2, `no_sync`", {"stage": 2}, not_synced),
     Mode("stage 2, `accumulate`", {"stage": 2}, accumulated),
+    Mode(
+        "stage 2, `accumulate`, layers of one size", {"stage": 2}, accumulated, sizes=(8, *(40,) * 14, 3)
+    ),  # whose memory is handed from one to the next
     Mode("stage 2, fp32 accumulation", {"stage": 2, "accumulate_in_fp32": True}, accumulated),
     Mode("stage 1, fp32 accumulation", {"accumulate_in_fp32": True}, accumulated),
     Mode("stage 1, cut parameters", {"partition": "elements"}),
@@ -294,6 +299,7 @@ MODES = [
     Mode('stage 2, cut parameters, `sync="forward"`', {"stage": 2, "partition": "elements", "sync": "forward"}),
     Mode("stage 1, offload", {"offload": "cpu"}),
     Mode("stage 2, offload", {"stage": 2, "offload": "cpu"}),
+    Mode("stage 2, offload to disk", {"stage": 2, "offload": "disk"}),
     Mode("stage 2, own stream", {"stage": 2}, on_own_stream),
     Mode("stage 1, average on a stream of its own", {}, averaged),
     Mode("stage 2, average on a stream of its own", {"stage": 2}, averaged),
@@ -324,6 +330,9 @@ class Report:
         messages: of the last step: kind and elements.
         syncs: host synchronisations of the last step that the library has caused, with their lines.
         plain_races: of the plain side.
+        first_syncs: host synchronisations of the first step.
+        largest: difference to the plain side.
+        digest: of all parameters after all steps.
     """
 
     races: list[str]
@@ -333,6 +342,8 @@ class Report:
     syncs: list[tuple[str, str]]
     plain_races: list[str]
     first_syncs: list[tuple[str, str]]
+    largest: float
+    digest: str
 
 
 def _sum_by_pairs(group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -346,31 +357,34 @@ def _sum_by_pairs(group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor
     return future
 
 
-def small_model(dtype: torch.dtype) -> nn.Module:
-    """Layers of several sizes, so that buckets are shared by ranks and owners change when DDP rebuilds them."""
+def small_model(sizes: Sequence[int], dtype: torch.dtype) -> nn.Module:
+    """Layers; of several sizes, buckets are shared by ranks and owners change when DDP rebuilds them."""
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
-    sizes = [8, 48, 48, 32, 64, 3]
     layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())]
     torch.random.set_rng_state(state)
     return nn.Sequential(*layers[:-1]).to(dtype)
 
 
-def run(mode: Mode, setup: Setup, extension: Any, delays: bool = False) -> Report:
-    """Train both sides and compare them after every step."""
-    device = torch.device("sim", setup.rank)
-    if mode.sets_device:
-        extension.set_device(setup.rank)
-    else:
-        extension.set_device(0)
-    group = dist.new_group(list(range(setup.world_size)), backend=mode.backend)
-    module = small_model(mode.dtype).to(device)
+def run(mode: Mode, setup: Setup, extension: Any, device: torch.device, backend: str | None = None) -> Report:
+    """Train both sides and compare them after every step.
+
+    Args:
+        mode: of ours.
+        setup: of this rank.
+        extension: that of `simulation`, or what has its methods.
+        device: this rank's.
+        backend: another one than the mode's.
+    """
+    extension.set_device(device.index if mode.sets_device else 0)
+    group = dist.new_group(list(range(setup.world_size)), backend=backend or mode.backend)
+    module = small_model(mode.sizes, mode.dtype).to(device)
     before = [param.detach().cpu() for param in module.parameters()]
 
     def wrapped() -> DistributedDataParallel:
         return DistributedDataParallel(
             copy.deepcopy(module),
-            device_ids=[setup.rank],
+            device_ids=[device.index],
             process_group=group,
             bucket_cap_mb=0.008 if mode.dtype is torch.float32 else 0.004,
             gradient_as_bucket_view=True,
@@ -416,14 +430,22 @@ def run(mode: Mode, setup: Setup, extension: Any, delays: bool = False) -> Repor
     if "sync" in mode.options:
         ours.opt.finish_sync()
     extension.synchronize(-1)
-    different = [
-        f"step {step}, parameter {index}"
-        for step, pair in enumerate(zip(expected, found, strict=True))
-        for index, (one, other) in enumerate(zip(*pair, strict=True))
-        if not torch.equal(one.cpu(), other.cpu())
-    ]
+    on_host = [[[value.cpu() for value in values] for values in side] for side in (expected, found)]
+    different, largest = list[str](), 0.0
+    for step, pair in enumerate(zip(*on_host, strict=True)):
+        for index, (one, other) in enumerate(zip(*pair, strict=True)):
+            if not torch.equal(one, other):
+                different.append(f"step {step}, parameter {index}")
+                largest = max(largest, (one - other).abs().max().item())
     moved = all(not torch.equal(one, other.cpu()) for one, other in zip(before, found[-1], strict=False))
-    return Report(races, different, moved, messages, syncs, plain_races, first)
+    return Report(races, different, moved, messages, syncs, plain_races, first, largest, _digest(on_host[1]))
+
+
+def _digest(steps: list[list[Tensor]]) -> str:
+    total = hashlib.sha256()
+    for value in (value for values in steps for value in values):
+        total.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 _marks = [0, 0]

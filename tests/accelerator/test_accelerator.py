@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.stage2.buffers import BufferPool
@@ -39,7 +41,7 @@ def _train(setup: Setup, name: str, is_late: bool, drop: tuple[str, str] | None 
     os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
     extension = simulation.load(4, is_late)
     extension.drop(*(drop or ("", "")))
-    return run(_BY_NAME[name], setup, extension)
+    return run(_BY_NAME[name], setup, extension, torch.device("sim", setup.rank))
 
 
 def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:
@@ -91,12 +93,20 @@ _GUARDS = [
         "stage 2, interleaved",
     ),
     ("a buffer's next use waits for its last", "wait", _line_of(BufferPool.lend, "wait_event"), "stage 2, interleaved"),
+    (
+        "memory that the side stream reads is not reused before",
+        "record_stream",
+        _line_of(SideStream.keep, "record_stream"),
+        "stage 2, `accumulate`, layers of one size",
+    ),
 ]
 
 
 def _is_noticed(setup: Setup, mode: str, what: str, line: str) -> None:
     eager = _train(setup, mode, False, (what, line))
-    assert eager.races, f"no race without {what} at {line}"
+    races = torch.tensor(len(eager.races))
+    dist.all_reduce(races)
+    assert races, f"no race on any rank without {what} at {line}"
     assert not eager.plain_races
 
 

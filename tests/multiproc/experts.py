@@ -96,14 +96,16 @@ def _expert(number: int) -> nn.Module:
     return expert
 
 
-def expert_groups(rank: int, world_size: int, expert_ranks: int) -> tuple[ProcessGroup, ProcessGroup]:
+def expert_groups(
+    rank: int, world_size: int, expert_ranks: int, backend: str | None = None
+) -> tuple[ProcessGroup, ProcessGroup]:
     """This rank's group of ranks with other experts, and of those with the same; every rank calls it."""
     found: list[Any] = [None, None]
     spread = [range(start, start + expert_ranks) for start in range(0, world_size, expert_ranks)]
     same = [range(start, world_size, expert_ranks) for start in range(expert_ranks)]
     for place, groups in enumerate((spread, same)):
         for members in groups:
-            group = dist.new_group(list(members))
+            group = dist.new_group(list(members), backend=backend)
             if rank in members:
                 found[place] = group
     return found[0], found[1]

@@ -1,0 +1,117 @@
+"""Every mode of docs/accelerators.md on GPUs: NCCL with a rank for each, and two Gloo ranks on one. Skipped without.
+
+Each runs as it is, and with a sleep on the GPU before whatever the library gives its side stream, so that a step that
+does not wait for it takes wrong numbers.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.gpu.machines import delay_side_stream
+from ddp_zero.backward.side_stream import SideStream
+from tests.accelerator import simulation
+from tests.accelerator.modes import GROUPS, MODES, Mode, Report, run
+from tests.multiproc.harness import Setup, run_ranks
+
+GPUS = torch.cuda.device_count()
+EXACT_RANKS = 2  # with more, NCCL adds in an order of its own in every kind of collective
+ROUNDING = 2e-3
+LIMIT = 1200.0
+RANKS = [("nccl", GPUS), *([("nccl", 1)] if GPUS > 1 else []), ("gloo", 2)]
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_simulation = pytest.mark.skipif(simulation.missing() is not None, reason=str(simulation.missing()))
+
+
+class _Gpus:
+    """What `run` asks of the simulated accelerator, as far as a GPU can tell."""
+
+    def set_device(self, index: int) -> None:
+        torch.cuda.set_device(index)
+
+    def synchronize(self, _: int) -> None:
+        torch.cuda.synchronize()
+
+    def clear_reports(self) -> None:
+        """There are none."""
+
+    def races(self) -> list[str]:
+        return []
+
+    def messages(self) -> list[tuple[str, str, str, int]]:
+        return []
+
+    def host_syncs(self) -> list[tuple[str, str]]:
+        return []
+
+
+def _modes(ranks: int) -> list[Mode]:
+    default = MODES[0].backend
+    return [*(mode for mode in MODES if mode.backend == default), *([GROUPS] if ranks == 4 else [])]
+
+
+def _run_all(setup: Setup, backend: str, is_late: bool, names: Sequence[str]) -> dict[str, Report]:
+    chosen = [mode for mode in _modes(setup.world_size) if mode.name in names]
+    machine: Any
+    if backend == "simccl":
+        os.environ["SIMULATED_DEVICE_FOLDER"] = str(setup.folder)
+        machine, device = simulation.load(setup.world_size, is_late), torch.device("sim", setup.rank)
+    else:
+        torch.use_deterministic_algorithms(True)
+        machine, device = _Gpus(), torch.device("cuda", setup.rank % GPUS)
+        if is_late:
+            delay_side_stream()
+    return {mode.name: run(mode, setup, machine, device, f"cpu:gloo,{device.type}:{backend}") for mode in chosen}
+
+
+def _faults(backend: str, ranks: int, names: Sequence[str]) -> list[str]:
+    """What is wrong with modes, on time and late."""
+    on_time, late = (
+        run_ranks(_run_all, ranks, backend, is_late, names, timeout=LIMIT, group_timeout=120.0)
+        for is_late in (False, True)
+    )
+    allowed = 0.0 if ranks <= EXACT_RANKS else ROUNDING
+    found = []
+    for rank, name in ((rank, name) for rank in range(ranks) for name in names):
+        first, second = on_time[rank][name], late[rank][name]
+        place = f"{name}, {backend}, rank {rank} of {ranks}"
+        if max(first.largest, second.largest) > allowed:
+            found.append(f"{place}: differs by {first.largest:.2g}, late by {second.largest:.2g}")
+        if first.digest != second.digest:
+            found.append(f"{place}: other numbers when the side stream is late")
+        if not (first.moved and second.moved):
+            found.append(f"{place}: a parameter has not moved")
+    return found
+
+
+@needs_gpu
+@pytest.mark.parametrize(("backend", "ranks"), RANKS)
+def test_modes(backend: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    faults = _faults(backend, ranks, [mode.name for mode in _modes(ranks)])
+    assert not faults, "\n".join(faults)
+
+
+@needs_simulation
+def test_modes_on_the_simulated_accelerator() -> None:
+    """All of them run in tests/accelerator; here, that this file does not rot."""
+    simulation.compiled()
+    assert not _faults("simccl", 2, ["stage 2, interleaved", "stage 1, standalone"])
+
+
+def _without_join(setup: Setup) -> Report:
+    delay_side_stream()
+    (mode,) = (mode for mode in MODES if mode.name == "stage 2, step after backward")
+    with mock.patch.object(SideStream, "join"):
+        return run(mode, setup, _Gpus(), torch.device("cuda", 0), "cpu:gloo,cuda:nccl")
+
+
+@needs_gpu
+def test_a_missing_join_is_a_wrong_number() -> None:
+    (report,) = run_ranks(_without_join, 1)
+    assert report.different, "the delay has delayed nothing"
