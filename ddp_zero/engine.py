@@ -23,7 +23,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.backward.admission import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
-from ddp_zero.backward.averaged import check_reduced
+from ddp_zero.backward.averaged import check_finalized, check_reduced
 from ddp_zero.backward.forward_passes import ForwardPasses, weakly
 from ddp_zero.backward.gradients import CommHook, watching
 from ddp_zero.backward.hook import OverlapHook
@@ -332,6 +332,7 @@ class Engine:
         hook = self.hook
         if self.joins or self.decision.owned_edits.hold(self.sharded.table):
             return
+        check_finalized(self.sharded, self.passes)
         is_local = (hook is not None and hook.has_only_local()) if self.is_partitioned else self.passes.last_is_local
         check_reduced(self.sharded, self.passes, is_local=is_local, has_hook=hook is not None)
 

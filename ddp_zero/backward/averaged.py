@@ -7,6 +7,7 @@ gradients themselves, or compute them from something that does not depend on dat
 
 from collections.abc import Sequence
 
+from ddp_zero.backward.admission import check_none_unused
 from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.local.absent import is_present
 from ddp_zero.local.digest import sum_of_bits
@@ -17,6 +18,10 @@ _NONE = -1
 _NO_PASS = (
     "no backward pass since was reduced. Run the last backward pass before opt.step() outside ddp.no_sync() and "
     "through the DDP model, or drop left-over gradients with opt.zero_grad()."
+)
+_SECOND_PASS = (
+    "a second backward pass over a forward pass, which DDP does not reduce, has added to averages. Add up the losses "
+    "and call backward() once, or run a forward pass of the DDP model before each backward()."
 )
 _NO_BUCKET = (
     "DDP does not reduce it, since it was frozen when the model was wrapped or is not part of the model. Wrap the "
@@ -39,12 +44,31 @@ def check_reduced(sharded: ShardedStep, passes: ForwardPasses, *, is_local: bool
         RuntimeError: on every rank, naming a parameter.
     """
     params = sharded.table.params
-    if is_local:
+    if passes.mixes:
+        _check_same(sharded, range(len(params)), _SECOND_PASS)
+    elif is_local:
         _check_same(sharded, range(len(params)), _NO_PASS)
     elif has_hook:
         check_unreduced(sharded)
     elif passes.reduces_fewer_than(sum(param.requires_grad for param in params)):
         _check_same(sharded, range(len(params)), _NO_BUCKET)
+
+
+def check_finalized(sharded: ShardedStep, passes: ForwardPasses) -> None:
+    """Before gradients are used: check that DDP has ended the last backward pass that it reduces.
+
+    Raises:
+        RuntimeError: if it still waits for the gradient of a parameter.
+    """
+    ddp = passes.unfinished()
+    if ddp is not None:
+        where = sharded.comm.name(sharded.comm.group_rank)
+        check_none_unused(ddp, sharded.table, (), where)
+        raise RuntimeError(
+            f"Expected averaged gradients, got a backward pass that DDP has not ended ({where}): a parameter has got "
+            "no gradient, or an exception has interrupted the pass. If a parameter is not used, wrap the model with "
+            "find_unused_parameters=True, or freeze the parameter before wrapping it."
+        )
 
 
 def check_unreduced(sharded: ShardedStep) -> None:

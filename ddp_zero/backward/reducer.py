@@ -49,6 +49,15 @@ backward_id = torch._C._current_graph_task_id
 """A number for the backward pass that this thread runs; a different one inside a reentrant checkpoint."""
 
 
+def is_finalized(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP has ended the last backward pass that it reduces: every parameter has got its average."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
 def after_the_reducer(callback: Callable[[], None]) -> None:
     """Call back at the end of this backward pass, when the reducer has published the gradients."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -335,7 +344,7 @@ def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Se
 def missing() -> list[str]:
     """What this file relies on and this version of torch does not have, in words; `about.probes` tries the rest."""
     needed = {
-        "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets")),
+        "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_check_reducer_finalized")),
         "DDP": (DistributedDataParallel, ("register_comm_hook", "_get_ddp_logging_data", "_set_static_graph")),
         "autograd's engine": (torch.autograd.Variable._execution_engine, ("queue_callback",)),
     }

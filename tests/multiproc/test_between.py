@@ -371,16 +371,94 @@ class _Unused(nn.Module):
         return output
 
 
+WAITING: dict[str, dict[str, Any]] = {
+    "stage 1 after backward": {"stage": 1, "overlap": False},
+    "stage 2 after backward": {"stage": 2, "overlap": False},
+    "stage 1 clipped": {"stage": 1, "max_grad_norm": 1.0},
+    "stage 2 clipped": {"stage": 2, "max_grad_norm": 1.0},
+    "stage 1, non-finite ones looked for": {"stage": 1, "overlap": False, "nonfinite": "skip"},
+}
+
+
+def _drop_in(twins: Twins) -> Twins:
+    """With an optimizer that is not told of the DDP model."""
+    twins.opt = ZeroRedundancyOptimizer(twins.model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    return twins
+
+
 @case(2)
 def _an_unused_parameter_is_named(setup: Setup) -> None:
-    for stage in (1, 2):
-        ddp = DistributedDataParallel(_Unused(), gradient_as_bucket_view=stage == 2)
-        opt = shard_optimizer(ddp, torch.optim.AdamW, stage=stage)
+    for mode in (*MODES.values(), *WAITING.values(), None):
+        ddp = DistributedDataParallel(_Unused(), gradient_as_bucket_view=mode is None or mode["stage"] == 2)
+        opt: Any
+        if mode is None:
+            opt = ZeroRedundancyOptimizer(ddp.named_parameters(), torch.optim.AdamW)
+        else:
+            opt = shard_optimizer(ddp, torch.optim.AdamW, **mode)
+        before = [param.detach().clone() for param in ddp.parameters()]
         run_backward(setup, ddp, 0)
         with pytest.raises(
             RuntimeError, match=r"got none for parameter \d 'module.unused.*find_unused_parameters=True"
         ):
             opt.step()
+        assert all(torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True))
+
+
+@case(2)
+def _an_unused_parameter_with_an_old_gradient_is_refused(setup: Setup) -> None:
+    ddp = DistributedDataParallel(_Unused(), gradient_as_bucket_view=True)
+    opt = shard_optimizer(ddp, torch.optim.AdamW, overlap=False)
+    for param in ddp.parameters():
+        param.grad = torch.zeros_like(param)
+    run_backward(setup, ddp, 0)
+    with pytest.raises(RuntimeError, match=r"a backward pass that DDP has not ended \(rank .*find_unused_parameters"):
+        opt.step()
+
+
+def _twice(setup: Setup, model: nn.Module, step: int) -> None:
+    """Two backward passes over one forward pass: DDP reduces the first."""
+    loss = loss_of(model, *list(batches(setup.rank, step + 1))[step])
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@case(2)
+def _a_second_pass_over_a_forward_pass_is_refused(setup: Setup) -> None:
+    for name, mode in {**MODES, **WAITING, "drop-in": None}.items():
+        for trained in (0, 3):
+            if trained and name in MODES:
+                continue  # the step has changed parameters that the second pass needs: torch raises
+            twins = _drop_in(twins_of(2, stage=1, overlap=False)) if mode is None else twins_of(2, **mode)
+            for step in range(trained):
+                run_backward(setup, twins.model, step)
+                twins.opt.step()
+                twins.opt.zero_grad()
+            before = [param.detach().clone() for param in twins.model.parameters()]
+            _twice(setup, twins.model, 4)
+            with pytest.raises(RuntimeError, match=r"got this rank's own for parameter 0.*a second backward pass over"):
+                twins.opt.step()
+            assert_identical(before, [param.detach() for param in twins.model.parameters()], name)
+
+
+@case(2)
+def _passes_that_ddp_averages_in_the_end_are_taken(setup: Setup) -> None:
+    """Two forward and backward passes; a second backward pass that a third one averages, or the loop."""
+    for first, second in ((run_backward, run_backward), (_twice, run_backward), (_twice, _average)):
+        twins = twins_of(setup.world_size, stage=1, overlap=False)
+        for step in range(3):
+            for model, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+                first(setup, model, step)
+                second(setup, model, step + 10)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal_models(twins.plain_model, twins.model, f"{first} {second}, step {step}")
+        twins.assert_moved()
+
+
+def _average(setup: Setup, model: nn.Module, step: int) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        torch.distributed.all_reduce(param.grad)
 
 
 @case(2)
