@@ -43,6 +43,7 @@ from ddp_zero.offload.disk import residence_for
 from ddp_zero.options import Offload, StepOptions
 from ddp_zero.param_groups import add_param_group
 from ddp_zero.plan.partitions import partition_named
+from ddp_zero.shardable import check_unknown
 from ddp_zero.stage2.bucket import options_of_stage
 from ddp_zero.state.load_together import load_together
 from ddp_zero.state.parking import offload_state, reload_state
@@ -126,7 +127,8 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         ValueError: for an empty or repeated parameter, shared memory, parameters that differ between ranks, or several
             dtypes in a group of `torch.optim.Adafactor` with its default ``eps``, the resolution of a single dtype.
         TypeError: for arguments of the wrong type, or options that ``optimizer_class`` does not accept.
-        NotImplementedError: for LBFGS or SparseAdam, or parameters that are not dense.
+        NotImplementedError: for LBFGS or SparseAdam, a class that `check_shardable` refuses, or parameters that are not
+            dense.
         RuntimeError: if `torch.distributed` is not initialised, this process is not in the group, or construction
             failed on another rank.
     """
@@ -172,6 +174,7 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
             check_can_be_sharded(optimizer_class)
             check_params(params)
             check_known(defaults, optimizer_class, own_options(ZeroRedundancyOptimizer.__init__))
+            check_unknown(optimizer_class, defaults)
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))

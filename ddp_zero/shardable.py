@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ddp_zero.comm.tracing import logger
 from ddp_zero.local.inner import build_inner, check_can_be_sharded
 from ddp_zero.local.local_step import LocalStep, ParamGroup, options_of
 from ddp_zero.local.tree import as_bytes
@@ -24,6 +25,7 @@ _ALL: Shapes = [*_MATRICES, (33,), (8,), (1,), (), (), (4, 3, 3, 2)]
 _SIZES = (1.0, 1e-3, 30.0, 0.1, 1e-2, 300.0, 3.0)
 """Sizes of gradients, step by step: both below and above the usual limits of optimizers that clip by a global norm."""
 _BUCKETS = 2
+_FEW_STEPS = 4
 _SEED = 20190910
 
 
@@ -67,6 +69,45 @@ def check_shardable(
             together = trial.together()
         for owners in (2, 3):
             trial.compare(together, owners)
+
+
+def check_unknown(optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]) -> None:
+    """As `check_shardable`, in a few steps, for a class that is not torch's; once for each class and its options.
+
+    Nothing is found out, and nothing is said, where the class cannot step such parameters with these options alone (it
+    wants a closure, a model, or options in its groups), where an option is more than numbers, texts and flags, or where
+    a function builds the optimizer, which may do more than that.
+
+    Raises:
+        NotImplementedError: if the class cannot be sharded.
+    """
+    if not isinstance(optimizer_class, type) or optimizer_class.__module__.startswith("torch.optim."):
+        return
+    if not _is_plain(options):
+        return
+    key: tuple[type, str] = optimizer_class, repr(sorted(options.items()))
+    if key not in _refusals:
+        _refusals[key] = None
+        try:
+            check_shardable(optimizer_class, steps=_FEW_STEPS, **options)
+        except NotImplementedError as error:
+            _refusals[key] = str(error)
+        except Exception as error:
+            logger.debug("%s could not be tried: %s: %s", optimizer_class.__name__, type(error).__name__, error)
+    if (refusal := _refusals[key]) is not None:
+        raise NotImplementedError(refusal)
+
+
+def _is_plain(option: Any) -> bool:
+    if isinstance(option, Mapping):
+        return all(map(_is_plain, option.values()))
+    if isinstance(option, list | tuple):
+        return all(map(_is_plain, option))
+    return option is None or isinstance(option, bool | int | float | str | torch.dtype)
+
+
+_refusals: dict[tuple[type, str], str | None] = {}
+"""What `check_unknown` has found, by class and options."""
 
 
 class _Trial:

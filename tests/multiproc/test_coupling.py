@@ -13,9 +13,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer, shardable, wrap
 from ddp_zero.step import binding, coupling
-from tests.coupled import ToyProdigy, ToyScale
+from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import (
     OPTIMIZERS,
     OptimizerCase,
@@ -31,6 +31,9 @@ from tests.multiproc.cases import (
 from tests.multiproc.harness import Setup, run_ranks
 
 Build = Callable[..., Optimizer]
+
+UNTRIED = partial
+"""A function that builds the optimizer: what couples parameters must then be noticed while training."""
 SMALL_CAP = 800  # bytes: several buckets even in a small model
 
 MODES: dict[str, dict[str, Any]] = {
@@ -76,7 +79,7 @@ def _message(setup: Setup, build: Build, options: dict[str, Any]) -> str:
 def _is_refused(setup: Setup) -> int:
     for name, options in MODES.items():
         for build, value in ((ToyProdigy, "'d', an option of group 0"), (ToyScale, "'mean', an attribute or state")):
-            message = _message(setup, build, options)
+            message = _message(setup, UNTRIED(build), options)
             assert value in message, f"{name}: {message}"
             assert f"Start again with {build.__name__} unsharded on every rank" in message, message
     return len(MODES)
@@ -87,9 +90,30 @@ def test_an_optimizer_that_couples_parameters_is_refused_on_every_rank(world_siz
     assert run_ranks(_is_refused, world_size) == [len(MODES)] * world_size
 
 
+def _is_refused_before_it_trains(setup: Setup) -> None:
+    """By whichever door."""
+    doors: list[Callable[[Any], object]] = [
+        lambda build: ZeroRedundancyOptimizer(build_model().parameters(), build, lr=0.1),
+        lambda build: _sharded(build, {"stage": 2}),
+        lambda build: _sharded(build, {"max_grad_norm": 1.0}),
+        lambda build: wrap(build_model(), build),
+    ]
+    for build in (ToyProdigy, ToyScale, ToyPreNorm):
+        for door in doors:
+            with pytest.raises(NotImplementedError, match=rf"got different results of {build.__name__} if each rank"):
+                door(build)
+    tried = len(shardable._refusals)
+    _sharded(SGD, {"lr": 0.1})
+    assert len(shardable._refusals) == tried, "torch's own are known"
+
+
+def test_an_unknown_class_is_tried_before_it_trains() -> None:
+    run_ranks(_is_refused_before_it_trains, 2)
+
+
 def _buckets_of_one_rank(setup: Setup) -> str:
     binding.BUCKET_CAP_BYTES = SMALL_CAP
-    return _message(setup, ToyProdigy, {"overlap": False})
+    return _message(setup, UNTRIED(ToyProdigy), {"overlap": False})
 
 
 def test_buckets_of_one_rank_are_compared_with_each_other() -> None:
@@ -199,7 +223,7 @@ def test_no_other_optimizer_is_refused_under_join() -> None:
 
 def _refused_under_join(setup: Setup) -> None:
     for options in (MODES["standalone"], MODES["overlapped"]):
-        ddp, opt = _sharded(ToyProdigy, options)
+        ddp, opt = _sharded(UNTRIED(ToyProdigy), options)
         with pytest.raises(RuntimeError, match="'d', an option of group 0"), Join([ddp, opt]):
             _train(setup, ddp, opt, (6, 0)[setup.rank])
 
@@ -210,7 +234,7 @@ def test_a_rank_that_has_joined_raises_as_well() -> None:
 
 def _empty_parts(setup: Setup) -> None:
     """Ranks that own nothing, in a group or at all, and gradients that are missing, are no difference."""
-    for case in (OptimizerCase("toy", ToyProdigy), OptimizerCase("SGD", SGD, {"lr": 0.1})):
+    for case in (OptimizerCase("toy", UNTRIED(ToyProdigy)), OptimizerCase("SGD", SGD, {"lr": 0.1})):
         model: nn.Module = nn.Linear(4, 1, bias=False)
         opt = ZeroRedundancyOptimizer(model.parameters(), case.build, **case.options)
         for inputs, _ in batches(0, 3):
@@ -218,7 +242,7 @@ def _empty_parts(setup: Setup) -> None:
             model(inputs[:, :4]).sum().backward()
             opt.step()
     model = build_model()
-    opt = ZeroRedundancyOptimizer(split_groups(model, 2), ToyProdigy, lr=0.01)
+    opt = ZeroRedundancyOptimizer(split_groups(model, 2), UNTRIED(ToyProdigy), lr=0.01)
     first = next(iter(model.parameters()))
     for _ in range(3):
         model.zero_grad()
@@ -238,7 +262,7 @@ def _real(setup: Setup) -> None:
 
     for name in ("Prodigy", "DAdaptAdam"):
         for options in (MODES["standalone"], MODES["overlapped"], MODES["stage 2"]):
-            assert "of group 0" in _message(setup, getattr(real, name), options)
+            assert "of group 0" in _message(setup, UNTRIED(getattr(real, name)), options)
 
 
 def test_real_optimizers_are_refused() -> None:

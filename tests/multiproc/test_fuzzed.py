@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -176,7 +177,7 @@ def _what_all_ranks_average_by_hand_is_taken(setup: Setup) -> None:
 def _ranks_without_parameters_of_a_group_follow_its_options(setup: Setup) -> None:
     """Where one rank owns all of a group, options that its step computes were old on the others, and in their saves."""
     for zero_options in ({"overlap_with_ddp": False}, {}, {"stage": 2}, {"sync": "forward"}):
-        both = Both(ToyCoupled, model=nn.Linear(6, 3, bias=False), zero_options=zero_options, lr=0.1)
+        both = Both(partial(ToyCoupled), model=nn.Linear(6, 3, bias=False), zero_options=zero_options, lr=0.1)
         for _ in range(5):  # 20 steps: also those in which nobody looks
             both.train(setup, 4)
             assert both.opt.param_groups[0]["d"] == both.plain.param_groups[0]["d"] != 1e-3

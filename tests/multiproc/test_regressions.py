@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -233,7 +234,7 @@ class Hoarder(torch.optim.SGD):
 @case(2)
 def _an_optimizer_with_a_list_of_its_own_is_told(setup: Setup) -> None:
     binding.BUCKET_CAP_BYTES = 100
-    pair = Pair(Hoarder)
+    pair = Pair(partial(Hoarder))  # not tried beforehand
     pair.set_gradients(0)
     with pytest.raises(RuntimeError, match="keeps a list of parameters of its own"):
         pair.opt.step()
@@ -311,11 +312,10 @@ def _frozen_parameters_let_go_of_flat_storage(setup: Setup) -> None:
     pair = Pair(lr=0.1)
     pair.step(0)
     pair.params[3].requires_grad_(False).grad = None
-    window, added = pair.params[3].data_ptr(), nn.Parameter(torch.ones(2))
+    added = nn.Parameter(torch.ones(2))
     pair.opt.add_param_group({"params": [added]})
     pair.opt.step()
-    assert pair.params[3].data_ptr() != window
-    assert pair.params[3].untyped_storage().resizable(), "not a window"
+    assert pair.params[3].untyped_storage().resizable(), "memory of its own, not a window"
     assert not added.untyped_storage().resizable()
     assert pair.opt.global_rank == setup.rank
     assert pair.opt.parameters_as_bucket_view

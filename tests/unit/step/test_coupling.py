@@ -1,6 +1,7 @@
 import random
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from ddp_zero import check_shardable
+from ddp_zero import check_shardable, shardable
 from ddp_zero.comm.peers import Alone
 from ddp_zero.plan.partition import GroupRank
 from ddp_zero.step.coupling import CouplingWatch, is_looked_at, values_in
@@ -328,13 +329,38 @@ def test_arguments_of_check_shardable() -> None:
         check_shardable("SGD")  # type: ignore[arg-type]
 
 
+def test_an_unknown_class_is_tried_once_for_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[dict[str, Any]] = []
+
+    def check(optimizer_class: Any, **options: Any) -> None:
+        tries.append(options)
+        check_shardable(optimizer_class, **options)
+
+    monkeypatch.setattr(shardable, "_refusals", {})
+    monkeypatch.setattr(shardable, "check_shardable", check)
+    for _ in range(2):
+        for options in ({"max_norm": 1.0}, {"max_norm": 2.0, "lr": 1e-3}):
+            with pytest.raises(NotImplementedError, match=r"got different results of ToyPreNorm.*after step 1"):
+                shardable.check_unknown(ToyPreNorm, options)
+    assert len(tries) == 2
+    shardable.check_unknown(SGD, {"lr": 0.1})  # torch's own
+    shardable.check_unknown(partial(ToyPreNorm), {})  # a function
+    shardable.check_unknown(ToyPreNorm, {"max_norm": object()})  # no number
+    assert len(tries) == 2
+    shardable.check_unknown(ToyPreNorm, {"colour": "red"})  # the constructor will say so
+    assert len(tries) == 3
+
+
 def test_real_optimizers() -> None:
     """Runs where ``pytorch_optimizer`` is installed."""
     real = pytest.importorskip("pytorch_optimizer")
-    cases: list[tuple[str, dict[str, Any]]] = [("Prodigy", {}), ("DAdaptAdam", {}), ("Lamb", {"pre_norm": True})]
+    coupled = ("Prodigy", "DAdaptAdam", "AdamS", "Kron", "Gravity", "DASH")
+    cases: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in coupled), ("Lamb", {"pre_norm": True})]
     for name, options in cases:
         with pytest.raises(NotImplementedError, match="stepped by 2 owners"):
             check_shardable(getattr(real, name), **options)
+        with pytest.raises(NotImplementedError, match="stepped by 2 owners"):
+            shardable.check_unknown(getattr(real, name), options)
     for name in ("Lamb", "Lion", "ADOPT"):
         check_shardable(getattr(real, name))
 
