@@ -378,7 +378,8 @@ class Engine:
         if not has_hook(ddp):
             raise RuntimeError(
                 "Expected the optimizer's communication hook on the DDP model, got a model without one. Call "
-                "ddp.register_comm_hook(None, hook) with what hook_with_zero_step(...) has returned."
+                "ddp.register_comm_hook(None, hook) with what hook_with_zero_step(...) has returned; if the module was "
+                "wrapped again, opt.reset() and opt.attach(ddp)."
             )
         self.take_due_step()
 

@@ -18,6 +18,9 @@ from ddp_zero.local.awaited import untouched
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.step.sharded_step import ShardedStep
 
+WRAPPED_AGAIN = "Then call opt.reset() and opt.attach(model) with the new DDP model."
+"""What to do between two steps when a module was wrapped again."""
+
 
 def check_can_sync(sync: str, as_views: bool) -> None:
     """Check that ``sync="forward"`` has flat storage, in which parameters can arrive after the step.
@@ -44,7 +47,10 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
             "steps in step()."
         )
     if has_hook and not may_be_replaced:
-        raise ValueError("Expected an optimizer without a hook, got one that has one. Build one hook per optimizer.")
+        raise ValueError(
+            "Expected an optimizer without a hook, got one that has one. Build one hook per optimizer. Was the module "
+            f"wrapped again? {WRAPPED_AGAIN}"
+        )
 
 
 def check_is_free(ddp: DistributedDataParallel) -> None:

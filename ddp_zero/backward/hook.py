@@ -400,5 +400,9 @@ class OverlapHook:
     @property
     def _ddp(self) -> DistributedDataParallel:
         ddp = self._ddp_reference()
-        assert ddp is not None, "the model whose reducer calls the hook is alive"
+        if ddp is None:
+            raise RuntimeError(
+                "Expected the DDP model that the optimizer's hook was built for, got gradients after that model was "
+                f"dropped ({self.machine.where}): was the module wrapped again? {admission.WRAPPED_AGAIN}"
+            )
         return ddp

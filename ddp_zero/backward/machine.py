@@ -281,7 +281,8 @@ class OverlapMachine:
             f"Expected phase {expected.name} at {event.value.split(',')[0]}, got {self.phase.name} ({self.where}). "
             + (
                 "No backward pass has stepped since: was forward run through the DDP model whose hook was registered "
-                "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()?"
+                "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()? If the module "
+                "was wrapped again, call opt.reset() and opt.attach(model) with the new DDP model."
                 if self.phase is Phase.REST
                 else "If a backward pass was interrupted, call opt.reset()."
             )

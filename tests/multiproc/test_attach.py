@@ -124,6 +124,38 @@ def _what_cannot_be_attached_is_refused(setup: Setup) -> None:
 
 
 @case(2)
+def _a_module_is_wrapped_again_in_the_middle(setup: Setup) -> None:
+    """The reducer of a model that is gone still calls its hook, for it hangs on the parameters."""
+    for name, options in MODES.items():
+        expected = trained_plainly(setup, options.get("max_grad_norm"))
+        module = build_model()
+        ddp = wrapped(module)
+        opt = ZeroRedundancyOptimizer(module.named_parameters(), AdamW, **OPTIONS, **options)
+        opt.attach(ddp)
+        for step, batch in enumerate(batches(setup.rank, 5)):
+            if step == 3:
+                ddp = wrapped(module)
+                if opt._engine.takes_hook:
+                    with pytest.raises(ValueError, match=r"one that has one.* opt\.reset\(\) and opt\.attach\(model\)"):
+                        opt.attach(ddp)
+                if opt._engine.overlaps:
+                    before = [param.detach().clone() for param in module.parameters()]
+                    with pytest.raises(RuntimeError, match=r"opt\.reset\(\) and opt\.attach\(model\)"):  # noqa: PT012
+                        loss_of(ddp, *batch).backward()
+                        opt.step()
+                    assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
+                    ddp = wrapped(module)  # that one's reducer waits for the rest of its gradients
+                opt.reset()
+                opt.zero_grad()
+                opt.attach(ddp)
+            loss_of(ddp, *batch).backward()
+            opt.step()
+            opt.zero_grad()
+        for one, other in zip(expected.parameters(), module.parameters(), strict=True):
+            assert torch.equal(one, other), name
+
+
+@case(2)
 def _torchs_norms_of_stage_2_name_the_line_to_change(setup: Setup) -> None:
     """A collective in their place could hang: a rank that has all gradients it is asked for would not take part."""
     inner = build_model()
