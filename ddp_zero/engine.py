@@ -196,7 +196,10 @@ class Engine:
     def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """See `ZeroRedundancyOptimizer.step`."""
         if closure is not None and not callable(closure):
-            raise TypeError(f"Expected a callable closure or None, got {type(closure).__name__}. Pass options by name.")
+            if type(self.sharded.inner).__module__.startswith("torch.optim."):
+                kind = type(closure).__name__
+                raise TypeError(f"Expected a callable closure or None, got {kind}. Pass options by name.")
+            closure, kwargs = None, {"closure": closure, **kwargs}
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -105,6 +105,11 @@ class Information:
         return comm.global_rank(comm.group_rank)
 
     @property
+    def _all_params(self) -> list[Tensor]:
+        """All parameters, under the name that torch's own class has for them."""
+        return list(self._engine.sharded.table.params)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self._engine.sharded.ranks.everyone.world_size

@@ -124,11 +124,10 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         parameters_as_bucket_view: whether the parameters live in flat storage.
 
     Raises:
-        ValueError: for an empty or repeated parameter, shared memory, parameters that differ between ranks, or several
-            dtypes in a group of `torch.optim.Adafactor` with its default ``eps``, the resolution of a single dtype.
+        ValueError: for an empty, repeated or sparse parameter, shared memory, parameters that differ between ranks, or
+            several dtypes in a group of `torch.optim.Adafactor` with its default ``eps``, the resolution of one dtype.
         TypeError: for arguments of the wrong type, or options that ``optimizer_class`` does not accept.
-        NotImplementedError: for LBFGS or SparseAdam, a class that `check_shardable` refuses, or parameters that are not
-            dense.
+        NotImplementedError: for LBFGS or SparseAdam, or a class that `check_shardable` refuses.
         RuntimeError: if `torch.distributed` is not initialised, this process is not in the group, or construction
             failed on another rank.
     """
@@ -260,7 +259,8 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         ``last_step`` records the outcome.
 
         Args:
-            closure: evaluated once, with gradients enabled, before anything is stepped.
+            closure: evaluated once, with gradients enabled, before anything is stepped. An optimizer class that is not
+                torch's may take something else here, which is handed to its ``step``.
             **kwargs: handed to the local optimizer's ``step``.
 
         Returns:

@@ -33,9 +33,8 @@ class ParameterTable:
         norm_order: all parameters, by index, in the order in which norms of their gradients add up.
 
     Raises:
-        ValueError: for a parameter that is given twice, is on the meta device, is not initialised, or shares memory
-            with a different one.
-        NotImplementedError: for a parameter that is not dense.
+        ValueError: for a parameter that is given twice, is not dense, is on the meta device, is not initialised, or
+            shares memory with a different one.
         TypeError: for a group with ranks of its own, or a distributed tensor.
     """
 
@@ -170,7 +169,7 @@ class ParameterTable:
                 )
             if param.is_nested or param.layout is not torch.strided:
                 kind = "a nested tensor" if param.is_nested else f"of layout {param.layout}"
-                raise NotImplementedError(
+                raise ValueError(
                     f"Expected dense parameters, got {shown}, which is {kind}. Keep it in a plain optimizer of its "
                     "own, on every rank."
                 )

@@ -112,6 +112,7 @@ def _plain_misuse(setup: Setup) -> None:
             "parameter 0 .*parameter 1 .*on the same memory",
             lambda: _build([nn.Parameter(shared[:6]), nn.Parameter(shared[4:])]),
         ),
+        (ValueError, "dense parameters, got parameter 0", lambda: _build([nn.Parameter(torch.eye(2).to_sparse())])),
         (NotImplementedError, "LBFGS", lambda: _build([weight], torch.optim.LBFGS)),
         (NotImplementedError, "SparseAdam", lambda: _build([weight], torch.optim.SparseAdam)),
         (TypeError, "optimizer_class", lambda: _build([weight], None)),
@@ -155,6 +156,27 @@ def _closures(setup: Setup) -> None:
     with pytest.raises(RuntimeError, match="once per step"):
         opt.step(lambda: 1.0)
     assert opt.step() is None
+
+    told: list[Any] = []
+    params = _params((2,), (3,), (4,))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt = ZeroRedundancyOptimizer(params, Telling, lr=0.1)
+    opt.step(0, told=told)  # type: ignore[arg-type]  # as torch's own class hands it on
+    assert set(told) == {0}
+    assert torch.equal(params[0].detach(), torch.full((2,), 0.9))
+    assert opt._all_params == params
+    with pytest.raises(TypeError, match="Expected a callable closure or None, got int"):
+        ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1).step(0)  # type: ignore[arg-type]
+
+
+class Telling(torch.optim.SGD):
+    """An optimizer that takes something else for a closure."""
+
+    def step(self, closure: Any = None, told: Any = None) -> Any:
+        if told is not None:
+            told.append(closure)
+        return super().step()
 
 
 class OnlyMatrices(torch.optim.SGD):
