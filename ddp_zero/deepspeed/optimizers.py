@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,6 +20,11 @@ Groups = list[dict[str, Any]]
 
 _WITHOUT_EFFECT = ("torch_adam", "fp32_optimizer_states", "set_grad_none")
 """Options that choose between DeepSpeed's own implementations."""
+
+_VARIANT = re.compile("fused|foreach|deepspeed|cpu|onebit|8bit|_")
+"""Parts of names that say how an optimizer is computed."""
+_NEAR = 0.75
+"""How similar a name must be for a hint, from 0 to 1."""
 
 _ELSEWHERE = {"muadam": "mup.MuAdam", "muadamw": "mup.MuAdamW", "musgd": "mup.MuSGD"}
 """Names of classes of another library."""
@@ -106,8 +112,9 @@ def _class(name: str) -> Callable[..., Optimizer]:
         )
     found = getattr(torch.optim, name, None) if "." not in name else _imported(name)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        known = [*_OWN, *(one for one, value in vars(torch.optim).items() if isinstance(value, type))]
-        near = get_close_matches(name, known, n=1)
+        known = [*(one for one, value in vars(torch.optim).items() if isinstance(value, type)), "Lion", "Lamb"]
+        bare = _VARIANT.sub("", name.lower())
+        near = [one for one in known if one.lower() == bare] or get_close_matches(name, known, n=1, cutoff=_NEAR)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             "Expected optimizer.type to be a name of DeepSpeed, a class of torch.optim, or the full name of an "
@@ -134,7 +141,7 @@ def _check_options(found: Callable[..., Optimizer], options: Mapping[str, Any], 
 
 
 def _unknown(option: str, known: Iterable[str], name: str) -> str:
-    near = get_close_matches(option, list(known), n=1)
+    near = get_close_matches(option, list(known), n=1, cutoff=_NEAR)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"Expected an option of {name} in optimizer.params, got {option!r}{hint}"
 

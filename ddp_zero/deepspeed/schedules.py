@@ -92,7 +92,7 @@ def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> Any:
     schedulers = torch.optim.lr_scheduler
     found = getattr(schedulers, section.type, None)
     if not (isinstance(found, type) and issubclass(found, schedulers.LRScheduler)):
-        near = get_close_matches(section.type, [*CURVES, *vars(schedulers)], n=1)
+        near = get_close_matches(section.type, [*CURVES, *vars(schedulers)], n=1, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             f"Expected scheduler.type to be one of {', '.join(CURVES)}, or a class of torch.optim.lr_scheduler, got "

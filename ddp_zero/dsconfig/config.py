@@ -22,6 +22,7 @@ from ddp_zero.dsconfig.sections import (
     Rule,
     SchedulerSection,
     Section,
+    SectionType,
     WriterSection,
     ZeroSection,
     one_of,
@@ -88,6 +89,8 @@ class Rest(Section):
     """The keys outside of blocks."""
 
     gradient_clipping: float = 1.0
+    managed_gradient_accumulation: bool = True
+    gradient_allreduce_op: str = "mean"
     communication_data_type: str | None = None
     prescale_gradients: bool = False
     gradient_predivide_factor: float | None = None
@@ -100,6 +103,8 @@ class Rest(Section):
 
     RULES: ClassVar[Mapping[str, Rule]] = {
         "gradient_clipping": AMOUNT,
+        "managed_gradient_accumulation": FLAG,
+        "gradient_allreduce_op": Rule("'mean'", lambda value: isinstance(value, str) and value.lower() == "mean"),
         "communication_data_type": optional(DTYPE),
         "prescale_gradients": FLAG,
         "gradient_predivide_factor": optional(POSITIVE),
@@ -188,15 +193,14 @@ class Config:
                 problems.append(str(error))
                 return None
 
-        blocks = {name: document.get(name) for name in ("optimizer", "scheduler")}
         zero = document.get("zero_optimization")
         parts: dict[str, Any] = {
             "zero": take(lambda: ZeroSection.parse({"stage": int(zero)} if isinstance(zero, bool) else zero)),
             "offload": take(lambda: OffloadSection.parse(_offload(document))),
-            "optimizer": take(lambda: OptimizerSection.parse(blocks["optimizer"])) if blocks["optimizer"] else None,
-            "scheduler": take(lambda: SchedulerSection.parse(blocks["scheduler"])) if blocks["scheduler"] else None,
+            "optimizer": take(lambda: _named(OptimizerSection, document.get("optimizer"))),
+            "scheduler": take(lambda: _named(SchedulerSection, document.get("scheduler"))),
             "fp16": take(lambda: Fp16Section.parse(document.get("fp16"))),
-            "bf16": take(lambda: Bf16Section.parse(document.get("bf16", document.get("bfloat16")))),
+            "bf16": take(lambda: Bf16Section.parse(_bf16(document))),
             "autocast": take(lambda: AutocastSection.parse(document.get("torch_autocast"))),
             "data_types": take(lambda: DataTypesSection.parse(document.get("data_types"))),
             "tensorboard": take(lambda: WriterSection.parse(document.get("tensorboard"))),
@@ -255,15 +259,31 @@ class Config:
         return wrong
 
 
+def _named(kind: type[SectionType], block: Mapping[str, Any] | None) -> SectionType | None:
+    """A block that names a class, if there is one."""
+    return None if block is None or block == {} else kind.parse(block)
+
+
+def _bf16(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The block, by its name or its old name."""
+    block: Mapping[str, Any] | None = document.get("bf16")
+    old: Mapping[str, Any] | None = document.get("bfloat16")
+    if block is not None and old is not None:
+        raise ConfigError("- bf16 and bfloat16: expected one of them, got both, of which DeepSpeed reads bf16 only")
+    return old if block is None else block
+
+
 def _offload(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The block, or what its old form means."""
-    if value_at(document, "zero_optimization.cpu_offload"):
+    if value_at(document, "zero_optimization.cpu_offload") is True:
         return {"device": "cpu"}
     block: Mapping[str, Any] | None = value_at(document, "zero_optimization.offload_optimizer")
     return block
 
 
 def _tag_validation(document: Mapping[str, Any]) -> str:
+    if not isinstance(document.get("checkpoint", {}), Mapping):
+        raise ConfigError(f"- checkpoint: expected a block, got {document['checkpoint']!r}")
     given = value_at(document, "checkpoint.tag_validation", "Warn")
     if not isinstance(given, str) or given.lower() not in ("ignore", "warn", "fail"):
         raise ConfigError(f"- checkpoint.tag_validation: expected Ignore, Warn or Fail, got {given!r}")

@@ -139,7 +139,7 @@ def _walk(
     """Every leaf with its row; a block that is judged as a whole counts as one."""
     for name, value in block.items():
         path = f"{prefix}{name}"
-        key = table.get(path)
+        key = None if "." in name else table.get(path)
         if key is None and owner is not None and (owner.holds == ANY or name in owner.holds):
             key = Key(path, owner.kind, owner.text)
         if key is None or not isinstance(value, Mapping):
@@ -178,6 +178,9 @@ def _equal(value: object, other: object) -> bool:
 
 
 def _unknown(path: str, table: Mapping[str, Key]) -> str:
+    if path in table:
+        *blocks, name = path.split(".")
+        return f"- {path!r}: expected {name!r} in the block {'.'.join(blocks)!r}, got a key with dots"
     near = nearest(path, table)
     return f"- {path!r}" + (f": did you mean {near!r}?" if near else ", which DeepSpeed 0.19 does not have")
 

@@ -261,6 +261,10 @@ class ZeroSection(Section):
     ignore_unused_parameters: bool = True
     load_from_fp32_weights: bool = True
     compute_grad_norm: bool = True
+    reduce_scatter: bool = True
+    round_robin_gradients: bool = False
+    elastic_checkpoint: bool = False
+    cpu_offload: bool | None = None
 
     BLOCK: ClassVar[str] = "zero_optimization"
     RULES: ClassVar[Mapping[str, Rule]] = {
@@ -272,6 +276,10 @@ class ZeroSection(Section):
         "ignore_unused_parameters": FLAG,
         "load_from_fp32_weights": FLAG,
         "compute_grad_norm": FLAG,
+        "reduce_scatter": FLAG,
+        "round_robin_gradients": FLAG,
+        "elastic_checkpoint": FLAG,
+        "cpu_offload": optional(FLAG),
     }
 
     @property

@@ -45,6 +45,8 @@ def test_a_name_is_a_class_with_options(name: str, params: dict[str, Any], expec
     ("name", "params", "told"),
     [
         ("AdemW", {}, "did you mean 'AdamW'"),
+        ("FusedAdam", {}, "did you mean 'Adam'"),
+        ("DeepSpeedCPUAdam", {}, "did you mean 'Adam'"),
         ("lr_scheduler", {}, "got 'lr_scheduler'"),
         ("nowhere.Optimizer", {}, "No module named 'nowhere'"),
         ("torch.nn.Linear", {}, "got 'torch.nn.Linear'"),

@@ -1,6 +1,7 @@
 """Configurations are valid or cannot be built, and say everything that is wrong with them."""
 
 import base64
+import gzip
 import json
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
@@ -11,8 +12,9 @@ import pytest
 
 from ddp_zero.dsconfig.config import Batch, Config
 from ddp_zero.dsconfig.document import read, value_at
-from ddp_zero.dsconfig.keys import ConfigError
+from ddp_zero.dsconfig.keys import ConfigError, Kind
 from ddp_zero.dsconfig.sections import ZeroSection
+from ddp_zero.dsconfig.table import ROWS
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,46 @@ def test_sizes_in_scientific_notation_are_ints_and_the_smaller_one_counts() -> N
         ({"data_types": {"param_dtype": "bf16"}}, "enable that mode"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype = 'bf16' with gradients of float32"),
         ({"torch_autocast": {"enabled": True, "dtype": "int4"}}, "torch_autocast.dtype"),
+        ({"zero_optimization.stage": 2}, "expected 'stage' in the block 'zero_optimization', got a key with dots"),
+        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op: expected 'mean', got 'max'"),
+        ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "expected one of them, got both"),
+        ({"managed_gradient_accumulation": 0}, "managed_gradient_accumulation: expected true or false, got 0"),
+        ({"zero_optimization": {"cpu_offload": "false"}}, "cpu_offload: expected true or false, or null, got 'false'"),
+        ({"zero_optimization": {"reduce_scatter": "no"}}, "reduce_scatter: expected true or false"),
+        ({"zero_optimization": {"round_robin_gradients": 1}}, "round_robin_gradients: expected true or false"),
+        ({"zero_optimization": {"elastic_checkpoint": 1}}, "elastic_checkpoint: expected true or false"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": float("inf")}}}, "got optimizer.params.lr = inf"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": float("nan")}}}, "warmup_min_lr = nan"),
+        ({"optimizer": []}, "optimizer: expected a block, got []"),
+        ({"scheduler": 0}, "scheduler: expected a block, got 0"),
+        ({"checkpoint": 1}, "checkpoint: expected a block, got 1"),
+        ({"steps_per_print": 10**5000}, "ints of up to 64 bits in the configuration, got a larger one for steps_per"),
     ],
 )
 def test_values_out_of_range_are_refused_and_named(document: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parsed(**document)
     assert told in str(raised.value)
+
+
+_TEXTS = ("type", "output_path", "job_name")
+
+
+@pytest.mark.parametrize("path", [row.path for row in ROWS if row.kind is Kind.HONOURED])
+def test_no_honoured_key_takes_nonsense(path: str) -> None:
+    """Or it would have no effect."""
+    *blocks, name = path.split(".")
+    if name in _TEXTS:
+        return
+    for nonsense in ("nonsense", -2.5, [1, {}]):
+        document: dict[str, Any] = {"train_batch_size": 8}
+        inner = document
+        for block in blocks:
+            around = {"enabled": True} if any(f"{block}.enabled" == row.path for row in ROWS) else {}
+            inner = inner.setdefault(block, around)
+        inner[name] = nonsense
+        with pytest.raises(ConfigError):
+            Config.parse(document, 1)
 
 
 def test_all_that_is_wrong_is_listed() -> None:
@@ -173,6 +209,53 @@ def test_files_that_are_not_a_configuration_are_refused(tmp_path: Path, text: st
     file.write_text(text)
     with pytest.raises(ConfigError, match=told):
         read(file)
+
+
+_PLAIN = json.dumps({"train_batch_size": 4, "note": "gr\u00fc\u00df"}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (_PLAIN.encode("utf-16"), "text in UTF-16: save it as UTF-8"),
+        (_PLAIN.encode("utf-16-le"), "binary data"),
+        (_PLAIN.encode("latin-1"), r"a byte that is not UTF-8 at place \d+: save it as UTF-8"),
+        (gzip.compress(_PLAIN.encode()), "a gzip archive: unpack it first"),
+        (bytes(range(256)), "binary data"),
+        (b'{"a": ' * 100_000, "nested blocks"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "one of thousands of digits"),
+        (b'{"a": Infinity}', "got a = inf"),
+        (b"", "an empty file"),
+        (b"\xff", "not UTF-8 at place 0"),
+    ],
+)
+def test_files_that_nobody_can_read_are_refused_by_name(tmp_path: Path, content: bytes, told: str) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=told) as raised:
+        read(file)
+    assert "ds_config.json" in str(raised.value)
+
+
+def test_folders_and_empty_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got '.*': a folder"):
+        read(tmp_path)
+    with pytest.raises(ConfigError, match="got '': no such file"):
+        read("")
+    with pytest.raises(ConfigError, match="no such file"):
+        read("a\0b")
+    nested: dict[str, Any] = {}
+    for _ in range(100_000):
+        nested = {"a": nested}
+    with pytest.raises(ConfigError, match="nested blocks"):
+        read(nested)
+
+
+def test_comments_are_keys_that_begin_so(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_bytes(b'\xef\xbb\xbf{"_comment": 1, "_comment": 2, "fp16": {"_comment why": "x", "enabled": false}}')
+    assert read(file) == {"fp16": {"enabled": False}}
+    assert parsed(**{"_comment": "why", "optimizer": {"type": "SGD", "params": {"_comment": 1, "lr": 1}}}).optimizer
 
 
 def test_sources_that_do_not_exist_are_refused() -> None:
