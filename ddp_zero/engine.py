@@ -349,7 +349,7 @@ class Engine:
             self.hook.check_before_step(what)
 
     def check_between_steps(self) -> None:
-        """Check that no backward pass is under way and that no step is pending.
+        """Check that no backward pass is under way and that no step is pending, but in the middle of accumulation.
 
         Raises:
             RuntimeError: if one is, with the remedy.
@@ -361,7 +361,7 @@ class Engine:
             )
         self.sharded.check_masters()
         hook = self.hook
-        if hook is None or hook.machine.phase in (Phase.REST, Phase.STEPPED):
+        if hook is None or hook.machine.phase in (Phase.REST, Phase.STEPPED) or hook.is_accumulating:
             return
         found = "gradients that wait for it" if hook.is_waiting else "a backward pass under way"
         raise RuntimeError(

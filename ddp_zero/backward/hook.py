@@ -203,6 +203,11 @@ class OverlapHook:
         """Whether averaged gradients wait for ``opt.step()``."""
         return self.machine.phase is Phase.WAITING
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the gradients of the last pass wait for those of others, as in ``opt.accumulate()``."""
+        return self.is_waiting and self._has_accumulated
+
     def step_joined(self, take: Callable[[GradientSource], object]) -> None:
         """On a rank that has joined, after DDP's own shadow: finish the iteration with a peer's gradients.
 

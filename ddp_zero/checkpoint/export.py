@@ -82,6 +82,13 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
     return files
 
 
+def model_state(path: Path) -> dict[str, Any]:
+    """The saved state dict of the model, whole, on the host; for a checkpoint that was found whole."""
+    saved = SavedCheckpoint.open(path)
+    state: dict[str, Any] = fill(saved.model, lambda stored: read(saved.folder, stored, torch.device("cpu")))
+    return state
+
+
 def _write_optimizer(saved: SavedCheckpoint, file: BinaryIO) -> None:
     torch.save(_optimizer_state(saved), cast(BinaryIO, Counted(file)))
 

@@ -1,6 +1,6 @@
 """For those who come from DeepSpeed: `initialize`, an engine with its calls, and the ``safe_*`` functions.
 
-    from ddp_zero.deepspeed import initialize
+    from ddp_zero.deepspeed import add_config_arguments, initialize
 
     engine, optimizer, loader, scheduler = initialize(model=model, config="ds_config.json")
     for batch in loader:
@@ -12,7 +12,7 @@ It runs on stock DDP and `ddp_zero.ZeroRedundancyOptimizer`; DeepSpeed is not ne
 """
 
 from ddp_zero.deepspeed.engine import Engine
-from ddp_zero.deepspeed.initialization import initialize
+from ddp_zero.deepspeed.initialization import add_config_arguments, initialize
 from ddp_zero.deepspeed.params import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -35,6 +35,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "add_config_arguments",
     "initialize",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",

@@ -6,8 +6,10 @@ clipped, the optimizer and the schedule step, and gradients are dropped. In the 
 rank's own gradients, as under ``ddp.no_sync()``; stage 2 averages each round and keeps what this rank owns.
 """
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from ddp_zero.deepspeed import saving
 from ddp_zero.deepspeed.build import build_loader, max_grad_norm
 from ddp_zero.deepspeed.monitor import Monitor, Progress
 from ddp_zero.deepspeed.precision import autocast, cast_inputs
+from ddp_zero.dsconfig.answers import SETTINGS, way_here
 from ddp_zero.dsconfig.config import Batch, Config
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 
@@ -49,6 +52,8 @@ class Engine(nn.Module):
         micro_steps: calls of `step` so far.
         comm: the ranks.
         parsed: the configuration.
+        world_size, dp_world_size: how many ranks there are.
+        global_rank, local_rank: of this process, in the job and on its host.
     """
 
     module: nn.Module
@@ -73,6 +78,9 @@ class Engine(nn.Module):
         self.parsed = config
         self._batch = config.batch
         self.comm = Communicator(ddp.process_group)
+        self.world_size = self.dp_world_size = self.comm.world_size
+        self.global_rank = int(self.comm.global_rank(self.comm.group_rank))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
         self._monitor = Monitor(config, self.comm.group_rank, self.device)
         self._collate_fn = collate_fn
         self._round = 0  # since the last boundary
@@ -235,7 +243,47 @@ class Engine(nn.Module):
         except AttributeError:
             if name == "module" or name.startswith("_"):
                 raise
-            return getattr(super().__getattr__("module"), name)
+        if name in SETTINGS:
+            return partial(SETTINGS[name], self.parsed)
+        module = super().__getattr__("module")
+        if hasattr(module, name):
+            return getattr(module, name)
+        remedy = way_here(name)
+        if remedy is not None:
+            raise AttributeError(f"Expected what this engine has of DeepSpeed's, got {name!r}. {remedy}")
+        raise AttributeError(f"Expected an attribute of the engine or of {type(module).__name__}, got {name!r}.")
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's state dict, without DDP; see `torch.nn.Module.state_dict`."""
+        found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        frozen = {f"{prefix}{name}" for name, param in self.module.named_parameters() if not param.requires_grad}
+        for name in frozen if exclude_frozen_parameters else ():
+            found.pop(name, None)
+        return found
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: saving.CustomLoad | None = None
+    ) -> None:
+        """Load weights into the model, and into masters. Every rank passes the same.
+
+        Args:
+            checkpoint: has the model's state dict under ``"module"``.
+            strict: whether the names must be those of the model.
+            custom_load_fn: called with ``src=`` that state dict and ``dst=`` the model, to load it instead.
+        """
+        saving.load_module(self, checkpoint["module"], strict, custom_load_fn)
+
+    def destroy(self) -> None:
+        """Drop gradients, and an iteration that is not finished; the engine is not to be used after it."""
+        if self.zero is not None:
+            self.zero.reset()
+        self.optimizer.zero_grad()
 
     # Numbers
 
@@ -349,6 +397,15 @@ class Engine(nn.Module):
 
     # Checkpoints
 
+    def counters(self) -> dict[str, int]:
+        """What counts steps, as it was after the last one."""
+        return {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "global_samples": self.global_samples,
+            "micro_steps": self.micro_steps - self._round,
+        }
+
     def save_checkpoint(
         self,
         save_dir: saving.PathLike,
@@ -357,7 +414,10 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything as ``save_dir/tag``; see `ddp_zero.deepspeed.saving.save`. A collective."""
+        """Save everything as ``save_dir/tag``; see `ddp_zero.deepspeed.saving.save`. A collective.
+
+        In the middle of accumulation, what is saved is that of the last step.
+        """
         return saving.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -368,13 +428,22 @@ class Engine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: saving.CustomLoad | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` saved; see `ddp_zero.deepspeed.saving.load`. A collective."""
+        """Load what `save_checkpoint` saved; see `ddp_zero.deepspeed.saving.load`. A collective.
+
+        With ``custom_load_fn``, that function is called with ``src=`` the saved state dict of the model and ``dst=``
+        the model, after what fits by name was loaded, the optimizer's state too.
+        """
         only = load_module_only
         wanted = saving.Wanted(
-            load_module_strict, load_optimizer_states and not only, load_lr_scheduler_states and not only
+            load_module_strict,
+            load_optimizer_states and not only,
+            load_lr_scheduler_states and not only,
+            custom_load_fn,
         )
         loaded = saving.load(self, load_dir, tag, wanted)
+        self._round, self._has_scaled = 0, False  # what was accumulated has been dropped
         if loaded.counters is not None and not only:
             self.global_steps, self.skipped_steps = loaded.counters["global_steps"], loaded.counters["skipped_steps"]
             self.global_samples, self.micro_steps = loaded.counters["global_samples"], loaded.counters["micro_steps"]
@@ -388,6 +457,8 @@ class Engine(nn.Module):
     ) -> bool:
         """Save the weights as they are in the model, by `torch.save` on rank 0. A collective."""
         return saving.save_weights(self, save_dir, save_filename, exclude_frozen_parameters, in_fp32=False)
+
+    save_fp16_model = save_16bit_model
 
     def save_fp32_model(
         self,

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -88,6 +89,18 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, built, engine.training_dataloader, schedule
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add ``--deepspeed``, a flag for the user's own code, and ``--deepspeed_config``, which `initialize` reads.
+
+    Returns:
+        The parser.
+    """
+    group = parser.add_argument_group("DeepSpeed", "options of scripts for DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="a flag for the script; initialize() does not read it")
+    group.add_argument("--deepspeed_config", help="the configuration, a JSON file")
+    return parser
 
 
 def _check_none(**arguments: Any) -> None:

@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_zero import checkpoint
+from ddp_zero.checkpoint.export import model_state
 from ddp_zero.comm.agreement import Agreement
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.tracing import logger
@@ -23,6 +24,8 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer
 
 PathLike = str | os.PathLike[str]
 
+CustomLoad = Callable[..., object]
+"""Loads a state dict ``src`` into a model ``dst``, both by name."""
 LATEST = "latest"
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
 
@@ -51,6 +54,9 @@ class Saved(Protocol):
     def gradient_accumulation_steps(self) -> int:
         """How many rounds a step takes."""
 
+    def counters(self) -> dict[str, int]:
+        """What counts steps."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -75,11 +81,13 @@ class Wanted:
         strict: whether the model must fit exactly.
         optimizer: the optimizer's state.
         scheduler: the schedule's.
+        custom: loads the model.
     """
 
     strict: bool = True
     optimizer: bool = True
     scheduler: bool = True
+    custom: CustomLoad | None = None
 
 
 def save(
@@ -113,7 +121,7 @@ def save(
     name = _checked(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     extra = {
         "client_state": client_state,
-        "engine": {counter: getattr(engine, counter) for counter in _COUNTERS},
+        "engine": engine.counters(),
         "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
     }
     folder, left_out = Path(save_dir) / name, exclude_frozen_parameters
@@ -165,7 +173,10 @@ def load(engine: Saved, load_dir: PathLike, tag: str | int | None, wanted: Wante
         return Loaded()
     folder = Path(load_dir) / name
     optimizer = engine.optimizer if wanted.optimizer else None
-    loaded = checkpoint.load(folder, engine.ddp, optimizer, strict=wanted.strict)
+    custom = wanted.custom
+    loaded = checkpoint.load(folder, engine.ddp, optimizer, strict=wanted.strict and custom is None)
+    if custom is not None:
+        load_module(engine, model_state(loaded.folder), True, custom)
     zero = engine.zero
     keeps_masters = wanted.optimizer and engine.parsed.zero.load_from_fp32_weights
     if zero is not None and engine.parsed.has_masters and not keeps_masters:
@@ -174,6 +185,16 @@ def load(engine: Saved, load_dir: PathLike, tag: str | int | None, wanted: Wante
     if wanted.scheduler and engine.lr_scheduler is not None and extra["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(extra["scheduler"])
     return Loaded(str(folder), extra["client_state"], extra["engine"])
+
+
+def load_module(engine: Saved, weights: Mapping[str, Any], strict: bool, custom: CustomLoad | None) -> None:
+    """Load a state dict into the model, and into masters: see `Engine.load_module_state_dict`."""
+    if custom is None:
+        engine.module.load_state_dict(weights, strict=strict)
+    else:
+        custom(src=weights, dst=engine.module)
+    if engine.zero is not None and engine.parsed.has_masters:
+        engine.zero.refresh_master_weights()
 
 
 def _of_deepspeed(engine: Saved, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -265,6 +265,55 @@ def _a_checkpoint_continues_in_any_stage(setup: Setup) -> None:
 
 
 @case(2)
+def _a_checkpoint_in_the_middle_of_accumulation_is_that_of_the_last_step(setup: Setup) -> None:
+    for stage in (0, 1, 2):
+        for dtype in (FP32, BF16):
+            document, batches = config(stage, dtype, rounds=2), list(data(setup.rank, 8, dtype))
+            first, second = start(document), start(document)
+            run(first, batches[:5])
+            folder = setup.folder / f"{stage} {dtype}"
+            assert first.save_checkpoint(folder)
+            run(first, batches[5:])
+            run(second, batches[:3])  # its third round is dropped
+            assert second.load_checkpoint(folder)[0]
+            assert (second.global_steps, second.micro_steps, second.local_rank) == (2, 4, setup.rank)
+            run(second, batches[4:])
+            assert second.global_steps == first.global_steps == 4
+            for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
+                assert torch.equal(one, other), f"stage {stage}, {dtype}"
+
+
+@case(2)
+def _weights_are_loaded_by_a_function_of_the_user(setup: Setup) -> None:
+    def from_old_names(src: dict[str, Tensor], dst: nn.Module) -> None:
+        calls.append(sorted(src))
+        dst.load_state_dict({name: value + 1 for name, value in src.items()})
+
+    for stage in (0, 2):
+        calls: list[list[str]] = []
+        batches = list(data(setup.rank, 4, BF16))
+        first, second, third = (start(config(stage, BF16)) for _ in range(3))
+        run(first, batches[:2])
+        folder = setup.folder / f"custom {stage}"
+        first.save_checkpoint(folder)
+        second.load_checkpoint(folder, load_module_only=True, custom_load_fn=from_old_names)
+        third.load_module_state_dict({"module": first.module_state_dict()}, custom_load_fn=from_old_names)
+        assert calls == [sorted(first.module.state_dict())] * 2
+        for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
+            assert torch.equal(one + 1, other)
+        run(second, batches[2:])
+        run(third, batches[2:])
+        for one, other in zip(second.module.parameters(), third.module.parameters(), strict=True):
+            assert torch.equal(one, other), "masters follow"
+        third.load_module_state_dict({"module": first.module_state_dict()})
+        assert third.save_fp16_model(folder)
+        for name, value in torch.load(folder / "pytorch_model.bin", weights_only=True).items():
+            assert torch.equal(value, first.module.state_dict()[name])
+        third.destroy()
+        assert all(param.grad is None for param in third.module.parameters())
+
+
+@case(2)
 def _frozen_parameters_can_be_left_out(setup: Setup) -> None:
     def build(seed: int, stage: int, is_frozen: bool = True) -> ours.Engine:
         model = Net()
