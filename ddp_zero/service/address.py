@@ -58,6 +58,23 @@ def own_hosts(store_host: str | None) -> tuple[str, ...]:
     return tuple(found[:_MOST_HOSTS]) or ("127.0.0.1",)
 
 
+def bound_host(store_host: str | None) -> str | None:
+    """The address at which to listen, if only one can be meant; None: all interfaces.
+
+    That is the address of the interface that Gloo is told to use, and the loopback where the job's store is there: all
+    ranks are on this machine then.
+
+    Args:
+        store_host: as for `own_hosts`.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        with suppress(OSError):
+            return _address_of_interface(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0])
+    host = store_host or os.environ.get("MASTER_ADDR") or ""
+    is_local = host == "localhost" or host == "::1" or host.startswith("127.")
+    return own_hosts(store_host)[0] if is_local else None
+
+
 def _candidates(store_host: str | None) -> Iterator[str]:
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         with suppress(OSError):

@@ -6,6 +6,8 @@ import time
 from ddp_zero.service.address import Address
 from ddp_zero.service.handshake import WrongPeer, greet
 
+_ATTEMPTS, _PAUSE_SECONDS = 5, 0.2
+
 
 def call(address: Address, time_out: float) -> socket.socket:
     """A connection to a rank, both ends of which have proved that they know the secret.
@@ -22,22 +24,27 @@ def call(address: Address, time_out: float) -> socket.socket:
     failed = []
     deadline = time.monotonic() + time_out
     for position, host in enumerate(address.hosts):
-        left = max(0.001, deadline - time.monotonic())
-        try:
-            connection = socket.create_connection((host, address.port), left / (len(address.hosts) - position))
-        except OSError as error:
-            failed.append(f"{host}: {error}")
-            continue
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greet(connection, bytes.fromhex(address.secret))
-        except (OSError, EOFError, WrongPeer) as error:
-            connection.close()
-            failed.append(f"{host}: {error}")
-            continue
-        except BaseException:
-            connection.close()
-            raise
-        connection.settimeout(time_out)
-        return connection
+        for attempt in range(_ATTEMPTS):
+            left = max(0.001, deadline - time.monotonic())
+            try:
+                connection = _greeted(host, address, left / (len(address.hosts) - position))
+            except (OSError, EOFError, WrongPeer) as error:
+                if isinstance(error, EOFError) and attempt < _ATTEMPTS - 1 and left > _PAUSE_SECONDS:
+                    time.sleep(_PAUSE_SECONDS)  # it may have made room for others that had called
+                    continue
+                failed.append(f"{host}: {error}")
+                break
+            connection.settimeout(time_out)
+            return connection
     raise ConnectionError("; ".join(failed))
+
+
+def _greeted(host: str, address: Address, time_out: float) -> socket.socket:
+    connection = socket.create_connection((host, address.port), time_out)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greet(connection, bytes.fromhex(address.secret))
+    except BaseException:
+        connection.close()
+        raise
+    return connection

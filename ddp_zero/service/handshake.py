@@ -34,17 +34,47 @@ def greet(connection: socket.socket, secret: bytes) -> None:
     connection.sendall(_proof(secret, b"calls", nonce, theirs))
 
 
-def admit(connection: socket.socket, secret: bytes) -> None:
-    """The part of who answers.
+class Admission:
+    """The part of who answers, apart from the connection: what was received goes in, what to send comes out.
 
-    Raises:
-        WrongPeer: if the peer does not know the secret; EOFError or OSError if it is gone or makes no progress.
+    Args:
+        secret: what the caller must know.
+
+    Attributes:
+        is_proven: whether the caller knows it.
     """
-    if _receive(connection, len(_GREETING)) != _GREETING:
-        raise WrongPeer("Expected a greeting of this protocol, got something else.")
-    nonce, own = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(own + _proof(secret, b"answers", nonce, own))
-    _check(_receive(connection, hashlib.sha256().digest_size), _proof(secret, b"calls", nonce, own))
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._received = bytearray()
+        self._proof = b""
+        self.is_proven = False
+
+    @property
+    def missing(self) -> int:
+        """How many bytes must still be received before anything can be said."""
+        wanted = len(self._proof) or len(_GREETING) + _NONCE_BYTES
+        return wanted - len(self._received)
+
+    def receive(self, data: bytes) -> bytes:
+        """Take at most `missing` bytes. Returns what to send.
+
+        Raises:
+            WrongPeer: if the peer does not know the secret, or speaks a different protocol.
+        """
+        self._received += data
+        if not self._proof and not self._received.startswith(_GREETING[: len(self._received)]):
+            raise WrongPeer("Expected a greeting of this protocol, got something else.")
+        if self.missing:
+            return b""
+        received, self._received = bytes(self._received), bytearray()
+        if self._proof:
+            _check(received, self._proof)
+            self.is_proven = True
+            return b""
+        nonce, own = received[len(_GREETING) :], secrets.token_bytes(_NONCE_BYTES)
+        self._proof = _proof(self._secret, b"calls", nonce, own)
+        return own + _proof(self._secret, b"answers", nonce, own)
 
 
 def _receive(connection: socket.socket, nbytes: int) -> bytes:

@@ -8,14 +8,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 import torch
 
 from ddp_zero.service import listener as listener_module
-from ddp_zero.service.address import BLOCK_BYTES, Address, own_hosts
+from ddp_zero.service.address import BLOCK_BYTES, Address, bound_host, own_hosts
 from ddp_zero.service.caller import call
 from ddp_zero.service.changes import StateChanges
 from ddp_zero.service.frames import (
@@ -26,7 +26,7 @@ from ddp_zero.service.frames import (
     send_frame,
     send_tree,
 )
-from ddp_zero.service.handshake import WrongPeer, admit, greet
+from ddp_zero.service.handshake import Admission, WrongPeer, greet
 from ddp_zero.service.listener import listen
 
 CPU = torch.device("cpu")
@@ -147,6 +147,27 @@ def test_a_truncated_tensor_ends_in_an_error() -> None:
 # Who may call
 
 
+def admit(connection: socket.socket, secret: bytes) -> None:
+    admission = Admission(secret)
+    while not admission.is_proven:
+        received = connection.recv(admission.missing)
+        if not received:
+            raise EOFError
+        connection.sendall(admission.receive(received))
+
+
+def test_an_admission_takes_bytes_as_they_come() -> None:
+    for size in (1, 5, 100):
+        with pair() as (one, other):
+            called = meanwhile(lambda one=one: greet(one, SECRET))  # type: ignore[misc]
+            admission = Admission(SECRET)
+            while not admission.is_proven:
+                other.sendall(admission.receive(other.recv(min(size, admission.missing))))
+            assert called() is None
+    with pytest.raises(WrongPeer, match="greeting"):
+        Admission(SECRET).receive(b"G")
+
+
 def test_both_ends_prove_the_secret() -> None:
     with pair() as (one, other):
         admitted = meanwhile(lambda: admit(other, SECRET))
@@ -247,6 +268,53 @@ def test_a_listener_outlives_a_shortage_of_descriptors(monkeypatch: pytest.Monke
         send_frame(connection, {"is": "there"})
         assert receive_frame(connection) == {"is": "there"}
     assert not failures
+
+
+def test_strangers_take_no_threads_and_no_descriptors_and_keep_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
+    echo = Echo()
+    address = listen(echo, None, 60.0)
+    target = (address.hosts[0], address.port)
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(target, 5)) for _ in range(100)]
+        for connection in silent[:8]:
+            connection.sendall(b"ddp")
+        with call(address, 60.0) as one:
+            send_frame(one, {"position": 1})
+            assert receive_frame(one) == {"position": 1}
+            assert threading.active_count() == threads + 1
+            ends = len(os.listdir("/proc/self/fd")) - descriptors - 2 * 1  # of the one that was admitted
+            assert ends <= len(silent) + listener_module._MOST_CALLERS
+    told = [record for record in caplog.records if "was refused" in record.message]
+    assert len(told) == 1, "a line a minute"
+
+
+def test_one_that_sends_a_byte_now_and_then_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_HANDSHAKE_SECONDS", 0.4)
+    echo = Echo()
+    address = listen(echo, None, 60.0)
+    begun = time.monotonic()
+    with socket.create_connection((address.hosts[0], address.port), 5) as slow, suppress(OSError):
+        for letter in b"ddp_zero 1\n":
+            slow.sendall(bytes([letter]))
+            time.sleep(0.1)
+        assert slow.recv(1) == b""
+    assert time.monotonic() - begun < 10
+    assert wait_until(lambda: not [one for one in threading.enumerate() if one.name == listener_module.NAME])
+
+
+def test_a_job_on_one_machine_listens_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert bound_host("localhost") in ("127.0.0.1", "::1")
+    assert bound_host("10.1.2.3") is None
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert bound_host(None) == "127.0.0.1"
+    monkeypatch.delenv("MASTER_ADDR")
+    assert bound_host(None) is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert bound_host("10.1.2.3") == "127.0.0.1"
+    with listener_module.open_port("127.0.0.1") as port:
+        assert port.getsockname()[0] == "127.0.0.1"
 
 
 def test_a_caller_keeps_who_answers_until_it_hangs_up() -> None:
