@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_zero.foreign.files import open_regular
 from ddp_zero.record.flight import FIELDS, VERSION
 
 _GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")
@@ -102,13 +103,63 @@ def read(path: Path) -> Record:
         ValueError: if it is none, naming the file.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = json.loads(_text(path))
         if content["version"] != VERSION or content["fields"] != list(FIELDS):
-            raise ValueError(f"version {content['version']}")
-        events = [Event(*row) for row in content["events"]]
-        names = [name for name in Record.__dataclass_fields__ if name != "events"]
-        return Record(events=events, **{name: content[name] for name in names})
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"Expected a flight record of version {VERSION} in {path}, got {type(error).__name__}: {error}."
-        ) from error
+            raise ValueError(f"version {content['version']!r:.20}")
+        events = [
+            Event(*(_checked(*place) for place in zip(_EVENT, FIELDS, row, strict=True))) for row in content["events"]
+        ]
+        return Record(events=events, **{name: _checked(kind, name, content[name]) for name, kind in _RECORD.items()})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        told = "blocks nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"Expected a flight record of version {VERSION} in {path}, got {told:.300}.") from error
+
+
+def _text(path: Path) -> str:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_BYTES:
+            raise ValueError(f"a file of {size:,} bytes, more than any record has")
+        return file.read().decode()
+
+
+_MOST_BYTES = 64 * 2**20
+_MOST_CHARACTERS = 10_000
+_LATEST = 2.0**36
+"""Seconds since the epoch up to which clocks can be shown: the year 4147."""
+
+
+def _checked(kind: str, name: str, value: Any) -> Any:
+    """A value if it is of a kind, texts without anything that a terminal would obey.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if kind == "ranks" and isinstance(value, list):
+        return [_checked("int", name, one) for one in value]
+    if kind == "stacks" and isinstance(value, dict):
+        return {_printable(key): [_checked("text", name, line) for line in value[key]] for key in value}
+    if kind == "text" and isinstance(value, str):
+        return _printable(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = {
+        "int": isinstance(value, int) and is_number and abs(value) < 2**63,
+        "time": is_number and 0 <= value < _LATEST,
+        "end": value is None or (is_number and 0 <= value < _LATEST),
+        "flag": isinstance(value, bool),
+    }
+    if not fits.get(kind, False):
+        raise TypeError(f"{name} = {value!r:.40}")
+    return value
+
+
+def _printable(text: str) -> str:
+    shown = text[:_MOST_CHARACTERS]
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in shown)
+
+
+_EVENT = ("int", "int", "int", "text", "int", "time", "end", "int", "int", "text", "text", "flag")
+_RECORD = {
+    **{"rank": "int", "members": "ranks", "attempt": "int", "host": "text", "process": "int"},
+    **{"started": "time", "written": "time", "reason": "text", "error": "text", "stacks": "stacks"},
+}

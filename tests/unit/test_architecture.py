@@ -29,7 +29,7 @@ FLOORS = {
     "dsconfig": 0,
     "elements": 1,
     "offload": 1,
-    "postmortem": 1,
+    "postmortem": 2,
     "timeline": 1,
     "local": 2,
     "comm": 3,
