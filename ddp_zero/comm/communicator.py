@@ -40,7 +40,14 @@ from ddp_zero.comm.exchange import (
     started,
     unrecorded,
 )
-from ddp_zero.comm.groups import check_not_forked, count_built, device_of, remember_device
+from ddp_zero.comm.groups import (
+    check_not_forked,
+    count_built,
+    device_of,
+    remember_device,
+    take_time_out_of_the_job,
+    time_out_of,
+)
 from ddp_zero.comm.peers import gather_text
 from ddp_zero.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.comm.tracing import Trace
@@ -117,6 +124,7 @@ class Communicator:
                 f"{dist.get_rank()}. Build the optimizer on the group's members only."
             )
         check_not_forked(self.process_group)
+        take_time_out_of_the_job(self.process_group)
         if device is not None and device.type != "cpu":
             remember_device(self.process_group, device)
         self.world_size = dist.get_world_size(self.process_group)
@@ -131,11 +139,8 @@ class Communicator:
 
     @property
     def time_out(self) -> timedelta:
-        """The time-out of a message; torch's default where a backend does not tell."""
-        device = torch.device("cpu" if "cpu" in self._backends else next(iter(self._backends)))
-        options = getattr(self.process_group._get_backend(device), "options", None)
-        limit: timedelta = dist.default_pg_timeout if options is None else options._timeout
-        return limit
+        """See `time_out_of`."""
+        return time_out_of(self.process_group)
 
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
         """The job-wide number of a member of the group."""

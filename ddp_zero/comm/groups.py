@@ -1,12 +1,14 @@
 """Per-group records of this process: who holds the connections, on which device, and how often things were built."""
 
 import os
+import warnings
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
-from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, Store, constants, distributed_c10d  # type: ignore[attr-defined]
 
 
 def check_process(process: int) -> None:
@@ -39,6 +41,30 @@ def store_of(group: ProcessGroup) -> Store:
         except KeyError as error:
             raise RuntimeError("Expected a process group that torch.distributed has built, got another one.") from error
     return store
+
+
+def time_out_of(group: ProcessGroup) -> timedelta:
+    """The time-out of a message; torch's default where a backend does not tell."""
+    devices = dict(entry.split(":") for entry in str(distributed_c10d.get_backend_config(group)).split(","))
+    device = torch.device("cpu" if "cpu" in devices else next(iter(devices)))
+    options = getattr(group._get_backend(device), "options", None)
+    limit: timedelta = constants.default_pg_timeout if options is None else options._timeout
+    return limit
+
+
+def take_time_out_of_the_job(group: ProcessGroup) -> None:
+    """Give a group the time-out of the default group, if that is shorter and nobody has chosen the group's own.
+
+    ``new_group`` and ``init_device_mesh`` give their groups torch's default, 30 minutes, whatever the job has.
+    """
+    default = distributed_c10d.GroupMember.WORLD
+    if default is None or group is default:
+        return
+    mine, jobs = time_out_of(group), time_out_of(default)
+    if mine in (constants.default_pg_timeout, constants.default_pg_nccl_timeout) and jobs < mine:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of backends that torch sets none of
+            distributed_c10d._set_pg_timeout(jobs, group)
 
 
 @dataclass

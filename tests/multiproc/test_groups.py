@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.comm import ranks as ranks_module
 from ddp_zero.comm import ring
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.groups import time_out_of
 from ddp_zero.comm.reduction import start_reduction
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.loss_scale import DynamicLossScale
@@ -826,3 +828,41 @@ def test_a_killed_rank_of_another_replica_is_told_within_the_time_out(mode: str)
         assert re.search(r"Expected .*(rank|replica) \d \(global rank [23]\).* to take part in", message), message
     assert "global rank 3" in told[1], "its replica"
     assert "global rank 3" in told[2], "of its shard group"
+
+
+def _skip_a_step(setup: Setup, kind: str) -> tuple[str, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
+    options: dict[str, Any] = {"overlap": False, "stage": 2, **OPTIONS}
+    if kind == "shard group":
+        group = mesh.get_group("shard")
+        ddp = wrapped(build_model())
+        opt = shard_optimizer(ddp, AdamW, shard_group=group, **options)
+    else:
+        group = dist.new_group(range(4))
+        ddp = DistributedDataParallel(build_model(), process_group=group, gradient_as_bucket_view=True)
+        opt = shard_optimizer(ddp, AdamW, **options)
+    own = dist.new_group(range(4), timeout=timedelta(minutes=7))
+    Communicator(own)
+    assert time_out_of(own) == timedelta(minutes=7), "somebody has chosen it"
+    begun = time.monotonic()
+    try:
+        for step, batch in enumerate(batches(setup.rank, 5)):
+            loss_of(ddp, *batch).backward()
+            if (step, setup.rank) == (3, 3):
+                time.sleep(12)
+                return "skipped", 0.0
+            opt.step()
+            opt.zero_grad()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begun
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("kind", ["shard group", "group of its own"])
+def test_groups_without_a_time_out_of_their_own_have_that_of_the_job(kind: str) -> None:
+    """Torch gives those of meshes and of `new_group` 30 minutes, whatever the job has."""
+    outcomes = run_ranks_to_end(_skip_a_step, 4, kind, timeout=100, group_timeout=5)
+    for outcome in outcomes[:3]:
+        told, seconds = outcome.result
+        assert seconds > 0, told
+        assert seconds < 60, told
