@@ -166,9 +166,11 @@ def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
 
 
 def export_deepspeed(path: Path, out: Path) -> Path:
-    """Write a checkpoint in DeepSpeed's universal format, as ``out/step-<number>_universal``.
+    """Write a checkpoint in DeepSpeed's universal format, as ``step-<number>_universal`` or ``<tag>_universal``.
 
-    DeepSpeed loads it with ``"checkpoint": {"load_universal": true}`` into stages 1 and 2, at any number of ranks.
+    The latter if the engine of `ddp_zero.deepspeed` has saved it under that tag; then with its counters, its schedule
+    and the client's state. DeepSpeed loads it with ``"checkpoint": {"load_universal": true}`` into stages 1 and 2, at
+    any number of ranks.
 
     Args:
         path: a checkpoint, or a folder of them, with an optimizer.
@@ -201,21 +203,38 @@ def export_deepspeed(path: Path, out: Path) -> Path:
         return {"fp32": read(saved.folder, best, cpu).float(), **kept}
 
     module = {name: value for name, value in saved.model.items() if isinstance(value, StoredTensor)}
+    tag, progress = _progress(saved)
     others = {
-        "global_steps": saved.step,
+        **progress,
         "shared_params": dict(shared.aliases),
         "buffer_names": list(shared.buffers or []),
-        **{"skipped_steps": 0, "global_samples": 0, "lr_scheduler": None, "frozen_param_shapes": None},
+        "frozen_param_shapes": None,
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
     }
     return write_universal(
         out,
-        f"step-{saved.step:08d}_universal",
+        f"{tag}_universal",
         ((name, whole(name)) for name in named),
         fill(shared.param_groups, lambda stored: read(saved.folder, stored, cpu)),
         fill(module, lambda stored: _mapped(saved.folder, stored)),
         others,
     )
+
+
+def _progress(saved: SavedCheckpoint) -> tuple[str, dict[str, Any]]:
+    """The tag of a checkpoint, and how far training had come, under DeepSpeed's names."""
+    extra = fill(saved.shared.extra, lambda stored: read(saved.folder, stored, torch.device("cpu")))
+    given = extra if isinstance(extra, dict) else {}
+    is_engines = {"engine", "scheduler", "client_state"} <= given.keys()
+    counted = given["engine"] if is_engines else given if saved.is_foreign else {}
+    progress = {name: int(counted.get(name) or 0) for name in ("global_steps", "skipped_steps", "global_samples")}
+    progress["global_steps"] = progress["global_steps"] or saved.step
+    if is_engines:
+        return saved.folder.parent.name, {**given["client_state"], **progress, "lr_scheduler": given["scheduler"]}
+    taken = progress["global_steps"] - progress["skipped_steps"]
+    schedule = given.get("lr_scheduler") if saved.is_foreign else None
+    schedule = schedule or {"last_batch_iteration": taken - 1, "last_epoch": taken}  # as schedules of either kind count
+    return f"step-{saved.step:08d}", {**progress, "lr_scheduler": schedule}
 
 
 def _mapped(folder: Path, stored: StoredTensor) -> Tensor:

@@ -18,6 +18,7 @@ import deepspeed
 
 from ddp_zero import checkpoint
 from ddp_zero.checkpoint.export import export_deepspeed
+from tests.deepspeed.follow_schedules import SCHEDULES, TAGS
 from tests.deepspeed.write_checkpoints import MORE, STEPS, Model, groups_of, tokens_of
 from tests.unit.foreign.written import whole_states
 
@@ -81,6 +82,22 @@ def train(model: nn.Module, opt: AdamW, first: int, steps: int) -> list[float]:
         opt.step()
         losses.append(float(ranks[0]))
     return losses
+
+
+def test_deepspeed_follows_each_schedule_from_what_is_exported(tmp_path: Path) -> None:
+    """Two tags in one folder; the same losses and rates."""
+    run("follow_schedules", "ours", tmp_path)
+    for schedule in SCHEDULES:
+        for tag in TAGS:
+            out = export_deepspeed(tmp_path / schedule / "saved" / tag, tmp_path / schedule / "theirs")
+            assert out.name == f"{tag}_universal"
+    run("follow_schedules", "theirs", tmp_path)
+    ours, theirs = (torch.load(tmp_path / f"{who}.pt", weights_only=True) for who in ("ours", "theirs"))
+    assert len(ours) == len(SCHEDULES) * len(TAGS)
+    for name, steps in ours.items():
+        for step, ((loss, rates), (its_loss, its_rates)) in enumerate(zip(steps, theirs[name], strict=True)):
+            assert its_rates == pytest.approx(rates, rel=1e-9), f"{name}, step {step}"
+            assert its_loss == pytest.approx(loss, rel=1e-5), f"{name}, step {step}"
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "bf16"), (2, "fp32")])

@@ -197,6 +197,9 @@ def test_a_checkpoint_of_this_library_goes_to_deepspeeds_format_and_back(tmp_pat
     checkpoint.save(tmp_path / "ours", model, opt, step=12).wait()
     out = export_deepspeed(tmp_path / "ours", tmp_path / "theirs")
     assert (tmp_path / "theirs" / "latest_universal").read_text() == out.name == "step-00000012_universal"
+    state = torch.load(out / "mp_rank_00_model_states.pt", weights_only=True)
+    assert (state["global_steps"], state["skipped_steps"]) == (12, 0)
+    assert state["lr_scheduler"] == {"last_batch_iteration": 11, "last_epoch": 12}
     other, its_opt = build(seed=4)
     loaded = checkpoint.load(tmp_path / "theirs", other, its_opt)
     assert (loaded.step, loaded.skipped, loaded.notes) == (12, (), ())
@@ -209,6 +212,22 @@ def test_a_checkpoint_of_this_library_goes_to_deepspeeds_format_and_back(tmp_pat
     checkpoint.save(tmp_path / "model", model).wait()
     with pytest.raises(ValueError, match="Expected a checkpoint with an optimizer"):
         export_deepspeed(tmp_path / "model", tmp_path / "more")
+
+
+def test_what_an_engine_has_saved_goes_with_its_tag_its_schedule_and_its_counters(tmp_path: Path) -> None:
+    model, opt = build(seed=3)
+    model(torch.arange(8)).backward()
+    opt.step()
+    counters = {"global_steps": 7, "skipped_steps": 2, "global_samples": 56, "micro_steps": 14}
+    extra = {"engine": counters, "scheduler": {"last_batch_iteration": 4}, "client_state": {"rng": torch.arange(3)}}
+    for tag in ("first", "second"):
+        checkpoint.save(tmp_path / "saved" / tag, model, opt, extra=extra).wait()
+        out = export_deepspeed(tmp_path / "saved" / tag, tmp_path / "theirs")
+        assert (tmp_path / "theirs" / "latest_universal").read_text() == out.name == f"{tag}_universal"
+        state = torch.load(out / "mp_rank_00_model_states.pt", weights_only=True)
+        assert (state["global_steps"], state["skipped_steps"], state["global_samples"]) == (7, 2, 56)
+        assert state["lr_scheduler"] == {"last_batch_iteration": 4}
+        assert state["rng"].tolist() == [0, 1, 2]
 
 
 @every
