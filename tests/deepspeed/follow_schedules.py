@@ -51,7 +51,7 @@ def go_on(engine: Any, rank: int, steps: int) -> list[tuple[float, list[float]]]
         loss = (engine(inputs) - targets).square().mean()
         engine.backward(loss)
         engine.step()
-        told.append((float(loss), list(engine.get_lr())))
+        told.append((float(loss.detach()), list(engine.get_lr())))
     return told
 
 

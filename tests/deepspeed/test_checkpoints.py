@@ -80,7 +80,7 @@ def train(model: nn.Module, opt: AdamW, first: int, steps: int) -> list[float]:
         (sum(ranks) / 2).backward()
         nn.utils.clip_grad_norm_([param for group in opt.param_groups for param in group["params"]], 1.0)
         opt.step()
-        losses.append(float(ranks[0]))
+        losses.append(float(ranks[0].detach()))
     return losses
 
 
