@@ -18,6 +18,8 @@ _POLL_SECONDS = 0.1
 _DRAIN_SECONDS = 2.0
 _MARGIN_SECONDS = 15.0
 _LONGEST_LINE = 1 << 16
+_LOST = 255
+"""The exit code for a host whose guard is gone, as ssh's for a connection that is."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Say = Callable[[str], None]
@@ -47,10 +49,16 @@ class Lines:
 
 
 class Running:
-    """The command of one host, as a process in a session of its own."""
+    """The command of one host, as a process in a session of its own.
+
+    Attributes:
+        deaf_since: when its input was found closed by the other end, on the monotonic clock; None: it was not. The
+            guard there is gone then, though a connection may live on, whose output a daemon holds open.
+    """
 
     def __init__(self, command: HostCommand) -> None:
         self.command = command
+        self.deaf_since: float | None = None
         pipe = subprocess.PIPE if command.has_prefix else None
         self.process = subprocess.Popen(
             command.argv,
@@ -72,8 +80,12 @@ class Running:
     def beat(self) -> None:
         """Let the host know that the launcher lives."""
         if self.process.stdin is not None:
-            with suppress(OSError, ValueError):  # it has ended, or its input was closed to stop it
+            try:
                 self.process.stdin.write(b"\n")
+            except BrokenPipeError:
+                self.deaf_since = self.deaf_since or time.monotonic()
+            except (OSError, ValueError):  # its input was closed to stop it
+                pass
 
     def stop(self) -> None:
         """Ask the host to stop: the end of its input reaches it, and the host's guard does the rest."""
@@ -160,6 +172,14 @@ class _Job:
             for one in [one for one in left if one.process.poll() is not None]:
                 left.remove(one)
                 code = code or self._code_of(one, left)
+            for one in [one for one in left if one.deaf_since is not None]:
+                if time.monotonic() - (one.deaf_since or 0.0) > grace:
+                    left.remove(one)
+                    code = code or _LOST
+                    self._say(
+                        f"{one.command.host} no longer listens: its guard has ended, by SIGKILL perhaps, while "
+                        f"something there holds the output open; stopping {_names([one, *left])}"
+                    )
         self.end(grace)
         return code
 
