@@ -1,5 +1,6 @@
 """Optimizers that only the fuzzer uses, besides those of `tests.multiproc.cases`."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def _evaluated(closure: Any) -> Any:
 
 
 _OWN = {
-    "toy coupled": OptimizerCase("toy coupled", ToyCoupled, {"lr": 1e-2}),
+    "toy coupled": OptimizerCase("toy coupled", partial(ToyCoupled), {"lr": 1e-2}),  # not tried: noticed while training
     "toy schedule-free": OptimizerCase("toy schedule-free", ToyScheduleFree, {"lr": 1e-2}),
     "toy picky": OptimizerCase("toy picky", ToyPicky, {"lr": 1e-2}),
 }
