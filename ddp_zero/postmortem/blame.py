@@ -15,6 +15,10 @@ _BUSY = {LOCAL, "forward", "backward", "reduce", "sync"}
 _POSTED_BY = {"wait_reduce": "reduce", "wait_sync": "sync"}
 
 
+_COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_INNERMOST = 3  # frames, among them torch's wrappers
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the records say together.
@@ -75,12 +79,22 @@ def blame(records: Sequence[Record]) -> Verdict:
         return Verdict([ends.most_common(1)[0][0]], "the others waited for it, and it waited for none", waits, silent)
     outside = [rank for rank in members if rank not in peers]
     if outside and len(outside) < len(members):
+        elsewhere = [rank for rank in outside if _is_in_collective(by_rank[rank])]
+        if elsewhere:
+            names = ", ".join(f"rank {rank}" for rank in elsewhere)
+            why = f"cannot tell, because {names} waited in a collective of the script, others in one of the library"
+            return Verdict([], why, waits, silent)
         return Verdict(outside, "it was busy elsewhere while the others waited", waits, silent)
     progress = {rank: _progress(record) for rank, record in by_rank.items()}
     behind = [rank for rank in members if progress[rank] == min(progress.values())]
     if len(behind) < len(members):
         return Verdict(behind, "it has come less far than the others", waits, silent)
     return Verdict([], "all ranks have come equally far", waits, silent)
+
+
+def _is_in_collective(record: Record) -> bool:
+    """Whether a rank outside the library stood in a collective that the script has called, such as a barrier."""
+    return any(_COLLECTIVES in line for line in list(record.stacks.get("MainThread", ()))[-_INNERMOST:])
 
 
 def _end_of_chain(rank: int, peers: Mapping[int, int | None]) -> int | None:

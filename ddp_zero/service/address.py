@@ -61,15 +61,16 @@ def own_hosts(store_host: str | None) -> tuple[str, ...]:
 def bound_host(store_host: str | None) -> str | None:
     """The address at which to listen, if only one can be meant; None: all interfaces.
 
-    That is the address of the interface that Gloo is told to use, and the loopback where the job's store is there: all
-    ranks are on this machine then.
+    That is the address of the one interface that Gloo is told to use, and the loopback where the job's store is there:
+    all ranks are on this machine then, unless a port is forwarded to it.
 
     Args:
         store_host: as for `own_hosts`.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces and "," not in interfaces:
         with suppress(OSError):
-            return _address_of_interface(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0])
+            return _address_of_interface(interfaces)
     host = store_host or os.environ.get("MASTER_ADDR") or ""
     is_local = host == "localhost" or host == "::1" or host.startswith("127.")
     return own_hosts(store_host)[0] if is_local else None

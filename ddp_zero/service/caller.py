@@ -29,7 +29,8 @@ def call(address: Address, time_out: float) -> socket.socket:
             try:
                 connection = _greeted(host, address, left / (len(address.hosts) - position))
             except (OSError, EOFError, WrongPeer) as error:
-                if isinstance(error, EOFError) and attempt < _ATTEMPTS - 1 and left > _PAUSE_SECONDS:
+                has_hung_up = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
+                if has_hung_up and attempt < _ATTEMPTS - 1 and left > _PAUSE_SECONDS:
                     time.sleep(_PAUSE_SECONDS)  # it may have made room for others that had called
                     continue
                 failed.append(f"{host}: {error}")

@@ -86,6 +86,18 @@ def test_without_peers_the_rank_outside_the_library_is_named_or_the_one_behind()
     assert blame([*in_collective, earlier]).culprits == [2]
 
 
+def test_nobody_is_named_where_some_wait_in_a_collective_of_the_script() -> None:
+    """As where one rank skips a barrier: those in it are not the ones to blame."""
+    frames = [
+        '  File "train.py", line 9, in main',
+        '  File "/x/torch/distributed/distributed_c10d.py", line 5, in barrier',
+    ]
+    in_barrier = [Record(**{**vars(record(rank, done("sync"))), "stacks": {"MainThread": frames}}) for rank in (0, 2)]
+    verdict = blame([in_barrier[0], record(1, waiting(None)), in_barrier[1], record(3, waiting(None))])
+    assert verdict.culprits == []
+    assert "cannot tell, because rank 0, rank 2 waited in a collective of the script" in verdict.why
+
+
 def test_a_rank_whose_own_step_has_failed_is_named_before_all_others() -> None:
     broken = Event(9, 0, 3, "local_step", 0, 41.0, 41.1, failed=True)
     records = [record(0, waiting(1, failed=True)), record(1, step(), broken), record(2, waiting(1))]

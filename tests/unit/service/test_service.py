@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import socket
+import struct
 import threading
 import time
 import warnings
@@ -289,6 +290,24 @@ def test_strangers_take_no_threads_and_no_descriptors_and_keep_nobody_out(caplog
     assert len(told) == 1, "a line a minute"
 
 
+def test_a_caller_tries_again_if_room_was_made_for_others() -> None:
+    """By a reset, where the listener had not read what it has sent."""
+    with socket.create_server(("127.0.0.1", 0)) as port:
+
+        def answer() -> None:
+            for attempt in range(3):
+                connection, _ = port.accept()
+                with connection:
+                    if attempt == 0:
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                    elif attempt == 2:
+                        admit(connection, SECRET)
+
+        answered = meanwhile(answer)
+        call(Address(("127.0.0.1",), port.getsockname()[1], SECRET.hex()), 10.0).close()
+        assert answered() is None
+
+
 def test_one_that_sends_a_byte_now_and_then_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "_HANDSHAKE_SECONDS", 0.4)
     echo = Echo()
@@ -313,6 +332,8 @@ def test_a_job_on_one_machine_listens_nowhere_else(monkeypatch: pytest.MonkeyPat
     assert bound_host(None) is None
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert bound_host("10.1.2.3") == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    assert bound_host("10.1.2.3") is None
     with listener_module.open_port("127.0.0.1") as port:
         assert port.getsockname()[0] == "127.0.0.1"
 
