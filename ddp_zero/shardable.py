@@ -180,12 +180,12 @@ class _Trial:
 
     def _params(self) -> list[Parameter]:
         generator = torch.Generator().manual_seed(_SEED)
-        return [Parameter(torch.randn(tuple(shape), generator=generator)) for shape in self._shapes]
+        return [Parameter(torch.randn(tuple(shape), generator=generator, device="cpu")) for shape in self._shapes]
 
     def _set_gradients(self, params: Sequence[Parameter], step: int) -> None:
         generator = torch.Generator().manual_seed(_SEED + 1 + step)
         for param in params:
-            param.grad = torch.randn(param.shape, generator=generator) * _SIZES[step % len(_SIZES)]
+            param.grad = torch.randn(param.shape, generator=generator, device="cpu") * _SIZES[step % len(_SIZES)]
 
 
 class _Part:

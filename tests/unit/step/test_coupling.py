@@ -343,6 +343,8 @@ def test_an_unknown_class_is_tried_once_for_its_options(monkeypatch: pytest.Monk
             with pytest.raises(NotImplementedError, match=r"got different results of ToyPreNorm.*after step 1"):
                 shardable.check_unknown(ToyPreNorm, options)
     assert len(tries) == 2
+    with torch.device("meta"), pytest.raises(NotImplementedError, match="ToyPreNorm"):
+        check_shardable(ToyPreNorm)  # wherever tensors are made by default
     shardable.check_unknown(SGD, {"lr": 0.1})  # torch's own
     shardable.check_unknown(partial(ToyPreNorm), {})  # a function
     shardable.check_unknown(ToyPreNorm, {"max_norm": object()})  # no number
