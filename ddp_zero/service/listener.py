@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,8 +112,7 @@ class _Lobby:
         self._callers: list[_Caller] = []  # the first is there for the longest
         self._complained = float("-inf")
         self._paused_until = float("-inf")
-        # poll() holds on to a port that another thread closes, and returns; epoll would forget it, and wait for ever
-        self._selector = getattr(selectors, "PollSelector", selectors.SelectSelector)()
+        self._selector = getattr(selectors, "PollSelector", selectors.SelectSelector)()  # which take no descriptor
 
     def run(self) -> None:
         """Until the port is closed."""
@@ -132,6 +130,7 @@ class _Lobby:
         finally:
             for caller in self._callers:
                 caller.connection.close()
+            self._listener.close()
             self._selector.close()
 
     def _listen(self, is_on: bool) -> None:
@@ -249,10 +248,16 @@ def _answer(connection: socket.socket, reference: "weakref.ref[Answers]", time_o
 
 
 def _close(listener: socket.socket, process: int) -> None:
-    """Stop listening. In a process that was forked only this copy is closed: the parent goes on."""
-    if os.getpid() == process:
-        with suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # ends the accept() of the thread
+    """Stop listening. In a process that was forked only this copy is closed: the parent goes on.
+
+    The thread closes the port itself: it may be about to wait for that descriptor, which would soon be another's.
+    """
+    try:
+        if os.getpid() == process:
+            listener.shutdown(socket.SHUT_RDWR)  # from now on the thread finds it readable, and nothing to accept
+            return
+    except OSError:
+        pass  # it is closed already, or the system shuts down no port that listens
     listener.close()
 
 
