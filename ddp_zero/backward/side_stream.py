@@ -1,12 +1,31 @@
 """The stream on which the step inside backward runs on an accelerator, next to the one of backward."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 _WITHOUT_STREAMS = ("cpu", "meta")
+_NOTHING = nullcontext()
+
+
+class _Running:
+    """A context in which work is issued on a stream, after everything issued on the current one so far."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._is_current = False
+
+    def __enter__(self) -> None:
+        current = torch.accelerator.current_stream(self._stream.device)
+        self._is_current = current == self._stream
+        if not self._is_current:
+            self._stream.wait_stream(current)
+            self._stream.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._is_current:
+            self._stream.__exit__(kind, error, traceback)
 
 
 class SideStream:
@@ -27,19 +46,9 @@ class SideStream:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    @contextmanager
-    def running(self, device: torch.device) -> Iterator[None]:
+    def running(self, device: torch.device) -> AbstractContextManager[object]:
         """Issue work for a device on its side stream, after everything issued on the current one so far."""
-        if device.type in _WITHOUT_STREAMS:
-            yield
-            return
-        stream, current = self._stream(device), torch.accelerator.current_stream(device)
-        if current == stream:
-            yield
-            return
-        stream.wait_stream(current)
-        with stream:
-            yield
+        return _NOTHING if device.type in _WITHOUT_STREAMS else _Running(self._stream(device))
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor from being reused before the side stream is done with what it was given."""

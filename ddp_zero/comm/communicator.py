@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,10 @@ from torch.futures import Future
 from ddp_zero.comm.exchange import (
     Exchange,
     InFlight,
+    NotPosted,
     PaddedGather,
     Pending,
     chunks,
-    posted,
     start_broadcasts,
     start_padded_sum,
     started,
@@ -162,37 +163,55 @@ class Communicator:
     # Parameter sync
 
     def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
-        """Start an all-gather of segments of unequal size.
+        """Start an all-gather of segments of unequal size; see `all_gather_of`.
 
         Where the backend has tags, a rank at a different round or with a different subject matches no message: its
         peers raise when the group's time-out passes, instead of taking one parameter's bytes for another's.
 
         Args:
-            segments: 1-D contiguous tensors of one device, one per rank in rank order. This rank's is sent, the others'
-                are written. Every rank passes the same sizes; empty segments cost nothing.
+            segments: see `all_gather_of`.
             subject: identifies this exchange, the same on every rank: the plan and the bucket.
 
         Returns:
             The exchange in flight.
         """
+        return self.all_gather_of(segments)(subject)
+
+    def all_gather_of(self, segments: Sequence[Tensor]) -> Callable[[tuple[int, ...]], InFlight]:
+        """Prepare an all-gather of segments of unequal size, in memory that stays where it is.
+
+        Args:
+            segments: 1-D contiguous tensors of one device, one per rank in rank order. This rank's is sent, the others'
+                are written. Every rank passes the same sizes; empty segments cost nothing.
+
+        Returns:
+            A function that starts it, as often as needed; see `start_exchange`.
+        """
         mine = segments[self.group_rank].detach()
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
         if self.world_size == 1:
-            return Exchange([], segments)
+            return lambda _: Exchange([], segments)
+        raw = [segment.detach().view(torch.uint8) for segment in segments]
         if self.has_rings(device, sum(segment.nbytes for segment in segments)):
-            return self._start_ring(
-                gather_schedule, [segment.detach().view(torch.uint8) for segment in segments], subject
-            )
+            return partial(self._start_ring, gather_schedule, raw)
         if self.has_direct_messages(device):
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
-            return self.start_messages({peer: [mine] for peer in received}, received, subject)
-        raw = [segment.detach().view(torch.uint8) for segment in segments]
+            return Messages(self, {peer: [mine] for peer in received}, received).post
         nbytes = padded_size([segment.nbytes for segment in segments])
         if nbytes is not None and self.has_native_collectives(device):
-            self._count(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
-            return PaddedGather(self.process_group, raw, nbytes, device)
-        self._count(mine.nbytes * (self.world_size - 1), sum(part.numel() for part in raw) - mine.nbytes)
-        return Exchange(start_broadcasts(self.process_group, raw, self.name), segments)
+            return partial(self._start_padded_gather, raw, nbytes, device)
+        return partial(self._start_broadcasts, raw)
+
+    def _start_padded_gather(
+        self, raw: Sequence[Tensor], nbytes: int, device: torch.device, subject: tuple[int, ...]
+    ) -> InFlight:
+        self.count(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
+        return PaddedGather(self.process_group, raw, nbytes, device)
+
+    def _start_broadcasts(self, raw: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
+        mine = raw[self.group_rank].nbytes
+        self.count(mine * (self.world_size - 1), sum(part.nbytes for part in raw) - mine)
+        return Exchange(start_broadcasts(self.process_group, raw, self.name), raw)
 
     # Messages between pairs of ranks
 
@@ -226,18 +245,7 @@ class Communicator:
             subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
             is_control: True if these are neither parameters nor gradients.
         """
-        group, tag = self.process_group, _tag(self._generation, self.round, *subject)
-        works: list[Pending] = []
-        for post, messages in ((group.recv, received), (group.send, sent)):
-            for peer, tensors in messages.items():
-                name = partial(self.name, peer)
-                works += [(name, posted(partial(post, [chunk], peer, tag))) for chunk in chunks(tensors)]
-        nbytes = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
-        if is_control:
-            self.control_bytes += nbytes
-        else:
-            self._count(nbytes, sum(tensor.nbytes for tensors in received.values() for tensor in tensors))
-        return Exchange(works, [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors])
+        return Messages(self, sent, received).post(subject, is_control)
 
     # Rings
 
@@ -270,7 +278,7 @@ class Communicator:
         room: Tensor | None = None,
         factor: float = 1.0,
     ) -> RingTransfer:
-        group, tag = self.process_group, _tag(self._generation, self.round, *subject)
+        group, tag = self.process_group, self.tag(subject)
         before, after = self.peers()[-1], self.peers()[0]
         sizes, itemsize = [segment.numel() for segment in segments], segments[0].element_size()
         schedule = schedule_of(sizes, self.group_rank, ring_chunk(sizes, itemsize))
@@ -281,7 +289,7 @@ class Communicator:
             after=partial(self.name, after),
         )
         sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
-        self._count(*(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received)))
+        self.count(*(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received)))
         if self._ring_worker is None:
             self._ring_worker = RingWorker()
         return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, room, factor))
@@ -312,7 +320,7 @@ class Communicator:
         mine = parts[self.group_rank]
         if self.sum_room_numel(whole.device, [part.numel() for part in parts]):
             numel = room.numel() // (self.world_size + 1)
-            self._count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
+            self.count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
             return start_padded_sum(self.process_group, parts, room)
         works: list[Pending] = []
         if self.has_native_collectives(whole.device):
@@ -324,7 +332,7 @@ class Communicator:
         else:
             all_reduced = unrecorded(partial(dist.all_reduce, whole, group=self.process_group, async_op=True))
             works.append((lambda: "every rank", started(all_reduced)))
-        self._count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
+        self.count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
         return Exchange(works, [whole]), mine
 
     def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
@@ -333,7 +341,12 @@ class Communicator:
         if raw.numel():
             dist.broadcast(raw, group_src=owner, group=self.process_group)
 
-    def _count(self, sent: int, received: int) -> None:
+    def tag(self, subject: tuple[int, ...]) -> int:
+        """A tag of 31 bits, never `_TREE_TAG`; those of other rounds and subjects differ, but for one in 2^30."""
+        return zlib.crc32(repr((self._generation, self.round, *subject)).encode()) & 0x3FFFFFFF | 0x40000000
+
+    def count(self, sent: int, received: int) -> None:
+        """Add up bytes of parameters and gradients whose messages were posted."""
         if sent:  # a thread that only receives must not count while another one does
             self.sent_bytes += sent
         self.trace.moved(sent, received)
@@ -415,6 +428,52 @@ class Communicator:
         return device_of(self.process_group, next(name for name in self._backends if name != "cpu"))
 
 
+class Messages:
+    """Messages between this rank and its peers in memory that stays where it is: cut once, posted as often as needed.
+
+    Args:
+        comm: the group.
+        sent, received: see `Communicator.start_messages`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        sent: Mapping[GroupRank, Sequence[Tensor]],
+        received: Mapping[GroupRank, Sequence[Tensor]] = MappingProxyType({}),
+    ) -> None:
+        self._comm = comm
+        group = comm.process_group
+        self._posts = [
+            (partial(comm.name, peer), post, [chunk], peer)
+            for post, messages in ((group.recv, received), (group.send, sent))
+            for peer, tensors in messages.items()
+            for chunk in chunks(tensors)
+        ]
+        self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
+        self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
+        self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
+
+    def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
+        """Post every receive, then every send; see `Communicator.start_messages`."""
+        comm = self._comm
+        works = unrecorded(partial(self._post_all, comm.tag(subject)))
+        if is_control:
+            comm.control_bytes += self._sent
+        else:
+            comm.count(self._sent, self._received)
+        return Exchange(works, self._tensors)
+
+    def _post_all(self, tag: int) -> list[Pending]:
+        works: list[Pending] = []
+        for name, post, chunk, peer in self._posts:
+            try:
+                works.append((name, post(chunk, peer, tag)))
+            except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
+                works.append((name, NotPosted(error)))
+        return works
+
+
 def next_generation(group: ProcessGroup | None) -> int:
     """A new number for each optimizer built on a group, the same on every rank that builds as many.
 
@@ -424,8 +483,3 @@ def next_generation(group: ProcessGroup | None) -> int:
         group = dist.distributed_c10d._get_default_group()
     is_member = group is not None and dist.get_rank(group) >= 0  # a group without this process is a number in torch
     return count_built(group, "optimizer") if group is not None and is_member else 0
-
-
-def _tag(*facts: int) -> int:
-    """A message tag (31 bits, never `_TREE_TAG`) that differs if the facts differ, except with probability 2^-30."""
-    return zlib.crc32(repr(facts).encode()) & 0x3FFFFFFF | 0x40000000

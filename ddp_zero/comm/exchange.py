@@ -80,7 +80,8 @@ class Exchange:
         Raises:
             RuntimeError: naming the peer, if one failed or the group's time-out passed.
         """
-        for position, (peer, work) in enumerate(self._works[self._waited :], start=self._waited):
+        for position in range(self._waited, len(self._works)):
+            peer, work = self._works[position]
             waits_for(what, peer)
             try:
                 work.wait()
@@ -89,14 +90,6 @@ class Exchange:
             finally:
                 self._waited += position == self._waited and work.is_completed()  # raised after waiting
         _unfinished.discard(self)
-
-
-def posted(post: Callable[[], Work]) -> Waitable:
-    """A message in flight. One to a peer that is known to be gone fails when it is waited for, like all others."""
-    try:
-        return unrecorded(post)
-    except RuntimeError as error:
-        return NotPosted(error)
 
 
 def started(work: Work | None) -> Work:
@@ -111,7 +104,7 @@ def started(work: Work | None) -> Work:
 
 
 def unrecorded(start: Callable[[], Started]) -> Started:
-    """Start what may outlast a profiler, without a range of its own.
+    """Start what may outlast a profiler, without ranges of its own.
 
     Gloo opens a range for each message and ends it with the message. If the profiler has ended before, torch writes to
     memory that the profiler has freed (seen as SIGSEGV and SIGABRT with torch 2.13.0). NCCL ends its ranges at once.

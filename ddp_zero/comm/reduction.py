@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.communicator import Communicator, Messages
 from ddp_zero.comm.exchange import Exchange, InFlight
 from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.ring import has_ended, ring_room_numel
@@ -59,6 +59,82 @@ def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
     return received_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
 
 
+class DirectSum:
+    """A sum over ranks of which each rank gets its own segment, by messages from each rank to each owner.
+
+    Prepared once for memory that stays where it is; `start` and `wait`, as often as needed.
+
+    Args:
+        comm, parts, out, room, limit, factor: see `SegmentReduction`.
+    """
+
+    def __init__(
+        self, comm: Communicator, parts: Sequence[Tensor], out: Tensor, room: Tensor, limit: int, factor: float
+    ) -> None:
+        self.out = out
+        rank, peers = comm.group_rank, comm.peers()
+        cuts = [_cut(part.numel(), received_window(part.numel(), comm.world_size, limit)) for part in parts]
+        self._windows = [_Window(comm, parts[rank], out, room, start, stop, factor) for start, stop in cuts[rank]]
+        self._slices = Messages(comm, {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers})
+        self._subject: tuple[int, ...] = ()
+        self._sent: Exchange | None = None
+        self._received: Exchange | None = None
+
+    def start(self, subject: tuple[int, ...]) -> None:
+        """Send this rank's contributions, and post the first receives.
+
+        Args:
+            subject: the plan, the bucket, and whatever else must be the same.
+        """
+        self._subject = (*subject, _REDUCE)
+        if self._windows:
+            self._received = self._windows[0].messages.post(self._subject)
+        self._sent = self._slices.post(self._subject)
+
+    def wait(self) -> Tensor:
+        """Block until this rank's segment is summed, and return it.
+
+        Raises:
+            RuntimeError: naming the peer, if one failed or the group's time-out passed.
+        """
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return self.out
+        what = f"the reduction of bucket {self._subject[1]}"
+        for position, window in enumerate(self._windows):
+            received = window.messages.post(self._subject) if position else self._received
+            assert received is not None, "posted when it was started"
+            received.wait(what)
+            window.add_up()
+        self._received = None
+        sent.wait(what)
+        return self.out
+
+
+class _Window:
+    """A run of this rank's segment that is received at a time, and how it is summed: in rank order, piece by piece."""
+
+    def __init__(
+        self, comm: Communicator, own: Tensor, out: Tensor, room: Tensor, start: int, stop: int, factor: float
+    ) -> None:
+        length, peers = stop - start, comm.peers()
+        slots = {peer: room[place * length : (place + 1) * length] for place, peer in enumerate(sorted(peers))}
+        self.messages = Messages(comm, {}, {peer: [slots[peer]] for peer in peers})
+        parts = [slots.get(GroupRank(rank), own[start:stop]) for rank in range(comm.world_size)]
+        split = [torch.split(one, _PIECE_NUMEL) for one in (*parts, out[start:stop])]
+        self._pieces = [(pieces, total) for *pieces, total in zip(*split, strict=True)]
+        self._factor = factor
+        self._rank = comm.group_rank
+
+    def add_up(self) -> None:
+        """Sum what has been received."""
+        for pieces, total in self._pieces:
+            if self._factor != 1.0:
+                for piece in pieces:
+                    piece.mul_(self._factor)
+            _sum_in_order(pieces, total, self._rank)
+
+
 class SegmentReduction:
     """The reduction of one bucket's gradients to their owners. Starts when built; a collective.
 
@@ -84,31 +160,21 @@ class SegmentReduction:
         limit: int,
         factor: float = 1.0,
     ) -> None:
-        self._comm = comm
-        self._factor = factor
-        self._own = parts[comm.group_rank]
         self._out = out
-        self._room = room
-        self._subject = (*subject, _REDUCE)
         self._what = f"the reduction of bucket {subject[1]}"
-        self._sum: Tensor | None = None
-        self._is_done = False
-        self._windows = [_cut(part.numel(), received_window(part.numel(), comm.world_size, limit)) for part in parts]
-        self._sent: InFlight | None = None
-        self._received: Exchange | None = None
+        self._direct: DirectSum | None = None
+        self._in_flight: InFlight | None = None
         if comm.world_size == 1:
-            return
-        if _sums_in_ring_order(comm, parts):
-            self._sent, self._sum = comm.start_ring_sum(parts, room, factor, self._subject), self._own
-            return
-        if not comm.has_direct_messages(whole.device):
-            self._sent, self._sum = comm.start_sum(whole, parts, room)
-            return
-        mine = self._windows[comm.group_rank]
-        if mine:
-            self._received = self._receive(*mine[0])
-        slices = {peer: [parts[peer][start:stop] for start, stop in self._windows[peer]] for peer in comm.peers()}
-        self._sent = comm.start_messages(slices, {}, self._subject)
+            self._sum = parts[0]
+        elif _sums_in_ring_order(comm, parts):
+            self._sum = parts[comm.group_rank]
+            self._in_flight = comm.start_ring_sum(parts, room, factor, (*subject, _REDUCE))
+        elif not comm.has_direct_messages(whole.device):
+            self._in_flight, self._sum = comm.start_sum(whole, parts, room)
+        else:
+            self._sum = out
+            self._direct = DirectSum(comm, parts, out, room, limit, factor)
+            self._direct.start(subject)
 
     def wait(self) -> Tensor:
         """Block until this rank's segment is summed, and return it.
@@ -116,44 +182,15 @@ class SegmentReduction:
         Raises:
             RuntimeError: naming the peer, if one failed or the group's time-out passed.
         """
-        if self._is_done:
-            return self._out
-        self._is_done = True
-        if self._sum is None and self._received is not None:
-            for position, (start, stop) in enumerate(self._windows[self._comm.group_rank]):
-                if position:
-                    self._received = self._receive(start, stop)
-                self._received.wait(self._what)
-                self._add_up(start, stop)
-        if self._sent is not None:
-            self._sent.wait(self._what)
-        result = self._own if self._sum is None and self._comm.world_size == 1 else self._sum
-        if result is not None and result.data_ptr() != self._out.data_ptr():
-            self._out.copy_(result)
+        if self._direct is not None:
+            return self._direct.wait()
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            in_flight.wait(self._what)
+        if self._sum.data_ptr() != self._out.data_ptr():
+            self._out.copy_(self._sum)
+            self._sum = self._out
         return self._out
-
-    def _receive(self, start: int, stop: int) -> Exchange:
-        return self._comm.start_messages(
-            {}, {peer: [self._slot(peer, stop - start)] for peer in self._comm.peers()}, self._subject
-        )
-
-    def _slot(self, peer: GroupRank, length: int) -> Tensor:
-        place = peer - (peer > self._comm.group_rank)
-        return self._room[place * length : (place + 1) * length]
-
-    def _add_up(self, start: int, stop: int) -> None:
-        """Sum one window over the ranks, in rank order."""
-        rank = self._comm.group_rank
-        parts = [
-            self._own[start:stop] if peer == rank else self._slot(GroupRank(peer), stop - start)
-            for peer in range(self._comm.world_size)
-        ]
-        out = self._out[start:stop]
-        for *pieces, total in zip(*(torch.split(one, _PIECE_NUMEL) for one in (*parts, out)), strict=True):
-            if self._factor != 1.0:
-                for piece in pieces:
-                    piece.mul_(self._factor)
-            _sum_in_order(pieces, total, rank)
 
 
 class GroupedReduction:
@@ -305,6 +342,13 @@ def _real(tensor: Tensor) -> Tensor:
 def _sums_in_ring_order(comm: Communicator, parts: Sequence[Tensor]) -> bool:
     nbytes, dtype = sum(part.nbytes for part in parts), parts[0].dtype
     return sum_dtype(dtype) == dtype and comm.has_rings(parts[0].device, nbytes)
+
+
+def sums_directly(ranks: Ranks, parts: Sequence[Tensor]) -> bool:
+    """Whether `start_reduction` of these windows, one per rank of the shard group, would be a `DirectSum`."""
+    comm = ranks.shard
+    is_alone = ranks.replicas is None and comm.world_size > 1 and comm.has_direct_messages(parts[0].device)
+    return is_alone and not _sums_in_ring_order(comm, parts)
 
 
 def scales_late(comm: Communicator, wire: Tensor) -> bool:

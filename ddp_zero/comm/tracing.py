@@ -11,14 +11,13 @@ logger = logging.getLogger("ddp_zero")
 
 
 class Trace(Recorder):
-    """The events of one optimizer."""
+    """The events of one optimizer. The names of their ranges in a profiler are part of the interface."""
 
-    def label(self, verb: str, bucket: int = -1) -> AbstractContextManager[object]:
-        """An event, and a profiler range such as ``ddp_zero::local_step (bucket 3)``; part of the interface."""
-        span = self.span(verb, bucket)
-        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            return span
-        return _Profiled(span, verb if bucket < 0 else f"{verb} (bucket {bucket})")
+    is_profiling = staticmethod(torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
+
+    def in_range(self, span: Span) -> AbstractContextManager[object]:
+        """An event that is a range of the profiler, too."""
+        return _Profiled(span, span.phase if span.bucket < 0 else f"{span.phase} (bucket {span.bucket})")
 
 
 class _Profiled:

@@ -5,8 +5,9 @@ An event costs about a microsecond. Errors are passed on to who asked for them w
 
 import itertools
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any, Protocol
@@ -16,8 +17,18 @@ CAPACITY = 4096
 _PENDING = 4096  # intervals on a device whose ends nobody has asked for
 
 
+class _Current(threading.local):
+    """Of each thread: its innermost event, and the id of the last error that has left one."""
+
+    span: "Span | None" = None
+    error = 0
+
+
+_current = _Current()
+
+
 class Span:
-    """A slot: one event, from `__enter__` to `__exit__`. Get one from `Recorder.span`.
+    """A slot: one event, from `__enter__` to `__exit__`. Get one from `Recorder.label`.
 
     Attributes:
         number: how many events this process had recorded before; -1 in a slot that was never used.
@@ -48,25 +59,34 @@ class Span:
         self.start_mark: object = None
 
     def __enter__(self) -> "Span":
-        self.outer = getattr(_current, "span", None)
+        self.outer = _current.span
         _current.span, _current.error = self, 0
-        return self.start()
+        recorder = self.recorder
+        if recorder is not None and recorder.clock is not None:
+            self.start_mark = recorder.clock.mark()
+        self.begun = self.counted = perf_counter_ns()
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.ended = perf_counter_ns()
         _current.span = self.outer
         self.outer = None
-        if error is None:
-            self.peer = ""  # the function may refer to a process group, which must not outlive its users
-            is_new = False
-        else:
+        recorder = self.recorder
+        if error is not None:
             self.failed, self.peer = True, name_of(self.peer)
-            is_new, _current.error = getattr(_current, "error", 0) != id(error), id(error)
-        if self.recorder is not None:
-            self.recorder.ended(self, error if is_new else None)
+            is_new, _current.error = _current.error != id(error), id(error)
+            if recorder is not None and is_new:
+                recorder.tell(self, error)
+        else:
+            self.peer = ""  # the function may refer to a process group, which must not outlive its users
+        if recorder is not None:
+            with recorder.one_adds:
+                recorder.totals[self.phase] += self.ended - self.counted
+            if self.start_mark is not None:
+                recorder.add_device_time(self)
 
     def start(self) -> "Span":
-        """Begin without being what this thread is in, so that a different thread may call `stop`."""
+        """Begin without becoming this thread's innermost event, so that a different thread may call `stop`."""
         recorder = self.recorder
         if recorder is not None and recorder.clock is not None:
             self.start_mark = recorder.clock.mark()
@@ -77,7 +97,10 @@ class Span:
         """End what `start` has begun."""
         self.ended = perf_counter_ns()
         if self.recorder is not None:
-            self.recorder.ended(self, None)
+            with self.recorder.one_adds:
+                self.recorder.totals[self.phase] += self.ended - self.counted
+            if self.start_mark is not None:
+                self.recorder.add_device_time(self)
 
 
 class Ring:
@@ -95,16 +118,23 @@ class Ring:
         self._numbers = itertools.count()  # `next` is atomic
         self.newest = -1
 
-    def take(self) -> Span:
+    def take(self, recorder: "Recorder | None" = None, phase: str = "", bucket: int = -1) -> Span:
         """The slot of the oldest event that has ended, for a new one; of the oldest, if none has."""
         number = next(self._numbers)
         slot = self._slots[number & self._mask]
-        for _ in self._slots:  # as often as there are slots: events that were given up never end
-            if slot.ended or not slot.begun:  # else it goes on, and may be what others are within
-                break
-            number = next(self._numbers)
-            slot = self._slots[number & self._mask]
+        if slot.begun and not slot.ended:  # it goes on, and may be what others are within
+            for _ in self._slots:  # as often as there are slots: events that were given up never end
+                number = next(self._numbers)
+                slot = self._slots[number & self._mask]
+                if slot.ended or not slot.begun:
+                    break
         slot.number = self.newest = number
+        slot.recorder, slot.phase, slot.bucket = recorder, phase, bucket
+        slot.step = 0 if recorder is None else recorder.step
+        slot.begun = slot.ended = slot.sent = slot.received = 0
+        slot.message = slot.peer = ""
+        slot.failed = False
+        slot.start_mark = None
         return slot
 
     def events(self) -> list[Span]:
@@ -131,14 +161,14 @@ def waits_for(message: str, peer: Callable[[], str]) -> None:
         message: such as ``the sync of bucket 3``.
         peer: returns the name of a rank; called only if the record is written before the wait has ended.
     """
-    span = getattr(_current, "span", None)
+    span = _current.span
     if span is not None:
         span.message, span.peer = message, peer
 
 
 def open_spans() -> Iterator[Span]:
     """This thread's events that have not ended, innermost first."""
-    span = getattr(_current, "span", None)
+    span = _current.span
     while span is not None:
         yield span
         span = span.outer
@@ -146,7 +176,7 @@ def open_spans() -> Iterator[Span]:
 
 def moves(sent: int, received: int) -> None:
     """Note in this thread's innermost event the bytes of messages that it has posted."""
-    span = getattr(_current, "span", None)
+    span = _current.span
     if span is not None:
         span.sent += sent
         span.received += received
@@ -183,40 +213,47 @@ class Recorder:
         self.when_ended: Callable[[], None] | None = None
         self.optimizer = next(_optimizers)
         self.step = 1
-        self.totals: dict[str, int] = {"sent": 0, "received": 0}
+        self.totals: dict[str, int] = defaultdict(int, sent=0, received=0)
         self.at_end: dict[str, int] = {}
         self.before: dict[str, int] = {}
         self.ended_at = self.began_at = 0
         self.skipped = 0
         self.clock: DeviceClock | None = None
         self._pending: deque[tuple[Interval, Any, Any]] = deque(maxlen=_PENDING)
-        self._one_adds = threading.Lock()
+        self.one_adds = threading.Lock()
+
+    def label(self, phase: str, bucket: int = -1) -> AbstractContextManager[object]:
+        """An event; where a profiler is on, a range of it too, such as ``ddp_zero::local_step (bucket 3)``."""
+        span = RING.take(self, phase, bucket)
+        return self.in_range(span) if self.is_profiling() else span
 
     def span(self, phase: str, bucket: int = -1) -> Span:
-        """An event, which lasts from `Span.__enter__` to `Span.__exit__`."""
-        span = RING.take()
-        span.phase, span.bucket, span.step, span.recorder = phase, bucket, self.step, self
-        span.begun = span.ended = span.sent = span.received = 0
-        span.message = span.peer = ""
-        span.failed = False
+        """An event alone, which lasts from `Span.start` to `Span.stop`."""
+        return RING.take(self, phase, bucket)
+
+    def is_profiling(self) -> bool:
+        """Whether a profiler is on; there is none on this floor."""
+        return False
+
+    def in_range(self, span: Span) -> AbstractContextManager[object]:
+        """An event that is a range of the profiler, too."""
         return span
 
-    def ended(self, span: Span, error: BaseException | None) -> None:
-        """Add up an event that has ended; pass its error on, if there is one."""
-        phase = span.phase
-        with self._one_adds:
-            self.totals[phase] = self.totals.get(phase, 0) + span.ended - span.counted
-        if self.clock is not None and span.start_mark is not None:
-            self._pending.append((Interval(phase, span.step), span.start_mark, self.clock.mark()))
-            span.start_mark = None
-        if error is not None:
-            where = phase if span.bucket < 0 else f"{phase} of bucket {span.bucket}"
-            for tell in _told_of_errors:
-                tell(f"an error in {where}", f"{type(error).__name__}: {error}")
+    def add_device_time(self, span: Span) -> None:
+        """Note where on its device an event has ended, which was marked when it began."""
+        if self.clock is not None:
+            self._pending.append((Interval(span.phase, span.step), span.start_mark, self.clock.mark()))
+        span.start_mark = None
+
+    def tell(self, span: Span, error: BaseException) -> None:
+        """Pass on an error that has ended an event."""
+        where = span.phase if span.bucket < 0 else f"{span.phase} of bucket {span.bucket}"
+        for tell in _told_of_errors:
+            tell(f"an error in {where}", f"{type(error).__name__}: {error}")
 
     def moved(self, sent: int, received: int) -> None:
         """Add bytes of parameters and gradients whose messages were posted."""
-        with self._one_adds:
+        with self.one_adds:
             self.totals["sent"] += sent
             self.totals["received"] += received
         moves(sent, received)
@@ -230,7 +267,7 @@ class Recorder:
         """
         for span in open_spans():
             if span.recorder is self:
-                self.totals[span.phase] = self.totals.get(span.phase, 0) + now - span.counted
+                self.totals[span.phase] += now - span.counted
                 span.counted = now
         self.step += 1
         self.skipped += not stepped
@@ -279,6 +316,5 @@ def when_failing(tell: Callable[[str, str], object]) -> None:
 RING = Ring()
 """The events of this process."""
 
-_current = threading.local()
 _optimizers = itertools.count()
 _told_of_errors: list[Callable[[str, str], object]] = []

@@ -5,17 +5,15 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.step_errors import StepErrors
 from ddp_zero.local.awaited import all_arrivals, arrived, can_await, expect
 from ddp_zero.sync.bucket_sync import BucketSync
-from ddp_zero.sync.storage import ParameterStorage
 
 
 class LeftInFlight:
@@ -23,20 +21,14 @@ class LeftInFlight:
 
     Args:
         comm: the group.
-        storage: the memory of the parameters.
-        params: the parameters of the plan, by index.
         errors: errors of local steps, raised when the last bucket of a step has arrived.
 
     Attributes:
         when_arrived: called when a bucket has arrived.
     """
 
-    def __init__(
-        self, comm: Communicator, storage: ParameterStorage, params: Sequence[Tensor], errors: StepErrors
-    ) -> None:
+    def __init__(self, comm: Communicator, errors: StepErrors) -> None:
         self._comm = comm
-        self._storage = storage
-        self._params = params
         self._errors = errors
         self.when_arrived: Callable[[], None] | None = None
         self._syncs: dict[int, BucketSync] = {}
@@ -60,11 +52,12 @@ class LeftInFlight:
         self._process = os.getpid()
         unnoticed = []
         for sync in syncs:
-            index, params = sync.bucket.index, self._params_of(sync)
-            increment_version(sync.changed)  # now: a graph from before the step must not read values still in flight
-            self._syncs[index] = replace(sync, changed=())
-            if can_await(params):
-                expect(params, _Arrival(self, index))
+            index = sync.bucket.index
+            sync.count_changes()  # now: a graph from before the step must not read values still in flight
+            self._syncs[index] = sync
+            if can_await(sync.params):
+                # this rank's parameters too: memory that is being sent must not be written to
+                expect(sync.params, _Arrival(self, index))
             else:
                 unnoticed.append(index)
         for index in unnoticed:
@@ -105,11 +98,11 @@ class LeftInFlight:
     def _receive(self, index: int) -> None:
         sync = self._syncs[index]
         try:
-            sync.receive(self._storage, self._comm)
+            sync.receive()
         except RuntimeError as error:
             self._error = error
             raise
-        params = self._params_of(sync)
+        params = sync.params
         device = next((param.device for param in params if param.device.type != "cpu"), None)
         if device is None:
             arrived(params)
@@ -125,7 +118,7 @@ class LeftInFlight:
         """If an exchange failed, forget it and all others: parameters keep the values that they have."""
         if self._error is not None:
             for sync in self._syncs.values():
-                arrived(self._params_of(sync))
+                arrived(sync.params)
             for received in self._received.values():
                 received.make_ordinary()
             self._syncs.clear()
@@ -145,11 +138,6 @@ class LeftInFlight:
                 f"{self._comm.group_rank} (pid {self._process}) with some in flight (sync='forward'). Call "
                 "opt.finish_sync() before forking, as before a DataLoader starts its workers."
             )
-
-    def _params_of(self, sync: BucketSync) -> list[Tensor]:
-        """All parameters of a bucket, this rank's included: memory that is being sent must not be written to."""
-        indices = dict.fromkeys(param for segment in sync.bucket.segments for param in segment.params)
-        return [self._params[param] for param in indices]
 
 
 class _Received:

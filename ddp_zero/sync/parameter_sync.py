@@ -48,25 +48,22 @@ class ParameterSync:
         may_outlast: bool = False,
     ) -> None:
         self._ranks = ranks
-        self._comm = comm = ranks.shard
         self.storage = storage
-        self._params = params
-        self._plan_digest = plan_digest
-        self._order = order
+        self._order: list[BucketSync] = []
+        if ranks.shard.world_size > 1:
+            self._order = [BucketSync(bucket, storage, params, ranks.shard, plan_digest) for bucket in order]
         self._max_in_flight = len(order) if max_in_flight is None else max_in_flight
         self._may_outlast = may_outlast
         self._next = 0  # the place in `order` of the bucket whose turn it is
         self._held: set[int] = set()  # stepped, but not sent yet
         self._in_flight: deque[BucketSync] = deque()
         self.errors = StepErrors(ranks.everyone, params, plan_digest)
-        self.left = LeftInFlight(comm, storage, params, self.errors)
+        self.left = LeftInFlight(ranks.shard, self.errors)
 
     def start(self, bucket: Bucket) -> None:
         """Start the exchange of a bucket whose owned segment has been stepped, and of those that waited only for it."""
-        if self._comm.world_size == 1:
-            return
         self._held.add(bucket.index)
-        while self._next < len(self._order) and self._order[self._next].index in self._held:
+        while self._next < len(self._order) and self._order[self._next].bucket.index in self._held:
             self._send(self._order[self._next])
             self._next += 1
 
@@ -76,9 +73,10 @@ class ParameterSync:
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
-        for bucket in self._order:
-            if bucket.index in self._held:
-                self._send(bucket)
+        for sync in self._order if self._held else ():
+            if sync.bucket.index in self._held:
+                self._send(sync)
+        self._held.clear()
         self._next = 0
         self.left.complete()
         self.errors.share()
@@ -88,7 +86,7 @@ class ParameterSync:
             self.left.take(syncs)
             return
         while self._in_flight:
-            self._receive(self._in_flight.popleft())
+            self._in_flight.popleft().receive()
         self.errors.receive()
         self._ranks.begin_round()
 
@@ -119,20 +117,9 @@ class ParameterSync:
         self._ranks.leave()
         self._ranks.begin_round()
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, sync: BucketSync) -> None:
         while len(self._in_flight) >= self._max_in_flight:
-            self._receive(self._in_flight.popleft())
-        self._held.discard(bucket.index)
-        with self._comm.trace.label("sync", bucket.index):
-            segments = self.storage.segments_to_sync(bucket, self._comm.group_rank)
-            exchange = self._comm.start_exchange(segments, (self._plan_digest, bucket.index))
-            self._in_flight.append(BucketSync(bucket, segments, exchange, self._stepped_elsewhere(bucket)))
-
-    def _receive(self, sync: BucketSync) -> None:
-        sync.receive(self.storage, self._comm)
-
-    def _stepped_elsewhere(self, bucket: Bucket) -> list[Tensor]:
-        """Parameters that others stepped: not those without a gradient, which a graph may still need in backward."""
-        received = [segment.params for segment in bucket.segments if segment.owner != self._comm.group_rank]
-        indices = dict.fromkeys(param for params in received for param in params)
-        return [self._params[param] for param in indices if self._params[param].grad is not None]
+            self._in_flight.popleft().receive()
+        self._held.discard(sync.bucket.index)
+        sync.start()
+        self._in_flight.append(sync)

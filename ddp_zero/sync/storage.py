@@ -38,6 +38,9 @@ class ParameterStorage(Protocol):
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
         """The segment tensors of a bucket, in rank order: this rank's filled, the others' as receive buffers."""
 
+    def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
+        """The segment tensors of a bucket if they are the parameters' memory, which is never copied; else None."""
+
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Make what was received visible in the parameters of the other owners."""
 
@@ -140,6 +143,11 @@ class ViewStorage:
         flats = enumerate(self._flats[bucket.index])
         return [flat.packed() if rank == group_rank else flat.room() for rank, flat in flats]
 
+    def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
+        """Windows of the blocks; None if the gaps of any are too large."""
+        flats = self._flats[bucket.index]
+        return None if any(flat.is_packed for flat in flats) else [flat.room() for flat in flats]
+
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Unpack what the other owners sent packed."""
         for rank, (flat, tensor) in enumerate(zip(self._flats[bucket.index], segments, strict=True)):
@@ -185,6 +193,11 @@ class _FlatSegment:
         if not is_in_order or (end - begin - segment.numel) * _LARGEST_GAPS > segment.numel:
             self._windows = [block.tensor[start:stop] for start, stop in places]
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it travels without its gaps, which costs a copy."""
+        return bool(self._windows)
+
     @torch.no_grad()
     def packed(self) -> Tensor:
         """The segment tensor, filled."""
@@ -222,6 +235,10 @@ class PackedStorage:
         if own.params and self._alias(own) is None:
             torch._foreach_copy_(self._views(own, segments[group_rank]), self._windows(own))
         return segments
+
+    def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
+        """None: parameters may be copied."""
+        return None
 
     @torch.no_grad()
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:

@@ -27,8 +27,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.exchange import Exchange, InFlight
+from ddp_zero.comm.exchange import Exchange
 from ddp_zero.local.awaited import Awaited
 from ddp_zero.step import coupling
 from ddp_zero.sync.bucket_sync import BucketSync
@@ -369,14 +368,14 @@ def _slow_wait(exchange: Exchange, what: str, original: Any = Exchange.wait) -> 
 
 def _use_waits(setup: Setup, use: Callable[[Twins], None]) -> None:
     """The other rank is late with everything it sends."""
-    start = Communicator.start_exchange
+    start = BucketSync.start
 
-    def late(comm: Communicator, *args: Any) -> InFlight:
+    def late(sync: BucketSync) -> None:
         if setup.rank == 1:
             time.sleep(0.01)
-        return start(comm, *args)
+        start(sync)
 
-    with mock.patch.object(Communicator, "start_exchange", late), mock.patch.object(Exchange, "wait", _slow_wait):
+    with mock.patch.object(BucketSync, "start", late), mock.patch.object(Exchange, "wait", _slow_wait):
         twins = Twins()
         twins.train()
         use(twins)
@@ -587,18 +586,18 @@ def _order(setup: Setup) -> tuple[list[int], list[int]]:
     opt.finish_sync()
     sent: list[int] = []
     waited: list[int] = []
-    start, receive = Communicator.start_exchange, BucketSync.receive
+    start, receive = BucketSync.start, BucketSync.receive
 
-    def sending(comm: Communicator, segments: Any, subject: tuple[int, ...]) -> InFlight:
-        sent.append(subject[1])
-        return start(comm, segments, subject)
+    def sending(one: BucketSync) -> None:
+        sent.append(one.bucket.index)
+        start(one)
 
-    def receiving(one: BucketSync, *args: Any) -> None:
+    def receiving(one: BucketSync) -> None:
         waited.append(one.bucket.index)
-        receive(one, *args)
+        receive(one)
 
     with (
-        mock.patch.object(Communicator, "start_exchange", sending),
+        mock.patch.object(BucketSync, "start", sending),
         mock.patch.object(BucketSync, "receive", receiving),
     ):
         ddp(torch.ones(2, 16)).sum().backward()
@@ -628,7 +627,7 @@ def _peer_dies(setup: Setup) -> str:
     twins = Twins()
     twins.train()
     if setup.rank == 1:
-        with mock.patch.object(Communicator, "start_exchange", side_effect=lambda *_: kill_this_process()):
+        with mock.patch.object(BucketSync, "start", side_effect=lambda *_: kill_this_process()):
             train_step(twins.ddp, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
     train_step(twins.ddp, twins.opt, torch.ones(2, 8), torch.ones(2, 3))
     told = ""
@@ -751,15 +750,15 @@ def test_autograd_refuses_a_graph_from_before_the_step_whose_parameters_are_on_t
 @contextmanager
 def _late(rank: int, seconds: float) -> Iterator[None]:
     """A rank sends its parameters late, once; no step meanwhile ends with a collective that would wait for them."""
-    start, sleeps = Communicator.start_exchange, [seconds]
+    start, sleeps = BucketSync.start, [seconds]
 
-    def late(comm: Communicator, *args: Any) -> InFlight:
-        if comm.group_rank == rank and sleeps:
+    def late(sync: BucketSync) -> None:
+        if dist.get_rank() == rank and sleeps:
             time.sleep(sleeps.pop())
-        return start(comm, *args)
+        start(sync)
 
     with (
-        mock.patch.object(Communicator, "start_exchange", late),
+        mock.patch.object(BucketSync, "start", late),
         mock.patch.object(coupling, "is_looked_at", return_value=False),
     ):
         yield

@@ -55,9 +55,12 @@ class OneRank:
     def leave_rings(self) -> None:
         self.has_left_rings = True
 
-    def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> Arriving:
-        self.sent.append(subject[1])
-        return Arriving(self, segments)
+    def all_gather_of(self, segments: Sequence[Tensor]) -> Callable[[tuple[int, ...]], Arriving]:
+        def start(subject: tuple[int, ...]) -> Arriving:
+            self.sent.append(subject[1])
+            return Arriving(self, segments)
+
+        return start
 
 
 def eager(comm: Any, plan: ShardPlan, params: Sequence[Tensor], as_views: bool) -> ParameterSync:

@@ -1,0 +1,117 @@
+"""What is walked: one training step in several modes, state and checkpoints, the DeepSpeed door. Two Gloo ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, deepspeed, shard_optimizer
+from tests.multiproc.harness import Setup
+from tests.walk.steps import Walk, walk
+
+WIDTH = 32
+FIRST_STEPS = 10  # the first eight compare options between ranks, and so does every power of two
+
+
+def model(layers: int) -> nn.Sequential:
+    """A bucket per layer, if DDP caps buckets below a layer's bytes."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+
+
+def ddp_model(layers: int) -> DistributedDataParallel:
+    """DDP over `model`."""
+    return DistributedDataParallel(model(layers), bucket_cap_mb=1e-3, gradient_as_bucket_view=True)
+
+
+def backward_and_step(layers: int, **options: Any) -> tuple[Walk, Walk]:
+    """Of one step in the steady state, which compares neither options nor ranks."""
+    ddp = ddp_model(layers)
+    opt = shard_optimizer(ddp, AdamW, fused=True, **options)
+    x = torch.randn(2, WIDTH)
+    for _ in range(FIRST_STEPS):
+        ddp(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    loss = ddp(x).sum()
+    backward = walk(loss.backward)
+    step = walk(opt.step)
+    opt.zero_grad()
+    return backward, step
+
+
+def standalone_step() -> Walk:
+    """`opt.step()` after plain DDP."""
+    ddp = ddp_model(4)
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, fused=True)
+    x = torch.randn(2, WIDTH)
+    for _ in range(FIRST_STEPS):
+        ddp(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    ddp(x).sum().backward()
+    return walk(opt.step)
+
+
+def measure(setup: Setup) -> dict[str, Walk]:
+    """All walks, on this rank."""
+    walks: dict[str, Walk] = {}
+    modes: dict[str, dict[str, Any]] = {
+        "stage 2 interleaved": {"stage": 2},
+        "stage 2 interleaved, clipped": {"stage": 2, "max_grad_norm": 1.0},
+        "stage 2 interleaved, cut parameters": {"stage": 2, "partition": "elements"},
+        "stage 1 interleaved": {"stage": 1},
+    }
+    for name, options in modes.items():
+        four, walks[f"{name}: `opt.step()` after it"] = backward_and_step(4, **options)
+        six, _ = backward_and_step(6, **options)
+        walks[f"{name}: backward of 4 buckets"] = four
+        walks[f"{name}: two further buckets, one of them this rank's"] = six - four
+    walks["`opt.step()` standalone"] = standalone_step()
+    walks |= _states(setup)
+    walks |= _deepspeed()
+    return walks
+
+
+def _states(setup: Setup) -> dict[str, Walk]:
+    ddp = ddp_model(4)
+    opt = shard_optimizer(ddp, AdamW, stage=2)
+    x = torch.randn(2, WIDTH)
+    for _ in range(4):
+        ddp(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    folder = setup.folder / "saved"
+    acts: dict[str, Callable[[], object]] = {
+        "`state_dict()`": lambda: opt.state_dict(),
+        "`checkpoint.save`": lambda: checkpoint.save(folder, ddp, opt, step=4),
+        "`checkpoint.load`": lambda: checkpoint.load(folder, ddp, opt),
+    }
+    return {name: walk(act) for name, act in acts.items()}
+
+
+def _deepspeed() -> dict[str, Walk]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2},
+    }
+    made: list[Any] = []
+
+    def build() -> None:
+        plain = model(4)
+        made.append(deepspeed.initialize(model=plain, model_parameters=plain.parameters(), config=config)[0])
+
+    initialize = walk(build)
+    engine, x = made[0], torch.randn(2, WIDTH)
+
+    def iterate() -> None:
+        engine.backward(engine(x).sum())
+        engine.step()
+
+    for _ in range(12):
+        iterate()
+    return {"`deepspeed.initialize`": initialize, "an iteration of its engine": walk(iterate)}
