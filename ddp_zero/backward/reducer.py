@@ -210,10 +210,6 @@ class BucketViews:
         """Whether the reducer's view for this parameter has been seen."""
         return param in self._views
 
-    def are_of(self, buffer: Tensor) -> bool:
-        """Whether these are the views of the bucket that hands out this buffer."""
-        return self.buffer is buffer
-
     def is_view(self, param: Tensor, grad: Tensor) -> bool:
         """Whether a gradient is the reducer's view for this parameter."""
         return self._views.get(param) is grad

@@ -4,21 +4,22 @@ Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ddp_zero.backward.reducer import Window
 from ddp_zero.backward.side_stream import SideStream
-from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import (
+    DirectSum,
     GroupedReduction,
     SegmentReduction,
     room_numel,
     scales_late,
     start_reduction,
     sum_dtype,
+    sums_directly,
 )
 from ddp_zero.plan.ownership import Piece, Pieces, is_cut
 from ddp_zero.plan.shard_plan import Bucket
@@ -90,8 +91,20 @@ class ScratchLayout:
         sharded: knows the optimizer's parameters.
 
     Attributes:
+        index: the bucket's.
+        params, indices: its parameters, in DDP's order, as tensors and as places in the optimizer.
+        numel, nbytes, dtype, device: of the bucket.
+        windows: where the gradient of each parameter lies.
+        starts: the same as a list of parameters and offsets in bytes.
+        ranges: the elements of each rank's slice.
         pieces: the ranks that get sums, and of which elements, by index of the parameter.
+        owned: the parameters of which this rank gets the sum of anything.
+        own_windows: where their sums lie in this rank's slice.
+        is_prepared, room_numel: see `Workshop.prepares`, and the elements of room that its sums need.
     """
+
+    is_prepared: bool | None = None
+    room_numel = 0
 
     def __init__(self, params: list[Tensor], bucket: Bucket, sharded: ShardedStep) -> None:
         table = sharded.table
@@ -100,6 +113,7 @@ class ScratchLayout:
         self.indices = [table.index_of[param] for param in params]
         self.numel = sum(param.numel() for param in params)
         self.dtype, self.device = params[0].dtype, params[0].device
+        self.nbytes = self.numel * self.dtype.itemsize
         self.windows: dict[Tensor, Window] = {}
         self.ranges: list[tuple[int, int]] = []
         self.pieces: dict[int, Pieces] = {}
@@ -116,6 +130,7 @@ class ScratchLayout:
             if param not in self.windows:
                 self.windows[param] = Window.of(param, start)
                 start += param.numel()
+        self.starts = [(param, window.offset * self.dtype.itemsize) for param, window in self.windows.items()]
         own = bucket.segments[sharded.comm.group_rank]
         self.owned = own.params
         self.own_windows = {
@@ -125,84 +140,117 @@ class ScratchLayout:
             for index, offset, (first, last) in zip(own.params, own.offsets, own.ranges, strict=True)
         }
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the bucket."""
-        return self.numel * self.dtype.itemsize
-
     def flat(self, raw: Tensor) -> Tensor:
         """A byte buffer as this bucket's gradients, 1-D."""
         return raw[: self.nbytes].view(self.dtype)
 
 
-@dataclass
 class Workshop:
     """What the buckets of one model share while their gradients are reduced.
 
-    Attributes:
+    Args:
         sharded: the step.
         side: the stream that sums and steps.
         options: how gradients travel.
+
+    Attributes:
+        sharded, side, options: as given.
+        comm: the ranks that share the buckets.
+        where: this rank's name in messages.
+        factor: gradients are multiplied by it before they are summed.
+        late_factor: and by this after, unless it is 1.
         carried: gradients accumulated by earlier backward passes, by parameter index, not yet in any sum.
         scratches: buffers that the reducer writes buckets into.
         rooms: buffers to receive into. Separate, since the reducer may zero a bucket that has no scratch now, in the
             scratch that it had last.
     """
 
-    sharded: ShardedStep
-    side: SideStream
-    options: ReduceOptions
-    carried: dict[int, Tensor] = field(default_factory=dict)
-    scratches: BufferPool = field(init=False)
-    rooms: BufferPool = field(init=False)
+    scratches: BufferPool
+    rooms: BufferPool
 
-    def __post_init__(self) -> None:
+    def __init__(self, sharded: ShardedStep, side: SideStream, options: ReduceOptions) -> None:
+        self.sharded = sharded
+        self.side = side
+        self.options = options
+        self.comm = sharded.comm
+        self.where = self.comm.name(self.comm.group_rank)
+        num_summed = sharded.ranks.everyone.world_size
+        predivided = options.predivide_factor or num_summed
+        self.factor, self.late_factor = 1.0 / predivided, predivided / num_summed
+        self.carried: dict[int, Tensor] = {}
+        self._prepared: dict[tuple[ScratchLayout, int, int], OwnedSums] = {}
         self.furnish([])
 
     def furnish(self, layouts: Sequence[ScratchLayout]) -> None:
         """Start with empty pools for buckets of these sizes."""
-        self.scratches, self.rooms = pools_for([layout.nbytes for layout in layouts], self.side)
+        self._prepared.clear()
+        self.scratches, self.rooms = pools_for([layout.nbytes for layout in layouts], self.side, self._prepared.clear)
 
-    @property
-    def comm(self) -> Communicator:
-        """The ranks that share the buckets."""
-        return self.sharded.comm
+    def prepares(self, layout: ScratchLayout, scratch: Tensor) -> bool:
+        """Whether a bucket is summed by direct messages, in its own dtype and in place; decided once."""
+        if layout.is_prepared is None:
+            wire, flat = self.options.comm_dtype, layout.flat(scratch)
+            parts = [flat[begin:end] for begin, end in layout.ranges]
+            travels_smaller = wire is not None and wire.itemsize < layout.dtype.itemsize
+            in_place = sum_dtype(layout.dtype) == layout.dtype and not travels_smaller
+            layout.is_prepared = in_place and sums_directly(self.sharded.ranks, parts)
+            layout.room_numel = room_numel(self.comm, parts, layout.ranges[-1][1]) if layout.is_prepared else 0
+        return layout.is_prepared
 
-    @property
-    def where(self) -> str:
-        """This rank's name in messages."""
-        return self.comm.name(self.comm.group_rank)
+    def prepared(self, layout: ScratchLayout, scratch: Tensor, room: Tensor | None) -> "OwnedSums":
+        """The sums of a bucket that lies in this scratch and receives into this room."""
+        key = (layout, scratch.data_ptr(), 0 if room is None else room.data_ptr())
+        found = self._prepared.get(key)
+        if found is None:
+            found = self._prepared[key] = OwnedSums(self, layout, layout.flat(scratch), room)
+        return found
 
-    @property
-    def predivide_factor(self) -> float:
-        """The number by which gradients are divided before they are summed."""
-        return self.options.predivide_factor or self.num_summed
 
-    @property
-    def num_summed(self) -> int:
-        """The number of ranks whose gradients add up."""
-        return self.sharded.ranks.everyone.world_size
+class OwnedSums:
+    """The sums that this rank gets of one bucket, in place in its scratch; prepared once for memory that is lent again.
+
+    Attributes:
+        direct: the reduction.
+        gradients: windows of the sum in the shape of parameters, or of this rank's parts of them, by index.
+    """
+
+    def __init__(self, workshop: Workshop, layout: ScratchLayout, flat: Tensor, room: Tensor | None) -> None:
+        parts = [flat[begin:end] for begin, end in layout.ranges]
+        own = parts[workshop.comm.group_rank]
+        slots = flat.new_empty(0) if room is None else room[: layout.room_numel * flat.itemsize].view(flat.dtype)
+        self.direct = DirectSum(workshop.comm, parts, own, slots, layout.ranges[-1][1], workshop.factor)
+        self.gradients = {index: window.view(own) for index, window in layout.own_windows.items()}
 
 
 class ReducedSegment:
     """A bucket in flight to the owners; then this rank's sum of it."""
 
     def __init__(self, workshop: Workshop, layout: ScratchLayout, scratch: Tensor) -> None:
-        self.params, self.indices = layout.params, layout.indices
+        self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
         self.layout = layout
         self._workshop = workshop
         self._scratch: Tensor | None = scratch
         self._rooms: list[Tensor] = []
         self._sum: Tensor | None = None
+        self._gradients: Mapping[int, Tensor] = {}
         self._received: dict[int, Tensor] = {}
         with workshop.side.running(layout.device):  # rule 4 of [Note: who owns memory on an accelerator]
-            self._reduction: SegmentReduction | GroupedReduction | None = self._start(layout.flat(scratch))
+            start = self._start_prepared if workshop.prepares(layout, scratch) else self._start
+            self._reduction: DirectSum | SegmentReduction | GroupedReduction | None = start(scratch)
 
-    def _start(self, flat: Tensor) -> SegmentReduction | GroupedReduction:
+    def _start_prepared(self, scratch: Tensor) -> DirectSum:
         workshop, layout = self._workshop, self.layout
+        room = self._lend_room(layout.room_numel * layout.dtype.itemsize) if layout.room_numel else None
+        sums = workshop.prepared(layout, scratch, room)
+        self._sum, self._gradients = sums.direct.out, sums.gradients
+        sums.direct.start((workshop.sharded.binding.digest, layout.index))
+        return sums.direct
+
+    def _start(self, scratch: Tensor) -> SegmentReduction | GroupedReduction:
+        workshop, layout, flat = self._workshop, self.layout, self.layout.flat(scratch)
         comm, options = workshop.comm, workshop.options
         start, stop = layout.ranges[comm.group_rank]
-        wire, factor = flat, 1.0 / workshop.predivide_factor
+        wire, factor = flat, workshop.factor
         travels_smaller = options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize
         if (travels_smaller or not scales_late(comm, flat)) and factor != 1.0:
             flat.mul_(factor)
@@ -227,15 +275,14 @@ class ReducedSegment:
         """Block until the sum is complete, with what was accumulated before."""
         if self._reduction is None:
             return
-        workshop = self._workshop
-        waiting = workshop.comm.trace.label("wait_reduce", self.layout.index)
-        with workshop.side.running(self.layout.device), waiting:
+        workshop, layout = self._workshop, self.layout
+        with workshop.side.running(layout.device), workshop.comm.trace.label("wait_reduce", layout.index):
             total = self._reduction.wait()
-            if workshop.predivide_factor != workshop.num_summed:
-                total.mul_(workshop.predivide_factor / workshop.num_summed)
-            if total.dtype != self.layout.dtype:
-                total.copy_(total.to(self.layout.dtype))  # rounded as DDP's average; several add up in fp32
-            for index in self.layout.owned:
+            if workshop.late_factor != 1.0:
+                total.mul_(workshop.late_factor)
+            if total.dtype != layout.dtype:
+                total.copy_(total.to(layout.dtype))  # rounded as DDP's average; several add up in fp32
+            for index in self.owned if workshop.carried else ():
                 carried = workshop.carried.pop(index, None)
                 if carried is not None:
                     workshop.side.keep(carried)  # of the stream that has shown it
@@ -251,7 +298,7 @@ class ReducedSegment:
             return
         with self._workshop.side.running(self.layout.device):
             if self._sum.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr():
-                self._sum = self._sum.clone()
+                self._sum, self._gradients = self._sum.clone(), {}
         self._workshop.scratches.give_back(self._scratch)
         self._scratch = None
 
@@ -269,9 +316,9 @@ class ReducedSegment:
 
     def total(self, index: int) -> Tensor:
         """As `gradient`, in the dtype of the sum."""
-        received = self._received.get(index)
-        if received is not None:
-            return received
+        found = self._received.get(index) if self._received else self._gradients.get(index)
+        if found is not None:
+            return found
         assert self._sum is not None, "asked before it is released"
         return self.layout.own_windows[index].view(self._sum)
 
@@ -281,7 +328,7 @@ class ReducedSegment:
 
     def release(self) -> None:
         """Free the sum and the scratch, after the step has used them."""
-        self._sum = None
+        self._sum, self._gradients = None, {}
         self._received.clear()
         if self._scratch is not None:
             self._workshop.scratches.give_back(self._scratch)
@@ -291,11 +338,6 @@ class ReducedSegment:
     def pieces(self) -> Mapping[int, Pieces]:
         """The ranks that get the sum of each parameter, by index."""
         return self.layout.pieces
-
-    @property
-    def owned(self) -> Sequence[int]:
-        """The parameters whose sums this rank gets."""
-        return self.layout.owned
 
     @property
     def is_summed(self) -> bool:

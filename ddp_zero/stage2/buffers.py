@@ -1,6 +1,6 @@
 """Flat buffers that are reused, so that few of them serve all buckets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +40,12 @@ class BufferPool:
         side: the stream that uses buffers besides the current one.
         largest_bytes: the largest request that is expected.
         keep_bytes: free buffers are dropped before the pool would hold more than this.
+        when_dropped: called when a buffer is dropped, for whoever keeps views of it.
     """
 
-    def __init__(self, side: SideStream, largest_bytes: int, keep_bytes: int) -> None:
+    def __init__(
+        self, side: SideStream, largest_bytes: int, keep_bytes: int, when_dropped: Callable[[], object] = bool
+    ) -> None:
         self._side = side
         self._largest_bytes = largest_bytes
         self._keep_bytes = keep_bytes
@@ -50,6 +53,7 @@ class BufferPool:
         self._last_use: dict[int, list[torch.Event]] = {}  # of free buffers, by id
         self._lent = 0
         self._used: set[int] = set()
+        self._when_dropped = when_dropped
         self.statistics = PoolStatistics()
 
     def lend(self, nbytes: int, device: torch.device, like: Tensor | None = None) -> Tensor:
@@ -61,8 +65,8 @@ class BufferPool:
             like: prefer this buffer if it is free, so that views of it need not be moved.
         """
         fitting = [buffer for buffer in self._free if buffer.device == device and buffer.numel() >= nbytes]
-        preferred = [buffer for buffer in fitting if buffer is like]
         if fitting:
+            preferred = [buffer for buffer in fitting if buffer is like]
             chosen = preferred[0] if preferred else min(fitting, key=Tensor.numel)
             self._free = [buffer for buffer in self._free if buffer is not chosen]
         else:
@@ -71,7 +75,7 @@ class BufferPool:
             chosen = torch.empty(size, dtype=torch.uint8, device=device)
             self._side.keep(chosen)  # now, so that it may be dropped at any time
             self.statistics.held_bytes += size
-        for event in self._last_use.pop(id(chosen), ()):
+        for event in self._last_use.pop(id(chosen), ()) if self._last_use else ():
             torch.accelerator.current_stream(device).wait_event(event)
         self._lent += 1
         self._used.add(id(chosen))
@@ -82,7 +86,8 @@ class BufferPool:
     def give_back(self, buffer: Tensor) -> None:
         """Return a buffer; all work that uses it has been issued, on the current stream or the side stream."""
         self._lent -= 1
-        self._last_use[id(buffer)] = self._side.end_of_use(buffer.device)
+        if buffer.device.type != "cpu":
+            self._last_use[id(buffer)] = self._side.end_of_use(buffer.device)
         self._free.append(buffer)
 
     def trim(self) -> None:
@@ -91,6 +96,7 @@ class BufferPool:
         self._free = [buffer for buffer in self._free if id(buffer) in self._used]
         for buffer in unused:
             self._last_use.pop(id(buffer), None)
+            self._when_dropped()
         self.statistics.held_bytes -= sum(buffer.numel() for buffer in unused)
         self._drop_free(self._keep_bytes)
         self._used.clear()
@@ -110,11 +116,17 @@ class BufferPool:
         while self._free and self.statistics.held_bytes > limit:
             smallest = min(range(len(self._free)), key=lambda position: self._free[position].numel())
             dropped = self._free.pop(smallest)
+            self._when_dropped()
             self._last_use.pop(id(dropped), None)
             self.statistics.held_bytes -= dropped.numel()
 
 
-def pools_for(sizes: Sequence[int], side: SideStream) -> tuple[BufferPool, BufferPool]:
+def pools_for(
+    sizes: Sequence[int], side: SideStream, when_dropped: Callable[[], object] = bool
+) -> tuple[BufferPool, BufferPool]:
     """Empty pools of scratches, and of rooms, for buckets of so many bytes."""
     largest = max(sizes, default=1)
-    return BufferPool(side, largest, SCRATCHES * largest), BufferPool(side, largest, ROOMS * largest)
+    return (
+        BufferPool(side, largest, SCRATCHES * largest, when_dropped),
+        BufferPool(side, largest, ROOMS * largest, when_dropped),
+    )

@@ -60,8 +60,9 @@ class BucketMemory:
         if index in self._lent or index not in self._views or not self.follows:
             return
         layout, views = self.layouts[index], self._views[index]
-        scratch = self._lend(layout, like=views.scratch)
-        views.point_at(layout.flat(scratch), scratch)
+        scratch = self._workshop.scratches.lend(layout.nbytes, layout.device, like=views.scratch)
+        if views.scratch is not scratch:
+            views.point_at(layout.flat(scratch), scratch)
         self._lent[index] = scratch
 
     def give_back_unfilled(self) -> None:
@@ -77,7 +78,8 @@ class BucketMemory:
     def note_buffer(self, index: int, buffer: Tensor) -> None:
         """Note the buffer that DDP hands out for a bucket; a new one means that DDP has rebuilt its buckets."""
         self._buffers[index] = buffer
-        if index in self._views and not self._views[index].are_of(buffer):
+        views = self._views.get(index)
+        if views is not None and views.buffer is not buffer:
             self._forget_views()
 
     def take(self, layout: ScratchLayout, is_joined: bool) -> Tensor:
@@ -90,7 +92,12 @@ class BucketMemory:
         landed = self._lent.pop(layout.index, None)
         is_planned = layout.index < len(self.layouts) and self.layouts[layout.index] is layout
         if landed is not None and is_planned:
-            self._complete(layout, layout.flat(landed))
+            start = landed.data_ptr()
+            for param, offset in layout.starts:
+                grad = param.grad
+                if grad is None or grad.data_ptr() != start + offset:
+                    self._complete(layout, layout.flat(landed))
+                    break
             return landed
         if landed is None and not is_joined:
             self._check_prepared(layout)
@@ -107,13 +114,10 @@ class BucketMemory:
 
     def copy(self, layout: ScratchLayout, is_joined: bool) -> Tensor:
         """A scratch with a copy of a bucket's gradients, or of some of them; the caller gives it back."""
-        scratch = self._lend(layout)
+        scratch = self._workshop.scratches.lend(layout.nbytes, layout.device)
         for param, window in layout.windows.items():
             _fill(window.view(layout.flat(scratch)), None if is_joined else param.grad)
         return scratch
-
-    def _lend(self, layout: ScratchLayout, like: Tensor | None = None) -> Tensor:
-        return self._workshop.scratches.lend(layout.nbytes, layout.device, like)
 
     def _complete(self, layout: ScratchLayout, flat: Tensor) -> None:
         """Add to a scratch what the reducer has not written there: zeros, gradients in views not captured so far."""
@@ -233,7 +237,10 @@ class BucketMemory:
             scratch = self._lent.pop(index, None)
             if scratch is not None:
                 self._workshop.scratches.give_back(scratch)
-        if self.follows and any(self._has_other_layout(index) for index in self._views):
+        layouts = self.layouts
+        if self.follows and any(
+            index >= len(layouts) or views.windows is not layouts[index].windows for index, views in self._views.items()
+        ):
             self._workshop.furnish(self.layouts)
             self._park()
         for storage, _ in self._freed:
@@ -279,9 +286,6 @@ class BucketMemory:
         option = f"bucket_cap_mb_list=[{cap:.3g}]" if ddp_takes("bucket_cap_mb_list") else f"bucket_cap_mb={cap:.3g}"
         advice = f"DistributedDataParallel({option}) would save up to {saved:,}"
         return f", by formula {_BUFFERS} x {largest:,}; {advice}"
-
-    def _has_other_layout(self, index: int) -> bool:
-        return index >= len(self.layouts) or self._views[index].windows is not self.layouts[index].windows
 
     def _is_of_same_bucket(self, index: int) -> bool:
         return index < len(self.layouts) and self._views[index].windows.keys() == self.layouts[index].windows.keys()
