@@ -128,7 +128,9 @@ class OverlapHook:
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
         params = bucket.parameters()
-        index, is_last = self._place_of(bucket)
+        index, is_last = bucket.index(), bucket.is_last()
+        if not self._compositions and has_static_graph(self._ddp):
+            index, is_last = self._place_of(bucket)
         if index == 0 and self.machine.phase is not Phase.RUNNING:
             self._open_iteration()
         matches = self._iteration.matching == index and self._matches_plan(index, params, is_last)
@@ -143,7 +145,8 @@ class OverlapHook:
         with self._sharded.comm.trace.label("reduce", index):
             future, arrival = self.gradients.start(state, bucket, index, matches)
         self._iteration.arrived.append(arrival)
-        self._carry_out(actions)
+        if actions:
+            self._carry_out(actions)
         self.gradients.settle()
         if is_last:
             self._passes.reduced(self._ddp)
@@ -397,8 +400,6 @@ class OverlapHook:
         self._formats.buckets_built(self._ddp)
 
     def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
-        if self._compositions or not has_static_graph(self._ddp):
-            return bucket.index(), bucket.is_last()
         is_running = self.machine.phase is Phase.RUNNING
         return place_of_bucket(self._ddp, bucket, self._iteration.sizes() if is_running else [])
 

@@ -51,16 +51,18 @@ class Iteration:
 
     def step_bucket(self, index: int) -> None:
         """Wait for a bucket's gradients, step what this rank owns of it, start its sync."""
-        self._begin()
-        arrival, sharded = self.arrived[index], self._sharded
+        if not self.has_begun:
+            self._begin()
+        arrival = self.arrived[index]
         with self._side.running(arrival.params[0].device):
             arrival.wait()
-            sharded.step_bucket(index, arrival)
+            self._sharded.step_bucket(index, arrival)
         arrival.release()
 
     def end_step(self) -> None:
         """Finish the syncs, after every bucket was stepped."""
-        self._begin()
+        if not self.has_begun:
+            self._begin()
         with self._side.running(self.arrived[0].params[0].device):
             self._sharded.end()
         with self._sharded.comm.trace.label("join_streams"):
@@ -87,12 +89,11 @@ class Iteration:
         return [len(one.params) for one in self.arrived]
 
     def _begin(self) -> None:
-        if not self.has_begun:
-            if self._joins():
-                share_options(self._sharded, has_joined=not in_backward())
-            self._sharded.begin()
-            self._sharded.changes.begin()
-            self.has_begun = True
+        if self._joins():
+            share_options(self._sharded, has_joined=not in_backward())
+        self._sharded.begin()
+        self._sharded.changes.begin()
+        self.has_begun = True
 
 
 def asks_whether_it_joins(joinable: Joinable) -> Callable[[], bool]:

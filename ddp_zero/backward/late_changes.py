@@ -3,13 +3,17 @@
 If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
 instead of its input. Gradients, options of the groups, and the parameters that were stepped are compared. In-place
 changes and ``param.data = ...`` show in version counters and addresses. Writes through ``param.data`` show only in the
-values: a sum over the bits of all parameters is compared, one reading pass before and one after. Every rank checks all
-of them, so that ranks that run the same loop all raise.
+values: sums over the bits of parameters are compared, one reading pass before and one after. These passes would take
+several percent of a step. So all parameters are summed in the first steps, and then in fewer and fewer; in every other
+step one bucket of 16, in turn, and none on an accelerator, where each sum is a launch. Under
+``torch.autograd.detect_anomaly()`` all are, in every step. Every rank sums the same ones, so that ranks that run the
+same loop all raise.
 """
 
 import copy
+import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +26,7 @@ from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.local.awaited import untouched
 from ddp_zero.local.digest import sum_of_bits
 from ddp_zero.local.local_step import PER_PARAMETER_KEYS, ParamGroup
+from ddp_zero.step.coupling import is_looked_at
 from ddp_zero.step.sharded_step import ShardedStep
 
 _REMEDY = (
@@ -30,6 +35,7 @@ _REMEDY = (
 )
 _MISSING = object()
 _CONTAINERS = (list, dict, set)
+_TURNS = 16  # steps in which each bucket is summed once
 
 
 class LateChanges:
@@ -44,6 +50,7 @@ class LateChanges:
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient, see _mark
         self._places: list[tuple[int, int]] = []  # address and version of each of these parameters
         self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
+        self._turn = 0  # of the buckets that are summed
         self._options: list[_NotedOptions] = []
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
         self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
@@ -55,6 +62,7 @@ class LateChanges:
             step_is_due: keep the gradients for a step in `as_noted`.
         """
         sharded = self._sharded
+        self._turn += 1
         with untouched(), torch.no_grad():
             grads = [(index, param.grad) for index, param in enumerate(sharded.table.params)]
             self._grads = [(index, *_mark(grad)) for index, grad in grads if grad is not None]
@@ -72,7 +80,7 @@ class LateChanges:
 
     def note_arrived(self) -> None:
         """Note parameters that have arrived: from now on a change of their values is the user's."""
-        self._sums = {**self._current_sums(), **self._sums}
+        self._sums |= self._current_sums(known=self._sums)
 
     # What has changed since
 
@@ -218,10 +226,19 @@ class LateChanges:
         params = self._sharded.table.params
         return [(params[index].data_ptr(), params[index]._version) for index, *_ in self._grads]
 
-    def _current_sums(self) -> dict[int, Tensor]:
+    def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
+        """The sums whose turn it is, but for those that are known."""
+        plan = self._sharded.binding.plan
+        if is_looked_at(self._turn) or torch.is_anomaly_enabled():
+            buckets = plan.buckets
+        else:
+            turn = itertools.islice(plan.buckets, self._turn % _TURNS, None, _TURNS)
+            buckets = tuple(bucket for bucket in turn if bucket.kind.startswith("cpu"))
+        if not buckets:
+            return {}
         with untouched(), torch.no_grad():
-            at_rest = self._sharded.binding.memory_at_rest({index for index, *_ in self._grads})
-            return {index: sum_of_bits(memory) for index, memory in at_rest}
+            at_rest = self._sharded.binding.memory_at_rest(buckets, {index for index, *_ in self._grads})
+            return {index: sum_of_bits(memory) for index, memory in at_rest if index not in known}
 
     @property
     def _where(self) -> str:

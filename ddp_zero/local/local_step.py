@@ -74,9 +74,9 @@ class LocalStep:
     Args:
         inner: the optimizer over this rank's parameters, one group per exposed group.
         exposed: the groups that the user sees now, whose options the inner ones mirror.
-        note: called after each bucket's step with the bucket and the groups that were stepped for it.
 
     Attributes:
+        note: called after each bucket's step with the bucket and the groups that were stepped for it, or None.
         steps_whole: True if a step of the inner optimizer steps all its parameters, whatever its ``param_groups`` hold,
             because it wraps an optimizer that holds them. Then the first bucket's step is the whole step.
     """
@@ -85,17 +85,17 @@ class LocalStep:
         self,
         inner: Optimizer,
         exposed: Callable[[], list[ParamGroup]],
-        note: Callable[[int, list[ParamGroup]], None] | None = None,
     ) -> None:
         self._inner = inner
         self._exposed = exposed
-        self._note = note
+        self.note: Callable[[int, list[ParamGroup]], None] | None = None
         self.steps_whole = any(isinstance(value, Optimizer) for value in vars(inner).values())
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._groups_after: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
         self._plain_counters: dict[Any, Any] = {}
         self._shared_counters: dict[Any, Any] = {}
+        self._sizes = (0, 0)  # numbers of attributes, and of states, that are known not to hold new counters
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._loss: Any = None
         self._has_closure = False
@@ -133,6 +133,7 @@ class LocalStep:
         self._plain_counters = _counters_in(vars(self._inner))
         self._shared_counters = _counters_in(self._inner.state)
         self._counters = self._clone_counters()
+        self._sizes = len(vars(self._inner)), len(self._inner.state)
         return self._loss
 
     def step(self, bucket: int, **kwargs: Any) -> Any:
@@ -150,8 +151,8 @@ class LocalStep:
         groups = self._inner.param_groups if self.steps_whole else self._groups_of_bucket[bucket]
         others = [] if self.steps_whole or self._groups_after else self._versions_outside(bucket)
         result = self._step_groups(groups, kwargs)
-        if self._note is not None:
-            self._note(bucket, groups)
+        if self.note is not None:
+            self.note(bucket, groups)
         for param, version in others:
             if param._version != version:
                 raise RuntimeError(
@@ -196,14 +197,13 @@ class LocalStep:
         whole = inner.param_groups
         if groups is not whole:
             for group, options in zip(groups, self._options, strict=True):
-                copy_options(options, group)
+                if list(group) == list(options):  # then the order stays
+                    group.update({key: options[key] for key in options if key not in PER_PARAMETER_KEYS})
+                else:
+                    copy_options(options, group)
         vars(inner).update(self._plain_counters)
         if self._groups_after:
-            _drop_new_counters(vars(inner), self._plain_counters)
-            _drop_new_counters(inner.state, self._shared_counters)
-            inner.state.update(self._shared_counters)
-            for tensor, before in self._counters:
-                tensor.copy_(before)
+            self._restore_counters()
         inner.param_groups = groups
         try:
             self._groups_after.append(groups)
@@ -212,6 +212,19 @@ class LocalStep:
             return inner.step(**kwargs)
         finally:
             inner.param_groups = whole
+
+    def _restore_counters(self) -> None:
+        """Before a further bucket: options and counters are those with which the step has begun."""
+        attributes, state = vars(self._inner), self._inner.state
+        known_attributes, known_states = self._sizes
+        if len(attributes) != known_attributes:
+            _drop_new_counters(attributes, self._plain_counters)
+        if len(state) != known_states:  # after the first step it is, and a look at all states takes long
+            _drop_new_counters(state, self._shared_counters)
+        state.update(self._shared_counters)
+        for tensor, before in self._counters:
+            tensor.copy_(before)
+        self._sizes = len(attributes), len(state)
 
     def _versions_outside(self, bucket: int) -> list[tuple[Tensor, int]]:
         """Owned parameters that a step of this bucket must not change, and the version of each."""

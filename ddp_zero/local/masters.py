@@ -254,17 +254,23 @@ class SteppedTensors:
         Afterwards parameters equal their rounded masters, and every ``grad`` is restored.
         """
         before: list[tuple[Tensor, Tensor | None]] = []
+        params, has_stand_ins = self._table.params, bool(self._stand_ins)
         try:
-            with torch.no_grad():
-                self.follow_memory(indices)
-                for index in indices:
-                    stepped, grad = self[index], self.gradient(index, source)
-                    if grad is not stepped.grad:
-                        before.append((stepped, stepped.grad))
-                        stepped.grad = grad
+            if has_stand_ins:
+                with torch.no_grad():
+                    self.follow_memory(indices)
+                    pairs = [(self[index], self.gradient(index, source)) for index in indices]
+            else:
+                pairs = [(params[index], source.gradient(index)) for index in indices]
+            for stepped, grad in pairs:
+                if grad is not stepped.grad:
+                    before.append((stepped, stepped.grad))
+                    stepped.grad = grad
             moved = [index for index in indices if index in self._stand_ins and self[index].grad is not None]
             yield
-            self._publish(moved)
+            if moved:
+                self.show(moved)
+                increment_version([params[index] for index in moved if not self.is_copied(index)])
         finally:
             for stepped, grad in before:
                 stepped.grad = grad
@@ -312,11 +318,6 @@ class SteppedTensors:
         if copied:
             self.residence.show([(self.own_part(i, params[i].detach()), self._stand_ins[i].detach()) for i in copied])
             increment_version(list(params.values()))
-
-    def _publish(self, stepped: Sequence[int]) -> None:
-        """After a step: show what stand-ins hold in their parameters."""
-        self.show(stepped)
-        increment_version([self._table.params[index] for index in stepped if not self.is_copied(index)])
 
     # The model's parameters and the masters
 

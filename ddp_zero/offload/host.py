@@ -20,6 +20,8 @@ class OnHost(Residence):
         buffers: pinned buffers per device.
     """
 
+    carries = True
+
     def __init__(self, buffers: int) -> None:
         self._num_buffers = buffers
         self._passages: dict[torch.device, Passage | None] = {}

@@ -51,9 +51,11 @@ class Residence:
 
     Attributes:
         keeps: whether states are moved after they were created; see `keep`.
+        carries: whether buckets travel to where they are stepped; see `arrive`.
     """
 
     keeps = False
+    carries = False
 
     def is_away(self, device: torch.device) -> bool:
         """Whether parameters on this device are stepped as copies elsewhere."""

@@ -293,8 +293,8 @@ class ReducedSegment:
         self._reduction = None  # it holds on to memory
 
     def keep(self) -> None:
-        """Copy the sum out for a later step, and free the scratch."""
-        if self._scratch is None or self._sum is None:
+        """Once it is summed: copy the sum out for a later step, and free the scratch."""
+        if self._scratch is None or self._sum is None or self._reduction is not None:
             return
         with self._workshop.side.running(self.layout.device):
             if self._sum.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr():

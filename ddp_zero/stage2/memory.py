@@ -33,6 +33,7 @@ class BucketMemory:
 
     Attributes:
         layouts: of the plan's buckets; empty until DDP's buckets are known.
+        lent: the scratches of buckets that are being filled, by bucket.
         follows: whether the reducer writes where its views point. If not, its own memory is freed after backward.
     """
 
@@ -41,7 +42,7 @@ class BucketMemory:
         self.follows = True
         self._workshop = workshop
         self._views: dict[int, BucketViews] = {}  # by bucket, once captured
-        self._lent: dict[int, Tensor] = {}  # scratches of buckets that are being filled
+        self.lent: dict[int, Tensor] = {}
         self._buffers: dict[int, Tensor] = {}  # the reducer's own, of this iteration
         self._moved: list[tuple[BucketViews, list[Tensor]]] = []  # in this iteration, with the gradients taken out
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
@@ -57,20 +58,20 @@ class BucketMemory:
 
     def point(self, index: int) -> None:
         """Make the reducer write a bucket into a scratch, unless it does already."""
-        if index in self._lent or index not in self._views or not self.follows:
+        if index in self.lent or index not in self._views or not self.follows:
             return
         layout, views = self.layouts[index], self._views[index]
         scratch = self._workshop.scratches.lend(layout.nbytes, layout.device, like=views.scratch)
         if views.scratch is not scratch:
             views.point_at(layout.flat(scratch), scratch)
-        self._lent[index] = scratch
+        self.lent[index] = scratch
 
     def give_back_unfilled(self) -> None:
         """After a backward pass that DDP does not reduce: take back scratches into which no gradient was written."""
-        for index, scratch in list(self._lent.items()):
+        for index, scratch in list(self.lent.items()):
             views = self._views[index]
             if not any(param.grad is not None and views.is_view(param, param.grad) for param in views.windows):
-                del self._lent[index]
+                del self.lent[index]
                 self._workshop.scratches.give_back(scratch)
 
     # When a bucket is full
@@ -89,7 +90,7 @@ class BucketMemory:
             layout: where gradients must lie; not that of ``layouts`` if the plan does not have the bucket.
             is_joined: whether this rank has joined, and has no gradients.
         """
-        landed = self._lent.pop(layout.index, None)
+        landed = self.lent.pop(layout.index, None)
         is_planned = layout.index < len(self.layouts) and self.layouts[layout.index] is layout
         if landed is not None and is_planned:
             start = landed.data_ptr()
@@ -218,9 +219,9 @@ class BucketMemory:
 
     def _forget_views(self) -> None:
         """The reducer has replaced its buckets."""
-        for scratch in self._lent.values():
+        for scratch in self.lent.values():
             self._workshop.scratches.give_back(scratch)
-        self._lent.clear()
+        self.lent.clear()
         self._views.clear()
         self._freed.clear()
 
@@ -234,7 +235,7 @@ class BucketMemory:
             is_in_flight: whether peers may still read what was lent, since the iteration was given up.
         """
         for index in range(buckets):
-            scratch = self._lent.pop(index, None)
+            scratch = self.lent.pop(index, None)
             if scratch is not None:
                 self._workshop.scratches.give_back(scratch)
         layouts = self.layouts
@@ -256,7 +257,7 @@ class BucketMemory:
 
     def reset(self) -> None:
         """Start with new scratches: peers may still write into those that were in flight."""
-        self._lent.clear()
+        self.lent.clear()
         self._buffers.clear()
         self._moved.clear()
         self._workshop.furnish(self.layouts)

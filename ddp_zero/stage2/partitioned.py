@@ -122,19 +122,24 @@ class PartitionedGradients:
             earlier.wait()
             if not is_planned:
                 earlier.keep()  # nothing is stepped before the last bucket has arrived
-        if in_backward():
-            self._memory.note_buffer(index, bucket.buffer())
-        arrival = self._start_planned(index) if is_planned else self._start_unplanned(index, bucket.parameters())
+        buffer, has_joined = bucket.buffer(), not in_backward()
+        if not has_joined:
+            self._memory.note_buffer(index, buffer)
+        arrival: ReducedSegment | ReducedRuns
+        if is_planned:
+            layout = self._memory.layouts[index]
+            arrival = ReducedSegment(self._workshop, layout, self._memory.take(layout, has_joined))
+        else:
+            arrival = self._start_unplanned(index, bucket.parameters())
         self._arrivals.append(arrival)
         published: Future[Tensor] = Future()
-        published.set_result(bucket.buffer())  # the reducer copies nothing: it is in its own memory
+        published.set_result(buffer)  # the reducer copies nothing: it is in its own memory
         return published, arrival
 
     def settle(self) -> None:
         """Keep sums that no step has used yet."""
         for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
-            if arrival.is_summed:
-                arrival.keep()
+            arrival.keep()
 
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction; show the sums of owned parameters that any rank has used."""
@@ -236,7 +241,7 @@ class PartitionedGradients:
         if backward != self._backward:
             self._backward = backward
             self._begin_backward()
-        if self._reduces and index is not None and index >= len(self._arrivals):
+        if index is not None and index not in self._memory.lent and self._reduces and index >= len(self._arrivals):
             self._memory.point(index)
 
     def _watch_gradients(self, buckets: Mapping[int | None, Sequence[Tensor]]) -> None:
@@ -244,7 +249,8 @@ class PartitionedGradients:
         self._stop_watching()
         reference = weakref.ref(self)  # a parameter holds its hooks
         for index, params in buckets.items():
-            self._hooks += [on_gradient(param, partial(_on_gradient, reference, index)) for param in params]
+            hook = partial(_on_gradient, reference, index)
+            self._hooks += [on_gradient(param, hook) for param in params]
 
     def _stop_watching(self) -> None:
         for hook in self._hooks:
@@ -283,10 +289,6 @@ class PartitionedGradients:
             self._memory.give_back_unfilled()
 
     # A bucket
-
-    def _start_planned(self, index: int) -> ReducedSegment:
-        layout = self._memory.layouts[index]
-        return ReducedSegment(self._workshop, layout, self._memory.take(layout, is_joined=not in_backward()))
 
     def _start_unplanned(self, index: int, params: list[Tensor]) -> ReducedSegment | ReducedRuns:
         """Reduce a bucket that is not in the plan to the owners so far.

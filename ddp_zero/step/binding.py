@@ -7,7 +7,7 @@ which no rank had a gradient at that moment has an owner but does not travel unt
 """
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -239,13 +239,14 @@ class Binding:
             if segment.params
         }
 
-    def memory_at_rest(self, among: Collection[int]) -> Iterator[tuple[int, Tensor]]:
-        """The 1-D memory of parameters in the plan that are not in flight, with the first parameter in each part.
+    def memory_at_rest(self, buckets: Iterable[Bucket], among: Collection[int]) -> Iterator[tuple[int, Tensor]]:
+        """The 1-D memory of parameters that are not in flight, with the first parameter in each part.
 
         Args:
+            buckets: of the plan.
             among: indices of the parameters to include.
         """
-        for bucket in self.plan.buckets:
+        for bucket in buckets:
             if bucket.index in self.sync.left:
                 continue
             rest = dict.fromkeys(index for one in bucket.segments for index in one.params if index in among)

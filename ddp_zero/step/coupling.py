@@ -109,7 +109,8 @@ class Contradiction:
 class CouplingWatch:
     """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
 
-    `begin`, `note` after every bucket, `end`, `check`. Once options were taken over, every step is compared.
+    `begin`, `note` after every bucket if it says so, `end`, `check`. Once options were taken over, every step is
+    compared.
 
     Args:
         comm: the ranks.
@@ -124,17 +125,17 @@ class CouplingWatch:
         self._follows = False  # the same on every rank
         self._seen: list[Witness] = []
 
-    def begin(self, step: int) -> None:
-        """Begin a step; its number, from 1 up, is the same on every rank."""
+    def begin(self, step: int) -> bool:
+        """Begin a step; its number, from 1 up, is the same on every rank. Returns whether values are compared."""
         self._is_on = self._follows or is_looked_at(step)
         self._has_ended = False
         self._seen = []
+        return self._is_on
 
     def note(self, bucket: int, groups: Sequence[ParamGroup]) -> None:
         """Note the values after a bucket's parameters, in these groups, were stepped; their gradients still exist."""
-        if self._is_on:
-            me = self._comm.name(self._comm.group_rank)
-            self._seen.append(Witness(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups))))
+        me = self._comm.name(self._comm.group_rank)
+        self._seen.append(Witness(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups))))
 
     def end(self, has_failed: bool) -> None:
         """End the step, with options as it left them; a rank whose step failed reports no values."""

@@ -75,7 +75,7 @@ class ShardedStep:
         self.leaves_syncs = False
         self._exposed_groups = groups_of(exposed)
         self.coupling = CouplingWatch(ranks.everyone, inner)
-        self.local_step = LocalStep(inner, self._exposed_groups, self.coupling.note)
+        self.local_step = LocalStep(inner, self._exposed_groups)
         self.changes = StateChanges()
         self.order = StateOrder()
         self.in_buckets = False
@@ -131,7 +131,8 @@ class ShardedStep:
         self.table.check_groups(self.param_groups)
         self.stepped.follow_model()
         self.check_ready()
-        self.coupling.begin(self.comm.round + 1)
+        compares = self.coupling.begin(self.comm.round + 1)
+        self.local_step.note = self.coupling.note if compares else None
         return self.local_step.begin(closure)
 
     def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
@@ -141,10 +142,13 @@ class ShardedStep:
         in this step and sends what it has; `raise_errors` follows `end`.
         """
         self.order.is_at_birth = False
-        residence, loads = self.stepped.residence, partial(self._loads, index, source)
-        device = torch.device(self.binding.plan.buckets[index].kind.partition("/")[0] or "cpu")
+        residence = self.stepped.residence
         try:
-            result = self._step_arrived(residence.arrive(index, device, source, loads), kwargs)
+            arrived: Iterable[tuple[int, GradientSource]] = ((index, source),)
+            if residence.carries:
+                device = torch.device(self.binding.plan.buckets[index].kind.partition("/")[0] or "cpu")
+                arrived = residence.arrive(index, device, source, partial(self._loads, index, source))
+            result = self._step_arrived(arrived, kwargs)
             if self.local_step.steps_whole:  # with the gradients of this bucket, which are those of all
                 result = self._step_arrived(residence.drain(), kwargs) or result
         except BaseException:
@@ -154,20 +158,28 @@ class ShardedStep:
 
     def _step_arrived(self, arrived: Iterable[tuple[int, GradientSource]], kwargs: dict[str, Any]) -> Any:
         """Step these buckets, each when its gradients are where it is stepped, and start their syncs."""
-        result = None
+        result, sync = None, self.binding.sync
         for index, source in arrived:
-            result = self._try_locally(partial(self._step_locally, index, source, kwargs))
-            self.binding.sync.start(self.binding.plan.buckets[index])
+            indices = self._stepped_with(index)
+            if indices and not sync.errors.has_own:  # after an error this rank only sends what it has
+                try:
+                    result = self._step_locally(index, indices, source, kwargs)
+                except Exception as error:
+                    if not sync.errors.note(error):
+                        raise
+            sync.start(self.binding.plan.buckets[index])
         return result
 
-    def _step_locally(self, index: int, source: GradientSource, kwargs: dict[str, Any]) -> Any:
-        stepped, indices = self.stepped, self._stepped_with(index)
-        stepped.residence.check()
+    def _step_locally(self, index: int, indices: Sequence[int], source: GradientSource, kwargs: dict[str, Any]) -> Any:
+        stepped = self.stepped
+        if stepped.residence.carries:
+            stepped.residence.check()
         if self.in_buckets and not self._steps_elements:
             source = AlignedGradients(source)
         with self.comm.trace.label("local_step", index), stepped.lent(indices, source):
             result = self.local_step.step(index, **kwargs)
-        self._freed.add(stepped.keep(indices, self.inner.state))
+        if stepped.residence.keeps:
+            self._freed.add(stepped.keep(indices, self.inner.state))
         return result
 
     def _loads(self, index: int, source: GradientSource) -> list[Load]:

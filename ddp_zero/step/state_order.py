@@ -44,6 +44,8 @@ class StateOrder:
 
     def note_new(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
         """Note the states that are new since the last call; some optimizers create theirs at construction."""
+        if state.keys() == self._births.keys():
+            return
         keys = [key for key in state if isinstance(key, Tensor)]
         self._births = {key: self._births.get(key) or (self._step, index_of(key)) for key in keys}
 
