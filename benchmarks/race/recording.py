@@ -26,7 +26,7 @@ from benchmarks.race.measuring import WARM_UP, Job, Measured, slowest
 from ddp_zero.comm import exchange, ring
 from ddp_zero.comm.tracing import Trace
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.record.recorder import RING, waits_for
+from ddp_zero.record.recorder import RING, Label, waits_for
 
 RESULTS = Path(__file__).parents[1] / "results"
 RECORDED = ("ddp_zero stage 1, standalone", "ddp_zero stage 1, interleaved", "ddp_zero stage 2, interleaved")
@@ -121,16 +121,16 @@ def counting(counts: dict[str, int]) -> Iterator[None]:
 def unrecorded() -> Iterator[None]:
     """Without any of it."""
 
-    def nothing(*args: Any, **kwargs: Any) -> nullcontext[None]:
-        return free
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
 
-    free = nullcontext()
     with (
         mock.patch.object(exchange, "waits_for", nothing),
         mock.patch.object(ring, "waits_for", nothing),
         mock.patch.object(Trace, "moved", nothing),
         mock.patch.object(Trace, "step_ended", nothing),
-        mock.patch.object(Trace, "label", nothing),
+        mock.patch.object(Label, "__enter__", nothing),
+        mock.patch.object(Label, "__exit__", nothing),
     ):
         yield
 

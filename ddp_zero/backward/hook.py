@@ -59,6 +59,7 @@ from ddp_zero.backward.regime import Choice, Facts, Regime, choose
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.tracing import logger
 from ddp_zero.local.masters import GradientSource
+from ddp_zero.record.recorder import Label
 from ddp_zero.step.join import borrow_gradients
 from ddp_zero.step.record import StepRecord, StepRegime
 from ddp_zero.step.sharded_step import ShardedStep
@@ -120,6 +121,7 @@ class OverlapHook:
         self._joins = asks_whether_it_joins(joinable)
         self._iteration = Iteration(self._sharded, self.gradients, self._side, self._joins)
         self._compositions: list[tuple[int, ...]] = []
+        self._labels: list[Label] = []  # of the start of each bucket's reduction
         self._provisional = 0  # layouts adopted so far that DDP might still replace
         self.may_be_replaced = False
         self._unused = admission.UnusedParameters()
@@ -142,12 +144,15 @@ class OverlapHook:
         self._iteration.matching += matches
         if self._watch.is_on:
             self._watch.screen(params, bucket.buffer())
-        with self._sharded.comm.trace.label("reduce", index):
+        while len(self._labels) <= index:
+            self._labels.append(self._sharded.comm.trace.label("reduce", len(self._labels)))
+        with self._labels[index]:
             future, arrival = self.gradients.start(state, bucket, index, matches)
         self._iteration.arrived.append(arrival)
         if actions:
             self._carry_out(actions)
-        self.gradients.settle()
+        else:
+            self.gradients.settle()
         if is_last:
             self._passes.reduced(self._ddp)
         if is_last and in_backward():
@@ -298,8 +303,12 @@ class OverlapHook:
             )
 
     def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
-        known, is_final = self._compositions, self.machine.status is OverlapStatus.INITIALIZED
-        if not is_final or self._table is not self._sharded.table or not self.gradients.fits_plan():
+        known = self._compositions
+        if index == 0:
+            is_final = self.machine.status is OverlapStatus.INITIALIZED
+            is_known = is_final and self._table is self._sharded.table
+            self._iteration.fits = is_known and self.gradients.fits_plan()
+        if not self._iteration.fits:
             return False
         return index < len(known) and known[index] == tuple(map(id, params)) and is_last == (index == len(known) - 1)
 

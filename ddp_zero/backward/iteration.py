@@ -31,6 +31,7 @@ class Iteration:
     Attributes:
         choice: how it steps, and why; chosen at its first bucket.
         arrived: the buckets whose reduction it has started, in order; empty once it is closed.
+        fits: whether all that it depends on besides DDP's buckets is as the plan expects.
         matching: how many of them, from the first on, are the plan's.
         has_begun: whether a step by bucket has begun.
     """
@@ -42,6 +43,7 @@ class Iteration:
         self._joins = joins
         self.choice = Choice(Regime.DEFERRED, "no backward pass yet")
         self.arrived: list[BucketGradients] = []
+        self.fits = False
         self.matching = 0
         self.has_begun = False
 

@@ -47,6 +47,8 @@ def in_backward() -> bool:
 
 backward_id = torch._C._current_graph_task_id
 """A number for the backward pass that this thread runs; a different one inside a reentrant checkpoint."""
+NO_BACKWARD = -1
+"""`backward_id` outside."""
 
 
 def is_finalized(ddp: DistributedDataParallel) -> bool:

@@ -13,11 +13,9 @@ Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, 
 send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of it).
 """
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -32,13 +30,13 @@ from torch.futures import Future
 from ddp_zero.comm.exchange import (
     Exchange,
     InFlight,
-    NotPosted,
+    Messages,
     PaddedGather,
     Pending,
-    chunks,
     start_broadcasts,
     start_padded_sum,
     started,
+    tag_of,
     unrecorded,
 )
 from ddp_zero.comm.groups import (
@@ -97,6 +95,7 @@ class Communicator:
     Attributes:
         group_rank: this process's rank in the group.
         world_size: size of the group.
+        generation: as given.
         sent_bytes: bytes of parameters and gradients that this rank has sent to its peers, in syncs and in reductions
             of this library.
         trace: as given.
@@ -132,7 +131,7 @@ class Communicator:
         self.trace = Trace() if trace is None else trace
         self.sent_bytes = 0
         self.control_bytes = 0
-        self._generation = generation
+        self.generation = generation
         self._member = member
         self.round = 0
         self._ring_worker: RingWorker | None = None
@@ -278,7 +277,7 @@ class Communicator:
         room: Tensor | None = None,
         factor: float = 1.0,
     ) -> RingTransfer:
-        group, tag = self.process_group, self.tag(subject)
+        group, tag = self.process_group, tag_of(self.generation, self.round, subject)
         before, after = self.peers()[-1], self.peers()[0]
         sizes, itemsize = [segment.numel() for segment in segments], segments[0].element_size()
         schedule = schedule_of(sizes, self.group_rank, ring_chunk(sizes, itemsize))
@@ -340,10 +339,6 @@ class Communicator:
         raw = as_bytes(tensor.detach())
         if raw.numel():
             dist.broadcast(raw, group_src=owner, group=self.process_group)
-
-    def tag(self, subject: tuple[int, ...]) -> int:
-        """A tag of 31 bits, never `_TREE_TAG`; those of other rounds and subjects differ, but for one in 2^30."""
-        return zlib.crc32(repr((self._generation, self.round, *subject)).encode()) & 0x3FFFFFFF | 0x40000000
 
     def count(self, sent: int, received: int) -> None:
         """Add up bytes of parameters and gradients whose messages were posted."""
@@ -426,52 +421,6 @@ class Communicator:
 
     def _accelerator(self) -> torch.device:
         return device_of(self.process_group, next(name for name in self._backends if name != "cpu"))
-
-
-class Messages:
-    """Messages between this rank and its peers in memory that stays where it is: cut once, posted as often as needed.
-
-    Args:
-        comm: the group.
-        sent, received: see `Communicator.start_messages`.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        sent: Mapping[GroupRank, Sequence[Tensor]],
-        received: Mapping[GroupRank, Sequence[Tensor]] = MappingProxyType({}),
-    ) -> None:
-        self._comm = comm
-        group = comm.process_group
-        self._posts = [
-            (partial(comm.name, peer), post, [chunk], peer)
-            for post, messages in ((group.recv, received), (group.send, sent))
-            for peer, tensors in messages.items()
-            for chunk in chunks(tensors)
-        ]
-        self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
-        self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
-        self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
-
-    def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
-        """Post every receive, then every send; see `Communicator.start_messages`."""
-        comm = self._comm
-        works = unrecorded(partial(self._post_all, comm.tag(subject)))
-        if is_control:
-            comm.control_bytes += self._sent
-        else:
-            comm.count(self._sent, self._received)
-        return Exchange(works, self._tensors)
-
-    def _post_all(self, tag: int) -> list[Pending]:
-        works: list[Pending] = []
-        for name, post, chunk, peer in self._posts:
-            try:
-                works.append((name, post(chunk, peer, tag)))
-            except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
-                works.append((name, NotPosted(error)))
-        return works
 
 
 def next_generation(group: ProcessGroup | None) -> int:

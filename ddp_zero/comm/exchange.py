@@ -1,7 +1,9 @@
 """Messages and collectives in flight, from posting to completion. `communicator` decides which."""
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import torch
@@ -90,6 +92,72 @@ class Exchange:
             finally:
                 self._waited += position == self._waited and work.is_completed()  # raised after waiting
         _unfinished.discard(self)
+
+
+class Member(Protocol):
+    """What messages need to know of a `Communicator`."""
+
+    process_group: ProcessGroup
+    generation: int
+    round: int
+    control_bytes: int
+
+    def name(self, group_rank: GroupRank) -> str:
+        """The name of a rank."""
+
+    def count(self, sent: int, received: int) -> None:
+        """Add up bytes."""
+
+
+class Messages:
+    """Messages between this rank and its peers in memory that stays where it is: cut once, posted as often as needed.
+
+    Args:
+        comm: the group, a `Communicator`.
+        sent, received: see `Communicator.start_messages`.
+    """
+
+    def __init__(
+        self,
+        comm: Member,
+        sent: Mapping[GroupRank, Sequence[Tensor]],
+        received: Mapping[GroupRank, Sequence[Tensor]] = MappingProxyType({}),
+    ) -> None:
+        self._comm = comm
+        group = comm.process_group
+        self._posts = [
+            (partial(comm.name, peer), post, [chunk], peer)
+            for post, messages in ((group.recv, received), (group.send, sent))
+            for peer, tensors in messages.items()
+            for chunk in chunks(tensors)
+        ]
+        self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
+        self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
+        self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
+
+    def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
+        """Post every receive, then every send; see `Communicator.start_messages`."""
+        comm, works = self._comm, list[Pending]()
+        tag = tag_of(comm.generation, comm.round, subject)
+        torch._C._autograd._enable_record_function(False)  # see `unrecorded`
+        try:
+            for name, post, chunk, peer in self._posts:
+                try:
+                    works.append((name, post(chunk, peer, tag)))
+                except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
+                    works.append((name, NotPosted(error)))
+        finally:
+            torch._C._autograd._enable_record_function(True)
+        if is_control:
+            comm.control_bytes += self._sent
+        else:
+            comm.count(self._sent, self._received)
+        return Exchange(works, self._tensors)
+
+
+def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:
+    """A tag of 31 bits, never that of trees; those of other rounds and subjects differ, but for one in 2^30."""
+    return zlib.crc32(repr((generation, round_, *subject)).encode()) & 0x3FFFFFFF | 0x40000000
 
 
 def started(work: Work | None) -> Work:

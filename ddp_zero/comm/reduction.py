@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.comm.communicator import Communicator, Messages
-from ddp_zero.comm.exchange import Exchange, InFlight
+from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.exchange import Exchange, InFlight, Messages
 from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.ring import has_ended, ring_room_numel
 from ddp_zero.plan.partition import GroupRank

@@ -28,7 +28,7 @@ _current = _Current()
 
 
 class Span:
-    """A slot: one event, from `__enter__` to `__exit__`. Get one from `Recorder.label`.
+    """A slot: one event, within a `Label`, or from `start` to `stop`. Get one from `Recorder.span`.
 
     Attributes:
         number: how many events this process had recorded before; -1 in a slot that was never used.
@@ -45,7 +45,7 @@ class Span:
 
     __slots__ = (
         *("number", "phase", "bucket", "step", "begun", "ended", "counted", "sent", "received", "message", "peer"),
-        *("failed", "outer", "recorder", "start_mark"),
+        *("failed", "outer", "recorder", "start_mark", "range"),
     )
 
     def __init__(self) -> None:
@@ -57,33 +57,7 @@ class Span:
         self.outer: Span | None = None
         self.recorder: Recorder | None = None
         self.start_mark: object = None
-
-    def __enter__(self) -> "Span":
-        self.outer = _current.span
-        _current.span, _current.error = self, 0
-        recorder = self.recorder
-        if recorder is not None and recorder.clock is not None:
-            self.start_mark = recorder.clock.mark()
-        self.begun = self.counted = perf_counter_ns()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.ended = perf_counter_ns()
-        _current.span = self.outer
-        self.outer = None
-        recorder = self.recorder
-        if error is not None:
-            self.failed, self.peer = True, name_of(self.peer)
-            is_new, _current.error = _current.error != id(error), id(error)
-            if recorder is not None and is_new:
-                recorder.tell(self, error)
-        else:
-            self.peer = ""  # the function may refer to a process group, which must not outlive its users
-        if recorder is not None:
-            with recorder.one_adds:
-                recorder.totals[self.phase] += self.ended - self.counted
-            if self.start_mark is not None:
-                recorder.add_device_time(self)
+        self.range: AbstractContextManager[object] | None = None  # of a profiler
 
     def start(self) -> "Span":
         """Begin without becoming this thread's innermost event, so that a different thread may call `stop`."""
@@ -101,6 +75,54 @@ class Span:
                 self.recorder.totals[self.phase] += self.ended - self.counted
             if self.start_mark is not None:
                 self.recorder.add_device_time(self)
+
+
+class Label:
+    """A context that is an event each time, and this thread's innermost one. Any number of threads may be in one.
+
+    Args:
+        recorder: takes the events.
+        phase, bucket: see `Span`.
+    """
+
+    __slots__ = ("_bucket", "_phase", "_recorder")
+
+    def __init__(self, recorder: "Recorder", phase: str, bucket: int) -> None:
+        self._recorder = recorder
+        self._phase = phase
+        self._bucket = bucket
+
+    def __enter__(self) -> Span:
+        recorder = self._recorder
+        span = RING.take(recorder, self._phase, self._bucket)
+        if recorder.is_profiling():
+            span.range = recorder.open_range(span)
+        span.outer = _current.span
+        _current.span, _current.error = span, 0
+        if recorder.clock is not None:
+            span.start_mark = recorder.clock.mark()
+        span.begun = span.counted = perf_counter_ns()
+        return span
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        span, recorder = _current.span, self._recorder
+        assert span is not None, "entered by this thread"
+        span.ended = perf_counter_ns()
+        _current.span, span.outer = span.outer, None
+        if error is None:
+            span.peer = ""  # the function may refer to a process group, which must not outlive its users
+        else:
+            span.failed, span.peer = True, name_of(span.peer)
+            is_new, _current.error = _current.error != id(error), id(error)
+            if is_new:
+                recorder.tell(span, error)
+        with recorder.one_adds:
+            recorder.totals[span.phase] += span.ended - span.counted
+        if span.start_mark is not None:
+            recorder.add_device_time(span)
+        if span.range is not None:
+            span.range.__exit__(kind, error, traceback)
+            span.range = None
 
 
 class Ring:
@@ -134,7 +156,7 @@ class Ring:
         slot.begun = slot.ended = slot.sent = slot.received = 0
         slot.message = slot.peer = ""
         slot.failed = False
-        slot.start_mark = None
+        slot.start_mark = slot.range = None
         return slot
 
     def events(self) -> list[Span]:
@@ -172,14 +194,6 @@ def open_spans() -> Iterator[Span]:
     while span is not None:
         yield span
         span = span.outer
-
-
-def moves(sent: int, received: int) -> None:
-    """Note in this thread's innermost event the bytes of messages that it has posted."""
-    span = _current.span
-    if span is not None:
-        span.sent += sent
-        span.received += received
 
 
 class DeviceClock(Protocol):
@@ -222,10 +236,12 @@ class Recorder:
         self._pending: deque[tuple[Interval, Any, Any]] = deque(maxlen=_PENDING)
         self.one_adds = threading.Lock()
 
-    def label(self, phase: str, bucket: int = -1) -> AbstractContextManager[object]:
-        """An event; where a profiler is on, a range of it too, such as ``ddp_zero::local_step (bucket 3)``."""
-        span = RING.take(self, phase, bucket)
-        return self.in_range(span) if self.is_profiling() else span
+    def label(self, phase: str, bucket: int = -1) -> Label:
+        """A context that is an event and, where a profiler is on, a range such as ``ddp_zero::local_step (bucket 3)``.
+
+        It can be entered any number of times.
+        """
+        return Label(self, phase, bucket)
 
     def span(self, phase: str, bucket: int = -1) -> Span:
         """An event alone, which lasts from `Span.start` to `Span.stop`."""
@@ -235,9 +251,9 @@ class Recorder:
         """Whether a profiler is on; there is none on this floor."""
         return False
 
-    def in_range(self, span: Span) -> AbstractContextManager[object]:
-        """An event that is a range of the profiler, too."""
-        return span
+    def open_range(self, span: Span) -> AbstractContextManager[object]:
+        """A range of the profiler, entered."""
+        raise NotImplementedError("Expected a recorder that knows a profiler, got a plain one.")
 
     def add_device_time(self, span: Span) -> None:
         """Note where on its device an event has ended, which was marked when it began."""
@@ -256,7 +272,10 @@ class Recorder:
         with self.one_adds:
             self.totals["sent"] += sent
             self.totals["received"] += received
-        moves(sent, received)
+        span = _current.span
+        if span is not None:
+            span.sent += sent
+            span.received += received
 
     def step_ended(self, now: int, stepped: bool) -> None:
         """A step has ended, or was not taken. What this thread is in counts up to now, and from now in the next.

@@ -100,6 +100,7 @@ class ScratchLayout:
         pieces: the ranks that get sums, and of which elements, by index of the parameter.
         owned: the parameters of which this rank gets the sum of anything.
         own_windows: where their sums lie in this rank's slice.
+        waiting: the label of the wait for its sums.
         is_prepared, room_numel: see `Workshop.prepares`, and the elements of room that its sums need.
     """
 
@@ -131,6 +132,7 @@ class ScratchLayout:
                 self.windows[param] = Window.of(param, start)
                 start += param.numel()
         self.starts = [(param, window.offset * self.dtype.itemsize) for param, window in self.windows.items()]
+        self.waiting = sharded.comm.trace.label("wait_reduce", bucket.index)
         own = bucket.segments[sharded.comm.group_rank]
         self.owned = own.params
         self.own_windows = {
@@ -276,7 +278,7 @@ class ReducedSegment:
         if self._reduction is None:
             return
         workshop, layout = self._workshop, self.layout
-        with workshop.side.running(layout.device), workshop.comm.trace.label("wait_reduce", layout.index):
+        with workshop.side.running(layout.device), layout.waiting:
             total = self._reduction.wait()
             if workshop.late_factor != 1.0:
                 total.mul_(workshop.late_factor)
@@ -344,6 +346,11 @@ class ReducedSegment:
         """Whether `wait` has returned."""
         return self._reduction is None
 
+    @property
+    def is_released(self) -> bool:
+        """Whether `release` has been called, and nothing is held."""
+        return self._sum is None
+
     def _lend_room(self, nbytes: int) -> Tensor:
         room = self._workshop.rooms.lend(nbytes, self.layout.device)
         self._rooms.append(room)
@@ -356,6 +363,8 @@ class ReducedRuns:
     Args:
         runs: complete reductions, of all the bucket's parameters.
     """
+
+    is_released = False
 
     def __init__(self, runs: Sequence[ReducedSegment]) -> None:
         self.params = [param for run in runs for param in run.params]

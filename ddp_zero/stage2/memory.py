@@ -179,7 +179,7 @@ class BucketMemory:
             self._note_own_memory()
             return
         for index, views in self._views.items():
-            if index in self._buffers and not views.are_complete:
+            if index in self._buffers and len(views.captured) < len(views.windows):
                 for param in views.windows:
                     if param.grad is not None:
                         views.capture(param, param.grad)

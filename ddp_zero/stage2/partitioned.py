@@ -30,6 +30,7 @@ and it cannot be freed before backward ends; it is the fallback if the reducer d
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +43,7 @@ from ddp_zero.backward.admission import check_can_partition
 from ddp_zero.backward.forward_passes import ForwardPasses
 from ddp_zero.backward.gradients import BucketGradients, CommHook, Gradients, WholeGradients
 from ddp_zero.backward.reducer import (
+    NO_BACKWARD,
     NewBucket,
     at_end_of_backward,
     backward_id,
@@ -122,7 +124,7 @@ class PartitionedGradients:
             earlier.wait()
             if not is_planned:
                 earlier.keep()  # nothing is stepped before the last bucket has arrived
-        buffer, has_joined = bucket.buffer(), not in_backward()
+        buffer, has_joined = bucket.buffer(), backward_id() == NO_BACKWARD
         if not has_joined:
             self._memory.note_buffer(index, buffer)
         arrival: ReducedSegment | ReducedRuns
@@ -158,12 +160,9 @@ class PartitionedGradients:
     def show(self, was_consumed: bool) -> None:
         """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
         arrived = [index for arrival in self._arrivals for index in arrival.indices]
-        params = self._sharded.table.params
         with untouched():
             self._memory.capture()
-            for index in arrived:
-                if params[index].grad is not None and (was_consumed or not self._is_owned(index)):
-                    self._visible.hide(index, was_consumed)
+            self._visible.hide(arrived if was_consumed else filterfalse(self._is_owned, arrived), was_consumed)
         self._end_iteration()
 
     def close(self) -> None:
@@ -319,8 +318,9 @@ class PartitionedGradients:
 
     def _end_iteration(self) -> None:
         self._saw_local_pass = False
-        is_in_flight = not all(arrival.is_summed for arrival in self._arrivals)
-        for arrival in self._arrivals:
+        held = [arrival for arrival in self._arrivals if not arrival.is_released]
+        is_in_flight = not all(arrival.is_summed for arrival in held)
+        for arrival in held:
             arrival.release()
         self._memory.end_iteration(len(self._arrivals), is_in_flight)
         self._arrivals.clear()

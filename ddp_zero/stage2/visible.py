@@ -1,6 +1,6 @@
 """The contents of ``param.grad`` between iterations of stage 2, and how the next backward pass takes them up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -53,9 +53,18 @@ class VisibleGradients:
             self._shown[grad] = exact
         self._showing.add(index)
 
-    def hide(self, index: int, was_consumed: bool) -> None:
-        """Put an `AbsentGradient` into ``param.grad``, which says where the gradient is."""
-        self._sharded.table.params[index].grad = self._absence(index, was_consumed)
+    def hide(self, indices: Iterable[int], was_consumed: bool) -> None:
+        """Put an `AbsentGradient` into the ``grad`` of parameters that have one, which says where the gradient is."""
+        params, known = self._sharded.table.params, self._absent
+        for index in indices:
+            param = params[index]
+            if param.grad is not None:
+                found = known.get((index, was_consumed))
+                param.grad = self._absence(index, was_consumed) if found is None else found
+                self._standing_in.add(index)
+
+    def _stand_in(self, index: int) -> None:
+        self._sharded.table.params[index].grad = self._absence(index, was_consumed=False)
         self._standing_in.add(index)
 
     def leave(self, index: int, is_owned: bool) -> None:
@@ -71,7 +80,7 @@ class VisibleGradients:
         if is_owned:
             self.show(index, grad)
         elif index in self._hidden:
-            self.hide(index, was_consumed=False)
+            self._stand_in(index)
 
     def exact(self, grad: Tensor) -> Tensor | None:
         """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since.
@@ -168,7 +177,7 @@ class VisibleGradients:
             if index in self._put_aside and (param.grad is None or index in self._hidden):
                 self._put_back_left(index, param.grad)
             elif index in self._hidden:
-                self.hide(index, was_consumed=False)
+                self._stand_in(index)
             elif index in self._workshop.carried:
                 total = self._workshop.carried[index]
                 total = total if param.grad is None else total + self._sharded.stepped.own_part(index, param.grad)
@@ -250,18 +259,15 @@ class VisibleGradients:
             )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
-        key = (index, was_consumed)
+        key, table = (index, was_consumed), self._sharded.table
         if key not in self._absent:
-            table = self._sharded.table
-            name = table.label(index)
+            reason = self._is_elsewhere(index)
             if was_consumed:
                 reason = (
-                    f"Expected the gradient of {name}, got none: the step inside backward has used it up (stage 2, "
-                    f"{self._workshop.where}). Build the optimizer with overlap_with_ddp=False to have gradients until "
-                    "opt.step()."
+                    f"Expected the gradient of {table.label(index)}, got none: the step inside backward has used it up "
+                    f"(stage 2, {self._workshop.where}). Build the optimizer with overlap_with_ddp=False to have "
+                    "gradients until opt.step()."
                 )
-            else:
-                reason = self._is_elsewhere(index)
             self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
         return self._absent[key]
 

@@ -176,7 +176,7 @@ class ShardedStep:
             stepped.residence.check()
         if self.in_buckets and not self._steps_elements:
             source = AlignedGradients(source)
-        with self.comm.trace.label("local_step", index), stepped.lent(indices, source):
+        with self._labels[index], stepped.lent(indices, source):
             result = self.local_step.step(index, **kwargs)
         if stepped.residence.keeps:
             self._freed.add(stepped.keep(indices, self.inner.state))
@@ -397,6 +397,7 @@ class ShardedStep:
         stepped, index_of = self.stepped, self.table.index_of
         stepped.follow_memory()
         self._freed.add(stepped.keep(self.binding.owned(), self.inner.state))
+        self._labels = [self.comm.trace.label("local_step", bucket.index) for bucket in self.binding.plan.buckets]
         self.local_step.bind(
             {
                 bucket: {stepped[index_of[param]] for param in params}

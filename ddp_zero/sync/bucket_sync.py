@@ -38,6 +38,7 @@ class BucketSync:
         self._storage = storage
         self._comm = comm
         self._subject = (plan_digest, bucket.index)
+        self._sending, self._waiting = (comm.trace.label(phase, bucket.index) for phase in ("sync", "wait_sync"))
         self._what = f"the sync of bucket {bucket.index}"
         fixed = storage.fixed_segments(bucket)
         self._all_gather: Callable[[tuple[int, ...]], InFlight] | None = None
@@ -49,7 +50,7 @@ class BucketSync:
 
     def start(self) -> None:
         """Send what this rank has stepped, and post the receives of what others step."""
-        with self._comm.trace.label("sync", self.bucket.index):
+        with self._sending:
             all_gather = self._all_gather
             if all_gather is None:
                 self._packed = self._storage.segments_to_sync(self.bucket, self._comm.group_rank)
@@ -64,17 +65,17 @@ class BucketSync:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
         assert self._exchange is not None, "started before"
-        with self._comm.trace.label("wait_sync", self.bucket.index):
+        with self._waiting:
             self._exchange.wait(self._what)
         if self._all_gather is None:
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
         self._packed, self._exchange = (), None
-        self.count_changes()
+        increment_version(self.changed)
 
     def count_changes(self) -> None:
         """Count received parameters as changed in place, as the step does on their owners."""
-        changed, self.changed = self.changed, []
-        increment_version(changed)
+        increment_version(self.changed)
+        self.changed = []
 
 
 def _indices(bucket: Bucket, ranks: Iterable[int]) -> list[int]:

@@ -50,7 +50,7 @@ def test_a_ring_holds_the_last_events_in_order_and_uses_its_slots_again(ring: Ri
     recorder = Recorder()
     slots = set(map(id, ring._slots))
     for number in range(13):
-        with recorder.span("sync", number):
+        with recorder.label("sync", number):
             pass
     assert [event.bucket for event in ring.events()] == [5, 6, 7, 8, 9, 10, 11, 12]
     assert [event.number for event in ring.events()] == list(range(5, 13))
@@ -60,9 +60,9 @@ def test_a_ring_holds_the_last_events_in_order_and_uses_its_slots_again(ring: Ri
 
 def test_an_event_that_goes_on_keeps_its_slot(ring: Ring) -> None:
     recorder = Recorder()
-    with recorder.span("step") as outer:
+    with recorder.label("step") as outer:
         for number in range(20):
-            with recorder.span("sync", number):
+            with recorder.label("sync", number):
                 assert [span.phase for span in open_spans()] == ["sync", "step"]
     assert outer.phase == "step"
     assert [event.bucket for event in ring.events()] == [-1, 13, 14, 15, 16, 17, 18, 19]
@@ -82,7 +82,7 @@ def test_threads_do_not_share_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work() -> None:
         for number in range(500):
-            with recorder.span("sync", number):
+            with recorder.label("sync", number):
                 pass
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -97,13 +97,13 @@ def test_threads_do_not_share_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_event_that_has_ended_refers_to_no_peer(ring: Ring) -> None:
     peer = Refers()
-    with Recorder().span("wait_sync", 2) as span:
+    with Recorder().label("wait_sync", 2) as span:
         waits_for("the sync of bucket 2", peer.name)
         assert callable(span.peer)
     assert span.message == "the sync of bucket 2"
     assert not callable(span.peer)
     alive = weakref.ref(peer)
-    with pytest.raises(RuntimeError, match="lost"), Recorder().span("wait_sync", 3) as span:
+    with pytest.raises(RuntimeError, match="lost"), Recorder().label("wait_sync", 3) as span:
         lose("the sync of bucket 3", peer)
     assert span.peer == "rank 3 (global rank 7)"
     del peer
@@ -114,8 +114,8 @@ def test_an_event_that_has_ended_refers_to_no_peer(ring: Ring) -> None:
 def test_bytes_and_waits_are_noted_in_the_innermost_event_of_the_thread(ring: Ring) -> None:
     recorder = Recorder()
     recorder.moved(1, 2)  # outside of any
-    with recorder.span("step") as outer:
-        with recorder.span("sync", 0) as inner:
+    with recorder.label("step") as outer:
+        with recorder.label("sync", 0) as inner:
             recorder.moved(10, 20)
         recorder.moved(100, 200)
     assert [(span.sent, span.received) for span in (inner, outer)] == [(10, 20), (100, 200)]
@@ -125,7 +125,7 @@ def test_bytes_and_waits_are_noted_in_the_innermost_event_of_the_thread(ring: Ri
 def test_an_event_that_goes_on_counts_in_both_steps_by_its_parts(ring: Ring) -> None:
     recorder, ended = Recorder(), []
     recorder.when_ended = lambda: ended.append(recorder.step)
-    with recorder.span("step") as span:
+    with recorder.label("step") as span:
         time.sleep(0.002)
         recorder.step_ended(time.perf_counter_ns(), stepped=True)
         assert 2e6 < recorder.at_end["step"] == span.counted - span.begun
@@ -139,7 +139,7 @@ def test_an_event_that_goes_on_counts_in_both_steps_by_its_parts(ring: Ring) -> 
 def test_an_error_writes_one_record_with_the_event_that_failed(ring: Ring, folder: Path) -> None:
     flight.identify(1, [0, 1, 2], 600.0)
     recorder = Recorder()
-    with pytest.raises(RuntimeError, match="lost"), recorder.span("step"), recorder.span("wait_sync", 4):
+    with pytest.raises(RuntimeError, match="lost"), recorder.label("step"), recorder.label("wait_sync", 4):
         lose("the sync of bucket 4", Refers())
     (record,) = read_folder(folder)
     assert (record.rank, set(record.members) >= {0, 1, 2}) == (1, True)
@@ -154,7 +154,7 @@ def test_an_error_writes_one_record_with_the_event_that_failed(ring: Ring, folde
 
 def test_a_later_error_replaces_the_record(ring: Ring, folder: Path) -> None:
     for text in ("first", "second"):
-        with pytest.raises(ValueError, match=text), Recorder().span("local_step", 0):
+        with pytest.raises(ValueError, match=text), Recorder().label("local_step", 0):
             raise ValueError(text)
     (record,) = read_folder(folder)
     assert record.error == "ValueError: second"
@@ -165,7 +165,7 @@ def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: Ring,
     (tmp_path / "file").write_text("not a folder")
     flight.record_to(tmp_path / "file")
     try:
-        with pytest.raises(ValueError, match="the error itself"), Recorder().span("sync"):
+        with pytest.raises(ValueError, match="the error itself"), Recorder().label("sync"):
             raise ValueError("the error itself")
     finally:
         flight.record_to(None)
@@ -173,10 +173,11 @@ def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: Ring,
 
 def test_a_time_out_nears_after_three_quarters_of_it_without_an_event(ring: Ring) -> None:
     assert flight.overdue(ring, time.perf_counter_ns(), 1.0) is None, "no event yet"
-    span = Recorder().span("wait_sync", 1).__enter__()
+    label = Recorder().label("wait_sync", 1)
+    span = label.__enter__()
     assert flight.overdue(ring, span.begun + 700_000_000, 1.0) is None
     assert flight.overdue(ring, span.begun + 760_000_000, 1.0) == "no event for 0.8 s of a time-out of 1.0 s"
-    span.__exit__(None, None, None)
+    label.__exit__(None, None, None)
     assert flight.overdue(ring, span.ended + 700_000_000, 1.0) is None
 
 
@@ -202,10 +203,10 @@ def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: Ring) -> N
     recorder = Recorder()
     recorder.clock = device = Device()
     for bucket in range(2):
-        with recorder.span("wait_reduce", bucket):
+        with recorder.label("wait_reduce", bucket):
             pass
     recorder.step_ended(time.perf_counter_ns(), stepped=True)
-    with recorder.span("join_streams"):
+    with recorder.label("join_streams"):
         pass
     assert recorder.on_device() == []
     device.passed = 4
