@@ -5,6 +5,7 @@ Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borro
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,10 @@ class BucketGradients(Protocol):
     """A bucket whose reduction was started in this iteration."""
 
     params: list[Tensor]
+    on_stream: AbstractContextManager[object]
+    """In which it is stepped."""
+    is_summed: bool
+    """Whether `wait` has returned."""
 
     def wait(self) -> None:
         """Block until its averaged gradients have arrived."""
@@ -149,6 +154,8 @@ class ReducedBucket:
         self._sharded = sharded
         self._side = side
         self._reduced: Tensor | None = None
+        self.on_stream = side.running(self.params[0].device)
+        self.is_summed = False
 
     def wait(self) -> None:
         """Block until the reduction has resolved."""
@@ -157,6 +164,7 @@ class ReducedBucket:
                 reduced = self._future.wait()
             self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
             self._side.keep(self._reduced)
+            self.is_summed = True
 
     def gradient(self, index: int) -> Tensor:
         """A window of the reduced bucket."""

@@ -56,8 +56,9 @@ class Iteration:
         if not self.has_begun:
             self._begin()
         arrival = self.arrived[index]
-        with self._side.running(arrival.params[0].device):
-            arrival.wait()
+        with arrival.on_stream:
+            if not arrival.is_summed:
+                arrival.wait()
             self._sharded.step_bucket(index, arrival)
         arrival.release()
 
@@ -65,7 +66,7 @@ class Iteration:
         """Finish the syncs, after every bucket was stepped."""
         if not self.has_begun:
             self._begin()
-        with self._side.running(self.arrived[0].params[0].device):
+        with self.arrived[0].on_stream:
             self._sharded.end()
         with self._sharded.comm.trace.label("join_streams"):
             self._side.join()

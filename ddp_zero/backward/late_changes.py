@@ -11,12 +11,12 @@ same loop all raise.
 """
 
 import copy
-import itertools
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ class LateChanges:
 
     def __init__(self, sharded: ShardedStep) -> None:
         self._sharded = sharded
-        self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient, see _mark
+        self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
+        self._absent: list[tuple[int, AbsentGradient, int]] = []  # parameter, placeholder, and how often it was zeroed
         self._places: list[tuple[int, int]] = []  # address and version of each of these parameters
         self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
         self._turn = 0  # of the buckets that are summed
@@ -64,9 +65,12 @@ class LateChanges:
         sharded = self._sharded
         self._turn += 1
         with untouched(), torch.no_grad():
-            grads = [(index, param.grad) for index, param in enumerate(sharded.table.params)]
-            self._grads = [(index, *_mark(grad)) for index, grad in grads if grad is not None]
-            self._kept = {index: grad for index, grad in grads if grad is not None and step_is_due}
+            grads = [(index, grad) for index, one in enumerate(sharded.table.params) if (grad := one.grad) is not None]
+            self._absent = [(index, grad, grad.zeroed) for index, grad in grads if isinstance(grad, AbsentGradient)]
+            self._grads = [
+                (index, grad.data_ptr(), grad._version) for index, grad in grads if type(grad) is not AbsentGradient
+            ]
+            self._kept = dict(grads) if step_is_due else {}
             self._places = self._current_places()
             self._sums = self._current_sums()
         sharded.binding.sync.left.when_arrived = partial(_note_arrived, weakref.ref(self))
@@ -74,7 +78,7 @@ class LateChanges:
 
     def forget(self) -> None:
         """Forget what was noted, when the next iteration begins or this one is dropped."""
-        self._grads, self._places, self._options = [], [], []
+        self._grads, self._absent, self._places, self._options = [], [], [], []
         self._sums, self._kept = {}, {}
         self._sharded.binding.sync.left.when_arrived = None
 
@@ -91,9 +95,12 @@ class LateChanges:
         """
         params = self._sharded.table.params
         with untouched():
+            for index, absent, zeroed in self._absent:
+                if params[index].grad is not absent or absent.zeroed != zeroed:
+                    return index
             for index, address, version in self._grads:
                 grad = params[index].grad
-                if grad is None or _mark(grad) != (address, version):
+                if grad is None or (grad.data_ptr(), grad._version) != (address, version):
                     return index
             return None
 
@@ -192,10 +199,10 @@ class LateChanges:
             return f"the gradient of {self._sharded.table.label(index)}"
         with untouched():
             now = self._current_places()
-        for (index, *_), noted, found in zip(self._grads, self._places, now, strict=True):
-            if noted != found:
-                return self._sharded.table.label(index)
-        return None
+        if now == self._places:
+            return None
+        differs = (noted != found for noted, found in zip(self._places, now, strict=True))
+        return self._sharded.table.label(next(compress(self._noted(), differs)))
 
     def _changed_option(self) -> str | None:
         for position, (noted, group) in enumerate(zip(self._options, self._sharded.param_groups, strict=False)):
@@ -223,8 +230,12 @@ class LateChanges:
     # Marks
 
     def _current_places(self) -> list[tuple[int, int]]:
-        params = self._sharded.table.params
-        return [(params[index].data_ptr(), params[index]._version) for index, *_ in self._grads]
+        params = [self._sharded.table.params[index] for index in self._noted()]
+        return [(param.data_ptr(), param._version) for param in params]
+
+    def _noted(self) -> list[int]:
+        """The parameters that had a gradient, or a placeholder of one."""
+        return [index for index, *_ in self._absent] + [index for index, *_ in self._grads]
 
     def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
         """The sums whose turn it is, but for those that are known."""
@@ -232,12 +243,12 @@ class LateChanges:
         if is_looked_at(self._turn) or torch.is_anomaly_enabled():
             buckets = plan.buckets
         else:
-            turn = itertools.islice(plan.buckets, self._turn % _TURNS, None, _TURNS)
+            turn = islice(plan.buckets, self._turn % _TURNS, None, _TURNS)
             buckets = tuple(bucket for bucket in turn if bucket.kind.startswith("cpu"))
         if not buckets:
             return {}
         with untouched(), torch.no_grad():
-            at_rest = self._sharded.binding.memory_at_rest(buckets, {index for index, *_ in self._grads})
+            at_rest = self._sharded.binding.memory_at_rest(buckets, set(self._noted()))
             return {index: sum_of_bits(memory) for index, memory in at_rest if index not in known}
 
     @property
@@ -324,10 +335,3 @@ def _is_equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     except Exception:  # a class whose objects cannot be compared may raise anything
         return False
-
-
-def _mark(grad: Tensor) -> tuple[int, int]:
-    """Two numbers that change when a gradient does; an `AbsentGradient` can only be set to zero."""
-    if isinstance(grad, AbsentGradient):
-        return id(grad), grad.zeroed
-    return grad.data_ptr(), grad._version

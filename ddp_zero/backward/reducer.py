@@ -180,6 +180,7 @@ class BucketViews:
         flat: where the reducer writes now, 1-D; None while that is memory of its own.
         scratch: the memory that ``flat`` is a part of.
         windows: as given.
+        are_complete: whether the reducer's view has been seen for every parameter.
     """
 
     def __init__(
@@ -190,11 +191,13 @@ class BucketViews:
         self.buffer = buffer
         self.windows = windows
         self._views = dict(views or {})
+        self.are_complete = len(self._views) == len(windows)
 
     def capture(self, param: Tensor, view: Tensor) -> None:
         """Note the reducer's view for a parameter: its ``grad`` once it has been marked ready."""
         if param not in self._views:
             self._views[param] = view
+            self.are_complete = len(self._views) == len(self.windows)
             if self.flat is not None:
                 self._point(param, view, self.flat)
 
@@ -202,11 +205,6 @@ class BucketViews:
     def captured(self) -> Mapping[Tensor, Tensor]:
         """The views that were captured, by parameter."""
         return self._views
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether the reducer's view has been seen for every parameter."""
-        return len(self._views) == len(self.windows)
 
     def is_captured(self, param: Tensor) -> bool:
         """Whether the reducer's view for this parameter has been seen."""

@@ -14,17 +14,17 @@ class _Running:
 
     def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
-        self._is_current = False
+        self._entered: list[bool] = []  # contexts may be nested
 
     def __enter__(self) -> None:
         current = torch.accelerator.current_stream(self._stream.device)
-        self._is_current = current == self._stream
-        if not self._is_current:
+        self._entered.append(current != self._stream)
+        if self._entered[-1]:
             self._stream.wait_stream(current)
             self._stream.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._is_current:
+        if self._entered.pop():
             self._stream.__exit__(kind, error, traceback)
 
 
@@ -47,7 +47,10 @@ class SideStream:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def running(self, device: torch.device) -> AbstractContextManager[object]:
-        """Issue work for a device on its side stream, after everything issued on the current one so far."""
+        """A context, for any number of times, in which work for a device is issued on its side stream.
+
+        It comes after everything issued on the current stream so far.
+        """
         return _NOTHING if device.type in _WITHOUT_STREAMS else _Running(self._stream(device))
 
     def keep(self, tensor: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
 from ddp_zero.plan.partition import GroupRank
-from ddp_zero.record.recorder import waits_for
+from ddp_zero.record.recorder import Recorder, waits_for
 
 _CHUNK_BYTES = 4 << 20
 
@@ -100,13 +100,15 @@ class Member(Protocol):
     process_group: ProcessGroup
     generation: int
     round: int
+    sent_bytes: int
     control_bytes: int
+
+    @property
+    def trace(self) -> Recorder:
+        """Takes the events of the optimizer."""
 
     def name(self, group_rank: GroupRank) -> str:
         """The name of a rank."""
-
-    def count(self, sent: int, received: int) -> None:
-        """Add up bytes."""
 
 
 class Messages:
@@ -151,7 +153,9 @@ class Messages:
         if is_control:
             comm.control_bytes += self._sent
         else:
-            comm.count(self._sent, self._received)
+            if self._sent:  # a thread that only receives must not count while another one does
+                comm.sent_bytes += self._sent
+            comm.trace.moved(self._sent, self._received)
         return Exchange(works, self._tensors)
 
 

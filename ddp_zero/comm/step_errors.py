@@ -45,9 +45,13 @@ class StepErrors:
         comm: everyone who steps, also the replicas: a parameter that one of them has not stepped would differ.
         tensors: the tensors that are stepped; their devices decide whether errors are shared.
         plan_digest: a number that differs if plans differ.
+
+    Attributes:
+        has_own: whether this rank's local step failed in the current step, or in the step that was shared last.
     """
 
     def __init__(self, comm: Communicator, tensors: Sequence[Tensor], plan_digest: int) -> None:
+        self.has_own = False
         self._comm = comm
         self._subject = (plan_digest, _END_OF_STEP)
         self._is_shared = comm.world_size > 1 and all(comm.has_direct_messages(one.device) for one in tensors)
@@ -59,12 +63,8 @@ class StepErrors:
         if sys.version_info >= (3, 11):
             error.add_note(f"({self._comm.name(self._comm.group_rank)}. {WHAT_NOW})")
         self._own = error if self._is_shared else None
+        self.has_own = self._is_shared
         return self._is_shared
-
-    @property
-    def has_own(self) -> bool:
-        """True if this rank's local step failed in the current step, or in the step that was shared last."""
-        return self._own is not None or (self._sent is not None and self._sent.own is not None)
 
     def share(self) -> None:
         """After every bucket was sent: report to the peers how the step went. A collective; waits for nothing."""
@@ -80,6 +80,7 @@ class StepErrors:
             is_control=True,
         )
         self._sent = _Sent(exchange, blocks, own)
+        self.has_own = own is not None
 
     def receive(self) -> None:
         """Wait for the blocks of the peers.
@@ -99,6 +100,7 @@ class StepErrors:
             StepFailedElsewhereError: a RuntimeError with the errors of other ranks.
         """
         sent, self._sent = self._sent, None
+        self.has_own = self._own is not None
         if sent is None:
             return
         sent.exchange.wait("the end of the step")
@@ -118,6 +120,7 @@ class StepErrors:
         self._own = None
         if sent_too:
             self._sent = None
+        self.has_own = self._sent is not None and self._sent.own is not None
 
 
 def _encode(text: str) -> Tensor:

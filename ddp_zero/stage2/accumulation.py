@@ -36,6 +36,7 @@ class SummedBucket:
 
     def __init__(self, bucket: ReducedBucket, carried: Mapping[int, Tensor], sharded: ShardedStep) -> None:
         self.params = bucket.params
+        self.on_stream, self.is_summed = bucket.on_stream, False
         self.wait = bucket.wait
         self.release = bucket.release
         self._bucket = bucket

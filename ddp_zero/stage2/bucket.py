@@ -89,6 +89,7 @@ class ScratchLayout:
         params: the bucket's parameters, in DDP's order.
         bucket: which of them each rank owns.
         sharded: knows the optimizer's parameters.
+        side: the stream that sums and steps.
 
     Attributes:
         index: the bucket's.
@@ -100,6 +101,7 @@ class ScratchLayout:
         pieces: the ranks that get sums, and of which elements, by index of the parameter.
         owned: the parameters of which this rank gets the sum of anything.
         own_windows: where their sums lie in this rank's slice.
+        on_stream: a context in which the bucket is reduced and stepped.
         waiting: the label of the wait for its sums.
         is_prepared, room_numel: see `Workshop.prepares`, and the elements of room that its sums need.
     """
@@ -107,7 +109,7 @@ class ScratchLayout:
     is_prepared: bool | None = None
     room_numel = 0
 
-    def __init__(self, params: list[Tensor], bucket: Bucket, sharded: ShardedStep) -> None:
+    def __init__(self, params: list[Tensor], bucket: Bucket, sharded: ShardedStep, side: SideStream) -> None:
         table = sharded.table
         self.index = bucket.index
         self.params = params
@@ -115,6 +117,7 @@ class ScratchLayout:
         self.numel = sum(param.numel() for param in params)
         self.dtype, self.device = params[0].dtype, params[0].device
         self.nbytes = self.numel * self.dtype.itemsize
+        self.on_stream = side.running(self.device)
         self.windows: dict[Tensor, Window] = {}
         self.ranges: list[tuple[int, int]] = []
         self.pieces: dict[int, Pieces] = {}
@@ -225,18 +228,25 @@ class OwnedSums:
 
 
 class ReducedSegment:
-    """A bucket in flight to the owners; then this rank's sum of it."""
+    """A bucket in flight to the owners; then this rank's sum of it.
+
+    Attributes:
+        on_stream: a context in which it is stepped.
+        is_summed: whether `wait` has returned.
+        is_released: whether `release` was called, and nothing is held.
+    """
 
     def __init__(self, workshop: Workshop, layout: ScratchLayout, scratch: Tensor) -> None:
         self.params, self.indices, self.owned = layout.params, layout.indices, layout.owned
-        self.layout = layout
+        self.layout, self.on_stream = layout, layout.on_stream
+        self.is_summed = self.is_released = False
         self._workshop = workshop
         self._scratch: Tensor | None = scratch
         self._rooms: list[Tensor] = []
         self._sum: Tensor | None = None
         self._gradients: Mapping[int, Tensor] = {}
         self._received: dict[int, Tensor] = {}
-        with workshop.side.running(layout.device):  # rule 4 of [Note: who owns memory on an accelerator]
+        with layout.on_stream:  # rule 4 of [Note: who owns memory on an accelerator]
             start = self._start_prepared if workshop.prepares(layout, scratch) else self._start
             self._reduction: DirectSum | SegmentReduction | GroupedReduction | None = start(scratch)
 
@@ -278,7 +288,7 @@ class ReducedSegment:
         if self._reduction is None:
             return
         workshop, layout = self._workshop, self.layout
-        with workshop.side.running(layout.device), layout.waiting:
+        with layout.on_stream, layout.waiting:
             total = self._reduction.wait()
             if workshop.late_factor != 1.0:
                 total.mul_(workshop.late_factor)
@@ -293,12 +303,13 @@ class ReducedSegment:
             workshop.rooms.give_back(room)
         self._rooms.clear()
         self._reduction = None  # it holds on to memory
+        self.is_summed = True
 
     def keep(self) -> None:
         """Once it is summed: copy the sum out for a later step, and free the scratch."""
         if self._scratch is None or self._sum is None or self._reduction is not None:
             return
-        with self._workshop.side.running(self.layout.device):
+        with self.on_stream:
             if self._sum.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr():
                 self._sum, self._gradients = self._sum.clone(), {}
         self._workshop.scratches.give_back(self._scratch)
@@ -330,7 +341,7 @@ class ReducedSegment:
 
     def release(self) -> None:
         """Free the sum and the scratch, after the step has used them."""
-        self._sum, self._gradients = None, {}
+        self._sum, self._gradients, self.is_released = None, {}, True
         self._received.clear()
         if self._scratch is not None:
             self._workshop.scratches.give_back(self._scratch)
@@ -340,16 +351,6 @@ class ReducedSegment:
     def pieces(self) -> Mapping[int, Pieces]:
         """The ranks that get the sum of each parameter, by index."""
         return self.layout.pieces
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether `wait` has returned."""
-        return self._reduction is None
-
-    @property
-    def is_released(self) -> bool:
-        """Whether `release` has been called, and nothing is held."""
-        return self._sum is None
 
     def _lend_room(self, nbytes: int) -> Tensor:
         room = self._workshop.rooms.lend(nbytes, self.layout.device)
@@ -371,7 +372,7 @@ class ReducedRuns:
         self.indices = [index for run in runs for index in run.indices]
         self.pieces = {index: found for run in runs for index, found in run.pieces.items()}
         self.owned = [index for run in runs for index in run.owned]
-        self.is_summed = True
+        self.is_summed, self.on_stream = True, runs[0].on_stream
         self._runs = runs
         self._run_of = {index: run for run in runs for index in run.indices}
 

@@ -76,20 +76,31 @@ class BucketMemory:
 
     # When a bucket is full
 
-    def note_buffer(self, index: int, buffer: Tensor) -> None:
-        """Note the buffer that DDP hands out for a bucket; a new one means that DDP has rebuilt its buckets."""
+    def note_buffer(self, index: int, buffer: Tensor | None) -> None:
+        """Note the buffer that DDP hands out for a bucket; a new one means that DDP has rebuilt its buckets.
+
+        None on a rank that has joined: DDP stands in for it with zeros.
+        """
+        if buffer is None:
+            return
         self._buffers[index] = buffer
         views = self._views.get(index)
         if views is not None and views.buffer is not buffer:
             self._forget_views()
 
-    def take(self, layout: ScratchLayout, is_joined: bool) -> Tensor:
+    def take(self, layout: ScratchLayout, buffer: Tensor | None) -> Tensor:
         """The scratch with a bucket's gradients; the caller gives it back.
 
         Args:
             layout: where gradients must lie; not that of ``layouts`` if the plan does not have the bucket.
-            is_joined: whether this rank has joined, and has no gradients.
+            buffer: see `note_buffer`.
         """
+        views = self._views.get(layout.index)
+        if views is None or views.buffer is not buffer:
+            self.note_buffer(layout.index, buffer)
+        elif buffer is not None:
+            self._buffers[layout.index] = buffer
+        is_joined = buffer is None
         landed = self.lent.pop(layout.index, None)
         is_planned = layout.index < len(self.layouts) and self.layouts[layout.index] is layout
         if landed is not None and is_planned:
@@ -179,7 +190,7 @@ class BucketMemory:
             self._note_own_memory()
             return
         for index, views in self._views.items():
-            if index in self._buffers and len(views.captured) < len(views.windows):
+            if index in self._buffers and not views.are_complete:
                 for param in views.windows:
                     if param.grad is not None:
                         views.capture(param, param.grad)

@@ -49,7 +49,6 @@ from ddp_zero.backward.reducer import (
     backward_id,
     finds_unused,
     has_static_graph,
-    in_backward,
     on_gradient,
     rebuild_buckets,
     reduced_parameters,
@@ -125,14 +124,12 @@ class PartitionedGradients:
             if not is_planned:
                 earlier.keep()  # nothing is stepped before the last bucket has arrived
         buffer, has_joined = bucket.buffer(), backward_id() == NO_BACKWARD
-        if not has_joined:
-            self._memory.note_buffer(index, buffer)
         arrival: ReducedSegment | ReducedRuns
         if is_planned:
             layout = self._memory.layouts[index]
-            arrival = ReducedSegment(self._workshop, layout, self._memory.take(layout, has_joined))
+            arrival = ReducedSegment(self._workshop, layout, self._memory.take(layout, None if has_joined else buffer))
         else:
-            arrival = self._start_unplanned(index, bucket.parameters())
+            arrival = self._start_unplanned(index, bucket.parameters(), None if has_joined else buffer)
         self._arrivals.append(arrival)
         published: Future[Tensor] = Future()
         published.set_result(buffer)  # the reducer copies nothing: it is in its own memory
@@ -178,7 +175,10 @@ class PartitionedGradients:
         hand_over(self._sharded, self._arrivals, self._visible, publishes)
         params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
         buckets = self._sharded.binding.plan.buckets
-        layouts = [ScratchLayout(params, buckets[index], self._sharded) for index, params in enumerate(params_of)]
+        layouts = [
+            ScratchLayout(params, buckets[index], self._sharded, self._workshop.side)
+            for index, params in enumerate(params_of)
+        ]
         self._memory.lay_out(layouts, built)
         self._digest = self._sharded.binding.digest
         self._visible.forget()
@@ -289,17 +289,18 @@ class PartitionedGradients:
 
     # A bucket
 
-    def _start_unplanned(self, index: int, params: list[Tensor]) -> ReducedSegment | ReducedRuns:
+    def _start_unplanned(self, index: int, params: list[Tensor], buffer: Tensor | None) -> ReducedSegment | ReducedRuns:
         """Reduce a bucket that is not in the plan to the owners so far.
 
         Before DDP builds its final buckets it has a single one, unless it was given ``bucket_cap_mb_list`` or looks for
         unused parameters. A second copy of that would be as large as all gradients.
         """
-        is_joined, sizes = not in_backward(), [param.nbytes for param in params]
+        self._memory.note_buffer(index, buffer)
+        is_joined, sizes = buffer is None, [param.nbytes for param in params]
         num_runs = -(-sum(sizes) // _RUN_BYTES)
         if num_runs <= _BUCKET_RUNS or not self._memory.is_in_own_memory(index):
             layout = self._new_layout(index, params)
-            return ReducedSegment(self._workshop, layout, self._memory.take(layout, is_joined))
+            return ReducedSegment(self._workshop, layout, self._memory.take(layout, buffer))
         segments = []
         for run in filter(None, cut(sizes, range(len(params)), num_runs)):
             layout = self._new_layout(index, [params[place] for place in run])
@@ -312,7 +313,7 @@ class PartitionedGradients:
         """Lay out parameters of a bucket that is not in the plan, for the owners so far."""
         index_of, binding = self._sharded.table.index_of, self._sharded.binding
         bucket = binding.bucket_over(index, [index_of[param] for param in params])
-        return ScratchLayout(params, bucket, self._sharded)
+        return ScratchLayout(params, bucket, self._sharded, self._workshop.side)
 
     # The end of an iteration
 
