@@ -348,6 +348,11 @@ class ReducedSegment:
             self._scratch = None
 
     @property
+    def nbytes(self) -> int:
+        """Size of this rank's sum."""
+        return 0 if self._sum is None else self._sum.nbytes
+
+    @property
     def pieces(self) -> Mapping[int, Pieces]:
         """The ranks that get the sum of each parameter, by index."""
         return self.layout.pieces
@@ -373,6 +378,7 @@ class ReducedRuns:
         self.pieces = {index: found for run in runs for index, found in run.pieces.items()}
         self.owned = [index for run in runs for index in run.owned]
         self.is_summed, self.on_stream = True, runs[0].on_stream
+        self.nbytes = sum(run.nbytes for run in runs)
         self._runs = runs
         self._run_of = {index: run for run in runs for index in run.indices}
 

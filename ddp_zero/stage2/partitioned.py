@@ -64,6 +64,7 @@ from ddp_zero.stage2.hand_over import hand_over
 from ddp_zero.stage2.memory import BucketMemory
 from ddp_zero.stage2.visible import VisibleGradients
 from ddp_zero.step.sharded_step import ShardedStep
+from ddp_zero.sync.heap import return_freed_memory
 
 _RUN_BYTES = 8 << 20
 _BUCKET_RUNS = 4  # a bucket of at most as many is reduced at once
@@ -102,6 +103,7 @@ class PartitionedGradients:
         self._backward = -1
         self._reduces = False
         self._saw_local_pass = False
+        self._first_sums: int | None = None  # bytes of those of the first pass that were not freed yet
         self._watch_gradients({None: [param for _, param in reduced_parameters(ddp)]})
 
     # An iteration, in the order in which the hook asks
@@ -110,6 +112,7 @@ class PartitionedGradients:
         """Forget the buckets of the last iteration."""
         if self._arrivals:
             self._end_iteration()
+        self._return_first_sums()
 
     def held(self) -> Collection[int]:
         """The gradients that this rank carries over to the next sums."""
@@ -148,6 +151,8 @@ class PartitionedGradients:
         for arrival in self._arrivals:
             arrival.wait()
             arrival.keep()
+        if self._first_sums is None:
+            self._first_sums = sum(arrival.nbytes for arrival in self._arrivals)
         self._workshop.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
         for arrival in self._arrivals:
             for index in () if has_joined else arrival.owned:
@@ -217,6 +222,7 @@ class PartitionedGradients:
         """Forget what was shown, and what a backward pass that was not reduced has taken out."""
         self._saw_local_pass = False
         self._visible.forget_all()
+        self._return_first_sums()
 
     def detach(self) -> None:
         """Take the tensor hooks off the parameters, and the library's gradients out of ``param.grad``."""
@@ -326,6 +332,12 @@ class PartitionedGradients:
         self._memory.end_iteration(len(self._arrivals), is_in_flight)
         self._arrivals.clear()
         self._visible.forget_taken()
+
+    def _return_first_sums(self) -> None:
+        """Once the sums of the first pass are free: the first step waits for them all, later ones may keep none."""
+        if self._first_sums and not self._workshop.carried:
+            return_freed_memory(self._first_sums)
+            self._first_sums = 0
 
     # Questions
 
