@@ -150,7 +150,7 @@ class Engine:
     def find_models(self) -> bool:
         """Watch the DDP models over these parameters. Returns True if models were found that were not known."""
         sharded = self.sharded
-        return sharded.ranks.everyone.world_size > 1 and self.passes.find_models(sharded.table.params)
+        return sharded.everyone.world_size > 1 and self.passes.find_models(sharded.table.params)
 
     @property
     def takes_hook(self) -> bool:
@@ -394,7 +394,7 @@ class Engine:
     def _learn_from_first_step(self, hook: OverlapHook, amp: AmpState | None) -> None:
         """At the first ``step()``: make all steps wait for it if any rank's loop changes anything after backward."""
         changes = amp is not None or hook.late.first() is not None
-        if any(flag for (flag,) in self.sharded.ranks.everyone.all_gather_ints([int(changes)])):
+        if any(flag for (flag,) in self.sharded.everyone.all_gather_ints([int(changes)])):
             self.waits_because = _CHANGED
 
     @property

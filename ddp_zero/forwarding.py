@@ -73,9 +73,9 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
         )
     sharded, inner = engine.sharded, engine.sharded.inner
     doing = f"{type(inner).__name__}.{name}()"
-    with Agreement(sharded.ranks.everyone, doing):
+    with Agreement(sharded.everyone, doing):
         _check_between_steps(engine.hook, name)
-        sharded.binding.sync.left.complete()
+        sharded.left.complete()
         sharded.stepped.follow_model()
         sharded.check_ready()
     sharded.refresh()
@@ -94,7 +94,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
         sharded.order.after_step(inner.state, sharded.stepped.index_of)  # behind those of earlier steps
         written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
         _share_written(sharded, written, has_state=any(inner.state.values()))
-    with Agreement(sharded.ranks.everyone, doing):
+    with Agreement(sharded.everyone, doing):
         return outcome.result()
 
 
@@ -118,9 +118,9 @@ def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) ->
     """
     stepped, params = sharded.stepped, sharded.table.params
     stepped.show(written)
-    travel = {param for bucket in sharded.binding.plan.buckets for one in bucket.segments for param in one.params}
+    travel = {param for bucket in sharded.plan.buckets for one in bucket.segments for param in one.params}
     mine = [any(index in travel for index in written), any(index not in travel for index in written), has_state]
-    every = sharded.ranks.everyone.all_gather_ints([int(flag) for flag in mine])
+    every = sharded.everyone.all_gather_ints([int(flag) for flag in mine])
     in_plan, outside, any_state = (any(flags) for flags in zip(*every, strict=True))
     sharded.order.is_at_birth &= not any_state
     if in_plan:
@@ -136,7 +136,7 @@ def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) ->
 
 def _sync(sharded: ShardedStep) -> None:
     try:
-        for bucket in sharded.binding.plan.buckets:
+        for bucket in sharded.plan.buckets:
             sharded.binding.sync.start(bucket)
         sharded.end_syncs()
     except BaseException:

@@ -125,13 +125,14 @@ def owned_gradients(engine: Engine) -> Mapping[Tensor, Tensor]:
 
 def full_grad(engine: Engine, param: Tensor) -> Tensor | None:
     """See `ZeroRedundancyOptimizer.full_grad`."""
-    index = engine.sharded.table.index_of.get(param)
+    sharded = engine.sharded
+    index = sharded.table.index_of.get(param)
     if index is None:
         raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
     engine.check_averaged()
     _show_edits(engine)
     if engine.is_partitioned or engine.decision.owned_edits.are_made:
-        return gather_gradient(engine.sharded, index)
+        return gather_gradient(sharded, index)
     return None if param.grad is None else param.grad.detach().clone()
 
 
@@ -143,7 +144,8 @@ def _chosen(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> lis
     """
     if parameters is None:
         return None
-    index_of = engine.sharded.table.index_of
+    sharded = engine.sharded
+    index_of = sharded.table.index_of
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if any(param not in index_of for param in params):
         raise ValueError("Expected parameters of this optimizer, got one that is in none of its groups.")
@@ -158,5 +160,6 @@ def _editable(engine: Engine, index: int) -> Tensor | None:
 def _show_edits(engine: Engine) -> None:
     """Let ``param.grad`` show exact sums that the user has changed."""
     if engine.hook is not None:
-        for index in engine.sharded.binding.owned():
-            engine.hook.gradients.exact(index)
+        sharded, gradients = engine.sharded, engine.hook.gradients
+        for index in sharded.binding.owned():
+            gradients.exact(index)

@@ -15,7 +15,7 @@ from ddp_zero.comm.communicator import Communicator
 from ddp_zero.engine import INTERLEAVED_LAG
 from ddp_zero.local.arguments import Grouping, check_class, check_flags, check_known, grouped, own_options
 from ddp_zero.local.live_model import the_ddp_model_in
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 
 
 def hook_with_zero_step(
@@ -42,7 +42,7 @@ def hook_with_zero_step(
         ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or has a
             hook already.
     """
-    return zero._engine.build_hook(ddp, hook, split=shard_buckets, lag=None)
+    return engine_of(zero).build_hook(ddp, hook, split=shard_buckets, lag=None)
 
 
 def hook_with_zero_step_interleaved(
@@ -52,7 +52,7 @@ def hook_with_zero_step_interleaved(
 
     Bucket *i* is stepped when bucket *i + 1* arrives, so that its reduction has had time to resolve.
     """
-    return zero._engine.build_hook(ddp, hook, split=shard_buckets, lag=INTERLEAVED_LAG)
+    return engine_of(zero).build_hook(ddp, hook, split=shard_buckets, lag=INTERLEAVED_LAG)
 
 
 _OTHER_NAMES = ("process_group", "overlap_with_ddp")
@@ -124,7 +124,7 @@ def _build(
         parameters_as_bucket_view=parameters_as_bucket_view,
         **options,
     )
-    zero._engine.sharded.table.learn_names(named)
+    sharded_of(zero).table.learn_names(named)
     return zero
 
 

@@ -13,6 +13,7 @@ from ddp_zero.insight.page import write_page
 from ddp_zero.insight.stats import Stats
 from ddp_zero.plan.partition import GlobalRank, GroupRank
 from ddp_zero.step.record import StepRecord
+from ddp_zero.step.sharded_step import ShardedStep
 
 
 class Information:
@@ -21,6 +22,10 @@ class Information:
     _engine: Engine
     _stats: Stats
     parameters_as_bucket_view: bool
+
+    @property
+    def _sharded(self) -> ShardedStep:
+        return self._engine.sharded
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -96,30 +101,30 @@ class Information:
     @property
     def rank(self) -> GroupRank:
         """This process's rank in the group."""
-        return self._engine.sharded.ranks.everyone.group_rank
+        return self._sharded.everyone.group_rank
 
     @property
     def global_rank(self) -> GlobalRank:
         """This process's rank in the whole job."""
-        comm = self._engine.sharded.ranks.everyone
+        comm = self._sharded.everyone
         return comm.global_rank(comm.group_rank)
 
     @property
     def _all_params(self) -> list[Tensor]:
         """All parameters, under the name that torch's own class has for them."""
-        return list(self._engine.sharded.table.params)
+        return list(self._sharded.table.params)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
-        return self._engine.sharded.ranks.everyone.world_size
+        return self._sharded.everyone.world_size
 
     @property
     def process_group(self) -> ProcessGroup:
         """The group whose ranks share the optimizer."""
-        return self._engine.sharded.ranks.everyone.process_group
+        return self._sharded.everyone.process_group
 
     @property
     def shard_group(self) -> ProcessGroup:
         """The group over whose ranks state is sharded: ``process_group`` if none was given."""
-        return self._engine.sharded.comm.process_group
+        return self._sharded.comm.process_group

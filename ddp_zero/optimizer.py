@@ -271,7 +271,7 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
             RuntimeError: if gradients are not finite and ``nonfinite="raise"``, on every rank; or if a peer failed or
                 the group's time-out passed: parameters may then be half updated.
         """
-        with self._engine.sharded.comm.trace.label("step"):
+        with self._sharded.trace.label("step"):
             return self._engine.step(closure, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -305,7 +305,7 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
-        self._engine.sharded.binding.sync.left.complete()
+        self._sharded.left.complete()
 
     # Gradients
 
@@ -566,7 +566,7 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._engine.sharded.table.params[0].device
+        return self._sharded.table.params[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -600,3 +600,13 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
         def __getattr__(self, name: str) -> Any:
             """A public attribute of the inner optimizer that is not defined here; methods become collectives."""
             return attribute_of_inner(self, name)
+
+
+def engine_of(optimizer: ZeroRedundancyOptimizer) -> Engine:
+    """The engine of an optimizer: the door for packages that build on it."""
+    return optimizer._engine
+
+
+def sharded_of(optimizer: ZeroRedundancyOptimizer) -> ShardedStep:
+    """The sharded step of an optimizer: the door for packages that read or move what is sharded."""
+    return optimizer._engine.sharded

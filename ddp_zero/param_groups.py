@@ -22,7 +22,7 @@ def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
     groups_before = len(exposed), len(inner.param_groups)
     moving = nullcontext() if hook is None else hook.late.while_memory_moves()
     try:
-        with moving, Agreement(sharded.ranks.everyone, "add_param_group") as agreement:
+        with moving, Agreement(sharded.everyone, "add_param_group") as agreement:
             add()
             if any(param.grad is not None for param in exposed[-1]["params"]):
                 engine.check_before_step("add_param_group() of parameters with gradients")

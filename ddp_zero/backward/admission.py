@@ -87,7 +87,7 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
         )
     if not any(param in sharded.table.index_of for param in ddp.parameters()):
         raise ValueError("Expected an optimizer over the parameters of this DDP model, got none in common.")
-    if not sharded.ranks.everyone.has_same_ranks(ddp.process_group):
+    if not sharded.everyone.has_same_ranks(ddp.process_group):
         raise ValueError(
             "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
             "process_group=ddp.process_group to the optimizer."
@@ -218,7 +218,7 @@ class UnusedParameters:
     def learn(self, ddp: DistributedDataParallel, sharded: ShardedStep, has_run: bool) -> None:
         """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""
         if has_static_graph(ddp) and self._are_there is None:
-            table, comm = sharded.table, sharded.ranks.everyone
+            table, comm = sharded.table, sharded.everyone
             reduced = {param for bucket in sharded.binding.layout or () for param in bucket}
             misses = has_run and any(table.params[param].grad is None for param in reduced)
             self._are_there = any(flag for (flag,) in comm.all_gather_ints([int(misses)]))

@@ -92,7 +92,7 @@ def _check_same(sharded: ShardedStep, indices: Sequence[int], why: str) -> None:
     Raises:
         RuntimeError: on every rank, naming the first parameter whose gradients differ.
     """
-    table, comm = sharded.table, sharded.ranks.everyone
+    table, comm = sharded.table, sharded.everyone
     grads = [table.params[index].grad for index in indices]
     mine = [_NONE if grad is None or not is_present(grad) else int(sum_of_bits(grad.detach())) for grad in grads]
     every = comm.all_gather_ints(mine)

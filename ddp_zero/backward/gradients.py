@@ -160,7 +160,7 @@ class ReducedBucket:
     def wait(self) -> None:
         """Block until the reduction has resolved."""
         if self._reduced is None:
-            with self._sharded.comm.trace.label("wait_reduce", self._index):
+            with self._sharded.trace.label("wait_reduce", self._index):
                 reduced = self._future.wait()
             self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
             self._side.keep(self._reduced)

@@ -145,7 +145,7 @@ class OverlapHook:
         if self._watch.is_on:
             self._watch.screen(params, bucket.buffer())
         while len(self._labels) <= index:
-            self._labels.append(self._sharded.comm.trace.label("reduce", len(self._labels)))
+            self._labels.append(self._sharded.trace.label("reduce", len(self._labels)))
         with self._labels[index]:
             future, arrival = self.gradients.start(state, bucket, index, matches)
         self._iteration.arrived.append(arrival)

@@ -68,7 +68,7 @@ class Iteration:
             self._begin()
         with self.arrived[0].on_stream:
             self._sharded.end()
-        with self._sharded.comm.trace.label("join_streams"):
+        with self._sharded.trace.label("join_streams"):
             self._side.join()
 
     def step_all(self, has_joined: bool) -> None:

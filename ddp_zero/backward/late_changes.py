@@ -73,14 +73,14 @@ class LateChanges:
             self._kept = dict(grads) if step_is_due else {}
             self._places = self._current_places()
             self._sums = self._current_sums()
-        sharded.binding.sync.left.when_arrived = partial(_note_arrived, weakref.ref(self))
+        sharded.left.when_arrived = partial(_note_arrived, weakref.ref(self))
         self._options = [_NotedOptions(group) for group in sharded.param_groups]
 
     def forget(self) -> None:
         """Forget what was noted, when the next iteration begins or this one is dropped."""
         self._grads, self._absent, self._places, self._options = [], [], [], []
         self._sums, self._kept = {}, {}
-        self._sharded.binding.sync.left.when_arrived = None
+        self._sharded.left.when_arrived = None
 
     def note_arrived(self) -> None:
         """Note parameters that have arrived: from now on a change of their values is the user's."""
@@ -239,7 +239,7 @@ class LateChanges:
 
     def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
         """The sums whose turn it is, but for those that are known."""
-        plan = self._sharded.binding.plan
+        plan = self._sharded.plan
         if is_looked_at(self._turn) or torch.is_anomaly_enabled():
             buckets = plan.buckets
         else:

@@ -117,12 +117,14 @@ def _values(saved: SavedCheckpoint, fp32: bool, exclude_frozen: bool) -> dict[st
                 f"Expected a checkpoint that tells parameters from buffers, got one of an earlier version: "
                 f"{saved.folder}. Save it again, or export it with its frozen parameters."
             )
-        aliases = {alias for alias, name in saved.shared.aliases.items() if name in saved.shared.trainable}
-        kept = {*buffers, *saved.shared.trainable, *aliases}
+        shared = saved.shared
+        aliases = {alias for alias, name in shared.aliases.items() if name in shared.trainable}
+        kept = {*buffers, *shared.trainable, *aliases}
         tensors = {name: stored for name, stored in tensors.items() if name in kept}
     found = {}
     for name, stored in tensors.items():
-        first = saved.shared.aliases.get(name, name)
+        shared = saved.shared
+        first = shared.aliases.get(name, name)
         best = saved.state.get(first, {}).get(MASTER_KEY, stored) if fp32 else stored
         is_converted = fp32 and stored.spec.dtype.is_floating_point
         found[name] = (best, torch.float32) if is_converted else (stored, stored.spec.dtype)

@@ -15,7 +15,7 @@ from ddp_zero.local.inner import group_options, rehearse_load
 from ddp_zero.local.live_model import by_group
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.local.tree import check_can_travel
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.states import split
 from ddp_zero.plan.partition import GroupRank, partition_greedy
@@ -222,27 +222,28 @@ class ShardedState:
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self.optimizer: Optimizer = optimizer
         self.inner = optimizer.optim
-        self.table = optimizer._engine.sharded.table
+        self.table = sharded_of(optimizer).table
         self._zero = optimizer
-        self._engine = optimizer._engine
+        self._engine = engine_of(optimizer)
+        self._sharded = self._engine.sharded
 
     def check(self) -> None:
         """Check that no backward pass is under way, none waits for ``opt.step()``, and parts of states can be sent."""
         self._engine.check_between_steps()
         states = self.state()
-        for index in self._engine.sharded.binding.owned_parts():
+        for index in self._sharded.binding.owned_parts():
             check_can_travel(states.get(index), self.table.label(index))
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
         """Of the parameters whose first element this rank owns by the plan, as do its replicas, its share."""
-        sharded = self._engine.sharded
+        sharded = self._sharded
         me, ranks = sharded.comm.group_rank, sharded.ranks
         mine = [index for index, owner in enumerate(sharded.binding.owners) if owner == me]
         return mine[ranks.replica :: ranks.num_replicas]
 
     def kept(self) -> list[int]:
         """The parameters of which this rank owns anything by the plan."""
-        return self._engine.sharded.binding.owned()
+        return self._sharded.binding.owned()
 
     def state(self) -> dict[int, dict[Any, Any]]:
         """The states of owned parameters, or parts of them, masters included."""
@@ -254,7 +255,7 @@ class ShardedState:
 
     def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
         """The state of this rank's part, if the parameter is cut."""
-        stepped = self._engine.sharded.stepped
+        stepped = self._sharded.stepped
         part = stepped.part(index)
         mine = state if part is None else own_part(state, self.table, index, part)
         stepped.residence.keep([mine])
@@ -263,11 +264,11 @@ class ShardedState:
     def device(self) -> torch.device:
         """With the parameters, or on the host if they are stepped there."""
         accelerator = self.table.accelerator()
-        return torch.device("cpu") if self._engine.sharded.stepped.residence.is_away(accelerator) else accelerator
+        return torch.device("cpu") if self._sharded.stepped.residence.is_away(accelerator) else accelerator
 
     def births(self) -> Mapping[int, Birth]:
         """The creation key of each state, by step first, then by parameter; see `StateOrder`."""
-        sharded = self._engine.sharded
+        sharded = self._sharded
         return {index: sharded.order.of(sharded.stepped[index], index) for index in self.state()}
 
     def scale(self) -> dict[str, float] | None:
@@ -277,12 +278,12 @@ class ShardedState:
 
     def master(self, index: int) -> Tensor | None:
         """The master of a parameter on its owner; else None, also for one that is cut."""
-        stepped = self._engine.sharded.stepped
+        stepped = self._sharded.stepped
         return stepped.master(index) if stepped.part(index) is None else None
 
     def wants_master(self, index: int) -> bool:
         """True for low-precision parameters with ``master_weights=True``."""
-        return self._engine.sharded.stepped.wants_master(index)
+        return self._sharded.stepped.wants_master(index)
 
     def check_fits(self, state_dict: StateDict) -> None:
         """Run the checks of ``load_state_dict``."""

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ddp_zero.elements.memory import whole_of
 from ddp_zero.gradient_access import full_grad
 from ddp_zero.local.absent import on_this_rank
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 from ddp_zero.plan.ownership import home, is_cut
 
 _found = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
@@ -44,7 +44,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def full_fp32_param(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> Tensor:
     """See `safe_get_full_fp32_param`."""
-    sharded, index = optimizer._engine.sharded, _index(optimizer, param)
+    sharded, index = sharded_of(optimizer), _index(optimizer, param)
     if not sharded.stepped.wants_master(index):
         return param.detach().float().clone()
     found = _gathered(optimizer, index, sharded.stepped.master(index))
@@ -61,8 +61,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     optimizer = _needed(param)
     _check_shape(param, value)
-    optimizer._engine.check_before_step("safe_set_full_fp32_param()")
-    sharded, index = optimizer._engine.sharded, _index(optimizer, param)
+    engine_of(optimizer).check_before_step("safe_set_full_fp32_param()")
+    sharded, index = sharded_of(optimizer), _index(optimizer, param)
     with torch.no_grad(), sharded.changes.one([param.device]):
         sharded.snapshot = None
         param.copy_(value)
@@ -83,8 +83,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     optimizer = optimizer_of(param)
     if optimizer is None:
         return None if param.grad is None else param.grad.detach().clone()
-    grad = full_grad(optimizer._engine, param)
-    has_master = optimizer._engine.sharded.stepped.wants_master(_index(optimizer, param))
+    grad = full_grad(engine_of(optimizer), param)
+    has_master = sharded_of(optimizer).stepped.wants_master(_index(optimizer, param))
     return grad.float() if grad is not None and has_master else grad
 
 
@@ -102,10 +102,10 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     if optimizer is None:
         param.grad.copy_(value)
         return
-    optimizer._engine.let_gradients_wait()
+    engine_of(optimizer).let_gradients_wait()
     held = on_this_rank(param.grad)
     if held is not None:
-        held.copy_(optimizer._engine.sharded.stepped.own_part(_index(optimizer, param), value).reshape(held.shape))
+        held.copy_(sharded_of(optimizer).stepped.own_part(_index(optimizer, param), value).reshape(held.shape))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -131,7 +131,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """
     optimizer = _needed(param)
     held = _held_state(optimizer, param, optim_state_key)
-    sharded, index = optimizer._engine.sharded, _index(optimizer, param)
+    sharded, index = sharded_of(optimizer), _index(optimizer, param)
     if held is None and sharded.binding.owns(index):
         raise ValueError(f"Expected a state {optim_state_key!r} of {sharded.table.label(index)}, got none yet.")
     with torch.no_grad(), sharded.changes.one([param.device]):
@@ -158,7 +158,7 @@ def safe_update_full_grad_vectorized(
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The fp32 value of what this rank owns of a parameter, a copy; None if that is nothing."""
     optimizer = _needed(param)
-    held = _local(optimizer, param, lambda index: optimizer._engine.sharded.stepped[index])
+    held = _local(optimizer, param, lambda index: sharded_of(optimizer).stepped[index])
     return None if held is None else held.detach().float().clone()
 
 
@@ -171,8 +171,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     optimizer = _needed(param)
     index = _index(optimizer, param)
-    master = optimizer._engine.sharded.stepped.master(index)
-    if not optimizer._engine.sharded.stepped.wants_master(index):
+    master = sharded_of(optimizer).stepped.master(index)
+    if not sharded_of(optimizer).stepped.wants_master(index):
         raise NotImplementedError(
             "Expected a parameter with an fp32 master, got one of fp32, which every rank holds. Use "
             "safe_set_full_fp32_param() on every rank."
@@ -183,10 +183,10 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """What this rank has of the averaged gradient of a parameter that it owns, a copy; None if that is nothing."""
     optimizer = _needed(param)
-    if param.grad is None or not optimizer._engine.sharded.binding.owns(_index(optimizer, param)):
+    if param.grad is None or not sharded_of(optimizer).binding.owns(_index(optimizer, param)):
         return None
     held = on_this_rank(param.grad)
-    own = None if held is None else optimizer._engine.sharded.stepped.own_part(_index(optimizer, param), held)
+    own = None if held is None else sharded_of(optimizer).stepped.own_part(_index(optimizer, param), held)
     return None if own is None else own.detach().clone()
 
 
@@ -197,8 +197,8 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
         ValueError: if that is nothing, or for another shape.
     """
     optimizer = _needed(param)
-    index, sharded = _index(optimizer, param), optimizer._engine.sharded
-    optimizer._engine.let_gradients_wait()
+    index, sharded = _index(optimizer, param), sharded_of(optimizer)
+    engine_of(optimizer).let_gradients_wait()
     held = on_this_rank(param.grad) if param.grad is not None and sharded.binding.owns(index) else None
     _set_held(None if held is None else sharded.stepped.own_part(index, held), value)
 
@@ -218,7 +218,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     optimizer = _needed(param)
     held = _held_state(optimizer, param, optim_state_key)
     _set_held(held if isinstance(held, Tensor) else None, value)
-    optimizer._engine.sharded.snapshot = None
+    sharded_of(optimizer).snapshot = None
 
 
 # Finding
@@ -239,7 +239,7 @@ def optimizer_of(param: Tensor) -> ZeroRedundancyOptimizer | None:
 
 def remember(optimizer: ZeroRedundancyOptimizer) -> None:
     """Know the optimizer of its parameters."""
-    for param in optimizer._engine.sharded.table.params:
+    for param in sharded_of(optimizer).table.params:
         _found[param] = weakref.ref(optimizer)
 
 
@@ -251,17 +251,17 @@ def _needed(param: Tensor) -> ZeroRedundancyOptimizer:
 
 
 def _index(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> int:
-    return optimizer._engine.sharded.table.index_of[param]
+    return sharded_of(optimizer).table.index_of[param]
 
 
 def _local(optimizer: ZeroRedundancyOptimizer, param: Tensor, held: Callable[[int], Tensor]) -> Tensor | None:
     index = _index(optimizer, param)
-    return held(index) if optimizer._engine.sharded.binding.owns(index) else None
+    return held(index) if sharded_of(optimizer).binding.owns(index) else None
 
 
 def _held_state(optimizer: ZeroRedundancyOptimizer, param: Tensor, key: str) -> Any:
     """A value of this rank's state of a parameter; None if there is none."""
-    sharded, index = optimizer._engine.sharded, _index(optimizer, param)
+    sharded, index = sharded_of(optimizer), _index(optimizer, param)
     if not sharded.binding.owns(index):
         return None
     return optimizer.optim.state.get(sharded.stepped[index], {}).get(key)
@@ -282,7 +282,7 @@ def _check_shape(param: Tensor, value: Tensor) -> None:
 
 def _gathered(optimizer: ZeroRedundancyOptimizer, index: int, held: Any) -> Tensor | None:
     """What the owners hold for a parameter, put together on every rank; None if they hold nothing. A collective."""
-    sharded = optimizer._engine.sharded
+    sharded = sharded_of(optimizer)
     param, comm, pieces = sharded.table.params[index], sharded.comm, sharded.binding.pieces[index]
     mine = None if held is None else torch.as_tensor(held).detach()
     kind = _kind(sharded.stepped.own_part(index, param.detach()), mine) if sharded.binding.owns(index) else _ABSENT

@@ -20,7 +20,7 @@ from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.tracing import logger
 from ddp_zero.deepspeed.params import full_fp32_param
 from ddp_zero.dsconfig.config import Config
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
 
 PathLike = str | os.PathLike[str]
 
@@ -262,6 +262,6 @@ def _in_fp32(engine: Saved, value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     zero = engine.zero
-    if zero is not None and value in zero._engine.sharded.table.index_of:
+    if zero is not None and value in sharded_of(zero).table.index_of:
         return full_fp32_param(zero, value)
     return value.float()

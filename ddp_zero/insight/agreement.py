@@ -20,8 +20,8 @@ def check_agreement(running: Running) -> None:
             "Expected to be outside Join, got opt.check_agreement() inside it: ranks that have joined would not take "
             "part. Call it after the Join context."
         )
-    sharded.binding.sync.left.complete()
-    everyone, table = sharded.ranks.everyone, sharded.table
+    sharded.left.complete()
+    everyone, table = sharded.everyone, sharded.table
     device = table.accelerator()
     mine = torch.stack([digest(param.detach()).to(device) for param in table.params])
     found = diverged([theirs.tolist() for theirs in everyone.all_gather_tensor(mine)])

@@ -33,8 +33,8 @@ def explain(running: Running, flat: bool) -> str:
         where = "in the next forward pass" if sharded.leaves_syncs else "at the end of the step: see sync="
         lines.append(f"parameters of others are waited for {where}")
     lines += sharded.stepped.residence.describe()
-    plan = sharded.binding.plan
-    state = state_bytes(sharded.inner.state)
+    plan = sharded.plan
+    state = state_bytes(sharded.inner_state)
     return "\n".join([*lines, describe_shards(plan, comm.group_rank, state), draw_buckets(plan)])
 
 
@@ -48,6 +48,6 @@ def owner_of(running: Running, param: Tensor) -> GroupRank:
     if is_cut(pieces):
         shared = ", ".join(f"{comm.name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
         raise ValueError(f"Expected {sharded.table.label(index)} to have one owner, got several: {shared}.")
-    owner = sharded.ranks.everyone.place_of(comm.global_rank(home(pieces)))
+    owner = sharded.everyone.place_of(comm.global_rank(home(pieces)))
     assert owner is not None, "a shard group is part of everyone"
     return owner

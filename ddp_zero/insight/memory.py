@@ -31,7 +31,7 @@ def parts(running: Running) -> dict[str, int]:
     return {
         "parameter_bytes": parameters,
         "master_bytes": state_bytes(dict(sharded.stepped.masters)),
-        "state_bytes": state_bytes(sharded.inner.state),
+        "state_bytes": state_bytes(sharded.inner_state),
         "gradient_bytes": gradients,
         "buffer_bytes": buffers,
     }

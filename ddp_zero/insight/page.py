@@ -79,11 +79,11 @@ def write_page(path: str | os.PathLike[str], running: Running, text: str) -> Non
         text: what `explain` says.
     """
     sharded = running.sharded
-    everyone = sharded.ranks.everyone
+    everyone = sharded.everyone
     names = [sharded.table.name(index) for index in range(len(sharded.table))]
     title = f"{type(sharded.inner).__name__}, sharded over {sharded.comm.world_size} ranks"
     subtitle = f"ZeRO stage {running.stage}, seen from {everyone.name(everyone.group_rank)}"
-    Path(path).write_text(page_of(sharded.binding.plan, names, title, subtitle, text), encoding="utf-8")
+    Path(path).write_text(page_of(sharded.plan, names, title, subtitle, text), encoding="utf-8")
 
 
 def page_of(plan: ShardPlan, names: Sequence[str], title: str, subtitle: str, text: str) -> str:

@@ -40,7 +40,7 @@ class Stats:
 
     def __init__(self, running: Running) -> None:
         self._running = running
-        self._recorder: Recorder = running.sharded.comm.trace
+        self._recorder: Recorder = running.sharded.trace
         self._peaks: dict[str, int] = {}
         self._device = OnDevice()
         self._norm = ReadLater()
@@ -50,7 +50,7 @@ class Stats:
             self._recorder.clock = StreamClock(device)
         if self._recorder.when_ended is None:  # a copy of an optimizer shares its recorder
             self._recorder.when_ended = _weakly(self._sample_memory)
-        everyone = running.sharded.ranks.everyone
+        everyone = running.sharded.everyone
         members = [everyone.global_rank(rank) for rank in (everyone.group_rank, *everyone.peers())]
         flight.identify(members[0], members, _time_out_of(everyone))
 
@@ -73,8 +73,8 @@ class Stats:
             **{f"total_{name}": number for name, number in in_all.items()},
             "total_sent_bytes": totals["sent"],
             "total_received_bytes": totals["received"],
-            "buckets": len(sharded.binding.plan.buckets),
-            "imbalance": imbalance(sharded.binding.plan),
+            "buckets": len(sharded.plan.buckets),
+            "imbalance": imbalance(sharded.plan),
             "grad_norm": self._norm.read(None if record is None else record.norm),
         }
         return numbers | self._memory()

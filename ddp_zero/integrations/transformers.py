@@ -26,6 +26,7 @@ from ddp_zero import ZeroRedundancyOptimizer, checkpoint
 from ddp_zero.checkpoint.optimizers import unwrapped
 from ddp_zero.deepspeed.trainer import TrainerConfig
 from ddp_zero.integrations.accelerate import ShardedOptimizer
+from ddp_zero.optimizer import engine_of
 
 FOLDER = "zero"
 """Folder of the sharded checkpoint within a folder ``checkpoint-<step>`` of the Trainer."""
@@ -179,7 +180,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
 
     def _attach(self) -> None:
         """Register the hook on the DDP model, once for each model."""
-        decision = self.zero_optimizer._engine.decision
+        decision = engine_of(self.zero_optimizer).decision
         self._clips_inside, decision.clips_as_torch = decision.options.max_grad_norm is not None, True
         if self._attached is not self.model_wrapped:
             self.zero_optimizer.attach(self.model_wrapped)

@@ -11,7 +11,7 @@ from torch import nn
 from ddp_zero.monitor.passes import Passes
 from ddp_zero.monitor.sinks import Row, Sink, sink_for
 from ddp_zero.monitor.text import breakdown, means, memory_line
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
 
 Target = str | os.PathLike[str] | Sink | Any
 _INSIDE = ("local_step", "wait_sync", "wait_errors")
@@ -66,7 +66,7 @@ class Monitor:
         self._before: Row = opt.stats()
         self._written = int(self._before["step"])
         self._hook = opt.register_step_post_hook(lambda *_: self.step())
-        recorder = opt._engine.sharded.comm.trace
+        recorder = sharded_of(opt).trace
         self._under_way = self._written + 1
         self._is_inside = False
         self._passes = None if model is None else Passes(model, recorder, self._after_phase)

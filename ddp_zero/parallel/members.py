@@ -17,7 +17,7 @@ from ddp_zero.elements.elementwise import is_elementwise
 from ddp_zero.hooked import build_hooked
 from ddp_zero.local.arguments import PARALLEL_KEYS, check_group
 from ddp_zero.local.local_step import ParamGroup
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 from ddp_zero.parallel.resting import take_part_with_zeros
 from ddp_zero.parallel.roster import check_groups, counted
 from ddp_zero.parallel.shards import Held, held, read_cuts
@@ -146,7 +146,7 @@ def built(
     else:
         own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
         zero = ZeroRedundancyOptimizer(plan.groups, optimizer_class, process_group=group, **own)
-    table = zero._engine.sharded.table
+    table = sharded_of(zero).table
     table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
     cut = next((index for index, one in enumerate(plan.held) if one.cut_over), None)
     if cut is not None and not is_elementwise(zero.optim):
@@ -171,14 +171,14 @@ def follow_schedule(zero: ZeroRedundancyOptimizer, ddp: DistributedDataParallel)
     Raises:
         NotImplementedError: for a static graph, of which DDP averages the first backward pass of all, unless it was to.
     """
-    holds_back = zero.stage == 2 or zero._engine.decision.options.accumulate_in_fp32
+    holds_back = zero.stage == 2 or engine_of(zero).decision.options.accumulate_in_fp32
     if holds_back and has_static_graph(ddp):
         raise NotImplementedError(
             "Expected a DDP model without static_graph=True around a pipeline stage with stage=2 or "
             "accumulate_in_fp32=True, got one with it: it averages the first backward pass, which a schedule runs "
             "under no_sync(). Wrap the stage without static_graph=True, or pass stage=1."
         )
-    zero._engine.passes.follow_schedule(holds_back)
+    engine_of(zero).passes.follow_schedule(holds_back)
 
 
 def check_can_step(zero: ZeroRedundancyOptimizer) -> None:
@@ -188,14 +188,15 @@ def check_can_step(zero: ZeroRedundancyOptimizer) -> None:
         RuntimeError: for groups that were edited, state that was moved away, or a parameter that is not its master.
         NotImplementedError: for a gradient that is not dense.
     """
-    engine = zero._engine
+    engine = engine_of(zero)
     if engine.hook is None or engine.hook.is_waiting:
         if engine.hook is not None:
             engine.hook.check_complete()
-        engine.sharded.table.check_groups(zero.param_groups)
-        engine.sharded.table.check_gradients()
-        engine.sharded.stepped.follow_model()
-        engine.sharded.check_ready()
+        sharded = engine.sharded
+        sharded.table.check_groups(zero.param_groups)
+        sharded.table.check_gradients()
+        sharded.stepped.follow_model()
+        sharded.check_ready()
 
 
 def stated_groups(everyone: Communicator, plans: Sequence[Plan]) -> list[list[list[int]]]:

@@ -18,7 +18,7 @@ from ddp_zero.comm.peers import gather_text_across
 from ddp_zero.comm.ranks import Ranks
 from ddp_zero.local.arguments import Grouping
 from ddp_zero.local.local_step import ParamGroup
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 from ddp_zero.parallel.arguments import agreements, check_arguments, copied, data_group, nonfinite, other_dims
 from ddp_zero.parallel.averages import Averages, average_together, check_same_values
 from ddp_zero.parallel.council import Council, Level, MemberBeyond
@@ -138,9 +138,9 @@ class ParallelOptimizer(Refused, Optimizer):
         for number, (plan, member) in enumerate(zip(plans, self.members, strict=True)):
             if levels or beyond:
                 here = counted_here(plan, mesh, dims, pipeline_dim)
-                member._engine.decision.beyond = MemberBeyond(council, number, here, plan.positions)
-                member._engine.sharded.catching = self._held.catching
-                member._engine.passes.checks.append(self._held.raise_now)
+                engine_of(member).decision.beyond = MemberBeyond(council, number, here, plan.positions)
+                sharded_of(member).catching = self._held.catching
+                engine_of(member).passes.checks.append(self._held.raise_now)
         self._council = council
         self._everyone = everyone
         self._comms = [everyone, *beyond]
@@ -271,7 +271,7 @@ class ParallelOptimizer(Refused, Optimizer):
         """
         param = self._stepped_for.get(param, param)
         for member, averages in zip(self.members, self._averages, strict=True):
-            if param in member._engine.sharded.table.index_of:
+            if param in sharded_of(member).table.index_of:
                 if averages is not None:
                     averages.take()
                 return member.full_grad(param)
@@ -297,7 +297,7 @@ class ParallelOptimizer(Refused, Optimizer):
         if chosen is None:
             return [None] * len(self.members)
         stepped = [self._stepped_for[param] for param in chosen]
-        tables = [member._engine.sharded.table for member in self.members]
+        tables = [sharded_of(member).table for member in self.members]
         return [[param for param in stepped if param in table.index_of] for table in tables]
 
     def _average(self) -> None:
@@ -363,7 +363,7 @@ class ParallelOptimizer(Refused, Optimizer):
             ValueError: if it does not fit, naming the parameter.
         """
         for member, part in zip(self.members, unpack(state_dict, self.members, self._holdings, model), strict=True):
-            member._engine.check_before_step("opt.load_sharded_state_dict()")
+            engine_of(member).check_before_step("opt.load_sharded_state_dict()")
             member._whole.load(member, part)
             member._shard.loaded()
 
@@ -392,7 +392,7 @@ def _averages(
     """For each member that no DDP model reduces, what averages its gradients. A collective."""
     found: list[Averages | None] = []
     for plan, ddp, member in zip(plans, models, members, strict=True):
-        sharded = member._engine.sharded
+        sharded = sharded_of(member)
         if ddp is not None:
             found.append(None)
             continue

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 
 
 def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: str) -> None:
@@ -71,12 +71,12 @@ def describe(
     lines = [f"ParallelOptimizer of {len(members)} members, {everyone.world_size} data-parallel ranks"]
     for number, (member, ranks_of) in enumerate(zip(members, stated, strict=True)):
         groups = [position for position, (one, _) in enumerate(places) if one == number]
-        params = member._engine.sharded.table.params
+        params = sharded_of(member).table.params
         nbytes = sum(param.nbytes for param in params)
         distinct = list(dict.fromkeys(map(tuple, ranks_of)))
         shared = " | ".join(" ".join(map(str, ranks)) for ranks in distinct)
         mine = " ".join(map(str, ranks_of[everyone.group_rank]))
-        averaged = "by DDP" if member._engine.hook is not None or _has_model(member) else "in opt.step()"
+        averaged = "by DDP" if engine_of(member).hook is not None or _has_model(member) else "in opt.step()"
         lines += [
             f"member {number}: parameter groups {groups}, {len(params)} parameters, {nbytes:,} bytes here",
             f"  shared by global ranks {shared}; this rank's are {mine}; averaged {averaged}",
@@ -105,7 +105,7 @@ def own_row(  # noqa: D417  # as in `describe`
     lines = [f"  global rank {rank}{place}"]
     for number, (member, ranks_of) in enumerate(zip(members, stated, strict=True)):
         groups = [position for position, (one, _) in enumerate(places) if one == number]
-        params = member._engine.sharded.table.params
+        params = sharded_of(member).table.params
         shared = " ".join(map(str, ranks_of[everyone.group_rank]))
         nbytes = sum(param.nbytes for param in params)
         lines.append(
@@ -115,4 +115,4 @@ def own_row(  # noqa: D417  # as in `describe`
 
 
 def _has_model(member: Any) -> bool:
-    return bool(member._engine.passes._models)
+    return bool(engine_of(member).passes._models)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
 from ddp_zero.parallel.holdings import Holdings
 
 Places = Sequence[tuple[int, int]]
@@ -70,7 +70,7 @@ def pack(
     """See `ParallelOptimizer.sharded_state_dict`."""
     part, found = holdings.part_of(model), dict[str, Any]()
     for member in members:
-        packed, table = member._shard.pack(part, init_missing), member._engine.sharded.table
+        packed, table = member._shard.pack(part, init_missing), sharded_of(member).table
         param_of = dict(zip(part.names_of(table), table.params, strict=True))
         for name, state in packed.pop(_STATE).items():
             if name not in param_of:
@@ -108,7 +108,7 @@ def unpack(
     scale = {"loss_scale": rest.pop("loss_scale")} if "loss_scale" in rest else {}
     found = []
     for member in members:
-        names = part.names_of(member._engine.sharded.table)
+        names = part.names_of(sharded_of(member).table)
         remaining = iter(names)
         groups = [_group([next(remaining) for _ in group["params"]], group, options) for group in member.param_groups]
         own = {name: states[name] for name in names if name in states}

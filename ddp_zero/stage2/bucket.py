@@ -135,7 +135,7 @@ class ScratchLayout:
                 self.windows[param] = Window.of(param, start)
                 start += param.numel()
         self.starts = [(param, window.offset * self.dtype.itemsize) for param, window in self.windows.items()]
-        self.waiting = sharded.comm.trace.label("wait_reduce", bucket.index)
+        self.waiting = sharded.trace.label("wait_reduce", bucket.index)
         own = bucket.segments[sharded.comm.group_rank]
         self.owned = own.params
         self.own_windows = {
@@ -179,7 +179,7 @@ class Workshop:
         self.options = options
         self.comm = sharded.comm
         self.where = self.comm.name(self.comm.group_rank)
-        num_summed = sharded.ranks.everyone.world_size
+        num_summed = sharded.everyone.world_size
         predivided = options.predivide_factor or num_summed
         self.factor, self.late_factor = 1.0 / predivided, predivided / num_summed
         self.carried: dict[int, Tensor] = {}

@@ -179,7 +179,7 @@ class PartitionedGradients:
         """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
         hand_over(self._sharded, self._arrivals, self._visible, publishes)
         params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
-        buckets = self._sharded.binding.plan.buckets
+        buckets = self._sharded.plan.buckets
         layouts = [
             ScratchLayout(params, buckets[index], self._sharded, self._workshop.side)
             for index, params in enumerate(params_of)

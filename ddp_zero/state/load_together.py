@@ -44,7 +44,7 @@ def load_together(
         check: raises if this is no time to load.
         may_talk: False under Join.
     """
-    comm = sharded.ranks.everyone
+    comm = sharded.everyone
     if comm.world_size == 1 or not may_talk:
         check()
         if state_dict is None:
@@ -73,7 +73,7 @@ def load_together(
 
 
 def _give(sharded: ShardedStep, whole: WholeDict, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    comm = sharded.ranks.everyone
+    comm = sharded.everyone
     with Agreement(comm, _DOING):
         prepared = whole.prepare(optimizer, state_dict)
         whole.check_scale(prepared.state_dict)
@@ -98,7 +98,7 @@ def _give(sharded: ShardedStep, whole: WholeDict, optimizer: Optimizer, state_di
 
 
 def _receive(sharded: ShardedStep, whole: WholeDict, optimizer: Optimizer, giver: GroupRank) -> None:
-    comm, device = sharded.ranks.everyone, sharded.table.accelerator()
+    comm, device = sharded.everyone, sharded.table.accelerator()
     with Agreement(comm, _DOING):
         pass
     text = comm.all_gather_text("")[giver]
@@ -110,7 +110,7 @@ def _receive(sharded: ShardedStep, whole: WholeDict, optimizer: Optimizer, giver
         rehearse_load(sharded.inner, local)
     kept, index_of = _kept_by_each(sharded)[comm.group_rank], _indices(structure)
     with sharded.change():
-        sharded.inner.state.clear()
+        sharded.inner_state.clear()
         received = comm.receive_tree(giver, device)
         for saved_id in structure["state"]:
             if index_of.get(saved_id, -1) in kept:
@@ -129,7 +129,7 @@ def _check_masters(sharded: ShardedStep) -> None:
     Raises:
         ValueError: naming the first parameter whose master does not; RuntimeError on other ranks. All have loaded then.
     """
-    comm = sharded.ranks.everyone
+    comm = sharded.everyone
     with Agreement(comm, _DOING):
         if diverged := sharded.stepped.diverged():
             raise ValueError(
@@ -154,7 +154,7 @@ def _kept_by_each(sharded: ShardedStep) -> list[dict[int, slice | None]]:
         [index, [parts[index].start, parts[index].stop] if index in parts else None]
         for index in sharded.binding.owned()
     ]
-    every = [json.loads(text) for text in sharded.ranks.everyone.all_gather_text(json.dumps(mine))]
+    every = [json.loads(text) for text in sharded.everyone.all_gather_text(json.dumps(mine))]
     return [{index: None if part is None else slice(*part) for index, part in one} for one in every]
 
 

@@ -97,7 +97,7 @@ class OnDemand:
                 found += [(index, peer, birth, state) for birth, index, state in theirs]
         pieces = put_together(found, sharded.table, sharded.binding.pieces)
         pieces.sort(key=lambda piece: piece[:2])
-        whole: State = {key: value for key, value in sharded.inner.state.items() if not isinstance(key, Tensor)}
+        whole: State = {key: value for key, value in sharded.inner_state.items() if not isinstance(key, Tensor)}
         whole.update((sharded.table.params[index], state) for _, index, state in pieces)
         return whole
 
@@ -217,7 +217,7 @@ def _owned(sharded: ShardedStep) -> Iterator[Piece]:
         TypeError: for a state that cannot travel, naming the parameter.
     """
     pieces, rank, stepped = sharded.binding.pieces, sharded.comm.group_rank, sharded.stepped
-    for index, state in with_masters(sharded.inner.state, stepped).items():
+    for index, state in with_masters(sharded.inner_state, stepped).items():
         if not isinstance(index, int) or index >= len(pieces) or piece_of(pieces[index], rank) is None:
             continue  # users may look up the state of a parameter that this rank does not own, which creates one
         if stepped.are_fresh and MASTER_KEY in state:  # masters follow the model only when they are used

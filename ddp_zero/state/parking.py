@@ -23,7 +23,7 @@ def offload_state(sharded: ShardedStep, to: Offload | str) -> None:
     if stepped.are_parked or type(stepped.residence) is not type(residence_for(None)):
         how = "an earlier opt.offload_state()" if stepped.are_parked else "offload= of the optimizer"
         raise RuntimeError(f"Expected state beside the parameters, got state that {how} has moved away ({name}).")
-    sharded.binding.sync.left.complete()
+    sharded.left.complete()
     stepped.follow_model()
     residence = residence_for(to)
     residence.reserve(_owned(sharded))
@@ -47,7 +47,7 @@ def _move(sharded: ShardedStep, move: Move) -> None:
     stepped, params = sharded.stepped, sharded.table.params
     for index in sharded.binding.owned():
         device = params[index].device
-        state: Any = sharded.inner.state.get(stepped[index])
+        state: Any = sharded.inner_state.get(stepped[index])
         moved(state, lambda tensor, device=device: move(tensor, device))  # type: ignore[misc]
         master = stepped.master(index)
         if master is not None:
@@ -57,5 +57,5 @@ def _move(sharded: ShardedStep, move: Move) -> None:
 def _owned(sharded: ShardedStep) -> list[Tensor]:
     """The tensors that move."""
     stepped, owned = sharded.stepped, sharded.binding.owned()
-    states = (sharded.inner.state.get(stepped[index]) for index in owned)
+    states = (sharded.inner_state.get(stepped[index]) for index in owned)
     return [*(tensor for state in states for tensor in tensors_in(state)), *stepped.masters.values()]

@@ -36,11 +36,11 @@ class ShardDict:
         self._check_whole()
         names = self._qualified_names(model)
         states: dict[str, Any] = {names[index]: dict(state) for index, state in self.owned_state().items()}
-        whole: Mapping[Any, Any] = sharded.inner.state
+        whole: Mapping[Any, Any] = sharded.inner_state
         states.update({key: value for key, value in whole.items() if isinstance(key, str)})
         if init_missing:
             for index in filter(self._is_trainable, sharded.binding.owned()):
-                if sharded.stepped[index] not in sharded.inner.state:
+                if sharded.stepped[index] not in sharded.inner_state:
                     fresh = fresh_state(sharded.inner, sharded.stepped[index])
                     states[names[index]] = {**fresh, **states.get(names[index], {})}
         groups = [
@@ -112,8 +112,8 @@ class ShardDict:
         sharded = self._sharded
         sharded.check_memory_order()
         sharded.stepped.follow_model()
-        sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of)
-        by_index = with_masters(sharded.inner.state, sharded.stepped)
+        sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
+        by_index = with_masters(sharded.inner_state, sharded.stepped)
         return {index: by_index[index] for index in sorted(filter(is_index, by_index), key=self._whole.birth_of)}
 
     def saved_state(self) -> dict[int, dict[Any, Any]]:

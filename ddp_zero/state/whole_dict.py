@@ -72,9 +72,9 @@ class WholeDict:
             return self._shown
         sharded = self._sharded
         if sharded.stepped.are_parameters:
-            return sharded.inner.state
+            return sharded.inner_state
         params, index_of = sharded.table.params, sharded.stepped.index_of
-        items = sharded.inner.state.items()
+        items = sharded.inner_state.items()
         return {params[index_of(key)] if isinstance(key, Tensor) else key: value for key, value in items}
 
     def gather(self, to: int) -> None:
@@ -87,7 +87,7 @@ class WholeDict:
             sharded.ranks,
             sharded.table,
             sharded.binding.pieces,
-            sharded.inner.state,
+            sharded.inner_state,
             sharded.order,
             sharded.stepped,
             GroupRank(to),
@@ -200,11 +200,11 @@ class WholeDict:
             known = self._state_at_birth() if sharded.order.is_at_birth else None
             return self._state_on_demand() if known is None else known
         sharded.stepped.follow_model()
-        sharded.order.note_new(sharded.inner.state, sharded.stepped.index_of)
+        sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
         if not sharded.stepped.has_masters:
-            return sharded.order.sorted(sharded.inner.state)
+            return sharded.order.sorted(sharded.inner_state)
         params = sharded.table.params
-        by_index = with_masters(sharded.inner.state, sharded.stepped)
+        by_index = with_masters(sharded.inner_state, sharded.stepped)
         born = sorted(filter(is_index, by_index), key=self.birth_of)
         others = {key: value for key, value in by_index.items() if not is_index(key)}
         return {**others, **{params[index]: by_index[index] for index in born}}
@@ -228,7 +228,7 @@ class WholeDict:
             master = {} if stand_in is param else {MASTER_KEY: stand_in.detach()}
             if state := {**made.get(stand_in, {}), **master}:
                 whole[param] = state
-        present = with_masters(sharded.inner.state, sharded.stepped)
+        present = with_masters(sharded.inner_state, sharded.stepped)
         for index in sharded.binding.owned():
             expected, part = whole.get(params[index], {}), sharded.stepped.part(index)
             expected = expected if part is None else narrowed(expected, params[index], None, part)
@@ -239,7 +239,7 @@ class WholeDict:
     def _state_on_demand(self) -> State:
         if self._on_demand is not None:
             return self._on_demand.gather()
-        rank = self._sharded.ranks.everyone.group_rank
+        rank = self._sharded.everyone.group_rank
         raise RuntimeError(
             f"Expected the state of a copy of an optimizer, for which other ranks cannot be asked, to be consolidated "
             f"on rank {rank}, got only its own shard. Call consolidate_state_dict(to={rank}) on all ranks first; a "

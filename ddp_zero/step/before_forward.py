@@ -63,7 +63,7 @@ class _BeforeForward:
             return
         sharded = self._sharded()
         if sharded is not None and (_evaluates(module) or _is_ddp_of_compiled_parts(module)):
-            sharded.binding.sync.left.complete()
+            sharded.left.complete()
 
 
 def _at_compile_time(reference: Callable[[], ShardedStep | None]) -> Callable[[], None]:
@@ -74,7 +74,7 @@ def _at_compile_time(reference: Callable[[], ShardedStep | None]) -> Callable[[]
         sharded = reference()
         if sharded is not None:
             sharded.leaves_syncs = False
-            sharded.binding.sync.left.complete()
+            sharded.left.complete()
 
     note._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return note

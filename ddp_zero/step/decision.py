@@ -146,12 +146,12 @@ class Decision:
         sharded = self._sharded
         occasion = replace(occasion, source=self.owned_edits.source(occasion.source, sharded.stepped))
         inverse, checks = self._inverse_scale(occasion), self._checks_finite(occasion)
-        with sharded.comm.trace.label("decide"):
+        with sharded.trace.label("decide"):
             findings = self._look(occasion, inverse, checks)
         self.watch.is_on |= checks
         scale = self._scale(occasion)
         if checks and findings.nonfinite:
-            with sharded.comm.trace.label("decide"):
+            with sharded.trace.label("decide"):
                 culprit = self.beyond.culprit(findings.share)
                 if culprit is not None or not findings.is_suspicion:
                     self._do_not_step(occasion, findings, scale, culprit)
@@ -359,7 +359,7 @@ class Decision:
         if found == len(params):
             return None
         flags = self.watch.flags(params[found])
-        everyone = sharded.ranks.everyone
+        everyone = sharded.everyone
         passes = min(count for (count,) in everyone.all_gather_ints([len(flags)]))
         rank = culprit(everyone.all_gather_ints(flags[:passes])) if passes else None
         of_rank = "" if rank is None else f", nor was that of {everyone.name(GroupRank(rank))} before averaging"

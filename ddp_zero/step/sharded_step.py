@@ -22,12 +22,14 @@ from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.local.scaled import AlignedGradients
 from ddp_zero.offload.residence import Load
 from ddp_zero.plan.ownership import Pieces
+from ddp_zero.plan.shard_plan import ShardPlan
 from ddp_zero.service.changes import StateChanges
 from ddp_zero.step.binding import Binding, strides_of
 from ddp_zero.step.coupling import CouplingWatch
 from ddp_zero.step.record import StepRecord
 from ddp_zero.step.state_order import State, StateOrder, migrate_state
 from ddp_zero.sync.heap import FreedMemory
+from ddp_zero.sync.left_in_flight import LeftInFlight
 
 
 class ShardedStep:
@@ -45,7 +47,9 @@ class ShardedStep:
 
     Attributes:
         ranks: as given.
+        everyone: all of them, with the replicas of the shards.
         comm: those of them that share the shards.
+        trace: takes the events.
         last_step: the record of the last one.
         leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
         coupling: detects an optimizer that computes a value from all parameters.
@@ -66,7 +70,9 @@ class ShardedStep:
         stepped: SteppedTensors,
     ) -> None:
         self.ranks = ranks
+        self.everyone = ranks.everyone
         self.comm = ranks.shard
+        self.trace = ranks.shard.trace
         self.table = table
         self.binding = binding
         self.inner = inner
@@ -113,7 +119,7 @@ class ShardedStep:
         """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
         result = None
         self.changes.begin()
-        for bucket in self.binding.plan.buckets:
+        for bucket in self.plan.buckets:
             result = self.step_bucket(bucket.index, source, **kwargs)
         last = self.end(**kwargs)
         self.raise_errors()
@@ -127,7 +133,7 @@ class ShardedStep:
                 rank owns is no longer its rounded master, or if state was moved away by ``opt.offload_state()``.
         """
         self.snapshot = None
-        self.binding.sync.left.complete()
+        self.left.complete()
         self.table.check_groups(self.param_groups)
         self.stepped.follow_model()
         self.check_ready()
@@ -146,7 +152,7 @@ class ShardedStep:
         try:
             arrived: Iterable[tuple[int, GradientSource]] = ((index, source),)
             if residence.carries:
-                device = torch.device(self.binding.plan.buckets[index].kind.partition("/")[0] or "cpu")
+                device = torch.device(self.plan.buckets[index].kind.partition("/")[0] or "cpu")
                 arrived = residence.arrive(index, device, source, partial(self._loads, index, source))
             result = self._step_arrived(arrived, kwargs)
             if self.local_step.steps_whole:  # with the gradients of this bucket, which are those of all
@@ -167,7 +173,7 @@ class ShardedStep:
                 except Exception as error:
                     if not sync.errors.note(error):
                         raise
-            sync.start(self.binding.plan.buckets[index])
+            sync.start(self.plan.buckets[index])
         return result
 
     def _step_locally(self, index: int, indices: Sequence[int], source: GradientSource, kwargs: dict[str, Any]) -> Any:
@@ -179,7 +185,7 @@ class ShardedStep:
         with self._labels[index], stepped.lent(indices, source):
             result = self.local_step.step(index, **kwargs)
         if stepped.residence.keeps:
-            self._freed.add(stepped.keep(indices, self.inner.state))
+            self._freed.add(stepped.keep(indices, self.inner_state))
         return result
 
     def _loads(self, index: int, source: GradientSource) -> list[Load]:
@@ -209,7 +215,7 @@ class ShardedStep:
         if not has_failed:
             self.local_step.end(**kwargs)
         self.coupling.end(has_failed)
-        self.order.after_step(self.inner.state, self.stepped.index_of)
+        self.order.after_step(self.inner_state, self.stepped.index_of)
         self.stepped.note_versions()
         self.changes.end()
         return result
@@ -225,7 +231,7 @@ class ShardedStep:
 
         A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
         """
-        with self.catching(), self.comm.trace.label("share_errors"):
+        with self.catching(), self.trace.label("share_errors"):
             try:
                 if self.coupling.check():
                     self.local_step.mirror_to_exposed()
@@ -236,7 +242,7 @@ class ShardedStep:
         """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
         number = 1 if self.last_step is None else self.last_step.number + 1
         self.last_step = replace(record, number=number)
-        self.comm.trace.step_ended(perf_counter_ns(), record.stepped)
+        self.trace.step_ended(perf_counter_ns(), record.stepped)
 
     def _try_locally(self, step: Callable[[], Any]) -> Any:
         """Do this rank's part of a step, unless an earlier part has failed."""
@@ -254,7 +260,22 @@ class ShardedStep:
         """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
         self.binding.sync.end_step()
         if not self.leaves_syncs:
-            self.binding.sync.left.complete()
+            self.left.complete()
+
+    @property
+    def plan(self) -> ShardPlan:
+        """Who owns what, as it is in force."""
+        return self.binding.plan
+
+    @property
+    def left(self) -> LeftInFlight:
+        """What steps that have ended left in flight."""
+        return self.binding.sync.left
+
+    @property
+    def inner_state(self) -> State:
+        """The state of the optimizer over this rank's parameters, by what is stepped."""
+        return self.inner.state
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -265,7 +286,7 @@ class ShardedStep:
         """The parameters of this rank that the local step of a bucket may change."""
         if self.local_step.steps_whole:
             return () if self.local_step.is_done else self.binding.owned()
-        return self.binding.plan.buckets[index].segments[self.comm.group_rank].params
+        return self.plan.buckets[index].segments[self.comm.group_rank].params
 
     def check_ready(self) -> None:
         """Check that a step can be taken; raises RuntimeError with `why_refuse`."""
@@ -337,7 +358,7 @@ class ShardedStep:
         self._make_room(pieces)
         with self.change():
             before = self.binding.pieces
-            migrate_state(self.ranks, self.table, self.inner.state, self.order, self.stepped, before, pieces)
+            migrate_state(self.ranks, self.table, self.inner_state, self.order, self.stepped, before, pieces)
             self.binding.adopt(layout, pieces, moves_later)
             self.local_step.own(self.stepped.own(self.binding.owned(), self.binding.owned_parts()))
             self._bind()
@@ -372,7 +393,7 @@ class ShardedStep:
         self._strides = strides_of(self.table)
         self.local_step.mirror_to_exposed()
         self._bind()
-        self.order.loaded([self.stepped[index] for index in indices], self.inner.state)
+        self.order.loaded([self.stepped[index] for index in indices], self.inner_state)
         self.stepped.note_versions()
 
     def extend(self, table: ParameterTable, binding: Binding) -> None:
@@ -382,7 +403,7 @@ class ShardedStep:
         table.extends(self.table)
         self.table = table
         self.binding = binding
-        self.order.note_new(self.inner.state, self.stepped.index_of)
+        self.order.note_new(self.inner_state, self.stepped.index_of)
         self._bind()
 
     def change(self) -> AbstractContextManager[None]:
@@ -391,13 +412,13 @@ class ShardedStep:
 
     def _devices_of_plan(self) -> set[torch.device]:
         """The devices of buckets, which are fewer than parameters; a moved parameter has made a new plan."""
-        return {torch.device(bucket.kind.partition("/")[0]) for bucket in self.binding.plan.buckets if bucket.kind}
+        return {torch.device(bucket.kind.partition("/")[0]) for bucket in self.plan.buckets if bucket.kind}
 
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of
         stepped.follow_memory()
-        self._freed.add(stepped.keep(self.binding.owned(), self.inner.state))
-        self._labels = [self.comm.trace.label("local_step", bucket.index) for bucket in self.binding.plan.buckets]
+        self._freed.add(stepped.keep(self.binding.owned(), self.inner_state))
+        self._labels = [self.trace.label("local_step", bucket.index) for bucket in self.plan.buckets]
         self.local_step.bind(
             {
                 bucket: {stepped[index_of[param]] for param in params}

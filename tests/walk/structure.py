@@ -65,7 +65,8 @@ def private_reach(tree: ast.Module) -> Iterator[str]:
         )
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in _OURS and node.attr not in own:
+        is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+        if isinstance(node, ast.Attribute) and node.attr in _OURS and node.attr not in own and not is_own:
             yield ast.unparse(node)
 
 
