@@ -271,7 +271,7 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
             RuntimeError: if gradients are not finite and ``nonfinite="raise"``, on every rank; or if a peer failed or
                 the group's time-out passed: parameters may then be half updated.
         """
-        with self._sharded.trace.label("step"):
+        with sharded_of(self).trace.label("step"):
             return self._engine.step(closure, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

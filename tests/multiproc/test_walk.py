@@ -1,0 +1,40 @@
+"""How far a bucket walks: bounds on files, calls and calls into another file; see `python -m tests.walk`."""
+
+import pytest
+
+from tests.multiproc.harness import run_ranks
+from tests.walk import structure
+from tests.walk.jobs import measure
+from tests.walk.steps import PACKAGE, Walk
+
+BOUNDS = {
+    # files, calls into another file, calls
+    "stage 2 interleaved: a further bucket": (15, 45, 120),
+    "stage 2 interleaved, cut parameters: a further bucket": (15, 45, 120),
+    "stage 2 interleaved, clipped: a further bucket": (15, 45, 120),
+    "stage 1 interleaved: a further bucket": (15, 45, 120),
+    "stage 2 interleaved: `opt.step()` after it": (15, 20, 60),
+    "stage 2 interleaved: backward of 4 buckets": (37, 300, 550),
+    "`opt.step()` standalone": (29, 110, 250),
+    "`state_dict()`": (18, 160, 430),
+}
+
+
+@pytest.fixture(scope="module")
+def walks() -> dict[str, Walk]:
+    found: dict[str, Walk] = run_ranks(measure, 2, timeout=100.0)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_no_way_is_longer_than_it_was(walks: dict[str, Walk], name: str) -> None:
+    found = walks[name]
+    now = len(found.files), found.crossings.total(), found.calls.total()
+    assert all(one <= most for one, most in zip(now, BOUNDS[name], strict=True)), f"{now}: {sorted(found.calls)}"
+
+
+def test_few_chains_of_attributes_reach_far_and_none_into_an_engine() -> None:
+    trees = structure.trees()
+    chains = [chain for tree in trees.values() for chain in structure.chains(tree)]
+    assert 1000 * len(chains) <= structure.lines_of(list(PACKAGE.rglob("*.py"))), chains
+    assert not [use for tree in trees.values() for use in structure.private_reach(tree)]
