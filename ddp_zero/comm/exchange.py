@@ -126,13 +126,14 @@ class Messages:
         received: Mapping[GroupRank, Sequence[Tensor]] = MappingProxyType({}),
     ) -> None:
         self._comm = comm
-        group = comm.process_group
-        self._posts = [
-            (partial(comm.name, peer), post, [chunk], peer)
-            for post, messages in ((group.recv, received), (group.send, sent))
-            for peer, tensors in messages.items()
-            for chunk in chunks(tensors)
-        ]
+        self._receives, self._sends = (
+            [
+                (partial(comm.name, peer), [chunk], peer)
+                for peer, tensors in messages.items()
+                for chunk in chunks(tensors)
+            ]
+            for messages in (received, sent)
+        )
         self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
         self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
         self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
@@ -140,14 +141,16 @@ class Messages:
     def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
         """Post every receive, then every send; see `Communicator.start_messages`."""
         comm, works = self._comm, list[Pending]()
+        group = comm.process_group
         tag = tag_of(comm.generation, comm.round, subject)
         torch._C._autograd._enable_record_function(False)  # see `unrecorded`
         try:
-            for name, post, chunk, peer in self._posts:
-                try:
-                    works.append((name, post(chunk, peer, tag)))
-                except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
-                    works.append((name, NotPosted(error)))
+            for post, messages in ((group.recv, self._receives), (group.send, self._sends)):
+                for name, chunk, peer in messages:
+                    try:
+                        works.append((name, post(chunk, peer, tag)))
+                    except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
+                        works.append((name, NotPosted(error)))
         finally:
             torch._C._autograd._enable_record_function(True)
         if is_control:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.reduction import SegmentReduction
+from ddp_zero.comm.reduction import DirectSum
 from ddp_zero.step.sharded_step import ShardedStep
 from ddp_zero.sync.parameter_sync import ParameterSync
 from tests.multiproc.cases import assert_identical, at_stage, batches, build_overlapped_twins, optimizer_case
@@ -35,10 +35,8 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
 
     patches = [
         mock.patch.object(dist, "all_reduce", logged("reduce", dist.all_reduce, lambda t, **_: t.numel())),
-        mock.patch.object(
-            SegmentReduction, "__init__", logged("reduce", SegmentReduction.__init__, lambda *a, **_: a[6][1])
-        ),
-        mock.patch.object(SegmentReduction, "wait", logged("sum", SegmentReduction.wait, lambda one: one._subject[1])),
+        mock.patch.object(DirectSum, "start", logged("reduce", DirectSum.start, lambda _, subject: subject[1])),
+        mock.patch.object(DirectSum, "wait", logged("sum", DirectSum.wait, lambda one: one._subject[1])),
         mock.patch.object(
             ShardedStep, "step_bucket", logged("step", ShardedStep.step_bucket, lambda _, index, *__, **___: index)
         ),
