@@ -224,11 +224,12 @@ def _restart(pair: Pair, op: Do, memory: Memory) -> Steps:
             dist.broadcast(buffer, 0)  # a checkpoint has those of rank 0
 
     def from_checkpoint() -> None:
-        checkpoint.save(_folder(ours), ours.ddp, ours.optimizer)
+        folder = _folder(ours).with_suffix(".restart")  # not where later loads expect what was saved before
+        checkpoint.save(folder, ours.ddp, ours.optimizer)
         mode = replace(ours.case.mode, partition=op.args[0])
         ours.case = replace(ours.case, mode=mode)
         ours.wrap_again(is_new=True)
-        checkpoint.load(_folder(ours), ours.ddp, ours.optimizer)
+        checkpoint.load(folder, ours.ddp, ours.optimizer)
 
     return again, from_checkpoint
 
