@@ -83,7 +83,7 @@ def _require(holds: bool, problem: str) -> None:
 
 
 class _Observed:
-    """A small DDP model that reduces with nobody, and what its hook is handed."""
+    """A one-rank DDP model; records what DDP passes to its hook."""
 
     def __init__(self) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))

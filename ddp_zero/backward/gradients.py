@@ -200,7 +200,7 @@ class WholeGradients:
         """Nothing is left of the last iteration."""
 
     def held(self) -> Collection[int]:
-        """None: the reducer adds to what is in ``param.grad``."""
+        """Empty: stage 1 accumulates in ``param.grad``."""
         return ()
 
     def start(

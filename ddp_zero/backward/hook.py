@@ -1,4 +1,4 @@
-"""The corridor between DDP and the step.
+"""The DDP communication hook: reduces each bucket and drives the optimizer step.
 
 DDP calls the hook once per bucket, in index order, from the thread that runs backward. Each call, in order:
 

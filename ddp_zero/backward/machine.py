@@ -204,9 +204,9 @@ class OverlapMachine:
         self.user_calls_step = True
         if backwards > 1:
             raise RuntimeError(
-                f"Expected opt.step() after every backward pass or never, got it after {backwards}, each of which has "
-                f"updated the parameters ({self.where}). To accumulate gradients, run all but the last under "
-                "ddp.no_sync()."
+                f"Expected opt.step() after every backward pass or never, got it after {backwards} that have already "
+                f"stepped ({self.where}). Call it always or never; to accumulate gradients, run all but the last "
+                "backward pass under ddp.no_sync()."
             )
 
     def step_shadowed(self) -> None:

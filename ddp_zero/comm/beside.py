@@ -1,4 +1,4 @@
-"""The ranks of a group on separate connections, for messages that must not mix with those of training."""
+"""A second Gloo group over the same ranks, for control messages outside the training stream."""
 
 import os
 from collections.abc import Sequence

@@ -151,9 +151,9 @@ def _check_same_count(everyone: Communicator) -> None:
     counts = [count for (count,) in everyone.all_gather_ints([len(dist.distributed_c10d._world.pg_names)])]
     if len(set(counts)) > 1:
         raise RuntimeError(
-            f"Expected every rank of process_group in as many process groups, got {counts}: torch could not name those "
-            "across the shard groups alike. Build the same number of groups on every rank, or use the default group "
-            "for DDP and the optimizer."
+            "Expected every rank to have created the same number of process groups before shard_group= is used, got "
+            f"{counts}: torch names groups by their number, so names would differ between ranks. Build the same number "
+            "of groups on every rank, or use the default group for DDP and the optimizer."
         )
 
 

@@ -291,7 +291,8 @@ def _gathered(optimizer: ZeroRedundancyOptimizer, index: int, held: Any) -> Tens
     first = home(pieces)
     if any(kinds[piece.owner] == _OTHER for piece in pieces):
         raise TypeError(
-            f"Expected a state of {sharded.table.label(index)} in its shape, or a number, got another on its owner."
+            f"Expected a state of {sharded.table.label(index)} of shape {list(param.shape)} or a scalar, its owner "
+            "holds one of a different shape."
         )
     if any(kinds[piece.owner] == _ABSENT for piece in pieces):
         return None

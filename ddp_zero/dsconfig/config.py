@@ -210,7 +210,7 @@ class Config:
             "batch": take(lambda: _batch(document, ranks)),
         }
         if problems:
-            raise ConfigError("\n".join(["Expected values that a configuration can have, got others:", *problems]))
+            raise ConfigError("\n".join(["Invalid values in the DeepSpeed configuration:", *problems]))
         return cls(**parts, document=document, findings=tuple(findings))
 
     @property

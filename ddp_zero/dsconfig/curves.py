@@ -85,7 +85,7 @@ class WarmupLR(Curve):
         return _warmed_up(iteration, steps, self.warmup_type) if iteration < steps else self.after(iteration, steps)
 
     def after(self, iteration: int, steps: int) -> float:
-        """The same once it is warm."""
+        """The share of the learning rate after warm-up."""
         return 1.0
 
 

@@ -129,7 +129,7 @@ def judge(document: Mapping[str, Any], table: Mapping[str, Key]) -> list[Finding
         else:
             findings.append(Finding(path, value, *key.at(value)))
     if unknown:
-        raise ConfigError("\n".join(["Expected keys of a DeepSpeed configuration, got others:", *unknown]))
+        raise ConfigError("\n".join(["Unknown keys in the DeepSpeed configuration:", *unknown]))
     return findings
 
 

@@ -1,4 +1,4 @@
-"""Files of unknown origin."""
+"""Opens regular files only; checkpoints of unknown origin may be hostile."""
 
 import os
 import stat

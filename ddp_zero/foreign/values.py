@@ -114,7 +114,7 @@ def _plain(value: Any, size: int) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise ValueError("Expected values of the size of their pickle, got some that it repeats without end.")
+            raise ValueError("The pickle expands to more values than its size allows: it is recursive or amplified.")
         if isinstance(one, Inert):
             return Inert(one.name, copied(one.attributes))
         if type(one) is dict:
@@ -149,7 +149,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> RawT
     """As `torch._utils._rebuild_tensor_v2`."""
     numbers = [offset, *shape, *stride]
     if not isinstance(storage, _Storage) or storage.dtype is None or len(shape) != len(stride):
-        raise ValueError("Expected a tensor in a storage of a known dtype, got something else.")
+        raise ValueError(f"Expected a tensor in a storage of a known dtype, got {type(storage).__name__}.")
     if len(shape) > _MOST_DIMENSIONS or not all(type(one) is int and 0 <= one < _LARGEST for one in numbers):
         raise ValueError(f"Expected an offset, sizes and strides, got {numbers!r:.200}.")
     count = math.prod(shape)

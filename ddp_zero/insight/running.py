@@ -8,7 +8,7 @@ from ddp_zero.step.sharded_step import ShardedStep
 
 
 class Running(Protocol):
-    """An optimizer that steps.
+    """The parts of an optimizer that this package reads.
 
     Attributes:
         sharded: its step.

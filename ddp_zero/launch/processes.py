@@ -215,7 +215,7 @@ class _Job:
             one.close()
 
     def _pass_on(self, seconds: float) -> int:
-        """Pass on output; waits for some if there is none. Returns an exit code if nobody reads it any more, else 0."""
+        """Forward pending output, after a wait if there is none. Returns 141 if the output pipe was closed, else 0."""
         if not self._selector.get_map():
             time.sleep(seconds)
             return 0

@@ -201,7 +201,7 @@ class SteppedTensors:
             self._parts[index] = part
 
     def stand_ins(self) -> list[tuple[int, Tensor, slice | None]]:
-        """All of them: index, tensor, part."""
+        """Every stand-in as parameter index, tensor, and owned range."""
         return [(index, held, self._parts.get(index)) for index, held in self._stand_ins.items()]
 
     def extend(self, table: ParameterTable) -> None:

@@ -71,5 +71,5 @@ class Passes:
 
 
 def _again(times: int, callback: Callable[[], None]) -> None:
-    """Call back after callbacks that callbacks have queued, so many times over."""
+    """Run the callback after ``times`` nested rounds of engine callbacks."""
     at_end_of_backward(partial(_again, times - 1, callback) if times > 1 else callback)

@@ -70,7 +70,7 @@ class OnHost(Residence):
             passage.abandon()
 
     def fresh(self) -> Residence:
-        """Another one, with buffers of its own."""
+        """A copy with separate buffers, for a copied optimizer."""
         return OnHost(self._num_buffers)
 
     def describe(self) -> list[str]:

@@ -20,8 +20,8 @@ class Refused(Optimizer):
         """
         if hasattr(self, "_places"):
             raise NotImplementedError(
-                "Expected all parameter groups at construction, got one more. Build a new ParallelOptimizer, and load "
-                "the state_dict() of this one."
+                "ParallelOptimizer does not support add_param_group(). Instead build a new ParallelOptimizer with all "
+                "groups, and load the state_dict() of this one."
             )
         super().add_param_group(param_group)
 
@@ -32,8 +32,8 @@ class Refused(Optimizer):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "Expected as many batches on every rank, got Join with a ParallelOptimizer: a rank that has joined could "
-            "not exchange what the rest of the model needs. Give all ranks as many batches, empty ones if need be."
+            "ParallelOptimizer does not support Join: a rank that has joined could not exchange activations with the "
+            "rest of the model. Instead give every rank the same number of batches, empty ones if need be."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -49,6 +49,6 @@ class Refused(Optimizer):
         """Refuse a step under a GradScaler."""
         if vars(self).get("found_inf") is not None:  # not that of an inner optimizer
             raise NotImplementedError(
-                "Expected no torch.amp.GradScaler, whose scales would differ between ranks with different parameters, "
-                "got one. Build the optimizer with loss_scale=ddp_zero.DynamicLossScale(), or use bfloat16."
+                "ParallelOptimizer does not support torch.amp.GradScaler, whose scales would differ between ranks with "
+                "different parameters. Instead build it with loss_scale=ddp_zero.DynamicLossScale(), or use bfloat16."
             )

@@ -1,4 +1,4 @@
-"""A rank none of whose experts has got a token, where a DDP model over experts looks for unused parameters.
+"""Lets a rank whose experts received no tokens take part in DDP's reduction with zero gradients.
 
 DDP averages parameters that some ranks have not used, but not on a rank that has used none: nothing starts its reducer
 there, and the ranks that hold the same experts wait for it until their time-out (torch 2.13.0). So such a rank takes

@@ -46,7 +46,7 @@ def last_wait(record: Record) -> Event | None:
 
 
 def bytes_waited_for(record: Record, wait: Event) -> int:
-    """Bytes that a rank was to receive in what it waits for, if it has noted them when it posted the messages."""
+    """Expected size in bytes of the pending receive, if it was recorded."""
     posted = [
         event.received
         for event in record.events

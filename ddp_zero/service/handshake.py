@@ -22,7 +22,7 @@ class WrongPeer(Exception):
 
 
 def greet(connection: socket.socket, secret: bytes) -> None:
-    """The part of who calls.
+    """Client side.
 
     Raises:
         WrongPeer: if the peer does not know the secret; EOFError or OSError if it is gone or makes no progress.
@@ -35,7 +35,7 @@ def greet(connection: socket.socket, secret: bytes) -> None:
 
 
 class Admission:
-    """The part of who answers, apart from the connection: what was received goes in, what to send comes out.
+    """Server side, apart from the connection: what was received goes in, what to send comes out.
 
     Args:
         secret: what the caller must know.
@@ -64,7 +64,7 @@ class Admission:
         """
         self._received += data
         if not self._proof and not self._received.startswith(_GREETING[: len(self._received)]):
-            raise WrongPeer("Expected a greeting of this protocol, got something else.")
+            raise WrongPeer(f"Expected a greeting of this protocol, got {bytes(self._received[:16])!r}.")
         if self.missing:
             return b""
         received, self._received = bytes(self._received), bytearray()

@@ -715,7 +715,7 @@ def _part_of_the_job(setup: Setup) -> None:
     pairs = [dist.new_group([1, 2]), dist.new_group([3, 4])]
     dist.new_group([1, 2])
     if setup.rank > 0:
-        with pytest.raises(RuntimeError, match=r"in as many process groups, got \[4, 4, 3, 3\]"):
+        with pytest.raises(RuntimeError, match=r"the same number of process groups before .*\[4, 4, 3, 3\]"):
             ZeroRedundancyOptimizer(
                 build_model().parameters(), SGD, trainers, shard_group=pairs[(setup.rank - 1) // 2], **OPTIONS
             )

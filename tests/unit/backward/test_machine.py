@@ -329,7 +329,7 @@ def test_a_join_after_several_backwards_is_refused_once_and_then_each_must_be_jo
     machine = new_machine()
     for _ in range(backwards):
         arrive(machine, "++")
-    with pytest.raises(RuntimeError, match=rf"got it after {backwards}, .*\(rank 7\).*ddp\.no_sync\(\)"):
+    with pytest.raises(RuntimeError, match=rf"got it after {backwards} that .*\(rank 7\).*ddp\.no_sync\(\)"):
         machine.step_called()
     assert machine.phase is REST
     for _ in range(2):

@@ -84,7 +84,7 @@ def test_what_becomes_of_a_key(document: dict[str, Any], expected: dict[str, Kin
     ],
 )
 def test_an_unknown_key_is_an_error_with_the_nearest_name(document: dict[str, Any], hint: str) -> None:
-    with pytest.raises(ConfigError, match="Expected keys of a DeepSpeed configuration") as raised:
+    with pytest.raises(ConfigError, match="Unknown keys in the DeepSpeed configuration") as raised:
         find(document)
     assert hint in str(raised.value)
 
