@@ -198,7 +198,7 @@ def test_values_that_grow_without_end_are_refused(tmp_path: Path) -> None:
     circle.append(circle)
     deep_program = b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
     for program in (pickle.dumps(laughs, 2), pickle.dumps(circle, 2), deep_program):
-        with pytest.raises(ValueError, match="Expected values|recursive or amplified"):
+        with pytest.raises(ValueError, match=r"Expected values|recursive or amplified"):
             load(tmp_path, archive(tmp_path, program), sha256(), {})
 
 
