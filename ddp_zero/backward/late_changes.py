@@ -3,11 +3,11 @@
 If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
 instead of its input. Gradients, options of the groups, and the parameters that were stepped are compared. In-place
 changes and ``param.data = ...`` show in version counters and addresses. Writes through ``param.data`` show only in the
-values: sums over the bits of parameters are compared, one reading pass before and one after. These passes would take
-several percent of a step. So all parameters are summed in the first steps, and then in fewer and fewer; in every other
-step one bucket of 16, in turn, and none on an accelerator, where each sum is a launch. Under
-``torch.autograd.detect_anomaly()`` all are, in every step. Every rank sums the same ones, so that ranks that run the
-same loop all raise.
+values: sums over the bits of all parameters are compared, one reading pass before and one after. Two such passes would
+take several percent of a step, so from the ninth step on they read one cache line of 16 of large parameters, in turn,
+and everything in steps that are powers of two. On an accelerator, where each sum is a launch, there is none between
+these. Under ``torch.autograd.detect_anomaly()`` everything is read in every step. Every rank reads the same, so that
+ranks that run the same loop all raise.
 """
 
 import copy
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, islice
+from itertools import compress
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.local.awaited import untouched
-from ddp_zero.local.digest import sum_of_bits
+from ddp_zero.local.digest import LINES
 from ddp_zero.local.local_step import PER_PARAMETER_KEYS, ParamGroup
 from ddp_zero.step.coupling import is_looked_at
 from ddp_zero.step.sharded_step import ShardedStep
@@ -35,7 +35,6 @@ _REMEDY = (
 )
 _MISSING = object()
 _CONTAINERS = (list, dict, set)
-_TURNS = 16  # steps in which each bucket is summed once
 
 
 class LateChanges:
@@ -51,7 +50,7 @@ class LateChanges:
         self._absent: list[tuple[int, AbsentGradient, int]] = []  # parameter, placeholder, and how often it was zeroed
         self._places: list[tuple[int, int]] = []  # address and version of each of these parameters
         self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
-        self._turn = 0  # of the buckets that are summed
+        self._turn = 0  # the number of the step
         self._options: list[_NotedOptions] = []
         self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
         self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
@@ -213,8 +212,13 @@ class LateChanges:
 
     def _changed_value(self) -> str | None:
         found = self._current_sums()
-        for index, noted in self._sums.items():
-            if index in found and not torch.equal(noted, found[index]):
+        pairs = [(index, noted, found[index]) for index, noted in self._sums.items() if index in found]
+        if len({noted.device for _, noted, _ in pairs}) == 1:  # then one comparison tells
+            _, before, after = zip(*pairs, strict=True)
+            if torch.equal(torch.stack(before), torch.stack(after)):
+                return None
+        for index, noted, now in pairs:
+            if not torch.equal(noted, now):
                 return f"the values of {self._sharded.table.label(index)}, or of one that is stored behind it"
         return None
 
@@ -238,18 +242,14 @@ class LateChanges:
         return [index for index, *_ in self._absent] + [index for index, *_ in self._grads]
 
     def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
-        """The sums whose turn it is, but for those that are known."""
-        plan = self._sharded.plan
-        if is_looked_at(self._turn) or torch.is_anomaly_enabled():
-            buckets = plan.buckets
-        else:
-            turn = islice(plan.buckets, self._turn % _TURNS, None, _TURNS)
-            buckets = tuple(bucket for bucket in turn if bucket.kind.startswith("cpu"))
-        if not buckets:
-            return {}
+        """The sums of this step, but for those that are known."""
+        reads_all = is_looked_at(self._turn) or torch.is_anomaly_enabled()
+        line, buckets = None if reads_all else self._turn % LINES, self._sharded.plan.buckets
+        if not reads_all:
+            buckets = tuple(bucket for bucket in buckets if bucket.kind.startswith("cpu"))
         with untouched(), torch.no_grad():
-            at_rest = self._sharded.binding.memory_at_rest(buckets, set(self._noted()))
-            return {index: sum_of_bits(memory) for index, memory in at_rest if index not in known}
+            at_rest = self._sharded.binding.sums_at_rest(buckets, set(self._noted()))
+            return {index: total.take(line) for index, total in at_rest if index not in known}
 
     @property
     def _where(self) -> str:

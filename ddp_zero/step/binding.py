@@ -7,7 +7,7 @@ which no rank had a gradient at that moment has an owner but does not travel unt
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.tracing import logger
 from ddp_zero.elements.memory import check_can_be_cut
 from ddp_zero.local.awaited import untouched
+from ddp_zero.local.digest import LARGE_BYTES, BitSum
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.ownership import Pieces, home, is_cut, piece_of
 from ddp_zero.plan.partition import GroupRank
@@ -239,27 +240,35 @@ class Binding:
             if segment.params
         }
 
-    def memory_at_rest(self, buckets: Iterable[Bucket], among: Collection[int]) -> Iterator[tuple[int, Tensor]]:
-        """The 1-D memory of parameters that are not in flight, with the first parameter in each part.
+    def sums_at_rest(self, buckets: Iterable[Bucket], among: Set[int]) -> Iterator[tuple[int, BitSum]]:
+        """Sums over the memory of parameters that are not in flight, each with the first parameter in it.
+
+        A large parameter has a sum of its own.
 
         Args:
             buckets: of the plan.
             among: indices of the parameters to include.
         """
+        left, params = self.sync.left, self._table.params
         for bucket in buckets:
-            if bucket.index in self.sync.left:
+            if left and bucket.index in left:
                 continue
-            rest = dict.fromkeys(index for one in bucket.segments for index in one.params if index in among)
-            for block in self.sync.storage.blocks_of(bucket):
-                if block.indices and all(index in rest for index in block.indices):
-                    yield block.indices[0], block.tensor
-                    rest = {index: None for index in rest if index not in block.starts}
+            if bucket.index not in self._sums:
+                blocks = self.sync.storage.blocks_of(bucket)
+                runs = [run for block in blocks for run in block.runs(LARGE_BYTES)]
+                self._sums[bucket.index] = [(members, BitSum(memory)) for members, memory in runs]
+            rest = {index for one in bucket.segments for index in one.params if index in among}
+            for members, total in self._sums[bucket.index]:
+                if rest.issuperset(members):
+                    yield members[0], total
+                    rest.difference_update(members)
             for index in rest:
-                param = self._table.params[index].detach()
+                param = params[index].detach()
                 dense = is_dense(param.shape, param.stride())
-                yield index, param.as_strided((param.numel(),), (1,)) if dense else param.reshape(-1)
+                yield index, BitSum(param.as_strided((param.numel(),), (1,)) if dense else param)
 
     def _bind(self, specs: list[ParameterSpec]) -> None:
+        self._sums: dict[int, list[tuple[tuple[int, ...], BitSum]]] = {}  # over flat memory, by bucket
         if hasattr(self, "sync"):
             self.sync.left.complete()
         params = self._table.params

@@ -67,6 +67,7 @@ class Block:
         numels = [param.numel() for param in members]
         *offsets, end = aligned_offsets(numels, members[0].itemsize if members else 1, _ALIGNMENT)
         like = members[0] if members else torch.empty(0)
+        self._end = end
         self.indices = tuple(indices)
         self.starts = dict(zip(indices, offsets, strict=True))
         self.tensor: Tensor = torch.zeros(end, dtype=like.dtype, device=like.device)
@@ -75,6 +76,25 @@ class Block:
             window = run.as_strided(param.shape, param.stride())
             window.copy_(param)
             param.data = window  # the old memory is freed once nothing else holds it
+
+    def runs(self, nbytes: int) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The memory in order: each parameter of at least so many bytes alone, and those between two of them together.
+
+        Returns:
+            For each run the parameters in it, and the memory from the first one's start to the next run's.
+        """
+        if not self.indices:
+            return []
+        stops = [*list(self.starts.values())[1:], self._end]
+        found: list[tuple[list[int], int, int, bool]] = []
+        for index, start, stop in zip(self.indices, self.starts.values(), stops, strict=True):
+            is_large = (stop - start) * self.tensor.itemsize >= nbytes
+            if found and not (is_large or found[-1][3]):
+                members, first, _, _ = found.pop()
+                found.append(([*members, index], first, stop, False))
+            else:
+                found.append(([index], start, stop, is_large))
+        return [(tuple(members), self.tensor[start:stop]) for members, start, stop, _ in found]
 
 
 def with_own_storage(run: Tensor) -> Tensor:

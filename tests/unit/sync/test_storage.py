@@ -434,3 +434,12 @@ def test_packing_takes_parameters_with_gaps() -> None:
     exchange(plan, storages[:: 1 if owner == 1 else -1])
     assert torch.equal(gaps, torch.ones(4, 2))
     assert gaps.stride() == (4, 1)
+
+
+def test_runs_of_a_block_hold_large_parameters_alone_and_small_ones_together() -> None:
+    params = [torch.nn.Parameter(torch.randn(size)) for size in (3, 5, 100, 200, 7, 9)]
+    block = Block([0, 1, 2, 3, 4, 5], params)
+    runs = block.runs(nbytes=400)
+    assert [members for members, _ in runs] == [(0, 1), (2,), (3,), (4, 5)]
+    assert torch.equal(torch.cat([memory for _, memory in runs]), block.tensor)
+    assert Block([], params).runs(nbytes=400) == []
