@@ -28,7 +28,7 @@ from torch.optim import AdamW
 
 from benchmarks.race.models import MODELS
 from ddp_zero import shard_optimizer
-from ddp_zero.comm import communicator
+from ddp_zero.comm import exchange as exchange_module
 from ddp_zero.comm.communicator import Communicator
 from ddp_zero.comm.reduction import SegmentReduction
 
@@ -74,7 +74,7 @@ def messages() -> dict[str, float]:
     comm, buckets, room = Communicator(None), [torch.randn(NUMEL) for _ in range(BUCKETS)], torch.empty(NUMEL)
     found = {"all_reduce": median_ms(lambda: [dist.all_reduce(bucket) for bucket in buckets], cpu_seconds)}
     for kib in CHUNK_KIB:
-        with mock.patch.object(communicator, "_CHUNK_BYTES", kib << 10):
+        with mock.patch.object(exchange_module, "_CHUNK_BYTES", kib << 10):
             found[f"chunks of {kib} KiB"] = median_ms(lambda: exchange(comm, buckets, room), cpu_seconds)
     return found
 

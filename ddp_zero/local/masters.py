@@ -85,6 +85,7 @@ class SteppedTensors:
         self._stand_ins: dict[int, Tensor] = {}
         self._index_of_stand_in: dict[Tensor, int] = {}
         self._parts: dict[int, slice] = {}  # of owned parameters that are cut
+        self._followed: dict[int, int] = {}  # addresses of parameters in whose memory their parts are
         self._versions: list[tuple[int, int, int]] | None = None  # None before the first step: masters follow the model
 
     # Stepped tensors
@@ -164,6 +165,7 @@ class SteppedTensors:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
         stand_in = self._stand_ins.pop(index, None)
         self._parts.pop(index, None)
+        self._followed.pop(index, None)
         if stand_in is not None:
             del self._index_of_stand_in[stand_in]
         return stand_in if self.wants_master(index) else None
@@ -292,12 +294,13 @@ class SteppedTensors:
     def follow_memory(self, indices: Iterable[int] | None = None) -> None:
         """Point parts, of these parameters or of all, at the parameters' memory, which may have moved since."""
         for index in self._parts if indices is None else [index for index in indices if index in self._parts]:
-            if self.is_copied(index):
+            param = self._table.params[index]
+            if self._followed.get(index) == (address := param.data_ptr()) or self.is_copied(index):
                 continue
-            param, stand_in = self._table.params[index], self._stand_ins[index]
-            window = part_of(param, param, self._parts[index])
+            stand_in, window = self._stand_ins[index], part_of(param, param, self._parts[index])
             if window.data_ptr() != stand_in.data_ptr():
                 self.repoint(stand_in, window)
+            self._followed[index] = address
 
     @torch.no_grad()
     def follow_values(self) -> None:
