@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ddp_zero.local.absent import AbsentGradient
 from ddp_zero.local.awaited import untouched
-from ddp_zero.local.digest import LINES
+from ddp_zero.local.digest import LINES, bit_sums
 from ddp_zero.local.local_step import PER_PARAMETER_KEYS, ParamGroup
 from ddp_zero.step.coupling import is_looked_at
 from ddp_zero.step.sharded_step import ShardedStep
@@ -248,8 +248,9 @@ class LateChanges:
         if not reads_all:
             buckets = tuple(bucket for bucket in buckets if bucket.kind.startswith("cpu"))
         with untouched(), torch.no_grad():
-            at_rest = self._sharded.binding.sums_at_rest(buckets, set(self._noted()))
-            return {index: total.take(line) for index, total in at_rest if index not in known}
+            at_rest = self._sharded.binding.memory_at_rest(buckets, set(self._noted()))
+            memory = {index: run for index, run in at_rest if index not in known}
+            return dict(zip(memory, bit_sums(memory.values(), line), strict=True))
 
     @property
     def _where(self) -> str:

@@ -14,7 +14,7 @@ from ddp_zero.checkpoint.manifest import StoredTensor, as_meta, fill, stored_in,
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import read, read_into, verify
 from ddp_zero.comm.peers import Peers
-from ddp_zero.local.inner import class_name, group_options, other_state
+from ddp_zero.local.inner import class_name, group_options, loaded_group, other_state
 from ddp_zero.local.live_model import LiveModel, by_group, is_extra
 from ddp_zero.local.masters import MASTER_KEY, rounds_to
 from ddp_zero.plan.partition import partition_greedy
@@ -176,11 +176,14 @@ class Restore:
         in_saved_order = sorted(self.states, key=lambda index: places.get(names[index], len(places)))
         self.states = {index: self.states[index] for index in in_saved_order}
         for group, source in zip(optimizer.optimizer.param_groups, fit.groups, strict=True):
-            options = {} if source is None else group_options(shared.param_groups[source])
+            if source is None:
+                self.groups.append(dict(group))
+                continue
+            options = group_options(shared.param_groups[source])
             if self.saved.is_foreign:  # options of a different class of the same kind
-                options = {key: value for key, value in options.items() if key in group}
+                options = group_options(group) | {key: value for key, value in options.items() if key in group}
             _check_options(options, group)
-            self.groups.append({**group, **options})
+            self.groups.append(loaded_group(group, options, optimizer.inner.defaults))
 
     def _place_state(self, index: int, name: str, optimizer: OptimizerState, state: Mapping[Any, Any]) -> None:
         """Assign the state of one parameter; its fp32 master is the more exact value if dtypes have changed."""

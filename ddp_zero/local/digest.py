@@ -1,5 +1,7 @@
 """Hashes of the bits of a tensor: a fast one, and one that sees permutations."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -23,17 +25,14 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 LINES = 16
-"""Of which `BitSum.take` reads one, where it is asked to."""
+"""Of which `bit_sums` reads one, where it is asked to."""
 LARGE_BYTES = 64 << 10
 """From so many on, memory is large."""
 _LINE_WORDS = 8  # a cache line of 64 bytes
 
 
-class BitSum:
-    """Numbers that differ if bits of some memory differ, except for permutations of 8 bytes at a time.
-
-    One reading pass at the speed of memory; `digest` takes 40 times as long on a CPU. Where the memory starts has no
-    effect.
+class SummedMemory:
+    """Some memory, prepared for `bit_sums`.
 
     Args:
         memory: any tensor, which stays where it is.
@@ -45,32 +44,40 @@ class BitSum:
         if raw.storage_offset() % 8:
             raw = raw.clone()  # no number of 8 bytes starts there
         whole = raw.numel() // 8 * 8
-        self._words = raw[:whole].view(torch.int64)
-        self._rest = raw[whole:] if whole < raw.numel() else None
-        self._is_large = raw.numel() >= LARGE_BYTES
+        self.words = raw[:whole].view(torch.int64)
+        self.rest = raw[whole:] if whole < raw.numel() else None
+        self.is_large = raw.numel() >= LARGE_BYTES
 
-    def take(self, line: int | None = None) -> Tensor:
-        """Read the memory as it is now.
 
-        Args:
-            line: if it is large, read only this cache line of every `LINES`; None: all. A write to 1,088 neighbouring
-                bytes shows in any.
+@torch.no_grad()
+def bit_sums(runs: Iterable[SummedMemory], line: int | None = None) -> list[Tensor]:
+    """Numbers that differ if bits of some memory differ, except for permutations of 8 bytes at a time.
 
-        Returns:
-            The sum of numbers of 8 bytes, wrapping around: an int64 scalar on the tensor's device.
-        """
-        words = self._words
-        if line is None or not self._is_large:
+    One reading pass at the speed of memory; `digest` takes 40 times as long on a CPU. Where the memory starts has no
+    effect.
+
+    Args:
+        runs: the memory, read as it is now.
+        line: of large memory read only this cache line of every `LINES`; None: all. A write to 1,088 neighbouring
+            bytes shows in any.
+
+    Returns:
+        For each, the sum of its numbers of 8 bytes, wrapping around: an int64 scalar on its device.
+    """
+    totals = []
+    for run in runs:
+        words = run.words
+        if line is None or not run.is_large:
             total = words.sum()
         else:
             whole = words.numel() // (LINES * _LINE_WORDS) * (LINES * _LINE_WORDS)
             total = words[:whole].view(-1, LINES, _LINE_WORDS)[:, line].sum()
             if whole < words.numel():
                 total += words[whole:].sum()
-        return total if self._rest is None else total + self._rest.sum()
+        totals.append(total if run.rest is None else total + run.rest.sum())
+    return totals
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """`BitSum` of all of a tensor, once."""
-    with torch.no_grad():
-        return BitSum(tensor).take()
+    """`bit_sums` of all of a tensor."""
+    return bit_sums([SummedMemory(tensor)])[0]

@@ -215,6 +215,21 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def loaded_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A group after a load of saved options.
+
+    As with torch's ``load_state_dict``, an option that the group has gained since it was saved is gone. One that the
+    class has gained since keeps its value.
+
+    Args:
+        group: as it is.
+        options: as saved.
+        defaults: of the class.
+    """
+    gained = group_options(group).keys() - options.keys() - defaults.keys()
+    return {**{key: value for key, value in group.items() if key not in gained}, **options}
+
+
 def class_name(inner: Optimizer) -> str:
     """The name of the class that steps, the same with and without sharding."""
     return f"{type(inner).__module__}.{type(inner).__qualname__}"

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ddp_zero.local.inner import loaded_group
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
 from ddp_zero.parallel.holdings import Holdings
 
@@ -110,14 +111,19 @@ def unpack(
     for member in members:
         names = part.names_of(sharded_of(member).table)
         remaining = iter(names)
-        groups = [_group([next(remaining) for _ in group["params"]], group, options) for group in member.param_groups]
+        groups = [
+            _group([next(remaining) for _ in group["params"]], group, options, member.defaults)
+            for group in member.param_groups
+        ]
         own = {name: states[name] for name in names if name in states}
         nested = {"state": {**rest, **own}, "param_groups": groups, **scale}
         found.append(member._shard.by_index(nested, part))
     return found
 
 
-def _group(names: list[str], group: Mapping[str, Any], options: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _group(
+    names: list[str], group: Mapping[str, Any], options: Mapping[str, dict[str, Any]], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     missing = next((name for name in names if name not in options), None)
     if missing is not None:
         raise ValueError(f"Expected options of {missing!r} in the state dict, got none.")
@@ -127,4 +133,4 @@ def _group(names: list[str], group: Mapping[str, Any], options: Mapping[str, dic
             f"Expected the same options for the parameters of a group, got others for {other!r} than for {names[0]!r}."
         )
     kept = {key: value for key, value in group.items() if key != "param_names"}
-    return {**kept, **(options[names[0]] if names else {}), "params": names}
+    return {**(loaded_group(kept, options[names[0]], defaults) if names else kept), "params": names}

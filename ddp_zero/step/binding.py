@@ -7,7 +7,7 @@ which no rank had a gradient at that moment has an owner but does not travel unt
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from ddp_zero.comm.ranks import Ranks
 from ddp_zero.comm.tracing import logger
 from ddp_zero.elements.memory import check_can_be_cut
 from ddp_zero.local.awaited import untouched
-from ddp_zero.local.digest import LARGE_BYTES, BitSum
+from ddp_zero.local.digest import LARGE_BYTES, SummedMemory
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.plan.ownership import Pieces, home, is_cut, piece_of
 from ddp_zero.plan.partition import GroupRank
@@ -240,35 +240,35 @@ class Binding:
             if segment.params
         }
 
-    def sums_at_rest(self, buckets: Iterable[Bucket], among: Set[int]) -> Iterator[tuple[int, BitSum]]:
-        """Sums over the memory of parameters that are not in flight, each with the first parameter in it.
+    def memory_at_rest(self, buckets: Iterable[Bucket], among: Set[int]) -> list[tuple[int, SummedMemory]]:
+        """The memory of parameters that are not in flight, to sum, each run with the first parameter in it.
 
-        A large parameter has a sum of its own.
+        A large parameter is a run of its own.
 
         Args:
             buckets: of the plan.
             among: indices of the parameters to include.
         """
         left, params = self.sync.left, self._table.params
-        for bucket in buckets:
-            if left and bucket.index in left:
-                continue
-            if bucket.index not in self._sums:
+        found: list[tuple[int, SummedMemory]] = []
+        for bucket in [one for one in buckets if one.index not in left] if left else buckets:
+            if bucket.index not in self._runs:
                 blocks = self.sync.storage.blocks_of(bucket)
                 runs = [run for block in blocks for run in block.runs(LARGE_BYTES)]
-                self._sums[bucket.index] = [(members, BitSum(memory)) for members, memory in runs]
+                self._runs[bucket.index] = [(members, SummedMemory(memory)) for members, memory in runs]
             rest = {index for one in bucket.segments for index in one.params if index in among}
-            for members, total in self._sums[bucket.index]:
+            for members, run in self._runs[bucket.index]:
                 if rest.issuperset(members):
-                    yield members[0], total
+                    found.append((members[0], run))
                     rest.difference_update(members)
             for index in rest:
                 param = params[index].detach()
                 dense = is_dense(param.shape, param.stride())
-                yield index, BitSum(param.as_strided((param.numel(),), (1,)) if dense else param)
+                found.append((index, SummedMemory(param.as_strided((param.numel(),), (1,)) if dense else param)))
+        return found
 
     def _bind(self, specs: list[ParameterSpec]) -> None:
-        self._sums: dict[int, list[tuple[tuple[int, ...], BitSum]]] = {}  # over flat memory, by bucket
+        self._runs: dict[int, list[tuple[tuple[int, ...], SummedMemory]]] = {}  # of flat memory, by bucket
         if hasattr(self, "sync"):
             self.sync.left.complete()
         params = self._table.params

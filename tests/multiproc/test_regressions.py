@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.step import binding
 from tests.multiproc.cases import (
     OptimizerCase,
+    ToyAdam8bit,
     ToyLAMB,
     assert_identical,
     at_stage,
@@ -112,6 +113,50 @@ def _attributes_of_the_inner_optimizer_are_not_those_of_a_scaler(setup: Setup) -
             twins = build_overlapped_twins(replace(optimizer_case("toy LAMB"), build=CountsInfinities))
         twins.train(setup, 4)
         twins.assert_moved()
+
+
+@case(2)
+def _options_that_a_group_has_gained_since_it_was_saved_are_gone_after_a_load(setup: Setup) -> None:
+    """The toy counts its steps in its groups, from the first step on."""
+
+    def by_checkpoint(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> Callable[[], object]:
+        folder = setup.folder / "unstepped"
+        checkpoint.save(folder, ddp, opt)
+        return lambda: checkpoint.load(folder, ddp, opt)
+
+    def whole(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> Callable[[], object]:
+        saved = opt.state_dict()
+        return lambda: opt.load_state_dict(saved)
+
+    def by_shard(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> Callable[[], object]:
+        saved = opt.sharded_state_dict()
+        return lambda: opt.load_sharded_state_dict(saved)
+
+    for door in (by_checkpoint, whole, by_shard):
+        for stage in (1, 2):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+            plain = copy.deepcopy(model)
+            ddp, plain_ddp = (DistributedDataParallel(one, gradient_as_bucket_view=True) for one in (model, plain))
+            opt, plain_opt = shard_optimizer(ddp, ToyAdam8bit, stage=stage), ToyAdam8bit(plain_ddp.parameters())
+            generator = torch.Generator().manual_seed(setup.rank)
+            load, saved = door(opt, ddp), copy.deepcopy(plain_opt.state_dict())
+            weights = copy.deepcopy(model.state_dict())
+            for step in range(4):
+                if step == 2:
+                    load()
+                    assert "k" not in opt.param_groups[0], door
+                    model.load_state_dict(weights)
+                    plain.load_state_dict(weights)
+                    plain_opt.load_state_dict(saved)
+                x = torch.randn(3, 6, generator=generator)
+                for trained, by in ((ddp, opt), (plain_ddp, plain_opt)):
+                    trained(x).square().sum().backward()
+                    by.step()
+                    by.zero_grad()
+            for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+                assert_identical(one, other, f"{door.__name__}, stage {stage}")
+            assert opt.param_groups[0]["k"] == plain_opt.param_groups[0]["k"] == 2
 
 
 @case(2)
