@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ddp_zero.comm.attempt import store_of_this_attempt
 from ddp_zero.comm.communicator import Communicator
+from ddp_zero.comm.exchange import gather_directly
 from ddp_zero.comm.groups import check_process, count_built, store_of
 from ddp_zero.comm.peers import gather_text, gather_text_across
 from ddp_zero.plan.partition import GroupRank
@@ -36,13 +37,16 @@ class Beside:
         self.group_rank, self.world_size = comm.group_rank, comm.world_size
         self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
         self._process = os.getpid()
+        self._gathers = 0
         shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", store_of(group))  # type: ignore[attr-defined]
         try:
             store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
             store.set(str(self.group_rank), "here")
             store.wait([str(rank) for rank in range(self.world_size)], comm.time_out)
             # Gloo tries this often to reach a rank that died after publishing its address, with a time-out for each
-            self._gloo = dist.ProcessGroupGloo(store, self.group_rank, self.world_size, comm.time_out / _GLOO_TRIES)
+            self._gloo: Any = dist.ProcessGroupGloo(
+                store, self.group_rank, self.world_size, comm.time_out / _GLOO_TRIES
+            )
             self._gloo._set_default_timeout(comm.time_out)
         except RuntimeError as error:
             raise RuntimeError(
@@ -64,14 +68,8 @@ class Beside:
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, of the same shape and dtype, in rank order; on the CPU."""
         check_process(self._process)
-        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
-        try:
-            self._gloo.allgather([gathered], [mine]).wait()  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Expected all ranks to take part in a save or load, got one missing: {error}"
-            ) from error
-        return gathered
+        self._gathers += 1
+        return gather_directly(self._gloo, mine, self._gathers, self.name, "a save or load")
 
 
 class Across:

@@ -33,6 +33,8 @@ from ddp_zero.comm.exchange import (
     Messages,
     PaddedGather,
     Pending,
+    gather_directly,
+    lost,
     start_broadcasts,
     start_padded_sum,
     started,
@@ -54,6 +56,7 @@ from ddp_zero.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, u
 from ddp_zero.plan.partition import GlobalRank, GroupRank
 from ddp_zero.plan.ring import RingSchedule, gather_schedule, sum_schedule
 from ddp_zero.plan.shapes import padded_size
+from ddp_zero.record.recorder import waits_for
 
 _TREE_TAG = 0x7EE0
 
@@ -355,9 +358,13 @@ class Communicator:
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, of the same shape and dtype, in rank order, on the device of this rank's."""
-        staged = mine.to(self._message_device(mine.device.type))
-        gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
-        dist.all_gather(gathered, staged, group=self.process_group)
+        group, staged = self.process_group, mine.to(self._message_device(mine.device.type)).contiguous()
+        if self.has_direct_messages(staged.device):
+            number = count_built(group, "gather")
+            gathered = gather_directly(group, staged, number, self.name, "an agreement between ranks")
+        else:
+            gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
+            dist.all_gather(gathered, staged, group=group)
         return [part.to(mine.device) for part in gathered]
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -395,17 +402,26 @@ class Communicator:
         raw = as_bytes(tensor.detach())
         if raw.numel():
             staged = raw.to(self._message_device(tensor.device.type))
-            dist.send(staged, group_dst=to, group=self.process_group, tag=_TREE_TAG)
+            self._wait(partial(dist.send, staged, group_dst=to, group=self.process_group, tag=_TREE_TAG), to)
 
     def _receive(self, spec: TensorSpec, source: GroupRank, device: torch.device) -> Tensor:
         target = torch.device("cpu") if spec.device_type == "cpu" else device
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._message_device(spec.device_type))
         if tensor.numel():
-            dist.recv(as_bytes(tensor), group_src=source, group=self.process_group, tag=_TREE_TAG)
+            receive = partial(dist.recv, as_bytes(tensor), group_src=source, group=self.process_group, tag=_TREE_TAG)
+            self._wait(receive, source)
         tensor = tensor.to(target)
         if spec.stride in (None, tensor.stride()) or not tensor.numel():
             return tensor
         return torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device=target).copy_(tensor)
+
+    def _wait(self, act: Callable[[], object], peer: GroupRank) -> None:
+        name, what = partial(self.name, peer), "an exchange of optimizer state"
+        waits_for(what, name)
+        try:
+            act()
+        except RuntimeError as error:
+            raise lost(name(), what, error) from error
 
     # Devices
 

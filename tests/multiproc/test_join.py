@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.comm.communicator import Communicator
 from ddp_zero.step import binding, coupling
 from tests.multiproc.cases import (
     OptimizerCase,
@@ -126,14 +127,14 @@ def _goes_on_after_join_at_no_cost(setup: Setup) -> None:
     _train(twins.model, twins.opt, [twins.model, twins.opt], setup, steps, None, seed=0)
     assert not twins.opt._join_config.enable
     calls = 0
-    gather = dist.all_gather
+    gather = Communicator.all_gather_tensor
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    def counting(comm: Communicator, mine: torch.Tensor) -> list[torch.Tensor]:
         nonlocal calls
         calls += 1
-        return gather(*args, **kwargs)
+        return gather(comm, mine)
 
-    dist.all_gather = counting
+    Communicator.all_gather_tensor = counting  # type: ignore[assignment, method-assign]
     for inputs, targets in batches(setup.rank, 3, seed=1):
         nn.functional.mse_loss(twins.model(inputs), targets).backward()
         twins.opt.step()
@@ -145,7 +146,7 @@ def _goes_on_after_join_at_no_cost(setup: Setup) -> None:
     assert calls == 4  # the longest rank's steps: one question each
     total = torch.stack([param.detach().double().sum() for param in twins.model.parameters()])
     everyone = [torch.empty_like(total) for _ in range(setup.world_size)]
-    gather(everyone, total)
+    dist.all_gather(everyone, total)
     assert all(torch.equal(total, other) for other in everyone)
 
 

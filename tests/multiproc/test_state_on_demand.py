@@ -5,6 +5,8 @@ import gc
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -425,6 +427,45 @@ def _callers_without_the_secret_learn_nothing(setup: Setup) -> None:
         assert len(heard) in (0, 48), "nothing but a nonce and a proof"
     check(twins, "after strangers")
     dist.barrier()
+
+
+_SILENT = """
+import socket, sys
+calls = [socket.socket() for _ in range(600)]
+for call in calls:
+    call.setblocking(False)
+    call.connect_ex(("127.0.0.1", int(sys.argv[1])))
+print("called", flush=True)
+sys.stdin.read()
+"""
+
+
+@case(2)
+def _training_outlives_600_silent_callers_with_256_descriptors(setup: Setup) -> None:
+    """They were threads once, and took all descriptors: the next thing that needed one ended the job."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 1024:
+        pytest.skip("needs 1,024 descriptors for the callers")
+    twins = MODES["stage 2"]()
+    twins.train(setup, 1)
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    port = str(twins.opt._whole._on_demand._addresses[setup.rank].port)  # type: ignore[union-attr]
+    command = [sys.executable, "-c", _SILENT, port]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as strangers:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        assert strangers.stdout is not None
+        assert strangers.stdout.readline() == "called\n"
+        dist.barrier()
+        twins.train(setup, 5)
+        assert threading.active_count() <= threads + 2, "one for the other rank, and one of torch's"
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 16
+        dist.barrier()
+        strangers.communicate()
+    check(twins, "after strangers")
+    twins.assert_moved()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # What it leaves behind
