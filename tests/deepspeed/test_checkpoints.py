@@ -18,6 +18,7 @@ import deepspeed
 
 from ddp_zero import checkpoint
 from ddp_zero.checkpoint.export import export_deepspeed
+from tests.deepspeed.follow_round_robin import VARIANTS
 from tests.deepspeed.follow_schedules import SCHEDULES, TAGS
 from tests.deepspeed.write_checkpoints import MORE, STEPS, Model, groups_of, tokens_of
 from tests.unit.foreign.written import whole_states
@@ -29,9 +30,9 @@ DeepSpeed maps the states it points the fp32 fragment of the parameter at that o
 of each in turn, in an order that differs between ranks. What is trained, and what it saves again, are right."""
 
 
-def run(program: str, *arguments: object) -> None:
-    """Run a script of this folder at two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+def run(program: str, *arguments: object, ranks: int = 2) -> None:
+    """Run a script of this folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [*command, f"tests.deepspeed.{program}", *map(str, arguments)],
@@ -63,6 +64,27 @@ def test_what_deepspeed_writes_now_is_read(tmp_path: Path, variant: str) -> None
                 if states:
                     torch.testing.assert_close(opt.state[param][key], states[name][key].view_as(param), rtol=0, atol=0)
     assert opt.param_groups[0]["lr"] == (9.0 if variant == "stage2-elastic" else 0.05 * 0.9)  # it saves no options
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+def test_round_robin_files_go_on_here_as_in_deepspeed(tmp_path: Path, writers: int) -> None:
+    """In both stages and three precisions: the values of ``zero_to_fp32``, and the losses that follow."""
+    run("follow_round_robin", "theirs", tmp_path, ranks=writers)
+    for variant in VARIANTS:
+        expected = torch.load(tmp_path / f"{variant}.pt", weights_only=True)
+        model = Model()
+        opt = AdamW(groups_of(model), lr=9.0)
+        checkpoint.load(tmp_path / variant, model, opt, strict=False)
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                torch.testing.assert_close(param.detach(), expected[name], rtol=0, atol=0, msg=f"{variant}: {name}")
+    run("follow_round_robin", "ours", tmp_path, ranks=writers)
+    ours, theirs = (torch.load(tmp_path / f"{who}.pt", weights_only=True) for who in ("ours", "theirs"))
+    for variant in VARIANTS:
+        first, later = (1e-5, 1e-5) if "fp32" in variant else (1e-3, 5e-2)  # rounded sums differ, and that grows
+        torch.testing.assert_close(ours[variant][:2], theirs[variant][:2], rtol=first, atol=0, msg=variant)
+        torch.testing.assert_close(ours[variant], theirs[variant], rtol=later, atol=0, msg=variant)
+        assert len(set(ours[variant])) == 4, "it trains"
 
 
 def test_stage_0_is_refused(tmp_path: Path) -> None:
