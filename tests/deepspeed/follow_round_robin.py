@@ -47,7 +47,7 @@ def main(who: str, root: Path) -> None:
         patched()
         from deepspeed import initialize
     else:
-        from ddp_zero.deepspeed import initialize  # type: ignore[assignment]
+        from ddp_zero.deepspeed import initialize
     told: dict[str, list[float]] = {}
     for name, options in VARIANTS.items():
         torch.manual_seed(5 if who == "theirs" else 6)
