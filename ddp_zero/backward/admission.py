@@ -14,7 +14,6 @@ from ddp_zero.backward.reducer import (
     localized_parameters,
     reduced_parameters,
 )
-from ddp_zero.local.awaited import untouched
 from ddp_zero.local.parameters import ParameterTable
 from ddp_zero.step.sharded_step import ShardedStep
 
@@ -226,40 +225,3 @@ class UnusedParameters:
     def forget(self) -> None:
         """Forget what was learnt, after parameters were added."""
         self._are_there = None
-
-
-class MemoryFormats:
-    """The strides of parameters when DDP built its buckets, by which it lays out gradients.
-
-    Without ``gradient_as_bucket_view``, DDP writes gradients into a bucket by those strides and reads averages out of
-    it by the parameters' own. If they have changed since, the elements of a gradient are mixed up (seen with torch
-    2.13.0, also without a hook).
-
-    Args:
-        ddp: the model.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.buckets_built(ddp)
-
-    def buckets_built(self, ddp: DistributedDataParallel) -> None:
-        """DDP's buckets have the strides of now."""
-        params = [] if gradients_are_views(ddp) else reduced_parameters(ddp)
-        with untouched():
-            self._strides = [(name, param, param.stride()) for name, param in params]
-
-    def why_refuse(self) -> str | None:
-        """The message of an error, if a parameter has other strides now; else None."""
-        with untouched():
-            found = next(
-                ((name, before, param.stride()) for name, param, before in self._strides if param.stride() != before),
-                None,
-            )
-        if found is None:
-            return None
-        name, before, now = found
-        return (
-            f"Expected {name} with strides {list(before)}, by which DDP has laid out its buckets, got {list(now)}, as "
-            "after model.to(memory_format=...): DDP would mix up the elements of its gradient. Build "
-            "DistributedDataParallel with gradient_as_bucket_view=True, or change memory formats before it is built."
-        )

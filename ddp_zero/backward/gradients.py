@@ -14,7 +14,8 @@ from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defi
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.reducer import NewBucket, Window, rebuild_buckets, windows_in_bucket
+from ddp_zero.backward.memory_formats import MemoryFormats, PublishedViews
+from ddp_zero.backward.reducer import NewBucket, Window, gradients_are_views, rebuild_buckets, windows_in_bucket
 from ddp_zero.backward.side_stream import SideStream
 from ddp_zero.comm.communicator import average_as_ddp
 from ddp_zero.step.sharded_step import ShardedStep
@@ -105,6 +106,9 @@ class Gradients(Protocol):
     def fits_plan(self) -> bool:
         """Whether buckets can be reduced for the plan that is in force."""
 
+    def why_refuse(self) -> str | None:
+        """The message of an error, if DDP's buckets do not hold what autograd computes; else None."""
+
     def has_local(self) -> bool:
         """Whether a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
 
@@ -183,18 +187,24 @@ class WholeGradients:
 
     Args:
         sharded: the step.
-        group: the ranks.
+        ddp: the model.
         wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
         side: the stream that the step runs on.
     """
 
     reach_joined = False
 
-    def __init__(self, sharded: ShardedStep, group: ProcessGroup, wrapped: CommHook | None, side: SideStream) -> None:
+    def __init__(
+        self, sharded: ShardedStep, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream
+    ) -> None:
+        group = ddp.process_group
         self._sharded = sharded
         self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
         self._side = side
         self._windows: dict[int, dict[Tensor, Window]] = {}  # of each bucket when it was first seen
+        self._formats = MemoryFormats(ddp)
+        self._views = PublishedViews(sharded.table) if gradients_are_views(ddp) else None
+        self._is_planned = False
 
     def open(self) -> None:
         """Nothing is left of the last iteration."""
@@ -209,6 +219,7 @@ class WholeGradients:
         """Start the wrapped reduction."""
         future = self._wrapped(state, bucket)
         params = bucket.parameters()
+        self._is_planned = is_planned
         windows = self._windows.get(index)
         if windows is None or list(map(id, windows)) != list(map(id, params)):
             windows = self._windows[index] = windows_in_bucket(params)
@@ -222,6 +233,8 @@ class WholeGradients:
 
     def show(self, was_consumed: bool) -> None:
         """The reducer has published them."""
+        if self._views is not None and self._is_planned:
+            self._views.note()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -232,10 +245,17 @@ class WholeGradients:
 
     def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Gradients stay where they are, whichever rank owns them."""
+        self._formats.buckets_built()
+        if self._views is not None:
+            self._views.forget()
 
     def fits_plan(self) -> bool:
         """Whole buckets fit any plan."""
         return True
+
+    def why_refuse(self) -> str | None:
+        """After a change of memory format."""
+        return self._formats.why_refuse() or (None if self._views is None else self._views.why_refuse())
 
     def has_local(self) -> bool:
         """False, as nothing is known: the reducer adds to what is in ``param.grad``."""

@@ -125,7 +125,6 @@ class OverlapHook:
         self._provisional = 0  # layouts adopted so far that DDP might still replace
         self.may_be_replaced = False
         self._unused = admission.UnusedParameters()
-        self._formats = admission.MemoryFormats(ddp)
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
@@ -314,7 +313,7 @@ class OverlapHook:
 
     def _choose(self, params: list[Tensor], matches: bool) -> Choice:
         choice = choose(self._facts(params, matches))
-        wrong = self._formats.why_refuse()
+        wrong = self.gradients.why_refuse()
         if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
             wrong = self._sharded.why_refuse()
         return choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
@@ -406,7 +405,6 @@ class OverlapHook:
             machine.layout_adopted()
         self._provisional += not is_final
         self.gradients.adopted(built, publishes)
-        self._formats.buckets_built(self._ddp)
 
     def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
         is_running = self.machine.phase is Phase.RUNNING

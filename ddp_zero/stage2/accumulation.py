@@ -73,7 +73,7 @@ class SummedGradients(WholeGradients):
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        super().__init__(sharded, ddp.process_group, wrapped, side)
+        super().__init__(sharded, ddp, wrapped, side)
         self._passes = passes
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         workshop = Workshop(sharded, side, ReduceOptions())
@@ -112,6 +112,7 @@ class SummedGradients(WholeGradients):
 
     def show(self, was_consumed: bool) -> None:
         """Show the sums, and remember that they are averages."""
+        super().show(was_consumed)
         with untouched():
             self.lend_all(has_joined=False)
             for index in self._summed:

@@ -193,6 +193,10 @@ class PartitionedGradients:
         """Whether scratches are laid out for the plan: not at first, nor after parameters were frozen or added."""
         return self._digest == self._sharded.binding.digest
 
+    def why_refuse(self) -> str | None:
+        """None: `BucketMemory` lays out views itself, and follows strides."""
+        return None
+
     def has_local(self) -> bool:
         """Known from every backward pass."""
         return self._saw_local_pass
@@ -362,7 +366,7 @@ def gradients_of_stage(
     if options is None and sums_in_fp32:
         return SummedGradients(sharded, ddp, wrapped, side, passes)
     if options is None:
-        return WholeGradients(sharded, ddp.process_group, wrapped, side)
+        return WholeGradients(sharded, ddp, wrapped, side)
     check_can_partition(ddp, sharded.table, wrapped)
     return PartitionedGradients(sharded, ddp, options, side, passes)
 
