@@ -220,7 +220,7 @@ _PLAIN = json.dumps({"train_batch_size": 4, "note": "gr\u00fc\u00df"}, ensure_as
         (_PLAIN.encode("utf-16"), "text in UTF-16: save it as UTF-8"),
         (_PLAIN.encode("utf-16-le"), "binary data"),
         (_PLAIN.encode("latin-1"), r"a byte that is not UTF-8 at place \d+: save it as UTF-8"),
-        (gzip.compress(_PLAIN.encode()), "a gzip archive: unpack it first"),
+        (gzip.compress(_PLAIN.encode(), mtime=0), "a gzip archive: unpack it first"),
         (bytes(range(256)), "binary data"),
         (b'{"a": ' * 100_000, "nested blocks"),
         (b'{"a": ' + b"9" * 5000 + b"}", "one of thousands of digits"),
