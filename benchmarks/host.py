@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import shard_optimizer
-from ddp_zero.comm.communicator import Communicator
+from ddp_zero.core.comm.communicator import Communicator
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, BUCKETS, WIDTH = 2, 48, 64

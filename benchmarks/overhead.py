@@ -28,9 +28,9 @@ from torch.optim import AdamW
 
 from benchmarks.race.models import MODELS
 from ddp_zero import shard_optimizer
-from ddp_zero.comm import exchange as exchange_module
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.reduction import SegmentReduction
+from ddp_zero.core.comm import exchange as exchange_module
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.reduction import SegmentReduction
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, ROUNDS = 2, 5

@@ -5,8 +5,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from ddp_zero.plan.partition import partition_greedy
-from ddp_zero.plan.shard_plan import ParameterSpec, plan_standalone
+from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.plan.shard_plan import ParameterSpec, plan_standalone
 
 PARAMETERS = 10_000
 BUCKET_BYTES = 25 << 20

@@ -13,17 +13,24 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.backward.admission import check_can_sync
-from ddp_zero.backward.gradients import CommHook
-from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.ranks import arrange
-from ddp_zero.elements.elementwise import check_elementwise
-from ddp_zero.engine import Engine
-from ddp_zero.forwarding import attribute_of_inner
-from ddp_zero.gradient_access import accumulating, clip_grad_norm, clip_grad_value, full_grad, owned_gradients
-from ddp_zero.information import Information
-from ddp_zero.insight.stats import Stats
-from ddp_zero.local.arguments import (
+from ddp_zero.core.backward.gradients import CommHook
+from ddp_zero.core.backward.owned_sums import options_of_stage
+from ddp_zero.core.backward.preconditions import check_can_sync
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.ranks import arrange
+from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.engine.forwarding import attribute_of_inner
+from ddp_zero.core.engine.gradient_access import (
+    accumulating,
+    clip_grad_norm,
+    clip_grad_value,
+    full_grad,
+    owned_gradients,
+)
+from ddp_zero.core.engine.introspection import Introspection
+from ddp_zero.core.engine.param_groups import add_param_group
+from ddp_zero.core.engine.shardable import check_unknown
+from ddp_zero.core.local.arguments import (
     check_flags,
     check_group,
     check_known,
@@ -32,31 +39,30 @@ from ddp_zero.local.arguments import (
     is_group,
     own_options,
 )
-from ddp_zero.local.awaited import untouched
-from ddp_zero.local.inner import build_inner, check_can_be_sharded, check_epsilon, reserve_room
-from ddp_zero.local.live_model import the_ddp_model_in
-from ddp_zero.local.local_step import ParamGroup
-from ddp_zero.local.masters import SteppedTensors
-from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.core.local.awaited import untouched
+from ddp_zero.core.local.elementwise import check_elementwise
+from ddp_zero.core.local.inner import build_inner, check_can_be_sharded, check_epsilon, reserve_room
+from ddp_zero.core.local.live_model import the_ddp_model_in
+from ddp_zero.core.local.local_step import ParamGroup
+from ddp_zero.core.local.masters import SteppedTensors
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.offload.disk import residence_for
+from ddp_zero.core.plan.partitions import partition_named
+from ddp_zero.core.state.load_together import load_together
+from ddp_zero.core.state.shard_dict import ShardDict
+from ddp_zero.core.state.state_offload import offload_state, reload_state
+from ddp_zero.core.state.whole_dict import WholeDict
+from ddp_zero.core.step.binding import Binding
+from ddp_zero.core.step.clipping import check_options
+from ddp_zero.core.step.join import ZeroJoinHook, refuse_replicas
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.state_order import State
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.offload.disk import residence_for
 from ddp_zero.options import Offload, StepOptions
-from ddp_zero.param_groups import add_param_group
-from ddp_zero.plan.partitions import partition_named
-from ddp_zero.shardable import check_unknown
-from ddp_zero.stage2.bucket import options_of_stage
-from ddp_zero.state.load_together import load_together
-from ddp_zero.state.parking import offload_state, reload_state
-from ddp_zero.state.shard_dict import ShardDict
-from ddp_zero.state.whole_dict import WholeDict
-from ddp_zero.step.binding import Binding
-from ddp_zero.step.clipping import check_options
-from ddp_zero.step.join import ZeroJoinHook, refuse_replicas
-from ddp_zero.step.sharded_step import ShardedStep
-from ddp_zero.step.state_order import State
+from ddp_zero.tools.insight.stats import Stats
 
 
-class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
+class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     """Any `torch.optim.Optimizer`, its state sharded over the ranks of a process group (ZeRO stages 1 and 2).
 
     Each rank owns some of the parameters, keeps optimizer state for those only, steps them, and sends the result to the
@@ -555,7 +561,7 @@ class ZeroRedundancyOptimizer(Information, Optimizer, Joinable):
     # Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` runs on ranks that have joined; see `ddp_zero.step.join`.
+        """What `torch.distributed.algorithms.Join` runs on ranks that have joined; see `ddp_zero.core.step.join`.
 
         Raises:
             NotImplementedError: with a shard group.

@@ -12,16 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.backward.gradients import CommHook
-from ddp_zero.backward.reducer import ddp_takes
-from ddp_zero.hooked import build_hooked
-from ddp_zero.local.arguments import PARALLEL_OPTIONS, Grouping, is_parallel
+from ddp_zero.core.backward.gradients import CommHook
+from ddp_zero.core.backward.reducer import ddp_takes
+from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, is_parallel
+from ddp_zero.core.plan.buckets import bucket_mb
+from ddp_zero.core.plan.elements import CutParameters
+from ddp_zero.core.plan.global_names import GlobalNames
+from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Offload
-from ddp_zero.plan.buckets import bucket_mb
-from ddp_zero.plan.elements import CutParameters
-from ddp_zero.whole.names import GlobalNames
 
 if TYPE_CHECKING:
     from ddp_zero.parallel.optimizer import ParallelOptimizer
@@ -152,7 +152,7 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     asked = {name: value for name in PARALLEL_OPTIONS if (value := options.pop(name, None)) is not None}
     if asked or is_parallel(params, ddp):
         return _over_more_dimensions(options.pop("ddp"), **_given(options), **asked)
-    return build_hooked(**options)
+    return build_with_hook(**options)
 
 
 def wrap(
@@ -198,7 +198,7 @@ def wrap(
     if ddp_takes("bucket_cap_mb_list"):
         caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
-    return model, build_hooked(model, optimizer_class, **options)
+    return model, build_with_hook(model, optimizer_class, **options)
 
 
 def _over_more_dimensions(model: nn.Module, **options: Any) -> "ParallelOptimizer":

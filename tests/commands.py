@@ -22,18 +22,18 @@ SHORT = {
     "torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --steps 10 --save-every 5 --resume runs/1": (
         "validation loss"
     ),
-    "python -m ddp_zero.checkpoint info runs/1": "step-00000010",
-    "python -m ddp_zero.checkpoint export runs/1 plain/": "",
-    "python -m ddp_zero.checkpoint export runs/1 theirs/ --format deepspeed-universal": "",
+    "python -m ddp_zero checkpoint info runs/1": "step-00000010",
+    "python -m ddp_zero checkpoint export runs/1 plain/": "",
+    "python -m ddp_zero checkpoint export runs/1 theirs/ --format deepspeed-universal": "",
     "torchrun --standalone --nproc-per-node=2 examples/train_gpt.py --optimizer zero2 --dtype bf16 --master-weights "
     "--clip 1 --accumulate 4 --steps 4 --compare": "largest parameter difference to DDP + AdamW: 0.0",
-    "python -m ddp_zero.memory docs.images.models:gpt_1b --ranks 8 --dtype bfloat16 --master-weights --offload cpu "
+    "python -m ddp_zero estimate docs.images.models:gpt_1b --ranks 8 --dtype bfloat16 --master-weights --offload cpu "
     "--memory 16GiB": "fewest ranks at which 16GiB suffice",
-    "python -m ddp_zero.memory docs.images.models:gpt_1b --ranks 8 --dtype bfloat16 --master-weights --partition "
+    "python -m ddp_zero estimate docs.images.models:gpt_1b --ranks 8 --dtype bfloat16 --master-weights --partition "
     "parameters --offload cpu --plot docs/images/estimate.png": "stage 2, inside backward",
-    "python -m ddp_zero.deepspeed check ds_config.json": "samples a step",
-    "python -m ddp_zero.deepspeed keys": "zero_optimization",
-    "python -m ddp_zero.timeline trace.json --step -1": "",
+    "python -m ddp_zero config check ds_config.json": "samples a step",
+    "python -m ddp_zero config keys": "zero_optimization",
+    "python -m ddp_zero timeline trace.json --step -1": "",
 }
 """Commands that the test runs in this order in one folder, and what they print."""
 
@@ -50,19 +50,19 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node=2 examples/train_gan.py --steps 60 --compare": (
         "tests/multiproc/test_train_gan.py::test_two_sharded_optimizers_equal_plain_ones"
     ),
-    "python -m ddp_zero.postmortem /shared/records": (
+    "python -m ddp_zero postmortem /shared/records": (
         "tests/multiproc/test_insight.py::test_the_records_name_the_rank_that_was_lost"
     ),
-    "python -m ddp_zero.launch --hostfile hosts --include node1@node2:0,2 train.py --lr 1e-3": (
+    "python -m ddp_zero launch --hostfile hosts --include node1@node2:0,2 train.py --lr 1e-3": (
         "tests/hosts/test_hosts.py::test_every_host_runs_its_ranks_and_its_lines_begin_with_its_name"
     ),
-    "python -m ddp_zero.launch train.py": (
+    "python -m ddp_zero launch train.py": (
         "tests/multiproc/test_launch.py::test_a_job_on_this_machine_gives_its_exit_code_and_leaves_nobody"
     ),
-    "python -m ddp_zero.checkpoint export --format deepspeed-universal": (
+    "python -m ddp_zero checkpoint export --format deepspeed-universal": (
         "tests/unit/checkpoint/test_export.py::test_the_command_runs_as_a_module"
     ),
-    "python -m ddp_zero.checkpoint export": "tests/unit/checkpoint/test_export.py::test_the_command_runs_as_a_module",
+    "python -m ddp_zero checkpoint export": "tests/unit/checkpoint/test_export.py::test_the_command_runs_as_a_module",
 }
 """Commands, or beginnings of commands, that other tests run."""
 

@@ -64,7 +64,7 @@ COUPLED = _HERE + "test_coupling.py::test_an_optimizer_that_couples_parameters_i
 FORWARDED = _HERE + "test_forwarding.py::test_forwarding"
 FAILURES = _HERE + "test_failures.py::test_an_error_of_one_rank_is_raised_on_all"
 DEEPSPEED_FILES = _HERE + "test_deepspeed_checkpoints.py::test_checkpoints_of_deepspeed_load_into_every_mode"
-_FOREIGN = "tests/unit/foreign/"
+_FOREIGN = "tests/unit/checkpoint/foreign/"
 UNIVERSAL = _FOREIGN + "test_deepspeed.py::test_a_checkpoint_of_this_library_goes_to_deepspeeds_format_and_back"
 HOSTILE_PICKLES = _FOREIGN + "test_machine.py::test_names_that_are_not_known_are_refused"
 LAUNCH = _HERE + "test_launch.py::test_a_job_on_this_machine_gives_its_exit_code_and_leaves_nobody"
@@ -199,7 +199,7 @@ FEATURES: list[tuple[str, str, str]] = [
     ("Checkpoints of DeepSpeed 0.17 to 0.19 load into every mode, and train on with its losses", YES, DEEPSPEED_FILES),
     ("... and back, in its universal format", YES, UNIVERSAL),
     ("... hostile pickles in them are refused, and nothing in them is run", YES, HOSTILE_PICKLES),
-    ("`python -m ddp_zero.launch` on one machine: true exit codes, and nobody left behind", YES, LAUNCH),
+    ("`python -m ddp_zero launch` on one machine: true exit codes, and nobody left behind", YES, LAUNCH),
     ("A job that `torchrun` restarts ends as an unbroken one", YES, RESTART),
     (
         "`opt.stats()`: bytes as counted, numbers unchanged; `Monitor`; `opt.check_agreement()` names the rank",

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ddp_zero.comm import communicator
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.reduction import SegmentReduction, room_numel
+from ddp_zero.core.comm import communicator
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.reduction import SegmentReduction, room_numel
 
 Exchange = Callable[[Communicator, torch.Tensor], None]
 NEVER = 1 << 62

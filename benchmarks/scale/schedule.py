@@ -207,7 +207,7 @@ def cut_step(lanes: Lanes, job: Job, syncs_in_forward: bool = False) -> None:
 
 
 def overlapped_step(lanes: Lanes, job: Job, stage: int, lag: int | None, syncs_in_forward: bool = False) -> None:
-    """What the hook does, see `ddp_zero.backward.hook`; in stage 2 a reduction waits for the one before.
+    """What the hook does, see `ddp_zero.core.backward.hook`; in stage 2 a reduction waits for the one before.
 
     ``syncs_in_forward``: all buckets are sent after the last step, the one that forward needs first before the others.
     """

@@ -17,10 +17,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ddp_zero.comm.communicator import RING_BYTES, RING_RANKS
+from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
 
 GOODPUT = 1448 / 1514  # payload of an Ethernet frame of TCP with time stamps, over its bytes
-CHUNK_BYTES = 4 << 20  # of a direct exchange, see ddp_zero/comm/communicator.py
+CHUNK_BYTES = 4 << 20  # of a direct exchange, see ddp_zero/core/comm/communicator.py
 
 
 @dataclass(frozen=True)

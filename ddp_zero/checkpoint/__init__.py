@@ -2,7 +2,7 @@
 
     checkpoint.save("runs/1", ddp, opt, extra={"scheduler": scheduler.state_dict()}, step=1000, keep=3)
     loaded = checkpoint.load("runs/1", ddp, opt)
-    python -m ddp_zero.checkpoint export runs/1 plain/
+    python -m ddp_zero checkpoint export runs/1 plain/
 
 A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readable by its tools, plus checksums and an
 index in JSON. Loading reads only these two and raw bytes: nothing is unpickled.
@@ -28,15 +28,15 @@ from ddp_zero.checkpoint.loading import Restore
 from ddp_zero.checkpoint.manifest import text_and_tensors
 from ddp_zero.checkpoint.optimizers import OptimizerState, ParallelState, state_of, unwrapped
 from ddp_zero.checkpoint.saving import SaveJob, Saving, Writer, finish_all, writer_across, writer_of
-from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.peers import Peers, check_not_alone
-from ddp_zero.local.inner import class_name
-from ddp_zero.local.live_model import LiveModel, group_of
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.peers import Peers, check_not_alone
+from ddp_zero.core.local.inner import class_name
+from ddp_zero.core.local.live_model import LiveModel, group_of
+from ddp_zero.core.plan.global_layout import Layout, Statement
+from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.parallel.optimizer import ParallelOptimizer
-from ddp_zero.plan.partition import GroupRank
-from ddp_zero.record.progress import showing
-from ddp_zero.whole.layout import Layout, Statement
+from ddp_zero.tools.record.progress import showing
 
 __all__ = ["Loaded", "load", "save", "wait"]
 

@@ -7,18 +7,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.backward.reducer import reduced_parameters
 from ddp_zero.checkpoint.contents import Part, Shared
 from ddp_zero.checkpoint.optimizers import OptimizerState
-from ddp_zero.comm.peers import Peers
-from ddp_zero.local.inner import class_name, group_options, other_state
-from ddp_zero.local.live_model import LiveModel, by_group
-from ddp_zero.local.parameters import sample_values
-from ddp_zero.local.tree import Tree
-from ddp_zero.plan.boxes import Box
-from ddp_zero.plan.partition import GroupRank, partition_greedy
-from ddp_zero.whole.layout import Layout
-from ddp_zero.whole.part import PartModel, options_of_text
+from ddp_zero.core.backward.reducer import reduced_parameters
+from ddp_zero.core.comm.peers import Peers
+from ddp_zero.core.local.global_part import PartModel, options_of_text
+from ddp_zero.core.local.inner import class_name, group_options, other_state
+from ddp_zero.core.local.live_model import LiveModel, by_group
+from ddp_zero.core.local.parameters import sample_values
+from ddp_zero.core.local.tree import Tree
+from ddp_zero.core.plan.boxes import Box
+from ddp_zero.core.plan.global_layout import Layout
+from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 
 
 def capture(

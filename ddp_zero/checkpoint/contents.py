@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_zero.checkpoint.folder import Marker, is_complete, newest, read_marker, read_text
+from ddp_zero.checkpoint.foreign import deepspeed
+from ddp_zero.checkpoint.foreign.contents import Foreign
+from ddp_zero.checkpoint.foreign.values import RawTensor
 from ddp_zero.checkpoint.manifest import (
     CutTensor,
     PiecedTensor,
@@ -18,12 +21,9 @@ from ddp_zero.checkpoint.manifest import (
     stored_in,
     total_bytes,
 )
-from ddp_zero.foreign import deepspeed
-from ddp_zero.foreign.contents import Foreign
-from ddp_zero.foreign.values import RawTensor
-from ddp_zero.local.masters import MASTER_KEY
-from ddp_zero.local.tree import Tree
-from ddp_zero.plan.boxes import Box, fault
+from ddp_zero.core.local.masters import MASTER_KEY
+from ddp_zero.core.local.tree import Tree
+from ddp_zero.core.plan.boxes import Box, fault
 
 State = dict[Any, Any]
 

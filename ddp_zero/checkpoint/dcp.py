@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ddp_zero.checkpoint.manifest import CutTensor, Source, StoredTensor
-from ddp_zero.local.tree import Tree
-from ddp_zero.plan.boxes import Box
+from ddp_zero.core.local.tree import Tree
+from ddp_zero.core.plan.boxes import Box
 
 OBJECTS_FILE = "__0_1.distcp"
 """The file of the values that are not tensors, each as `torch.save` writes it."""

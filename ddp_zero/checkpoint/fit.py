@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddp_zero.plan.shapes import Value
-from ddp_zero.whole.names import renamed as renamed_by
+from ddp_zero.core.plan.global_names import renamed as renamed_by
+from ddp_zero.core.plan.shapes import Value
 
 
 @dataclass

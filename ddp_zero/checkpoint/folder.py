@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_zero.foreign.files import open_regular
+from ddp_zero.tools.record.regular_files import open_regular
 
 MARKER = "complete.json"
 _FORMAT = "ddp_zero"

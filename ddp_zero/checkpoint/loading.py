@@ -13,14 +13,14 @@ from ddp_zero.checkpoint.fit import Fit, fit_groups, fit_values, listed, renamed
 from ddp_zero.checkpoint.manifest import StoredTensor, as_meta, fill, stored_in, total_bytes, within, written_in
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import read, read_into, verify
-from ddp_zero.comm.peers import Peers
-from ddp_zero.local.inner import class_name, group_options, loaded_group, other_state
-from ddp_zero.local.live_model import LiveModel, by_group, is_extra
-from ddp_zero.local.masters import MASTER_KEY, rounds_to
-from ddp_zero.plan.partition import partition_greedy
-from ddp_zero.plan.shapes import Value
-from ddp_zero.record.progress import showing
-from ddp_zero.whole.part import PartModel
+from ddp_zero.core.comm.peers import Peers
+from ddp_zero.core.local.global_part import PartModel
+from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state
+from ddp_zero.core.local.live_model import LiveModel, by_group, is_extra
+from ddp_zero.core.local.masters import MASTER_KEY, rounds_to
+from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.plan.shapes import Value
+from ddp_zero.tools.record.progress import showing
 
 
 @dataclass

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.foreign.values import RawTensor
-from ddp_zero.local.tree import TensorSpec, Tree, flatten, specs_in, unflatten
-from ddp_zero.plan.boxes import Box
-from ddp_zero.plan.shapes import is_dense
+from ddp_zero.checkpoint.foreign.values import RawTensor
+from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, specs_in, unflatten
+from ddp_zero.core.plan.boxes import Box
+from ddp_zero.core.plan.shapes import is_dense
 
 _FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -153,7 +153,7 @@ def encode_part(text: str, spans: Sequence[FileSpan]) -> str:
     """A part as JSON.
 
     Args:
-        text: the tree as text, from `ddp_zero.local.tree.flatten`.
+        text: the tree as text, from `ddp_zero.core.local.tree.flatten`.
         spans: the places of its tensors, in order.
     """
     rows = [[span.file, span.begin, span.length, span.offset, span.sha256] for span in spans]
@@ -263,7 +263,7 @@ def as_meta(stored: StoredTensor) -> Tensor:
 
 
 def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
-    """As `ddp_zero.local.tree.flatten`, with ``where`` as the name of the tree in messages.
+    """As `ddp_zero.core.local.tree.flatten`, with ``where`` as the name of the tree in messages.
 
     Raises:
         TypeError: for a value that cannot be in a checkpoint.

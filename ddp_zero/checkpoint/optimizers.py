@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.local.inner import group_options, rehearse_load
-from ddp_zero.local.live_model import by_group
-from ddp_zero.local.parameters import ParameterTable
-from ddp_zero.local.tree import check_can_travel
+from ddp_zero.core.local.global_part import PartModel, options_as_text
+from ddp_zero.core.local.inner import group_options, rehearse_load
+from ddp_zero.core.local.live_model import by_group
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.tree import check_can_travel
+from ddp_zero.core.plan.global_layout import Statement
+from ddp_zero.core.plan.partition import GroupRank, partition_greedy
+from ddp_zero.core.state.shard_of_whole import check_state, own_part
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.states import split
-from ddp_zero.plan.partition import GroupRank, partition_greedy
-from ddp_zero.state.restrict import check_state, own_part
-from ddp_zero.whole.layout import Statement
-from ddp_zero.whole.part import PartModel, options_as_text
 
 Birth = tuple[int, int]
 StateDict = dict[str, Any]

@@ -20,12 +20,12 @@ from ddp_zero.checkpoint.dcp import write_dcp_metadata
 from ddp_zero.checkpoint.folder import Marker, publish, read_text, write_text
 from ddp_zero.checkpoint.manifest import encode_part, part_name, tensor_file_name
 from ddp_zero.checkpoint.tensor_file import write_tensors
-from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.beside import Across, Beside
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.peers import Alone, Peers
-from ddp_zero.comm.tracing import logger
-from ddp_zero.record.progress import showing
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.control_group import Across, ControlGroup
+from ddp_zero.core.comm.peers import Alone, Peers
+from ddp_zero.core.comm.tracing import logger
+from ddp_zero.tools.record.progress import showing
 
 Ranks = tuple[tuple[int, ...], ...]
 
@@ -134,7 +134,7 @@ class Writer:
 
     def __init__(self, *groups: ProcessGroup) -> None:
         larger = [group for group in groups if Communicator(group).world_size > 1]
-        self.peers: Peers = Alone() if not larger else Beside(larger[0]) if len(larger) == 1 else Across(larger)
+        self.peers: Peers = Alone() if not larger else ControlGroup(larger[0]) if len(larger) == 1 else Across(larger)
         self.last: Saving | None = None
 
     def finish(self) -> None:

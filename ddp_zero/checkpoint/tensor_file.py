@@ -18,11 +18,11 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from ddp_zero.checkpoint.foreign.archive import Record
 from ddp_zero.checkpoint.manifest import CutTensor, FileSpan, PiecedTensor, StoredTensor, as_written
-from ddp_zero.foreign.archive import Record
-from ddp_zero.foreign.files import open_regular
-from ddp_zero.local.tree import memory_of
-from ddp_zero.record.progress import moved
+from ddp_zero.core.local.tree import memory_of
+from ddp_zero.tools.record.progress import moved
+from ddp_zero.tools.record.regular_files import open_regular
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20

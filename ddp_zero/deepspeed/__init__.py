@@ -11,6 +11,8 @@
 It runs on stock DDP and `ddp_zero.ZeroRedundancyOptimizer`; DeepSpeed is not needed. See docs/from-deepspeed.md.
 """
 
+from ddp_zero.deepspeed.config.config import Config
+from ddp_zero.deepspeed.config.keys import ConfigError
 from ddp_zero.deepspeed.engine import Engine
 from ddp_zero.deepspeed.initialization import add_config_arguments, initialize
 from ddp_zero.deepspeed.params import (
@@ -28,8 +30,6 @@ from ddp_zero.deepspeed.params import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from ddp_zero.dsconfig.config import Config
-from ddp_zero.dsconfig.keys import ConfigError
 
 __all__ = [
     "Config",

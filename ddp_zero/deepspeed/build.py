@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from ddp_zero.core.plan.buckets import bucket_mb
+from ddp_zero.ddp_hooks import build_with_hook
+from ddp_zero.deepspeed.config.config import Config
 from ddp_zero.deepspeed.optimizers import Choice
 from ddp_zero.deepspeed.precision import dtype_named
-from ddp_zero.dsconfig.config import Config
-from ddp_zero.hooked import build_hooked
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.plan.buckets import bucket_mb
 
 _MIB = 1 << 20
 _COMPRESSING = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
@@ -53,7 +53,7 @@ def build_optimizer(ddp: DistributedDataParallel, config: Config, choice: Choice
     if not config.is_sharded:
         prepare_plain(ddp, config)
         return choice.optimizer_class(choice.groups, **choice.options)
-    return build_hooked(
+    return build_with_hook(
         ddp,
         choice.optimizer_class,
         params=[dict(group) for group in choice.groups],

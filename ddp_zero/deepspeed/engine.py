@@ -19,13 +19,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_zero.comm.communicator import Communicator
+from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.deepspeed import saving
 from ddp_zero.deepspeed.build import build_loader, max_grad_norm
+from ddp_zero.deepspeed.config.answers import SETTINGS, way_here
+from ddp_zero.deepspeed.config.config import Batch, Config
 from ddp_zero.deepspeed.monitor import Monitor, Progress
 from ddp_zero.deepspeed.precision import autocast, cast_inputs
-from ddp_zero.dsconfig.answers import SETTINGS, way_here
-from ddp_zero.dsconfig.config import Batch, Config
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 
 

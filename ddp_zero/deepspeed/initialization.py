@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_zero.comm.tracing import logger
+from ddp_zero.core.comm.tracing import logger
 from ddp_zero.deepspeed.build import build_optimizer, prepare_plain, shard_built, wrap_model
+from ddp_zero.deepspeed.config.auto import Auto
+from ddp_zero.deepspeed.config.config import Config
+from ddp_zero.deepspeed.config.document import Source
 from ddp_zero.deepspeed.engine import Engine
 from ddp_zero.deepspeed.monitor import warn_once
 from ddp_zero.deepspeed.optimizers import as_groups, choice_of, choose
 from ddp_zero.deepspeed.params import remember
 from ddp_zero.deepspeed.precision import cast
 from ddp_zero.deepspeed.schedules import build_schedule
-from ddp_zero.dsconfig.auto import Auto
-from ddp_zero.dsconfig.config import Config
-from ddp_zero.dsconfig.document import Source
 from ddp_zero.launch import init_process_group
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 
@@ -68,7 +68,7 @@ def initialize(
         The engine, its optimizer, the data loader or None, and the schedule or None.
 
     Raises:
-        ddp_zero.dsconfig.keys.ConfigError: for a configuration that cannot be used; see docs/deepspeed-keys.md.
+        ddp_zero.deepspeed.config.keys.ConfigError: for a configuration that cannot be used; see docs/deepspeed-keys.md.
         NotImplementedError: for ``mpu``, ``mesh_param`` or ``distributed_port``.
         TypeError: without a model, or with one that is wrapped.
     """

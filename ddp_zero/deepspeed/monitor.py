@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ddp_zero.comm.tracing import logger
-from ddp_zero.dsconfig.config import Config
-from ddp_zero.dsconfig.keys import ConfigError, Finding, Kind
-from ddp_zero.dsconfig.sections import WriterSection
+from ddp_zero.core.comm.tracing import logger
+from ddp_zero.deepspeed.config.config import Config
+from ddp_zero.deepspeed.config.keys import ConfigError, Finding, Kind
+from ddp_zero.deepspeed.config.sections import WriterSection
 
 _warned: set[str] = set()
 

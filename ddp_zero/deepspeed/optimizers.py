@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ddp_zero.deepspeed.config.keys import ConfigError
+from ddp_zero.deepspeed.config.sections import OptimizerSection
 from ddp_zero.deepspeed.own_optimizers import ADAM_OPTIONS, MUON_OPTIONS, Lamb, Lion, MuonWithAdam, muon_groups
-from ddp_zero.dsconfig.keys import ConfigError
-from ddp_zero.dsconfig.sections import OptimizerSection
 
 Groups = list[dict[str, Any]]
 

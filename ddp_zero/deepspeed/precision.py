@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.dsconfig.config import Config
-from ddp_zero.dsconfig.keys import ConfigError
-from ddp_zero.dsconfig.sections import DTYPES
+from ddp_zero.deepspeed.config.config import Config
+from ddp_zero.deepspeed.config.keys import ConfigError
+from ddp_zero.deepspeed.config.sections import DTYPES
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name of `ddp_zero.dsconfig.sections.DTYPES`."""
+    """The dtype of a name of `ddp_zero.deepspeed.config.sections.DTYPES`."""
     found = getattr(torch, DTYPES[name])
     assert isinstance(found, torch.dtype), "the table names dtypes"
     return found

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from ddp_zero import checkpoint
 from ddp_zero.checkpoint.export import model_state
-from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.tracing import logger
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.tracing import logger
+from ddp_zero.deepspeed.config.config import Config
 from ddp_zero.deepspeed.params import full_fp32_param
-from ddp_zero.dsconfig.config import Config
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
 
 PathLike = str | os.PathLike[str]
@@ -240,7 +240,7 @@ def save_weights(
     if filename.endswith(".safetensors"):
         raise ValueError(
             f"Expected a name for torch.save, such as pytorch_model.bin, got {filename!r}. For safetensors use "
-            "engine.save_checkpoint() and python -m ddp_zero.checkpoint export."
+            "engine.save_checkpoint() and python -m ddp_zero checkpoint export."
         )
     comm, weights = engine.comm, dict[str, Any]()
     for name, value in engine.module.state_dict(keep_vars=True).items():

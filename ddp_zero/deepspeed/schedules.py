@@ -1,4 +1,4 @@
-"""A schedule of `ddp_zero.dsconfig.curves` on an optimizer, with the interface of DeepSpeed's schedulers."""
+"""A schedule of `ddp_zero.deepspeed.config.curves` on an optimizer, with the interface of DeepSpeed's schedulers."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.dsconfig.curves import CURVES, START, Curve, build_curve, check_groups
-from ddp_zero.dsconfig.keys import ConfigError
-from ddp_zero.dsconfig.sections import SchedulerSection
+from ddp_zero.deepspeed.config.curves import CURVES, START, Curve, build_curve, check_groups
+from ddp_zero.deepspeed.config.keys import ConfigError
+from ddp_zero.deepspeed.config.sections import SchedulerSection
 
 
 class Schedule:

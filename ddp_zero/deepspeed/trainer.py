@@ -9,16 +9,16 @@ from typing import Any
 from torch import nn
 from torch.distributed import get_rank, get_world_size
 
-from ddp_zero.comm.tracing import logger
+from ddp_zero.core.comm.tracing import logger
 from ddp_zero.deepspeed.build import sharding_options
+from ddp_zero.deepspeed.config.auto import Auto
+from ddp_zero.deepspeed.config.config import Config
+from ddp_zero.deepspeed.config.document import Source, value_at
+from ddp_zero.deepspeed.config.keys import ConfigError
 from ddp_zero.deepspeed.monitor import warn_once
 from ddp_zero.deepspeed.optimizers import as_groups, choose
 from ddp_zero.deepspeed.precision import cast
 from ddp_zero.deepspeed.schedules import build_schedule
-from ddp_zero.dsconfig.auto import Auto
-from ddp_zero.dsconfig.config import Config
-from ddp_zero.dsconfig.document import Source, value_at
-from ddp_zero.dsconfig.keys import ConfigError
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 
 _OF_THE_TRAINER = (
@@ -34,7 +34,7 @@ class TrainerConfig:
     """A configuration that is completed once the Trainer knows its model and the number of steps.
 
     Args:
-        source: see `ddp_zero.dsconfig.document.read`.
+        source: see `ddp_zero.deepspeed.config.document.read`.
     """
 
     def __init__(self, source: Source) -> None:

@@ -1,4 +1,4 @@
-"""Starting a job: torchrun on every host with ``python -m ddp_zero.launch``, and the process group in the script.
+"""Starting a job: torchrun on every host with ``python -m ddp_zero launch``, and the process group in the script.
 
 Importing this package imports what a script needs, `init_process_group`, and not the launcher.
 """

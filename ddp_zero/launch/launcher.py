@@ -1,4 +1,4 @@
-"""``python -m ddp_zero.launch``: choose hosts, ask whether they are ready, start torchrun on each, stop together."""
+"""``python -m ddp_zero launch``: choose hosts, ask whether they are ready, start torchrun on each, stop together."""
 
 import os
 import secrets
@@ -24,9 +24,9 @@ _FAILED_TO_START = 2
 _INTERRUPTED = 130
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run a job; returns the exit code, see `ddp_zero.launch.processes.run`, or 2 if nothing was started."""
-    options = parse(arguments, sys.executable)
+    options = parse(sys.argv[1:] if arguments is None else arguments, sys.executable)
     try:
         hosts = hosts_of(options, os.environ)
         launcher = launcher_of(options, hosts, os.environ)

@@ -1,4 +1,4 @@
-"""The command line of ``python -m ddp_zero.launch`` as a value."""
+"""The command line of ``python -m ddp_zero launch`` as a value."""
 
 import argparse
 import math
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PROGRAM = "python -m ddp_zero.launch"
+PROGRAM = "python -m ddp_zero launch"
 LAUNCHERS = ("local", "ssh", "pdsh", "slurm", "mpirun")
 
 _DESCRIPTION = "Start torchrun on every host of a job, and stop it everywhere when it fails anywhere."

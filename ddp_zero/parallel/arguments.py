@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_zero.comm.agreement import Agreement
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.hooked import options_of_hooked
-from ddp_zero.local.arguments import PARALLEL_OPTIONS, check_class, check_known, check_params, grouped
-from ddp_zero.local.live_model import ddp_models_in
-from ddp_zero.local.local_step import ParamGroup
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, check_class, check_known, check_params, grouped
+from ddp_zero.core.local.live_model import ddp_models_in
+from ddp_zero.core.local.local_step import ParamGroup
+from ddp_zero.ddp_hooks import options_of_hook
 
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
 """Options that must be the same on ranks with different parameters."""
@@ -64,7 +64,7 @@ def check_arguments(model: object, optimizer_class: Any, options: Mapping[str, A
     for name, remedy in _REFUSED.items():
         if name in options:
             raise TypeError(f"Expected an option of ParallelOptimizer, got {name!r}. {remedy}")
-    own = options_of_hooked()
+    own = options_of_hook()
     check_known([name for name in options if name not in own], optimizer_class, [*own, *PARALLEL_OPTIONS])
 
 

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_zero.backward.reducer import models_over, reduced_parameters
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.reduction import average_in_place
-from ddp_zero.comm.step_errors import StepFailedElsewhereError
-from ddp_zero.local.parameters import ParameterTable
+from ddp_zero.core.backward.reducer import models_over, reduced_parameters
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.reduction import average_in_place
+from ddp_zero.core.comm.step_errors import StepFailedElsewhereError
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.parallel.errors import GlobalErrorCheck
 from ddp_zero.parallel.members import check_can_step
-from ddp_zero.parallel.outcome import Assembly
 from ddp_zero.parallel.shards import Shards
-from ddp_zero.plan.partition import GroupRank
 
 _HAS, _TRAINS, _REDUCED, _FAILED = 1, 2, 4, 8
 
@@ -116,7 +116,7 @@ class Averages:
 
 
 def average_together(
-    assembly: Assembly, members: Sequence[ZeroRedundancyOptimizer], averages: Sequence[Averages | None]
+    assembly: GlobalErrorCheck, members: Sequence[ZeroRedundancyOptimizer], averages: Sequence[Averages | None]
 ) -> None:
     """Average what no DDP model reduces, and check that all ranks can step. A collective.
 

@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_zero.backward.reducer import has_static_graph, reduced_parameters
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.elements.elementwise import is_elementwise
-from ddp_zero.hooked import build_hooked
-from ddp_zero.local.arguments import PARALLEL_KEYS, check_group
-from ddp_zero.local.local_step import ParamGroup
+from ddp_zero.core.backward.reducer import has_static_graph, reduced_parameters
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.local.arguments import PARALLEL_KEYS, check_group
+from ddp_zero.core.local.elementwise import is_elementwise
+from ddp_zero.core.local.local_step import ParamGroup
+from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
-from ddp_zero.parallel.resting import take_part_with_zeros
-from ddp_zero.parallel.roster import check_groups, counted
+from ddp_zero.parallel.idle_experts import take_part_with_zeros
+from ddp_zero.parallel.membership import check_groups, counted
 from ddp_zero.parallel.shards import Held, held, read_cuts
 
 _OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32", "sync")
@@ -140,7 +140,7 @@ def built(
                 f"one on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
                 f"have DDP ignore these parameters{_by_name(ddp, plan)}."
             )
-        zero = build_hooked(ddp, optimizer_class, plan.groups, **options)
+        zero = build_with_hook(ddp, optimizer_class, plan.groups, **options)
         if plan.group is not None:
             take_part_with_zeros(ddp)
     else:
@@ -166,7 +166,7 @@ def _by_name(ddp: DistributedDataParallel, plan: Plan) -> str:
 
 
 def follow_schedule(zero: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
-    """Expect a pipeline schedule to run the DDP model of a member; see `ddp_zero.backward.forward_passes`.
+    """Expect a pipeline schedule to run the DDP model of a member; see `ddp_zero.core.backward.forward_passes`.
 
     Raises:
         NotImplementedError: for a static graph, of which DDP averages the first backward pass of all, unless it was to.

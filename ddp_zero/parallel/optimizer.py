@@ -13,16 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.peers import gather_text_across
-from ddp_zero.comm.ranks import Ranks
-from ddp_zero.local.arguments import Grouping
-from ddp_zero.local.local_step import ParamGroup
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.peers import gather_text_across
+from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.local.arguments import Grouping
+from ddp_zero.core.local.local_step import ParamGroup
+from ddp_zero.core.plan.global_names import GlobalNames
+from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 from ddp_zero.parallel.arguments import agreements, check_arguments, copied, data_group, nonfinite, other_dims
 from ddp_zero.parallel.averages import Averages, average_together, check_same_values
-from ddp_zero.parallel.council import Council, Level, MemberBeyond
-from ddp_zero.parallel.holdings import Holdings
+from ddp_zero.parallel.errors import GlobalErrorCheck, HeldErrors
+from ddp_zero.parallel.joint_decision import JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
     Plan,
     built,
@@ -35,13 +37,11 @@ from ddp_zero.parallel.members import (
     reducing,
     stated_groups,
 )
-from ddp_zero.parallel.outcome import Assembly, HeldErrors
-from ddp_zero.parallel.refused import Refused
-from ddp_zero.parallel.roster import describe, own_row
+from ddp_zero.parallel.membership import describe, own_row
+from ddp_zero.parallel.placement import Holdings
 from ddp_zero.parallel.shards import Shards
 from ddp_zero.parallel.states import merged, pack, split, unpack
-from ddp_zero.step.record import StepRecord
-from ddp_zero.whole.names import GlobalNames
+from ddp_zero.parallel.unsupported import Refused
 
 
 class ParallelOptimizer(Refused, Optimizer):
@@ -132,9 +132,9 @@ class ParallelOptimizer(Refused, Optimizer):
                     follow_schedule(self.members[-1], ddp)
             self._averages = _averages(plans, models, self.members, everyone)
         self._held = HeldErrors()
-        self._assembly = Assembly([everyone, *beyond] if _have_own(plans) or beyond else [])
-        levels = [Level(everyone, counted_by_rank(everyone, self._stated))] if _have_own(plans) else []
-        council = Council([*levels, *map(Level, beyond)], self._assembly)
+        self._assembly = GlobalErrorCheck([everyone, *beyond] if _have_own(plans) or beyond else [])
+        levels = [NormLevel(everyone, counted_by_rank(everyone, self._stated))] if _have_own(plans) else []
+        council = JointDecision([*levels, *map(NormLevel, beyond)], self._assembly)
         for number, (plan, member) in enumerate(zip(plans, self.members, strict=True)):
             if levels or beyond:
                 here = counted_here(plan, mesh, dims, pipeline_dim)

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_zero.local.inner import loaded_group
+from ddp_zero.core.local.inner import loaded_group
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
-from ddp_zero.parallel.holdings import Holdings
+from ddp_zero.parallel.placement import Holdings
 
 Places = Sequence[tuple[int, int]]
 """For each parameter group its member, and its position there."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.exchange import all_gather_native, reduce_scatter_native
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from tests.accelerator import simulation
 from tests.multiproc.harness import Cases, Setup, run_ranks_to_end
 

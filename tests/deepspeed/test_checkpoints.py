@@ -21,7 +21,7 @@ from ddp_zero.checkpoint.export import export_deepspeed
 from tests.deepspeed.follow_round_robin import VARIANTS
 from tests.deepspeed.follow_schedules import SCHEDULES, TAGS
 from tests.deepspeed.write_checkpoints import MORE, STEPS, Model, groups_of, tokens_of
-from tests.unit.foreign.written import whole_states
+from tests.unit.checkpoint.foreign.written import whole_states
 
 REPOSITORY = Path(__file__).parents[2]
 IS_MENDED = tuple(map(int, deepspeed.__version__.split(".")[:2])) >= (0, 19)

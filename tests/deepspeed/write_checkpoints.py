@@ -1,7 +1,7 @@
 """Writes checkpoints with DeepSpeed, and what DeepSpeed itself says is in them. Needs DeepSpeed, not this library.
 
     DS_ACCELERATOR=cpu torchrun --nproc-per-node=2 tests/deepspeed/write_checkpoints.py OUT VARIANT
-    python tests/deepspeed/write_checkpoints.py --pack OUT tests/unit/foreign/deepspeed-0.19.8.tar.xz
+    python tests/deepspeed/write_checkpoints.py --pack OUT tests/unit/checkpoint/foreign/deepspeed-0.19.8.tar.xz
 
 trains a small model for some steps and saves it as ``OUT/VARIANT``. ``OUT/VARIANT.expected.pt`` holds every parameter
 in fp32, as DeepSpeed's own functions gather them, and the losses of the steps that follow. DeepSpeed's converter writes

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.sync.storage import with_own_storage
+from ddp_zero.core.local.storage import with_own_storage
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, build_model
 from tests.multiproc.harness import Setup, run_ranks
 

@@ -29,7 +29,7 @@ def launched(
     folder: Path, *arguments: str, prefix: tuple[str, ...] = ()
 ) -> AbstractContextManager["subprocess.Popen[str]"]:
     """The launcher; see `started`."""
-    return started(folder, *prefix, sys.executable, "-m", "ddp_zero.launch", *arguments)
+    return started(folder, *prefix, sys.executable, "-m", "ddp_zero", "launch", *arguments)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ddp_zero import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-from ddp_zero.backward.gradients import watching
+from ddp_zero.core.backward.gradients import watching
 from tests.multiproc.cases import build_model, loss_of, split_groups, sum_in_rank_order
 
 INTERVAL = 3  # steps after which scales grow, so that they do in a test

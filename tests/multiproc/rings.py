@@ -13,8 +13,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.comm import communicator, ring
-from ddp_zero.comm.ring import RingTransfer
+from ddp_zero.core.comm import communicator, ring
+from ddp_zero.core.comm.ring import RingTransfer
 
 
 @contextmanager

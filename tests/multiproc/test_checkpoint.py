@@ -33,7 +33,7 @@ from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shar
 from ddp_zero.checkpoint import loading, saving
 from ddp_zero.checkpoint.manifest import tensor_file_name
 from ddp_zero.checkpoint.tensor_file import read, write_tensors
-from ddp_zero.comm.communicator import Communicator
+from ddp_zero.core.comm.communicator import Communicator
 from tests.multiproc.cases import (
     OPTIMIZERS,
     LargestLiveBytes,

@@ -13,8 +13,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer, shardable, wrap
-from ddp_zero.step import binding, coupling
+from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer, wrap
+from ddp_zero.core.engine import shardable
+from ddp_zero.core.step import binding, coupling
 from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import (
     OPTIMIZERS,

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import (
-    DynamicLossScale,
-    StepRegime,
-    ZeroRedundancyOptimizer,
-    shard_optimizer,
-)
+from ddp_zero import DynamicLossScale, StepRegime, ZeroRedundancyOptimizer, shard_optimizer
 from tests.multiproc.cases import (
     OptimizerCase,
     ToyAdam8bit,

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero import deepspeed as ours
-from ddp_zero.dsconfig.keys import ConfigError
+from ddp_zero.deepspeed.config.keys import ConfigError
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases(timeout=240)
@@ -584,7 +584,7 @@ def test_deepspeed(run: Callable[[], None]) -> None:
 
 
 def test_the_command_prints_what_becomes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ddp_zero.deepspeed.__main__ import _check
+    from ddp_zero.deepspeed.config.command import _check
 
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))

@@ -12,7 +12,7 @@ import ddp_zero.deepspeed
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from tests.deepspeed.write_checkpoints import BASE, MORE, STEPS, VARIANTS, Model, groups_of, tokens_of
 from tests.multiproc.harness import Setup, run_ranks
-from tests.unit.foreign.written import VERSIONS, expected, unpack, whole_states
+from tests.unit.checkpoint.foreign.written import VERSIONS, expected, unpack, whole_states
 
 MODES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
@@ -40,7 +40,7 @@ CASES = [
     (VERSIONS[1], "stage1-bf16-fp32sum", torch.bfloat16, "stage 1", "last"),
     *((VERSIONS[-1], "stage1-bf16", torch.bfloat16, mode, "last_universal") for mode in MODES),
 ]
-"""Every version in every format into one process: tests/unit/foreign."""
+"""Every version in every format into one process: tests/unit/checkpoint/foreign."""
 
 
 def into_every_mode(setup: Setup, root: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.reduction import DirectSum
-from ddp_zero.step.sharded_step import ShardedStep
-from ddp_zero.sync.parameter_sync import ParameterSync
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.parameter_sync import ParameterSync
+from ddp_zero.core.comm.reduction import DirectSum
+from ddp_zero.core.step.sharded_step import ShardedStep
 from tests.multiproc.cases import assert_identical, at_stage, batches, build_overlapped_twins, optimizer_case
 from tests.multiproc.harness import Setup, run_ranks
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.comm import exchange
-from ddp_zero.local.awaited import Awaited
-from ddp_zero.step import binding
+from ddp_zero.core.comm import exchange
+from ddp_zero.core.local.awaited import Awaited
+from ddp_zero.core.step import binding
 from tests.multiproc.cases import loss_of
 from tests.multiproc.harness import Setup, run_ranks
 

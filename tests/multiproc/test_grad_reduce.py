@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.comm import exchange
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.comm.reduction import SegmentReduction, room_numel, sum_dtype
+from ddp_zero.core.comm import exchange
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.reduction import SegmentReduction, room_numel, sum_dtype
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.rings import rings_for_all
 

@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_zero
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.monitor import Monitor
-from ddp_zero.postmortem.__main__ import main
-from ddp_zero.postmortem.blame import blame
-from ddp_zero.postmortem.records import read_folder
-from ddp_zero.postmortem.report import report
-from ddp_zero.record.recorder import RING
-from ddp_zero.step.sharded_step import ShardedStep
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.tools.monitor import Monitor
+from ddp_zero.tools.postmortem.blame import blame
+from ddp_zero.tools.postmortem.command import main
+from ddp_zero.tools.postmortem.records import read_folder
+from ddp_zero.tools.postmortem.report import report
+from ddp_zero.tools.record.recorder import RING
 from tests.multiproc.cases import (
     at_stage,
     batches,

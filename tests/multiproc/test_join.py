@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.comm.communicator import Communicator
-from ddp_zero.step import binding, coupling
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.step import binding, coupling
 from tests.multiproc.cases import (
     OptimizerCase,
     assert_equal_models,

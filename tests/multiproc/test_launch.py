@@ -1,4 +1,4 @@
-"""``python -m ddp_zero.launch`` on this machine: ranks, exit codes, and nobody left behind, however it ends."""
+"""``python -m ddp_zero launch`` on this machine: ranks, exit codes, and nobody left behind, however it ends."""
 
 import secrets
 import subprocess

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.comm import exchange
-from ddp_zero.comm.communicator import Communicator
+from ddp_zero.core.comm import exchange
+from ddp_zero.core.comm.communicator import Communicator
 from tests.multiproc.cases import assert_overlapped, at_stage, build_overlapped_twins, optimizer_case
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.test_elements import CAP, CUT, large_model

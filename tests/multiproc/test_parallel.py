@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 import ddp_zero
 from ddp_zero.parallel import ParallelOptimizer
-from ddp_zero.parallel.council import Level
+from ddp_zero.parallel.joint_decision import NormLevel
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, loss_of, sum_in_rank_order
 from tests.multiproc.experts import (
     Mixture,
@@ -279,7 +279,7 @@ def _the_norm_shows_each_parameter_that_is_left_out_or_counted_twice(setup: Setu
     (level,) = opt._council._levels
     assert level.counted is not None
     for counts in ([[True] * 4, level.counted[1]], [level.counted[0], [True] * 4]):
-        opt._council._levels = [Level(level.comm, counts)]
+        opt._council._levels = [NormLevel(level.comm, counts)]
         found = float(opt.clip_grad_norm_(1e9))
         assert found > float(norm) * 1.001, "parameters that every rank counts, and nothing shows it"
 

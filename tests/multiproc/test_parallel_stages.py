@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero.parallel import ParallelOptimizer
-from ddp_zero.parallel.council import Level
+from ddp_zero.parallel.joint_decision import NormLevel
 from tests.multiproc.cases import assert_identical, sum_in_rank_order
 from tests.multiproc.cut_models import FirstStage, LastStage, MiddleStage, is_cut, token_batch
 from tests.multiproc.harness import Cases, Setup
@@ -269,7 +269,7 @@ def check_counting(mesh: DeviceMesh, tied: dist.ProcessGroup) -> None:
     for number in range(len(opt.members)):
         for counts in (True, False):
             rows = [[counts] * len(row) if at == number else list(row) for at, row in enumerate(level.counted)]
-            opt._council._levels = [Level(level.comm, rows), *opt._council._levels[1:]]
+            opt._council._levels = [NormLevel(level.comm, rows), *opt._council._levels[1:]]
             assert abs(float(opt.clip_grad_norm_(1e9)) / norm - 1) > 2e-6, f"member {number}, all count: {counts}"
         opt._council._levels = [level, *opt._council._levels[1:]]
     assert float(opt.clip_grad_norm_(1e9)) == norm

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from ddp_zero import shard_optimizer
-from ddp_zero.comm.ring import RingTransfer, RingWorker
+from ddp_zero.core.comm.ring import RingTransfer, RingWorker
 from tests.multiproc.cases import assert_equal_models, batches, build_model, loss_of, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks_to_end
 from tests.multiproc.rings import SumInRingOrder, rings_for_all
@@ -197,7 +197,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from ddp_zero import shard_optimizer
-from ddp_zero.comm import communicator
+from ddp_zero.core.comm import communicator
 communicator.RING_RANKS, communicator.RING_BYTES = 2, 0
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=path, rank=rank, world_size=3)

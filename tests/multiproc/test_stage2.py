@@ -24,12 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
-from ddp_zero.backward.reducer import BucketViews, ddp_takes
-from ddp_zero.comm.tracing import logger
-from ddp_zero.local.absent import AbsentGradient
-from ddp_zero.stage2 import partitioned
-from ddp_zero.stage2.bucket import ReducedRuns
-from ddp_zero.stage2.memory import BucketMemory
+from ddp_zero.core.backward import partitioned
+from ddp_zero.core.backward.bucket_memory import BucketMemory
+from ddp_zero.core.backward.owned_sums import ReducedRuns
+from ddp_zero.core.backward.reducer import BucketViews, ddp_takes
+from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.local.absent import AbsentGradient
 from tests.multiproc import test_overlap
 from tests.multiproc.cases import (
     Twins,

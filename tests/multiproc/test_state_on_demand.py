@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.service.frames import receive_tree, send_tree
-from ddp_zero.service.listener import NAME
+from ddp_zero.core.state.frames import receive_tree, send_tree
+from ddp_zero.core.state.listener import NAME
 from tests.multiproc.cases import (
     LargestLiveBytes,
     Twins,
@@ -382,7 +382,7 @@ def _a_rank_that_changes_while_it_sends_is_named(setup: Setup) -> None:
             twins.opt._engine.sharded.changes.begin()
 
     original = send_tree
-    with mock.patch("ddp_zero.state.on_demand.send_tree", send_then_step):
+    with mock.patch("ddp_zero.core.state.on_demand.send_tree", send_then_step):
         dist.barrier()
         if setup.rank == 0:
             with pytest.raises(RuntimeError, match=r"Expected rank 1 .* moved on, to change"):
@@ -554,7 +554,7 @@ def _reads_for_longer_than_the_time_out(setup: Setup) -> None:
             return receive_tree(*args)
 
         begun = time.monotonic()
-        with mock.patch("ddp_zero.state.on_demand.receive_tree", slowly):
+        with mock.patch("ddp_zero.core.state.on_demand.receive_tree", slowly):
             check(twins, "read slowly")
         assert time.monotonic() - begun > SHORT_TIME_OUT + 2
     done = setup.folder / "done"

@@ -27,10 +27,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.comm.exchange import Exchange
-from ddp_zero.local.awaited import Awaited
-from ddp_zero.step import coupling
-from ddp_zero.sync.bucket_sync import BucketSync
+from ddp_zero.core.comm.bucket_sync import BucketSync
+from ddp_zero.core.comm.exchange import Exchange
+from ddp_zero.core.local.awaited import Awaited
+from ddp_zero.core.step import coupling
 from tests.multiproc.cases import (
     assert_identical,
     batches,

@@ -8,7 +8,6 @@ import inspect
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -23,49 +22,48 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "ddp_zero"
 
 FLOORS = {
-    "plan": 0,
-    "record": 0,
+    "core.plan": 0,
+    "tools.record": 0,
     "ground": 0,
-    "dsconfig": 0,
-    "elements": 1,
-    "offload": 1,
-    "postmortem": 2,
-    "timeline": 1,
-    "local": 2,
-    "comm": 3,
-    "sync": 4,
-    "service": 4,
+    "deepspeed.config": 0,
+    "core.offload": 1,
+    "tools.timeline": 1,
+    "checkpoint.foreign": 1,
+    "core.local": 2,
+    "tools.postmortem": 2,
+    "core.comm": 3,
     "launch": 4,
-    "foreign": 1,
-    "step": 5,
-    "backward": 6,
-    "stage2": 7,
-    "state": 7,
-    "insight": 7,
-    "about": 7,
-    "memory": 8,
-    "front": 8,
-    "whole": 3,
-    "monitor": 9,
-    "parallel": 9,
-    "checkpoint": 10,
-    "doors": 10,
-    "deepspeed": 11,
-    "integrations": 12,
+    "core.step": 5,
+    "core.backward": 6,
+    "core.state": 7,
+    "tools.insight": 7,
+    "tools.check": 8,
+    "tools.estimate": 8,
+    "core.engine": 8,
+    "front": 9,
+    "tools.monitor": 10,
+    "parallel": 10,
+    "checkpoint": 11,
+    "doors": 11,
+    "deepspeed": 12,
+    "integrations": 13,
 }
-"""The packages. Files at the root: `options` and `loss_scale`, the ground; `shard` and what imports it, the doors; and
+"""The rooms. Files at the root: `options` and `loss_scale`, the ground; `shard` and what imports it, the doors; and
 every other one, the front.
 
 Imports between them go down.
 """
 
+ROOFS = {"core", "tools"}
+"""Packages that hold rooms, and nothing of their own."""
+
 FRAMEWORKS = {
     "integrations.transformers": {"transformers", "accelerate"},
     "integrations.accelerate": {"accelerate"},
     "integrations.lightning": {"lightning"},
-    "timeline.drawing": {"matplotlib"},
-    "record.progress": {"tqdm"},
-    "memory.picture": {"matplotlib"},
+    "tools.timeline.drawing": {"matplotlib"},
+    "tools.record.progress": {"tqdm"},
+    "tools.estimate.picture": {"matplotlib"},
 }
 """What a file may import besides torch."""
 
@@ -73,10 +71,10 @@ GROUND = {"options", "loss_scale"}
 DOORS = {"__init__", "__main__", "shard"}
 
 WITHOUT_TORCH = {
-    *("backward.machine", "backward.regime", "checkpoint.fit"),
+    *("core.backward.overlap_machine", "core.backward.regime", "checkpoint.fit"),
     *("launch.hosts", "launch.slurm", "launch.environment", "launch.options", "launch.commands", "launch.guard"),
-    *("foreign.files", "foreign.archive", "foreign.machine"),
-    *("whole.names", "whole.layout"),
+    *("tools.record.regular_files", "checkpoint.foreign.archive", "checkpoint.foreign.safe_pickle"),
+    *("core.plan.global_names", "core.plan.global_layout"),
 }
 """Files above floor 0 that are pure as well."""
 
@@ -125,8 +123,9 @@ def read(name: str) -> ast.Module:
 
 
 def package_of(name: str) -> str:
-    first = name.split(".")[0]
-    return first if first in FLOORS else "ground" if first in GROUND else "doors" if first in DOORS else "front"
+    parts = name.split(".")
+    rooms = [room for length in (2, 1) if (room := ".".join(parts[:length])) in FLOORS]
+    return rooms[0] if rooms else "ground" if name in GROUND else "doors" if name in DOORS else "front"
 
 
 def bindings(tree: ast.Module) -> dict[str, str]:
@@ -248,17 +247,16 @@ def violations(look: Callable[[str], object]) -> dict[str, object]:
 # Who imports whom
 
 
-def test_every_folder_is_a_package_with_at_most_13_files() -> None:
-    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in FILES.values()}
-    assert folders - {"."} == set(FLOORS) - {"ground", "front", "doors"}
-    counts = Counter(path.parent.name for path in FILES.values())
-    assert {folder: count for folder, count in counts.items() if count > 13} == {}
+def test_every_folder_is_a_room_and_the_core_has_at_most_eight() -> None:
+    folders = {path.parent.relative_to(PACKAGE).as_posix().replace("/", ".") for path in FILES.values()}
+    assert folders - {"."} == (set(FLOORS) | ROOFS) - {"ground", "front", "doors"}
+    assert len([room for room in FLOORS if room.startswith("core.")]) <= 8
 
 
 def test_imports_between_packages_go_down() -> None:
     def upward(name: str) -> list[str]:
         mine = package_of(name)
-        others = [other for other in files_imported(read(name)) if package_of(other) != mine]
+        others = [other for other in files_imported(read(name)) if other not in ROOFS and package_of(other) != mine]
         return [other for other in others if FLOORS[package_of(other)] >= FLOORS[mine]]
 
     assert violations(upward) == {}
@@ -271,7 +269,7 @@ def test_imports_have_no_cycles() -> None:
 
 def test_an_init_of_a_package_holds_a_docstring_only() -> None:
     """Importing a low file must not import the whole of its package. The others are what their users import."""
-    users = {"__init__", "checkpoint", "deepspeed", "launch", "monitor", "parallel"}
+    users = {"__init__", "checkpoint", "deepspeed", "launch", "tools.monitor", "parallel"}
     inits = {name for name, path in FILES.items() if path.name == "__init__.py"} - users
     assert {name for name in inits if not ast.get_docstring(read(name)) or len(read(name).body) > 1} == set()
 
@@ -294,7 +292,7 @@ def test_the_ground_floor_runs_where_there_is_no_torch() -> None:
     program = f"""
 import importlib, sys, types
 sys.modules["torch"] = None  # importing it raises
-for name in ("ddp_zero", "ddp_zero.checkpoint", "ddp_zero.launch"):
+for name in ("ddp_zero", "ddp_zero.checkpoint", "ddp_zero.deepspeed", "ddp_zero.launch"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [{str(REPOSITORY)!r} + "/" + name.replace(".", "/")]
 for name in {ground!r}:
@@ -307,7 +305,7 @@ for name in {ground!r}:
 def test_the_design_page_shows_the_same_packages() -> None:
     page = (REPOSITORY / "docs" / "design.md").read_text()
     (section,) = re.findall(r"^## The packages\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL)
-    rows = re.findall(r"^\| *(\d+) *\| *`?(\w+)", section, flags=re.MULTILINE)
+    rows = re.findall(r"^\| *(\d+) *\| *`?([\w.]+)", section, flags=re.MULTILINE)
     assert {name: int(floor) for floor, name in rows} == FLOORS
 
 
@@ -317,9 +315,9 @@ def test_the_design_page_shows_the_same_packages() -> None:
 def test_only_comm_communicates() -> None:
     """`launch.process_group` calls `init_process_group`, which is what it is for."""
     found = {name: lines for name in FILES if (lines := communications(read(name)))}
-    assert len(found.pop("comm.communicator")) > 5
+    assert len(found.pop("core.comm.communicator")) > 5
     assert {line.split()[1] for line in found.pop("launch.process_group")} == {"torch.distributed.init_process_group"}
-    assert {name: lines for name, lines in found.items() if package_of(name) != "comm"} == {}
+    assert {name: lines for name, lines in found.items() if package_of(name) != "core.comm"} == {}
 
 
 def test_the_names_that_communicate_are_names_of_this_torch() -> None:
@@ -363,7 +361,11 @@ def test_the_scan_lets_others_pass(code: str) -> None:
 
 def test_only_storage_moves_parameters_and_only_reducer_the_views_of_gradients() -> None:
     counts = {name: len(lines) for name in FILES if (lines := moves(read(name)))}
-    assert counts == {"sync.storage": 2, "backward.reducer": 2, "local.masters": 1}  # the last: views of parts
+    assert counts == {
+        "core.local.storage": 2,
+        "core.backward.reducer": 2,
+        "core.local.masters": 1,
+    }  # the last: views of parts
 
 
 @pytest.mark.parametrize(
@@ -406,8 +408,8 @@ def test_no_function_takes_the_name_of_a_module() -> None:
 @pytest.mark.parametrize(
     ("package", "code", "taken"),
     [
-        ("__init__", "from ddp_zero.plan.memory import plan", {"plan"}),
-        ("__init__", "from ddp_zero import plan", set()),
+        ("__init__", "from ddp_zero.core.plan import launch", {"launch"}),
+        ("__init__", "from ddp_zero import launch", set()),
         ("checkpoint", "def saving(): ...", {"saving"}),
         ("checkpoint", "from ddp_zero.checkpoint.saving import save", set()),
     ],
@@ -422,12 +424,20 @@ def test_the_scan_for_names_sees_functions_and_imports(package: str, code: str, 
 def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
     """Hooks and reductions name the type of buckets; stand-ins are subclasses of tensors; messages open no ranges."""
     found = {name: names for name in FILES if (names := internals(read(name)))}
-    assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph"} <= found.pop("backward.reducer")
+    assert {"_execution_engine", "_current_graph_task_id", "torch._C", "static_graph"} <= found.pop(
+        "core.backward.reducer"
+    )
     below_python = {name: names for name, names in found.items() if names == {"torch._C"}}
-    assert set(below_python) == {"comm.exchange", "local.absent", "local.awaited"}
+    assert set(below_python) == {"core.comm.exchange", "core.local.absent", "core.local.awaited"}
     takes_buckets = {name: names for name, names in found.items() if name not in below_python}
     assert set(takes_buckets) == {
-        *("comm.communicator", "backward.gradients", "backward.hook", "stage2.accumulation", "stage2.partitioned")
+        *(
+            "core.comm.communicator",
+            "core.backward.gradients",
+            "core.backward.hook",
+            "core.backward.accumulation",
+            "core.backward.partitioned",
+        )
     }
     assert all(names == {"GradBucket"} for names in takes_buckets.values())
 
@@ -452,7 +462,7 @@ def test_the_names_of_internals_are_names_of_this_torch() -> None:
         ("from torch.distributed import GradBucket as B\ndef f(b: B): pass", {"GradBucket"}),
         ("import torch.distributed as dist\ndef f(b: 'dist.GradBucket', c: dist.GradBucket): pass", {"GradBucket"}),
         ("if model.static_graph: pass", {"static_graph"}),
-        ("from ddp_zero.comm.tracing import logger\nlogger.debug('the reducer is done')", set()),
+        ("from ddp_zero.core.comm.tracing import logger\nlogger.debug('the reducer is done')", set()),
         ("reducer = 1\nddp.register_comm_hook(None, f)", set()),
     ],
 )
@@ -493,7 +503,7 @@ def test_every_raise_and_every_assertion_says_something() -> None:
 
 WRITES_FOR_TORCH = {
     *("checkpoint.tensor_file", "checkpoint.dcp", "checkpoint.export"),
-    *("deepspeed.saving", "foreign.deepspeed_writer"),
+    *("deepspeed.saving", "checkpoint.foreign.deepspeed_writer"),
 }
 """Files that write what torch's own tools, or DeepSpeed, unpickle; nothing here reads it that way."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.walk.steps import PACKAGE
 
-CORE = ("plan", "local", "comm", "sync", "step", "backward", "stage2", "state", "elements")
+CORE = ("core",)
 """Packages of the core; the files at the root belong to it too."""
 HOPS = 3
 

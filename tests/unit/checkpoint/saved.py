@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from ddp_zero import checkpoint
 from ddp_zero.checkpoint.folder import MARKER
 from ddp_zero.checkpoint.manifest import FileSpan, encode_part, part_name, tensor_file_name
-from ddp_zero.local.tree import Tree, flatten
+from ddp_zero.core.local.tree import Tree, flatten
 
 
 class Tied(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.manifest import CutTensor, StoredTensor, as_written, within
 from ddp_zero.checkpoint.tensor_file import pieces, read, verify, write_tensors
-from ddp_zero.local.tree import TensorSpec
-from ddp_zero.plan.boxes import Box
+from ddp_zero.core.local.tree import TensorSpec
+from ddp_zero.core.plan.boxes import Box
 from tests.unit.checkpoint.saved import forge, rank_0, rank_1, without
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.dcp import OBJECTS_FILE, write_dcp_metadata
 from ddp_zero.checkpoint.manifest import StoredTensor, fill, tensor_file_name
 from ddp_zero.checkpoint.tensor_file import read, write_tensors
-from ddp_zero.local.tree import Tree, flatten, specs_in, unflatten
+from ddp_zero.core.local.tree import Tree, flatten, specs_in, unflatten
 from tests.unit.checkpoint.saved import TENSORS, Tied, save, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from ddp_zero.checkpoint import tensor_file
-from ddp_zero.checkpoint.__main__ import main
+from ddp_zero.checkpoint.command import main
 from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export
-from ddp_zero.local.tree import as_bytes
+from ddp_zero.core.local.tree import as_bytes
 from tests.unit.checkpoint.saved import TENSORS, Tied, adamw, save, sgd, train, trained
 
 DTYPES = {
@@ -361,7 +361,17 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
 
 def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
     save(tmp_path / "runs", *trained())
-    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-m", "ddp_zero.checkpoint", "export"]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        "ignore::DeprecationWarning",
+        "-m",
+        "ddp_zero",
+        "checkpoint",
+        "export",
+    ]
     arguments = [*command, str(tmp_path / "runs"), str(tmp_path / "plain")]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stderr) == (0, "")
@@ -388,7 +398,7 @@ def test_where_there_is_no_checkpoint_the_command_fails_with_one_line(
     assert run(monkeypatch, "export", tmp_path / "nowhere", tmp_path / "plain") == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("python -m ddp_zero.checkpoint: error: Expected a checkpoint of ddp_zero.checkpoint.save, or")
+    assert err.startswith("python -m ddp_zero checkpoint: error: Expected a checkpoint of ddp_zero.checkpoint.save, or")
     assert str(tmp_path / "nowhere") in err
     assert err.count("\n") == 1
     assert not (tmp_path / "plain").exists()
@@ -426,7 +436,7 @@ def test_what_is_wrong_is_told_by_the_command_in_one_line(
     assert run(monkeypatch, "export", tmp_path / "runs", tmp_path / "plain") == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("python -m ddp_zero.checkpoint: error: ")
+    assert err.startswith("python -m ddp_zero checkpoint: error: ")
     assert what in err
 
 
@@ -435,7 +445,7 @@ def test_a_command_that_is_none_is_answered_with_how_to_use_it(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, *arguments) == 2
-    assert "usage: python -m ddp_zero.checkpoint" in capsys.readouterr().err
+    assert "usage: python -m ddp_zero checkpoint" in capsys.readouterr().err
 
 
 def test_help_names_the_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_zero.checkpoint.fit import Fit, fit_groups, fit_values, listed, renamed
-from ddp_zero.plan.shapes import Value
+from ddp_zero.core.plan.shapes import Value
 
 MATRIX = Value((2, 3), "float32")
 VECTOR = Value((3,), "float32")

@@ -28,7 +28,7 @@ from ddp_zero.checkpoint.folder import (
     sync_folder,
     write_text,
 )
-from ddp_zero.foreign.files import open_regular
+from ddp_zero.tools.record.regular_files import open_regular
 
 NOT_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may do everything")
 

@@ -1,4 +1,4 @@
-"""``python -m ddp_zero.checkpoint info``: what a folder holds, in words."""
+"""``python -m ddp_zero checkpoint info``: what a folder holds, in words."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_zero.checkpoint.__main__ import main
+from ddp_zero.checkpoint.command import main
 from tests.unit.checkpoint.saved import TENSORS, save, trained
 
 

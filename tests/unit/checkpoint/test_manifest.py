@@ -23,9 +23,9 @@ from ddp_zero.checkpoint.manifest import (
     tensor_file_name,
     text_and_tensors,
 )
-from ddp_zero.local.tree import TensorSpec, Tree, flatten, specs_in
-from ddp_zero.plan.shapes import is_dense
-from tests.unit.local.test_tree import assert_same, trees
+from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, specs_in
+from ddp_zero.core.plan.shapes import is_dense
+from tests.unit.core.local.test_tree import assert_same, trees
 
 FITTING = "0123456789abcdef" * 4
 FLOAT = torch.float32.itemsize

@@ -20,7 +20,7 @@ from torch.utils.serialization import config
 from ddp_zero.checkpoint import tensor_file
 from ddp_zero.checkpoint.manifest import StoredTensor
 from ddp_zero.checkpoint.tensor_file import pieces, read, read_into, verify, write_tensors
-from ddp_zero.local.tree import as_bytes, flatten, specs_in
+from ddp_zero.core.local.tree import as_bytes, flatten, specs_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

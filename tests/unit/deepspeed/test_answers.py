@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ddp_zero.deepspeed import Engine, add_config_arguments
-from ddp_zero.dsconfig.answers import ELSEWHERE, SETTINGS, way_here
-from ddp_zero.dsconfig.config import Config
+from ddp_zero.deepspeed.config.answers import ELSEWHERE, SETTINGS, way_here
+from ddp_zero.deepspeed.config.config import Config
 
 # of DeepSpeed 0.19.8: [n for n in dir(DeepSpeedEngine) if not n.startswith("_") and n not in dir(nn.Module)], and what
 # its constructor sets

@@ -9,11 +9,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from ddp_zero import DynamicLossScale
 from ddp_zero.deepspeed.build import bucket_cap, sharding_options
+from ddp_zero.deepspeed.config.config import Config
+from ddp_zero.deepspeed.config.keys import ConfigError
+from ddp_zero.deepspeed.config.sections import SchedulerSection
 from ddp_zero.deepspeed.precision import cast, cast_inputs
 from ddp_zero.deepspeed.schedules import Schedule, build_schedule
-from ddp_zero.dsconfig.config import Config
-from ddp_zero.dsconfig.keys import ConfigError
-from ddp_zero.dsconfig.sections import SchedulerSection
 
 
 def options(stage: int = 1, zero: dict[str, Any] | None = None, **document: Any) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_zero.deepspeed.config.config import Config
+from ddp_zero.deepspeed.config.keys import ConfigError
 from ddp_zero.deepspeed.monitor import Monitor, Progress
-from ddp_zero.dsconfig.config import Config
-from ddp_zero.dsconfig.keys import ConfigError
 
 CPU = torch.device("cpu")
 MODULE = "torch.utils.tensorboard"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ddp_zero.comm.step_errors import StepFailedElsewhereError
-from ddp_zero.parallel.outcome import HeldErrors, shown
+from ddp_zero.core.comm.step_errors import StepFailedElsewhereError
+from ddp_zero.parallel.errors import HeldErrors, shown
 
 
 def test_an_error_that_several_ranks_have_is_shown_once() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_zero.parallel.roster import check_groups, counted
+from ddp_zero.parallel.membership import check_groups, counted
 
 
 def test_each_group_counts_once() -> None:

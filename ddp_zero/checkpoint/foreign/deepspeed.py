@@ -1,0 +1,354 @@
+"""Checkpoints that DeepSpeed wrote, of stages 1 and 2 and of its universal format, read without it.
+
+Of stages 1 and 2 there is a file of the model, and one of the optimizer for each data-parallel rank. A rank holds one
+flat tensor for each group of parameters and each state. End to end, in the order of ranks, these hold a group's
+parameters in the order of ``param_shapes``, so a parameter may begin on one rank and end on a later one. Each rank also
+tells places, in ``param_slice_mappings``: with ``round_robin_gradients`` wrong ones, as if parameters were not dealt
+out in turn, so that only the number of elements can be held against ``param_shapes``.
+In the universal format each state of each parameter is a file.
+"""
+
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_zero.checkpoint.foreign.contents import Foreign
+from ddp_zero.checkpoint.foreign.safe_pickle import Inert
+from ddp_zero.checkpoint.foreign.values import RawTensor, Span, load
+
+_MODEL = re.compile(r"mp_rank_([0-9]{2})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{2})_optim_states\.pt")
+_STAGE_3 = re.compile(r"zero_pp_rank_[0-9]+_mp_rank_[0-9]{2}_model_states\.pt")
+_OTHER_PARALLEL = re.compile(r"layer_[0-9].*\.pt|.*expp?_rank_[0-9].*\.pt|.*expert_[0-9].*\.pt")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,200}")
+_LATEST = ("latest", "latest_universal")
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): None,
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): None,
+    ("deepspeed.utils.tensor_fragment", "fragment_address"): None,
+    ("deepspeed.utils.tensor_fragment", "tensor_fragment"): None,
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): int,
+    ("argparse", "Namespace"): None,
+}
+_KINDS = {
+    frozenset({"exp_avg", "exp_avg_sq"}): {"Adam", "AdamW", "Lamb", "FusedAdam", "DeepSpeedCPUAdam"},
+    frozenset({"exp_avg"}): {"Lion"},
+    frozenset({"momentum_buffer"}): {"SGD", "Muon"},
+    frozenset({"sum"}): {"Adagrad"},
+}
+_OWN = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *("frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
+    *("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
+    *("ds_config", "ds_version", "universal_checkpoint_info"),
+}
+"""What DeepSpeed itself puts next to the user's client state."""
+
+
+def find(path: Path) -> Path | None:
+    """The folder of the DeepSpeed checkpoint that a path names: itself, or the one that ``latest`` in it names."""
+    if not path.is_dir():
+        return None
+    if any(_MODEL.fullmatch(name) for name in _names(path)):
+        return path
+    for latest in _LATEST:
+        if (path / latest).is_file():
+            tag = (path / latest).read_text(encoding="utf-8", errors="replace")[:1000].strip()
+            if _TAG.fullmatch(tag) and (path / tag).is_dir() and ".." not in tag:
+                return path / tag
+    return None
+
+
+def read(folder: Path) -> Foreign:
+    """Read everything but the elements of tensors.
+
+    Args:
+        folder: from `find`.
+
+    Raises:
+        ValueError: if it is damaged or incomplete, of stage 0 or 3, of a job with tensor, pipeline or expert
+            parallelism, or holds objects of unknown classes.
+    """
+    try:
+        return _Reader(folder).read()
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"Expected a checkpoint of DeepSpeed 0.17 to 0.19 in {folder}, got {type(error).__name__}: {error}"
+        ) from error
+
+
+class _Reader:
+    """Reads one checkpoint; see `read`.
+
+    Attributes:
+        folder: of the checkpoint.
+        names: of the files in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names = _names(folder)
+        self._digest = hashlib.sha256()
+
+    def read(self) -> Foreign:
+        """What is in the checkpoint."""
+        self._check_files()
+        model = self.load("mp_rank_00_model_states.pt")
+        shapes = model["param_shapes"]
+        if not shapes:
+            raise ValueError(
+                f"Expected stage 1 or 2 in {self.folder}, got stage 0. Load it with torch.load, and give 'module' and "
+                "'optimizer' to load_state_dict()."
+            )
+        names = [list(group) for group in shapes]
+        shape_of = {name: tuple(shape) for group in shapes for name, shape in group.items()}
+        is_universal = (self.folder / "zero").is_dir()
+        parts = _Universal(self, names) if is_universal else _Partitioned(self, shapes, model)
+        values = {name: parts.values(name, shape) for name, shape in shape_of.items()}
+        return self._assembled(model, values, parts, names)
+
+    def _assembled(
+        self, model: Any, values: dict[str, dict[str, Any]], parts: "_Universal | _Partitioned", names: list[list[str]]
+    ) -> Foreign:
+        module, aliases = dict(model["module"]), dict(model.get("shared_params") or {})
+        masters = {name: states.pop("fp32") for name, states in values.items()}
+        for name, master in masters.items():
+            module.setdefault(name, master)
+            if module[name].shape != master.shape:
+                raise ValueError(f"Expected {name!r} of shape {module[name].shape}, got {master.shape}.")
+        is_same = {name for name, master in masters.items() if module[name].dtype == master.dtype}
+        options = parts.options()
+        groups = [
+            {**(options[place] if place < len(options) else {}), "params": group} for place, group in enumerate(names)
+        ]
+        for group in groups:
+            step = group.pop("step", None)  # of DeepSpeed's own Adam, which counts in the group
+            for name in group["params"] if step is not None else ():
+                if values[name]:
+                    values[name].setdefault("step", step)
+        keys = frozenset(key for states in values.values() for key in states) - {"step"}
+        scaler = parts.common.get("loss_scaler")
+        return Foreign(
+            folder=self.folder,
+            step=int(model["global_steps"]),
+            digest=self._digest.hexdigest(),
+            model={name: value for name, value in module.items() if aliases.get(name) not in module},
+            masters={name: master for name, master in masters.items() if name not in is_same},
+            state={name: states for name, states in values.items() if states},
+            groups=groups,
+            aliases={alias: name for alias, name in aliases.items() if alias in module and name in module},
+            buffers=list(model.get("buffer_names") or []),
+            kinds=frozenset(_KINDS.get(keys, ())),
+            loss_scale=_loss_scale(scaler),
+            extra=_extra(model, scaler),
+        )
+
+    def _check_files(self) -> None:
+        models = [match[1] for name in self.names if (match := _MODEL.fullmatch(name))]
+        if any(_STAGE_3.fullmatch(name) for name in self.names):
+            raise ValueError(
+                f"Expected stage 1 or 2 in {self.folder}, got stage 3. Convert it with DeepSpeed's "
+                "deepspeed.checkpoint.ds_to_universal first."
+            )
+        if models != ["00"] or any(_OTHER_PARALLEL.fullmatch(name) for name in self.names):
+            raise ValueError(
+                f"Expected a job with data parallelism only in {self.folder}, got one with tensor, pipeline or expert "
+                "parallelism."
+            )
+
+    def load(self, name: str) -> Any:
+        """The values of a file of the checkpoint; the digest then depends on it."""
+        return load(self.folder, name, self._digest, _CLASSES)
+
+
+class _Partitioned:
+    """The optimizer's files of stages 1 and 2, one for each rank.
+
+    Attributes:
+        common: what rank 0 holds besides states.
+    """
+
+    def __init__(self, reader: _Reader, shapes: Sequence[Mapping[str, Sequence[int]]], model: Any) -> None:
+        world_size = model["dp_world_size"]
+        matches = [match for name in reader.names if (match := _OPTIMIZER.fullmatch(name))]
+        files = {int(match[1]): match[0] for match in matches if match[2] == "00"}
+        if sorted(files) != list(range(world_size)) or len(files) < len(matches):
+            raise ValueError(
+                f"Expected a file of the optimizer for each of {world_size} ranks in {reader.folder}, got those of "
+                f"{sorted(files)}."
+            )
+        loaded = [reader.load(files[rank]) for rank in sorted(files)]
+        self._ranks = [one["optimizer_state_dict"] for one in loaded]
+        self._group_of = {name: place for place, group in enumerate(shapes) for name in group}
+        self.common = self._ranks[0]
+        configs = [one.get("ds_config") for one in (model, *loaded)]
+        self._places = [
+            self._places_in(place, group, any(map(_deals_round_robin, configs)), reader.folder)
+            for place, group in enumerate(shapes)
+        ]
+
+    def _places_in(
+        self, place: int, shapes: Mapping[str, Sequence[int]], is_round_robin: bool, folder: Path
+    ) -> list[dict[str, tuple[int, int]]]:
+        """Where the parameters of a group begin in each rank's flat tensor, and how many elements of them are there.
+
+        Raises:
+            ValueError: if the ranks tell something else, and did not deal out parameters in turn; if elements are
+                missing.
+        """
+        found, start, end, counts = list[dict[str, tuple[int, int]]](), 0, 0, Counter[str]()
+        ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
+        for number, rank in enumerate(self._ranks):
+            start, end = end, end + rank["single_partition_of_fp32_groups"][place].shape[0]
+            here: dict[str, tuple[int, int]] = {}
+            for name, last, shape in zip(shapes, ends, shapes.values(), strict=True):
+                begin, stop = max(start, last - math.prod(shape)), min(end, last)
+                if begin < stop:
+                    here[name] = begin - start, stop - begin
+            told = {name: _told(name, address) for name, address in rank["param_slice_mappings"][place].items()}
+            told = {name: address for name, address in told.items() if address[1]}
+            counts.update({name: count for name, (_, count) in told.items()})
+            if here != told and not is_round_robin:
+                name = next(name for name in (*here, *told) if here.get(name) != told.get(name))
+                raise ValueError(
+                    f"Expected one order of parameters in {folder}, got {name!r} of rank {number} at {here.get(name)} "
+                    f"by param_shapes and at {told.get(name)} by param_slice_mappings, and no round_robin_gradients in "
+                    "its configuration. Convert it with DeepSpeed's zero_to_fp32 or ds_to_universal."
+                )
+            found.append(here)
+        expected = {name: math.prod(shape) for name, shape in shapes.items() if math.prod(shape)}
+        if end < sum(expected.values()) or counts != expected:
+            raise ValueError(f"Expected {expected} elements of group {place} in {folder}, got {dict(counts)} of {end}.")
+        return found
+
+    def options(self) -> list[dict[str, Any]]:
+        """Of each group; none of an elastic checkpoint."""
+        base = self.common["base_optimizer_state"]
+        return [_options(group) for group in base["param_groups"]] if isinstance(base, dict) else []
+
+    def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+        """A parameter in fp32, as ``fp32``, and its states."""
+        place = self._group_of[name]
+        found: dict[str, Any] = {}
+        spans: dict[str, list[Span]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for rank, places_here in zip(self._ranks, self._places[place], strict=True):
+            if name not in places_here:
+                continue
+            begin, count = places_here[name]
+            flat = rank["single_partition_of_fp32_groups"][place]
+            for key, value in {**self._state(rank, place), "fp32": flat}.items():
+                if isinstance(value, RawTensor) and len(value.shape) == 1 and value.shape[0] >= flat.shape[0]:
+                    spans.setdefault(key, []).extend(value.part(begin, count))
+                    if dtypes.setdefault(key, value.dtype) != value.dtype:
+                        raise ValueError(f"Expected one dtype of {key} of {name!r}, got two.")
+                else:
+                    found[key] = value
+        for key, places in spans.items():
+            nbytes = sum(span.nbytes for span in places)
+            if nbytes != math.prod(shape) * dtypes[key].itemsize:
+                raise ValueError(
+                    f"Expected {key} of {name!r} with shape {list(shape)}, got {nbytes} bytes on all ranks."
+                )
+            found[key] = RawTensor(shape, dtypes[key], tuple(places))
+        if "fp32" not in found:
+            raise ValueError(f"Expected the elements of {name!r} on some rank, got none.")
+        return found
+
+    @staticmethod
+    def _state(rank: Any, place: int) -> dict[str, Any]:
+        base = rank["base_optimizer_state"]
+        states = base["state"].get(place, {}) if isinstance(base, dict) else base[place]
+        return {key: value for key, value in states.items() if value is not None}
+
+
+class _Universal:
+    """The folder ``zero`` of the universal format: a folder for each parameter, a file for each state.
+
+    Attributes:
+        common: what it holds besides states.
+    """
+
+    def __init__(self, reader: _Reader, names: list[list[str]]) -> None:
+        self._reader = reader
+        self.common = reader.load("zero/optimizer_state.pt")
+
+    def options(self) -> list[dict[str, Any]]:
+        """Of each group."""
+        return [_options(group) for group in self.common.get("param_groups") or ()]
+
+    def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+        """A parameter in fp32, as ``fp32``, and its states."""
+        if "/" in name or name in ("", ".", ".."):
+            raise ValueError(f"Expected the name of a parameter, got {name!r}.")
+        found: dict[str, Any] = {}
+        for file in sorted(_names(self._reader.folder / "zero" / name)):
+            if file.endswith(".pt"):
+                value = self._reader.load(f"zero/{name}/{file}")
+                key = file.removesuffix(".pt")
+                found[key] = value["param"] if isinstance(value, dict) else value
+                if isinstance(value, dict) and math.prod(found[key].shape) != math.prod(shape):
+                    raise ValueError(f"Expected {key} of {name!r} with shape {shape}, got {found[key].shape}.")
+                if isinstance(value, dict):
+                    found[key] = RawTensor(shape, found[key].dtype, found[key].spans)
+        if "fp32" not in found:
+            raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none.")
+        return found
+
+
+def _told(name: str, address: Any) -> tuple[int, int]:
+    begin, count = address.attributes["start"], address.attributes["numel"]
+    if type(begin) is not int or type(count) is not int:
+        raise TypeError(f"Expected the place of {name!r}, got {address.attributes!r:.200}.")
+    return begin, count
+
+
+def _deals_round_robin(config: Any) -> bool:
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _loss_scale(scaler: Any) -> dict[str, float] | None:
+    """The state of a dynamic scaler in this library's words, as near as they come."""
+    if not isinstance(scaler, Inert) or scaler.name != "DynamicLossScaler":
+        return None
+    has = scaler.attributes
+    window, since = max(1, int(has["scale_window"])), int(has["cur_iter"]) - int(has["last_overflow_iter"]) - 1
+    good_steps = (since - 1) % window if since > 0 else 0
+    return {"value": float(has["cur_scale"]), "good_steps": good_steps, "patience": int(has["cur_hysteresis"])}
+
+
+def _extra(model: dict[str, Any], scaler: Any) -> dict[str, Any]:
+    kept = ("lr_scheduler", "global_steps", "global_samples", "skipped_steps", "ds_config", "ds_version")
+    return {
+        **{key: _without_classes(model.get(key)) for key in kept},
+        "loss_scaler": _without_classes(scaler),
+        "client_state": {key: _without_classes(value) for key, value in model.items() if key not in _OWN},
+    }
+
+
+def _without_classes(value: Any) -> Any:
+    """Objects of known classes as dicts of their attributes."""
+    if isinstance(value, Inert):
+        return _without_classes(value.attributes)
+    if isinstance(value, dict):
+        return {key: _without_classes(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_classes(item) for item in value)
+    return value
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

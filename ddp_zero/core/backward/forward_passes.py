@@ -1,0 +1,272 @@
+"""Watches the passes of DDP models: whether DDP averages the gradients, and whether a step is due before the next one.
+
+DDP decides in its forward pass whether the backward pass will be reduced. So a pre-hook on DDP itself, where ranks may
+communicate as DDP does, notes that decision and lets the optimizer act before anything is computed. Nothing runs here
+in evaluation, in copies of the model, or where `torch.compile` compiles DDP itself.
+
+DDP reduces one backward pass for all forward passes since the last one that it has reduced. A second one over the same
+forward pass, or over an earlier one, adds this rank's own gradients to averages, without a word. Hooks on what DDP
+returns, and on one parameter, tell such a pass from one over something else, as a penalty on the weights, which may be
+the same on every rank.
+
+Pipeline schedules of torch decide differently. They run all passes of a step under ``no_sync()`` but the last backward
+pass, before which they prepare DDP's reducer themselves. In the first step, and after an evaluation, they also run the
+model once to learn the shapes of what it returns: not under ``no_sync()``, so that DDP would average the backward pass
+of the first micro-batch, and its average once more with the last one (torch 2.13.0). Stage 1 leaves that to DDP, for
+the same bits. Elsewhere averages would be mixed with a rank's own gradients: no forward pass prepares a reduction.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ddp_zero.core.backward.reducer import (
+    backward_id,
+    count_reduced,
+    has_static_graph,
+    is_finalized,
+    models_over,
+    reduced_parameters,
+    set_will_reduce,
+    will_reduce,
+)
+
+BeforeForward = Callable[[DistributedDataParallel], None]
+
+
+class ForwardPasses:
+    """Watches the forward passes of some DDP models.
+
+    Args:
+        before: called before each forward pass with gradients; may communicate, and may raise.
+
+    Attributes:
+        last_is_local: whether the last forward pass with gradients since `forget` was under ``no_sync()``: its
+            gradients are this rank's own.
+        is_scheduled: whether a pipeline schedule runs the model, see the module docstring.
+        checks: called before each forward pass with gradients; may raise.
+    """
+
+    def __init__(self, before: BeforeForward) -> None:
+        self._before = before
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._backwards: list[_Backwards] = []
+        self._handles: list[RemovableHandle] = []
+        self._reduces = 0  # how many parameters
+        self.last_is_local = False
+        self.is_scheduled = False
+        self.checks: list[Callable[[], None]] = []
+        self._holds_back = False
+        self._reduced_before: bool | None = None
+        self._is_expected = False
+        self._misses = 0
+
+    def find_models(self, params: Sequence[Tensor]) -> bool:
+        """Find the DDP models over some parameters, unless one is known, and watch them; not at every call.
+
+        Returns:
+            True if models were found.
+        """
+        if not self._should_search():
+            return False
+        models = models_over(params)
+        self.watch(models)
+        return bool(models)
+
+    def watch(self, models: Sequence[DistributedDataParallel]) -> None:
+        """Watch these models and no others from now on."""
+        self.stop()
+        for model in models:
+            self._models.append(weakref.ref(model))
+            self._backwards.append(_Backwards(self, model))
+            self._handles.append(model.register_forward_pre_hook(_Hook(self, "begin"), prepend=True))
+            self._handles.append(model.register_forward_hook(_Hook(self, "end"), always_call=self._holds_back))
+
+    def follow_schedule(self, holds_back: bool) -> None:
+        """Expect the passes of a pipeline schedule from now on.
+
+        Args:
+            holds_back: whether no forward pass may prepare a reduction.
+        """
+        self.is_scheduled, self._holds_back = True, holds_back
+        self.watch([model for ref in self._models if (model := ref()) is not None])
+
+    def stop(self) -> None:
+        """Watch no model."""
+        for handle in self._handles:
+            handle.remove()
+        for backwards in self._backwards:
+            backwards.stop()
+        self._backwards.clear()
+        self._models.clear()
+        self._handles.clear()
+
+    def learn_count(self) -> None:
+        """Count what the models reduce, at a moment that is the same on every rank: later, garbage dies at any time."""
+        self._reduces = sum(count_reduced(model) for ref in self._models if (model := ref()) is not None)
+
+    def reduces_fewer_than(self, count: int) -> bool:
+        """Whether the models of the first step, if any was known, reduce fewer parameters than this."""
+        return 0 < self._reduces < count
+
+    def forget(self) -> None:
+        """Forget the last pass, after its gradients were used or dropped."""
+        self.last_is_local = False
+        for backwards in self._backwards:
+            backwards.mixes = False
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a backward pass that DDP did not reduce has added to the averages of one that it did."""
+        return any(backwards.mixes for backwards in self._backwards)
+
+    def unfinished(self) -> DistributedDataParallel | None:
+        """A model whose last backward pass has left DDP waiting for gradients; None: there is none."""
+        models = [model for ref in self._models if (model := ref()) is not None]
+        return next((model for model in models if not is_finalized(model)), None)
+
+    def reduced(self, model: DistributedDataParallel) -> None:
+        """Note that a backward pass was reduced; the last one of a schedule reduces what all have added up."""
+        self._is_expected = False
+        self.last_is_local &= not (self.is_scheduled and will_reduce(model))
+
+    @property
+    def expect_reduction(self) -> bool:
+        """Whether DDP reduces the next backward pass, even in ``no_sync()``: a forward pass outside was left open.
+
+        DDP reduces the next backward pass, whichever forward pass that belongs to.
+        """
+        return self._is_expected
+
+    def begin(self, model: DistributedDataParallel, _: Any) -> None:
+        """Note that a forward pass begins, and call ``before``."""
+        if torch.is_grad_enabled():
+            for check in self.checks:
+                check()
+            if self._holds_back:
+                self._reduced_before = set_will_reduce(model, False)
+            self.last_is_local = not will_reduce(model)
+            self._is_expected |= not self.last_is_local
+            for backwards in self._backwards:
+                backwards.begin(model, is_reduced=not self.last_is_local)
+            self._before(model)
+
+    def end(self, model: DistributedDataParallel, _: Any, returned: Any) -> None:
+        """Note that a forward pass has ended, or failed."""
+        if self._reduced_before is not None:
+            set_will_reduce(model, self._reduced_before)
+            self._reduced_before = None
+        if torch.is_grad_enabled():
+            for backwards in self._backwards:
+                backwards.end(model, returned)
+
+    def _should_search(self) -> bool:
+        """If no model is known, True at the first, second, fourth ... call."""
+        if any(reference() is not None for reference in self._models):
+            return False
+        self._misses += 1
+        return self._misses & (self._misses - 1) == 0
+
+
+class _Backwards:
+    """Follows the backward passes of one model: which of them DDP reduces.
+
+    Args:
+        passes: whose models it is one of.
+        model: the model. Passes of a static graph are not told apart.
+
+    Attributes:
+        mixes: see `ForwardPasses.mixes`.
+    """
+
+    def __init__(self, passes: ForwardPasses, model: DistributedDataParallel) -> None:
+        self._passes, self._model = weakref.ref(passes), weakref.ref(model)
+        self._is_reduced_next = True  # unknown before the first forward pass
+        self._pass_over_outputs = -1
+        self.mixes = False
+        params = reduced_parameters(model)
+        self._handle = params[-1][1].register_post_accumulate_grad_hook(weakly(self._accumulated)) if params else None
+
+    def begin(self, model: DistributedDataParallel, is_reduced: bool) -> None:
+        """Note that a forward pass begins."""
+        self._is_reduced_next |= is_reduced and self._model() is model
+
+    def end(self, model: DistributedDataParallel, returned: Any) -> None:
+        """Note what a forward pass has returned."""
+        if self._model() is model and not has_static_graph(model):
+            begins = weakly(self._begins_backward)
+            for output in _tensors_in(returned):
+                if output.grad_fn is not None:
+                    output.register_hook(begins)
+
+    def stop(self) -> None:
+        """Follow no more."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _begins_backward(self, _: Tensor) -> None:
+        self._pass_over_outputs = backward_id()
+
+    def _accumulated(self, _: Tensor) -> None:
+        passes = self._passes()
+        if passes is None:
+            return
+        if self._is_reduced_next:
+            self.mixes = False
+        elif self._pass_over_outputs == backward_id() and not passes.last_is_local:
+            self.mixes = True
+        self._is_reduced_next = False
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (tensor for one in value.values() for tensor in _tensors_in(one))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for one in value for tensor in _tensors_in(one))
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+class _Hook:
+    """A hook around forward passes; it does nothing in copies of the model.
+
+    Args:
+        passes: told about them.
+        method: the name of what is called there, with the model and what torch hands to such a hook.
+    """
+
+    def __init__(self, passes: ForwardPasses | None = None, method: str = "") -> None:
+        self._passes = (lambda: None) if passes is None else weakref.ref(passes)  # a model outlives its optimizer
+        self._method = method
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Hook, ()
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        passes = self._passes()
+        if passes is not None and isinstance(module, DistributedDataParallel):
+            getattr(passes, self._method)(module, *args)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a bound method while its object lives, and then returns None.
+
+    Hooks of a model call the engine: a model outlives its optimizer, and cycles are left to the garbage collector.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return call

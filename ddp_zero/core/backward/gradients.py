@@ -1,0 +1,313 @@
+"""How gradients are averaged and where the averages are kept: the interface of a stage, and its stage 1.
+
+Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borrows windows of the reduced bucket.
+`stage2/partitioned.py` is stage 2.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.core.backward.memory_formats import MemoryFormats, PublishedViews
+from ddp_zero.core.backward.reducer import NewBucket, Window, gradients_are_views, rebuild_buckets, windows_in_bucket
+from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.comm.communicator import average_as_ddp
+from ddp_zero.core.step.nonfinite_probe import NonfiniteProbe
+from ddp_zero.core.step.sharded_step import ShardedStep
+
+CommHook = Callable[[Any, GradBucket], Future[Any]]
+
+
+class BucketGradients(Protocol):
+    """A bucket whose reduction was started in this iteration."""
+
+    params: list[Tensor]
+    on_stream: AbstractContextManager[object]
+    """In which it is stepped."""
+    is_summed: bool
+    """Whether `wait` has returned."""
+
+    def wait(self) -> None:
+        """Block until its averaged gradients have arrived."""
+
+    def gradient(self, index: int) -> Tensor:
+        """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
+
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of the sum, or None if that does not differ."""
+
+    def release(self) -> None:
+        """Free its gradients, after the step has used them."""
+
+
+class Gradients(Protocol):
+    """What the hook requires of a stage, in the order of an iteration."""
+
+    reach_joined: bool
+    """Whether a rank that has joined gets averaged gradients of what it owns from the reduction itself."""
+
+    def open(self) -> None:
+        """Open an iteration, and drop what the one before it left."""
+
+    def held(self) -> Collection[int]:
+        """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
+
+    def start(
+        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
+    ) -> tuple[Future[Any], BucketGradients]:
+        """Start the reduction of a bucket.
+
+        Args:
+            state: what the hook was registered with.
+            bucket: what DDP hands to a hook.
+            index: the bucket's, which DDP does not always report.
+            is_planned: whether this and every earlier bucket of the iteration are the plan's.
+
+        Returns:
+            The future for the reducer, and the bucket for the step.
+        """
+
+    def settle(self) -> None:
+        """End of one hook call: copy out sums that no step has used yet and free their scratch."""
+
+    def lend_all(self, has_joined: bool) -> None:
+        """Finish every reduction, after the reducer, in an iteration that was not stepped in the hook.
+
+        Owned gradients are in ``param.grad`` then, except on a rank that has joined.
+        """
+
+    def show(self, was_consumed: bool) -> None:
+        """Close the iteration on this rank, and leave in ``param.grad`` what the user sees.
+
+        Args:
+            was_consumed: whether buckets were stepped as they arrived.
+        """
+
+    def close(self) -> None:
+        """Close the iteration on a rank that has joined, which publishes nothing."""
+
+    def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
+        """Have DDP build its final buckets; see `rebuild_buckets`. A collective."""
+
+    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
+        """Follow the plan, which is now in force, from the next iteration on. A collective.
+
+        Args:
+            built: the buckets that DDP has just built, if the plan is for them; else none: it is for this iteration's.
+            publishes: whether ``param.grad`` holds the gradients of this iteration.
+        """
+
+    def fits_plan(self) -> bool:
+        """Whether buckets can be reduced for the plan that is in force."""
+
+    def why_refuse(self) -> str | None:
+        """The message of an error, if DDP's buckets do not hold what autograd computes; else None."""
+
+    def has_local(self) -> bool:
+        """Whether a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The content of ``param.grad`` of an owned parameter, after backward."""
+
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of its sum, or None if that is the parameter's."""
+
+    def editable(self, index: int) -> Tensor | None:
+        """What the step will use of an owned gradient, for users to change in place; None if it has none."""
+
+    def reset(self) -> None:
+        """Drop the iteration without waiting for other ranks."""
+
+    def drop_carried(self) -> None:
+        """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
+
+    def detach(self) -> None:
+        """Leave the model's parameters to a new hook."""
+
+    def describe(self) -> list[str]:
+        """Lines for ``opt.explain()``."""
+
+    def buffer_bytes(self) -> tuple[int, int]:
+        """Bytes of buffers that buckets share, now and at most."""
+
+
+class ReducedBucket:
+    """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
+
+    Args:
+        index: of the bucket.
+        windows: the bucket's parameters, and where DDP lays their gradients.
+        future: resolves to the averaged bucket.
+        sharded: knows the optimizer's parameters.
+        side: the stream that reads it.
+    """
+
+    def __init__(
+        self, index: int, windows: Mapping[Tensor, Window], future: Future[Any], sharded: ShardedStep, side: SideStream
+    ) -> None:
+        self.params = list(windows)
+        self._index = index
+        self._windows = windows
+        self._future = future
+        self._sharded = sharded
+        self._side = side
+        self._reduced: Tensor | None = None
+        self.on_stream = side.running(self.params[0].device)
+        self.is_summed = False
+
+    def wait(self) -> None:
+        """Block until the reduction has resolved."""
+        if self._reduced is None:
+            with self._sharded.trace.label("wait_reduce", self._index):
+                reduced = self._future.wait()
+            self._reduced = reduced[0] if isinstance(reduced, list | tuple) else reduced
+            self._side.keep(self._reduced)
+            self.is_summed = True
+
+    def gradient(self, index: int) -> Tensor:
+        """A window of the reduced bucket."""
+        assert self._reduced is not None, "waited for first"
+        return self._windows[self._sharded.table.params[index]].view(self._reduced)
+
+    def exact(self, index: int) -> None:
+        """None: the sum is in the parameter's dtype."""
+
+    def release(self) -> None:
+        """The reducer still needs it."""
+
+
+class WholeGradients:
+    """Stage 1: the wrapped hook reduces, DDP publishes, every rank keeps all gradients.
+
+    Args:
+        sharded: the step.
+        ddp: the model.
+        wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
+        side: the stream that the step runs on.
+    """
+
+    reach_joined = False
+
+    def __init__(
+        self, sharded: ShardedStep, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream
+    ) -> None:
+        group = ddp.process_group
+        self._sharded = sharded
+        self._wrapped = wrapped if wrapped is not None else lambda _, bucket: average_as_ddp(group, bucket)
+        self._side = side
+        self._windows: dict[int, dict[Tensor, Window]] = {}  # of each bucket when it was first seen
+        self._formats = MemoryFormats(ddp)
+        self._views = PublishedViews(sharded.table) if gradients_are_views(ddp) else None
+        self._is_planned = False
+
+    def open(self) -> None:
+        """Nothing is left of the last iteration."""
+
+    def held(self) -> Collection[int]:
+        """Empty: stage 1 accumulates in ``param.grad``."""
+        return ()
+
+    def start(
+        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
+    ) -> tuple[Future[Any], BucketGradients]:
+        """Start the wrapped reduction."""
+        future = self._wrapped(state, bucket)
+        params = bucket.parameters()
+        self._is_planned = is_planned
+        windows = self._windows.get(index)
+        if windows is None or list(map(id, windows)) != list(map(id, params)):
+            windows = self._windows[index] = windows_in_bucket(params)
+        return future, ReducedBucket(index, windows, future, self._sharded, self._side)
+
+    def settle(self) -> None:
+        """The reducer keeps all gradients."""
+
+    def lend_all(self, has_joined: bool) -> None:
+        """The reducer has published them."""
+
+    def show(self, was_consumed: bool) -> None:
+        """The reducer has published them."""
+        if self._views is not None and self._is_planned:
+            self._views.note()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
+        """They have memory of their own."""
+        return rebuild_buckets(ddp)
+
+    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
+        """Gradients stay where they are, whichever rank owns them."""
+        self._formats.buckets_built()
+        if self._views is not None:
+            self._views.forget()
+
+    def fits_plan(self) -> bool:
+        """Whole buckets fit any plan."""
+        return True
+
+    def why_refuse(self) -> str | None:
+        """After a change of memory format."""
+        return self._formats.why_refuse() or (None if self._views is None else self._views.why_refuse())
+
+    def has_local(self) -> bool:
+        """False, as nothing is known: the reducer adds to what is in ``param.grad``."""
+        return False
+
+    def gradient(self, index: int) -> Tensor | None:
+        """What DDP has published."""
+        return self._sharded.table.params[index].grad
+
+    def exact(self, index: int) -> Tensor | None:
+        """DDP sums in the parameter's dtype."""
+        return None
+
+    def editable(self, index: int) -> Tensor | None:
+        """See `owned_alias`."""
+        return owned_alias(self._sharded, index)
+
+    def reset(self) -> None:
+        """Nothing is held."""
+
+    def drop_carried(self) -> None:
+        """None is taken out of ``param.grad``."""
+
+    def detach(self) -> None:
+        """Nothing is attached to parameters."""
+
+    def describe(self) -> list[str]:
+        """Nothing beyond the regime."""
+        return []
+
+    def buffer_bytes(self) -> tuple[int, int]:
+        """None: buckets are DDP's."""
+        return 0, 0
+
+
+@torch.no_grad()
+def owned_alias(sharded: ShardedStep, index: int) -> Tensor | None:
+    """What this rank owns of a gradient that every rank has, with a version counter of its own; see `OwnedEdits`."""
+    param = sharded.table.params[index]
+    if param.grad is None:
+        return None
+    if sharded.stepped.part(index) is not None and param.grad.stride() != param.stride():
+        param.grad = torch.empty_like(param).copy_(param.grad)  # else the part would be one of a copy
+    return sharded.stepped.own_part(index, param.grad.data)
+
+
+def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | None) -> CommHook:
+    """A hook that checks gradients before the wrapped hook averages them, or DDP's own reduction without one."""
+
+    def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        if watch.is_on:
+            watch.screen(bucket.parameters(), bucket.buffer())
+        return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
+
+    return hook

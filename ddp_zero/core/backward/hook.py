@@ -1,0 +1,421 @@
+"""The DDP communication hook: reduces each bucket and drives the optimizer step.
+
+DDP calls the hook once per bucket, in index order, from the thread that runs backward. Each call, in order:
+
+1. bucket 0 opens an iteration: choose its regime, the same on every rank;
+2. report to the machine which bucket arrived; it returns actions and refuses what is out of order;
+3. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as usual;
+4. carry out the machine's actions: wait for a reduction, step, start a sync. Nothing runs in a future's callback.
+
+*overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: the reducer,
+which alone knows what no rank has used, publishes the gradients first, and the step runs right after it, still inside
+``backward()``. It does so in an engine callback queued by an engine callback: the reducer queues its own finalizer
+after the hook for the last bucket returns, and the engine runs callbacks in the order in which they were queued.
+*waiting*: the hook only reduces, and ``opt.step()`` takes the step.
+
+The very first step waits, too: only then is it known whether a loop clips, unscales or changes anything else between
+``backward()`` and ``opt.step()``. It is *due*: taken by ``opt.step()``, or before the next forward pass of the DDP
+model in loops that leave ``opt.step()`` out.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import Joinable
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.core.backward import preconditions as admission
+from ddp_zero.core.backward.averaged import check_unreduced
+from ddp_zero.core.backward.forward_passes import ForwardPasses
+from ddp_zero.core.backward.gradients import Gradients
+from ddp_zero.core.backward.iteration import Iteration, asks_whether_it_joins
+from ddp_zero.core.backward.late_changes import LateChanges
+from ddp_zero.core.backward.overlap_machine import (
+    Action,
+    AdoptLayout,
+    FinishSyncs,
+    OverlapMachine,
+    OverlapStatus,
+    Phase,
+    StepAll,
+    StepBucket,
+)
+from ddp_zero.core.backward.reducer import (
+    NewBucket,
+    after_the_reducer,
+    finds_unused,
+    has_static_graph,
+    in_backward,
+    place_of_bucket,
+    will_reduce,
+)
+from ddp_zero.core.backward.regime import Choice, Facts, Regime, choose
+from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.local.masters import GradientSource
+from ddp_zero.core.step.join import borrow_gradients
+from ddp_zero.core.step.nonfinite_probe import NonfiniteProbe
+from ddp_zero.core.step.record import StepRecord, StepRegime
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.tools.record.recorder import Label
+
+
+class OverlapHook:
+    """A DDP communication hook that steps and syncs after gradients were reduced.
+
+    Args:
+        sharded: the step.
+        ddp: the model it must be registered on.
+        gradients: reduces gradients and keeps the averages.
+        side: the stream that the step runs on.
+        split: whether a bucket is spread over ranks, or goes whole to one.
+        lag: how many buckets the step stays behind the reduction; None: until the last bucket has arrived.
+        joinable: the optimizer, on which Join sets whether it is active.
+        overlaps: whether the user asked for steps inside backward.
+        why_wait: why the hook only reduces and the step waits for ``opt.step()``, or None; the same on every rank.
+        watch: checks each bucket before it is averaged.
+        passes: knows which forward passes are reduced.
+
+    Attributes:
+        accumulates: True while backward passes only reduce, regardless of ``why_wait``.
+        step_is_due: True if the very first step waits for ``opt.step()`` or the next forward pass, whichever is first.
+        late: compares what a backward pass has left with what ``opt.step()`` finds.
+        gradients: where averaged gradients are.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedStep,
+        ddp: DistributedDataParallel,
+        gradients: Gradients,
+        side: SideStream,
+        *,
+        split: bool,
+        lag: int | None,
+        joinable: Joinable,
+        overlaps: bool,
+        why_wait: Callable[[], str | None],
+        watch: NonfiniteProbe,
+        passes: ForwardPasses,
+    ) -> None:
+        self.machine = OverlapMachine(lag, sharded.comm.name(sharded.comm.group_rank))
+        self.accumulates = self._has_accumulated = False
+        self._sharded = sharded
+        self._ddp_reference = weakref.ref(ddp)  # DDP's reducer holds the hook: a cycle that nothing could collect
+        self.gradients = gradients
+        self._table = sharded.table
+        self._split = split
+        self._overlaps = overlaps
+        self._why_wait = why_wait
+        self._watch = watch
+        self._passes = passes
+        self._has_stepped = self.step_is_due = False
+        self.late = LateChanges(sharded)
+        self._side = side
+        self._joins = asks_whether_it_joins(joinable)
+        self._iteration = Iteration(self._sharded, self.gradients, self._side, self._joins)
+        self._compositions: list[tuple[int, ...]] = []
+        self._labels: list[Label] = []  # of the start of each bucket's reduction
+        self._provisional = 0  # layouts adopted so far that DDP might still replace
+        self.may_be_replaced = False
+        self._unused = admission.UnusedParameters()
+
+    def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
+        """The hook that DDP calls; see the module docstring."""
+        params = bucket.parameters()
+        index, is_last = bucket.index(), bucket.is_last()
+        if not self._compositions and has_static_graph(self._ddp):
+            index, is_last = self._place_of(bucket)
+        if index == 0 and self.machine.phase is not Phase.RUNNING:
+            self._open_iteration()
+        matches = self._iteration.matching == index and self._matches_plan(index, params, is_last)
+        if not matches and bucket.buffer().layout is not torch.strided:
+            raise admission.sparse_gradient(self._table, params)
+        if index == 0:
+            self._iteration.choice = self._choose(params, matches)
+        actions = self.machine.bucket_arrived(index, is_last, matches, self._iteration.choice.regime)
+        self._iteration.matching += matches
+        if self._watch.is_on:
+            self._watch.screen(params, bucket.buffer())
+        while len(self._labels) <= index:
+            self._labels.append(self._sharded.trace.label("reduce", len(self._labels)))
+        with self._labels[index]:
+            future, arrival = self.gradients.start(state, bucket, index, matches)
+        self._iteration.arrived.append(arrival)
+        if actions:
+            self._carry_out(actions)
+        else:
+            self.gradients.settle()
+        if is_last:
+            self._passes.reduced(self._ddp)
+        if is_last and in_backward():
+            after_the_reducer(self._finish_backward)
+        return future
+
+    def check_joined(self) -> None:
+        """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now.
+
+        Raises:
+            RuntimeError: if not, naming what is missing or was changed too late.
+        """
+        if self.machine.phase in (Phase.REST, Phase.RUNNING) and not self._passes.last_is_local:
+            arrived = {param for one in self._iteration.arrived for param in one.params}
+            admission.check_none_unused(self._ddp, self._table, arrived, self.machine.where)
+        self.machine.step_called()
+        self.late.check_none()
+
+    def first_step_taken(self) -> None:
+        """After the first ``opt.step()``: later steps need not wait for it, unless there is a different reason."""
+        self.step_is_due = False
+        self._has_stepped = True
+        self.late.forget()
+        self._watch.is_on = self._why_wait() is not None
+
+    def due_step_taken(self) -> None:
+        """After a step that was due: treat it as taken inside the last backward pass."""
+        self.first_step_taken()
+        self.machine.due_step_taken()
+        self.late.remember()
+
+    def check_before_step(self, what: str) -> None:
+        """Check that no step was taken inside backward that ``opt.step()`` must still join.
+
+        Raises:
+            RuntimeError: if one was: what the user does would come before it in a plain loop.
+        """
+        if self.machine.phase is Phase.STEPPED and self.machine.user_calls_step:
+            raise RuntimeError(
+                f"Expected {what} before backward() or after opt.step(), got it between them ({self.machine.where}): "
+                "the step was taken inside backward, before it instead of after it. Move it, or build the optimizer "
+                "with overlap_with_ddp=False."
+            )
+
+    def has_only_local(self) -> bool:
+        """Stage 2: whether no gradient was reduced since the last step, but a backward pass has left local ones."""
+        return not self.is_waiting and self.gradients.has_local()
+
+    @property
+    def deferred_because(self) -> str | None:
+        """Why the last iteration was not stepped bucket by bucket, or None."""
+        return self._iteration.choice.reason
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether averaged gradients wait for ``opt.step()``."""
+        return self.machine.phase is Phase.WAITING
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the gradients of the last pass wait for those of others, as in ``opt.accumulate()``."""
+        return self.is_waiting and self._has_accumulated
+
+    def step_joined(self, take: Callable[[GradientSource], object]) -> None:
+        """On a rank that has joined, after DDP's own shadow: finish the iteration with a peer's gradients.
+
+        Args:
+            take: takes a waiting step, from the given gradients.
+        """
+        if self.machine.phase is Phase.REDUCED:
+            self._finish_deferred(has_joined=True)
+        self._sharded.binding.settle()  # as ranks that still train do: storage decides the order of what is sent
+        if self.is_waiting:
+            take(borrow_gradients(self._sharded, self._iteration.reduced_gradient))
+        elif self.machine.phase is Phase.STEPPED:
+            self._record()
+        self.machine.step_shadowed()
+        self.gradients.close()
+        self._iteration.close()
+        self._sharded.raise_errors()
+
+    def reset(self) -> None:
+        """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
+        self.machine.reset()
+        self.may_be_replaced = True
+        self._iteration.close()
+        self.gradients.reset()
+        self._watch.clear()
+        self.step_is_due = False
+        self._sharded.abandon()
+
+    def check_complete(self) -> None:
+        """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``.
+
+        Raises:
+            RuntimeError: if one has.
+        """
+        if self.gradients.held():
+            raise RuntimeError(
+                f"Expected all averaged gradients in param.grad at opt.step(), got some that an interrupted backward "
+                f"pass has taken out ({self.machine.where}). Call opt.zero_grad(), or opt.reset() and start anew."
+            )
+
+    def drop_carried(self) -> None:
+        """Forget the gradients, which the user has dropped."""
+        self.gradients.drop_carried()
+        self._watch.clear()
+        self.step_is_due = False
+        self.machine.gradients_dropped()
+
+    def detach(self) -> None:
+        """Leave the model's parameters to a new hook."""
+        self.gradients.detach()
+
+    def describe(self) -> list[str]:
+        """The regime of the last iteration, and why; the memory of the gradients."""
+        line = f"regime: {self._iteration.choice} ({self.machine.status.name}, {self.machine.phase.name})"
+        return [line, *self.gradients.describe()]
+
+    # An iteration
+
+    def _open_iteration(self) -> None:
+        admission.check_finalizes(self._ddp)
+        accumulates = self.accumulates or not will_reduce(self._ddp)
+        adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
+        if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
+            warnings.warn(
+                f"Expected opt.step(), for which the step waits ({self._why_wait()}), before the second backward "
+                "pass, got none. To add up gradients, use opt.accumulate() or ddp.no_sync().",
+                stacklevel=2,
+            )
+        if self.step_is_due and not adds_up:
+            raise RuntimeError(
+                "Expected opt.step(), or a forward pass of the DDP model, before the second backward pass, got neither "
+                f"({self.machine.where}): the first step of all is due. Call opt.step() after backward()."
+            )
+        self._iteration = Iteration(self._sharded, self.gradients, self._side, self._joins)
+        self.step_is_due = False
+        self.late.check_earlier()
+        self.late.forget()
+        self.gradients.open()
+        self.may_be_replaced = False
+        self._sharded.refresh(not self._joins(), held=self.gradients.held())
+        if self._joins() and self.gradients.held():
+            raise RuntimeError(
+                "Expected zero_grad() before every backward pass under Join with stage=2, got averaged gradients of an "
+                f"earlier one ({self.machine.where}): a rank that has joined cannot add to its own."
+            )
+
+    def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
+        known = self._compositions
+        if index == 0:
+            is_final = self.machine.status is OverlapStatus.INITIALIZED
+            is_known = is_final and self._table is self._sharded.table
+            self._iteration.fits = is_known and self.gradients.fits_plan()
+        if not self._iteration.fits:
+            return False
+        return index < len(known) and known[index] == tuple(map(id, params)) and is_last == (index == len(known) - 1)
+
+    def _choose(self, params: list[Tensor], matches: bool) -> Choice:
+        choice = choose(self._facts(params, matches))
+        wrong = self.gradients.why_refuse()
+        if wrong is None and choice.regime is not Regime.REDUCE_ONLY:
+            wrong = self._sharded.why_refuse()
+        return choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
+
+    def _facts(self, params: list[Tensor], matches: bool) -> Facts:
+        """What this iteration's regime depends on; the same on every rank."""
+        if not self._compositions:
+            admission.check_bucket_of(self._ddp, params)
+        return Facts(
+            knows_buckets=bool(self._compositions),
+            fits_plan=matches,
+            waits_because=self._why_wait(),
+            accumulates=self.accumulates,
+            is_local=not will_reduce(self._ddp),
+            is_first=not (self._has_stepped or self._joins()),  # joined ranks could not know that it waits
+            may_have_unused=self._unused.why(self._ddp),
+            steps_whole=self._sharded.local_step.steps_whole,
+            not_reduced=next(map(self._sharded.table.label, self._sharded.binding.not_reduced), None),
+        )
+
+    def _carry_out(self, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            if isinstance(action, StepBucket):
+                self._iteration.step_bucket(action.bucket)
+            elif isinstance(action, AdoptLayout):
+                self._adopt_layout([], publishes=False)
+            elif isinstance(action, FinishSyncs):
+                self._iteration.end_step()
+
+    def _finish_backward(self) -> None:
+        """After the reducer has published the gradients."""
+        if self.machine.phase is Phase.REDUCED:
+            self._finish_deferred()
+        self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
+        self._iteration.close()  # they hold reduced buckets
+        self._sharded.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
+        self._sharded.binding.settle()
+        if self.machine.phase is Phase.STEPPED:
+            self._record()
+        self.step_is_due = self.is_waiting and self._iteration.choice.is_due
+        if self.step_is_due or self.machine.phase is Phase.STEPPED:
+            self.late.remember(self.step_is_due)
+        if self._iteration.choice.is_refused:
+            raise RuntimeError(self._iteration.choice.reason)
+
+    def _record(self) -> None:
+        """Record a step that was taken inside backward."""
+        regime = StepRegime.OVERLAPPED if self.deferred_because is None else StepRegime.DEFERRED
+        self._sharded.note_step(StepRecord(stepped=True, regime=regime, deferred_because=self.deferred_because))
+        self._has_stepped = True
+        self._watch.clear()
+
+    def _finish_deferred(self, has_joined: bool = False) -> None:
+        """Step from published gradients, or from a peer's on a rank that has joined."""
+        if self._iteration.choice.regime is Regime.DEFERRED and not self._joins():
+            check_unreduced(self._sharded)
+        self.gradients.lend_all(has_joined)
+        for action in self.machine.backward_finished():
+            if isinstance(action, AdoptLayout):
+                built = [] if self._has_final_layout() or self._joins() else self.gradients.rebuild(self._ddp)
+                self._adopt_layout(built, publishes=not has_joined)
+            elif isinstance(action, StepAll):
+                self._iteration.step_all(has_joined)
+        self._unused.learn(self._ddp, self._sharded, has_run=not has_joined)
+
+    # The layout
+
+    def _has_final_layout(self) -> bool:
+        """Whether DDP will keep the buckets of this iteration, if it is not made to build others."""
+        return finds_unused(self._ddp) or self._provisional > has_static_graph(self._ddp)
+
+    def _adopt_layout(self, built: Sequence[NewBucket], publishes: bool) -> None:
+        """Plan for buckets that DDP has just built, or this iteration's; owners stay if DDP will replace those."""
+        sharded, machine = self._sharded, self.machine
+        is_final = bool(built) or self._has_final_layout()
+        buckets, index_of = [one.params for one in built or self._iteration.arrived], sharded.table.index_of
+        layout = [[index_of[param] for param in params if param in index_of] for params in buckets]
+        pieces = sharded.binding.pieces
+        is_planned = is_final or sharded.binding.cuts  # parts must lie in rank order in each bucket
+        if is_planned and not sharded.local_step.steps_whole:  # state of an optimizer inside another could not move
+            pieces = sharded.binding.pieces_for(layout, self._split, self._iteration.matching)
+        logger.debug("adopting %s layout of %d buckets", "final" if is_final else "provisional", len(layout))
+        sharded.adopt(layout, pieces, moves_later=is_final)
+        self._unused.forget()
+        self._table = sharded.table
+        self._compositions = [tuple(map(id, params)) for params in buckets]
+        if is_final:
+            machine.buckets_rebuilt()
+            machine.layout_adopted()
+        self._provisional += not is_final
+        self.gradients.adopted(built, publishes)
+
+    def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
+        is_running = self.machine.phase is Phase.RUNNING
+        return place_of_bucket(self._ddp, bucket, self._iteration.sizes() if is_running else [])
+
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        ddp = self._ddp_reference()
+        if ddp is None:
+            raise RuntimeError(
+                "Expected the DDP model that the optimizer's hook was built for, got gradients after that model was "
+                f"dropped ({self.machine.where}): was the module wrapped again? {admission.WRAPPED_AGAIN}"
+            )
+        return ddp

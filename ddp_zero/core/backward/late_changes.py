@@ -1,0 +1,338 @@
+"""Detects what a loop changes between ``backward()`` and ``opt.step()``, where the step of a plain loop would use it.
+
+If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
+instead of its input. Gradients, options of the groups, and the parameters that were stepped are compared. In-place
+changes and ``param.data = ...`` show in version counters and addresses. Writes through ``param.data`` show only in the
+values: sums over the bits of all parameters are compared, one reading pass before and one after. Two such passes would
+take several percent of a step, so from the ninth step on they read one cache line of 16 of large parameters, in turn,
+and everything in steps that are powers of two. On an accelerator, where each sum is a launch, there is none between
+these. Under ``torch.autograd.detect_anomaly()`` everything is read in every step. Every rank reads the same, so that
+ranks that run the same loop all raise.
+"""
+
+import copy
+import weakref
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_zero.core.local.absent import AbsentGradient
+from ddp_zero.core.local.awaited import untouched
+from ddp_zero.core.local.digest import LINES, bit_sums
+from ddp_zero.core.local.local_step import PER_PARAMETER_KEYS, ParamGroup
+from ddp_zero.core.step.coupling import is_looked_at
+from ddp_zero.core.step.sharded_step import ShardedStep
+
+_REMEDY = (
+    "Make such changes before backward() or after opt.step(), or in every iteration from the first one on, or build "
+    "the optimizer with overlap_with_ddp=False (shard_optimizer(..., overlap=False)): opt.step() then takes the step."
+)
+_MISSING = object()
+_CONTAINERS = (list, dict, set)
+
+
+class LateChanges:
+    """Gradients, options and parameters as a backward pass has left them: addresses, versions and sums, no copies.
+
+    Args:
+        sharded: the step.
+    """
+
+    def __init__(self, sharded: ShardedStep) -> None:
+        self._sharded = sharded
+        self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
+        self._absent: list[tuple[int, AbsentGradient, int]] = []  # parameter, placeholder, and how often it was zeroed
+        self._places: list[tuple[int, int]] = []  # address and version of each of these parameters
+        self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
+        self._turn = 0  # the number of the step
+        self._options: list[_NotedOptions] = []
+        self._kept: dict[int, Tensor] = {}  # gradients of a step that is due, which the user may drop before it
+        self._verdict: tuple[Tensor, torch.Event] | None = None  # being copied from an accelerator
+
+    def remember(self, step_is_due: bool = False) -> None:
+        """Note the state after a backward pass: from now on a change is the user's.
+
+        Args:
+            step_is_due: keep the gradients for a step in `as_noted`.
+        """
+        sharded = self._sharded
+        self._turn += 1
+        with untouched(), torch.no_grad():
+            grads = [(index, grad) for index, one in enumerate(sharded.table.params) if (grad := one.grad) is not None]
+            self._absent = [(index, grad, grad.zeroed) for index, grad in grads if isinstance(grad, AbsentGradient)]
+            self._grads = [
+                (index, grad.data_ptr(), grad._version) for index, grad in grads if type(grad) is not AbsentGradient
+            ]
+            self._kept = dict(grads) if step_is_due else {}
+            self._places = self._current_places()
+            self._sums = self._current_sums()
+        sharded.left.when_arrived = partial(_note_arrived, weakref.ref(self))
+        self._options = [_NotedOptions(group) for group in sharded.param_groups]
+
+    def forget(self) -> None:
+        """Forget what was noted, when the next iteration begins or this one is dropped."""
+        self._grads, self._absent, self._places, self._options = [], [], [], []
+        self._sums, self._kept = {}, {}
+        self._sharded.left.when_arrived = None
+
+    def note_arrived(self) -> None:
+        """Note parameters that have arrived: from now on a change of their values is the user's."""
+        self._sums |= self._current_sums(known=self._sums)
+
+    # What has changed since
+
+    def changed_gradient(self) -> int | None:
+        """The first parameter whose gradient was changed in place, replaced or dropped since, or None.
+
+        Writes through ``grad.data`` cannot be detected.
+        """
+        params = self._sharded.table.params
+        with untouched():
+            for index, absent, zeroed in self._absent:
+                if params[index].grad is not absent or absent.zeroed != zeroed:
+                    return index
+            for index, address, version in self._grads:
+                grad = params[index].grad
+                if grad is None or (grad.data_ptr(), grad._version) != (address, version):
+                    return index
+            return None
+
+    def first(self) -> str | None:
+        """The first change, as messages name it, or None. Waits for an accelerator."""
+        return self._changed_tensor() or self._changed_option() or self._changed_value()
+
+    def check_none(self) -> None:
+        """At ``opt.step()`` after a step inside backward: check that nothing was changed too late.
+
+        This does not wait for an accelerator: `check_earlier` reports writes through ``param.data`` there.
+
+        Raises:
+            RuntimeError: naming the gradient, the option or the parameter.
+        """
+        late = self._changed_tensor() or self._changed_option()
+        if late is None and any(noted.device.type != "cpu" for noted in self._sums.values()):
+            self._compare_later()
+        elif late is None:
+            late = self._changed_value()
+        if late is not None:
+            raise self._too_late(late)
+        self.forget()
+
+    def check_earlier(self) -> None:
+        """On an accelerator: check that no values were written before the last ``opt.step()``, if that is known by now.
+
+        Raises:
+            RuntimeError: if some were.
+        """
+        if self._verdict is not None and self._verdict[1].query():
+            differs, self._verdict = bool(self._verdict[0].item()), None
+            if differs:
+                raise self._too_late("the values of a parameter, in the iteration before")
+
+    def check_unstepped(self) -> None:
+        """Before a step that is due: check that gradients and parameters are as backward left them.
+
+        Gradients may have been dropped, as is usual before a forward pass.
+
+        Raises:
+            RuntimeError: naming the gradient or the parameter.
+        """
+        with self._dropped_gradients():
+            late = self._changed_tensor() or self._changed_value()
+        if late is not None:
+            raise RuntimeError(
+                f"Expected opt.step() in a loop that changes {late} after backward(), got the next forward pass "
+                f"without it ({self._where}): the change would come before the step instead of after it. Call "
+                "opt.step() in the loop."
+            )
+
+    @contextmanager
+    def as_noted(self) -> Iterator[None]:
+        """For a step that is due: restore the noted options and gradients, and afterwards the user's."""
+        pairs = list(zip(self._options, self._sharded.param_groups, strict=False))
+        since = [{key: _Option.of(group, key) for key in noted.changed(group)} for noted, group in pairs]
+        for (noted, group), changes in zip(pairs, since, strict=True):
+            for key in changes:
+                _Option(noted.values.get(key, _MISSING), noted.before.get(key)).restore(group, key)
+        try:
+            with self._dropped_gradients():
+                yield
+        finally:
+            for (_, group), changes in zip(pairs, since, strict=True):
+                for key, option in changes.items():
+                    option.restore(group, key)
+
+    @contextmanager
+    def _dropped_gradients(self) -> Iterator[None]:
+        params = self._sharded.table.params
+        dropped = [index for index in self._kept if params[index].grad is None]
+        for index in dropped:
+            params[index].grad = self._kept[index]
+        try:
+            yield
+        finally:
+            for index in dropped:
+                params[index].grad = None
+
+    @contextmanager
+    def while_memory_moves(self) -> Iterator[None]:
+        """For moves of parameters by the library: earlier changes by the user are still detected afterwards."""
+        is_unchanged = (self._changed_tensor() or self._changed_value()) is None
+        yield
+        if is_unchanged:
+            with untouched():
+                self._places = self._current_places()
+                self._sums = self._current_sums()
+
+    # Looking
+
+    def _changed_tensor(self) -> str | None:
+        index = self.changed_gradient()
+        if index is not None:
+            return f"the gradient of {self._sharded.table.label(index)}"
+        with untouched():
+            now = self._current_places()
+        if now == self._places:
+            return None
+        differs = (noted != found for noted, found in zip(self._places, now, strict=True))
+        return self._sharded.table.label(next(compress(self._noted(), differs)))
+
+    def _changed_option(self) -> str | None:
+        for position, (noted, group) in enumerate(zip(self._options, self._sharded.param_groups, strict=False)):
+            for key in noted.changed(group):
+                before, now = noted.before.get(key, "nothing"), group.get(key, "nothing")
+                return f"{key!r} of parameter group {position}, {before!r} at backward and {now!r} now"
+        return None
+
+    def _changed_value(self) -> str | None:
+        found = self._current_sums()
+        pairs = [(index, noted, found[index]) for index, noted in self._sums.items() if index in found]
+        if len({noted.device for _, noted, _ in pairs}) == 1:  # then one comparison tells
+            _, before, after = zip(*pairs, strict=True)
+            if torch.equal(torch.stack(before), torch.stack(after)):
+                return None
+        for index, noted, now in pairs:
+            if not torch.equal(noted, now):
+                return f"the values of {self._sharded.table.label(index)}, or of one that is stored behind it"
+        return None
+
+    def _compare_later(self) -> None:
+        found = self._current_sums()
+        device = next(noted.device for noted in self._sums.values() if noted.device.type != "cpu")
+        pairs = [(noted, found[index]) for index, noted in self._sums.items() if index in found]
+        differs = torch.stack([(noted != now).to(device) for noted, now in pairs]).any()
+        verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
+        verdict.copy_(differs, non_blocking=True)
+        self._verdict = verdict, torch.accelerator.current_stream(differs.device).record_event()
+
+    # Marks
+
+    def _current_places(self) -> list[tuple[int, int]]:
+        params = [self._sharded.table.params[index] for index in self._noted()]
+        return [(param.data_ptr(), param._version) for param in params]
+
+    def _noted(self) -> list[int]:
+        """The parameters that had a gradient, or a placeholder of one."""
+        return [index for index, *_ in self._absent] + [index for index, *_ in self._grads]
+
+    def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
+        """The sums of this step, but for those that are known."""
+        reads_all = is_looked_at(self._turn) or torch.is_anomaly_enabled()
+        line, buckets = None if reads_all else self._turn % LINES, self._sharded.plan.buckets
+        if not reads_all:
+            buckets = tuple(bucket for bucket in buckets if bucket.kind.startswith("cpu"))
+        with untouched(), torch.no_grad():
+            at_rest = self._sharded.binding.memory_at_rest(buckets, set(self._noted()))
+            memory = {index: run for index, run in at_rest if index not in known}
+            return dict(zip(memory, bit_sums(memory.values(), line), strict=True))
+
+    @property
+    def _where(self) -> str:
+        comm = self._sharded.comm
+        return comm.name(comm.group_rank)
+
+    def _too_late(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"Expected no change between backward() and opt.step(), since the step was taken inside backward, got one "
+            f"of {what} ({self._where}). In a plain loop this step would use it. {_REMEDY}"
+        )
+
+
+class _NotedOptions:
+    """A group's options at a moment.
+
+    Attributes:
+        values: the option objects themselves.
+        before: the same, but copies of mutable ones.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.values = {key: value for key, value in group.items() if key not in PER_PARAMETER_KEYS}
+        self.before = {key: _copied(value) for key, value in self.values.items()}
+        self._versions = {key: value._version for key, value in self.values.items() if isinstance(value, Tensor)}
+
+    def changed(self, group: ParamGroup) -> list[str]:
+        """The options that were set, removed or changed in place since."""
+        keys = [*self.values, *(key for key in group if key not in PER_PARAMETER_KEYS and key not in self.values)]
+        return [key for key in keys if not self._is_unchanged(key, group.get(key, _MISSING))]
+
+    def _is_unchanged(self, key: str, now: Any) -> bool:
+        value = self.values.get(key, _MISSING)
+        if isinstance(value, Tensor) or isinstance(now, Tensor):
+            return now is value and now._version == self._versions[key]
+        return (now is value and not isinstance(now, _CONTAINERS)) or _is_equal(self.before.get(key, _MISSING), now)
+
+
+def _note_arrived(reference: "weakref.ref[LateChanges]") -> None:
+    alive = reference()
+    if alive is not None:
+        alive.note_arrived()
+
+
+@dataclass(frozen=True)
+class _Option:
+    """An option at a moment: the object itself, and a copy of what it held if it is mutable."""
+
+    value: Any
+    held: Any
+
+    @classmethod
+    def of(cls, group: ParamGroup, key: str) -> "_Option":
+        """The option as it is now."""
+        value = group.get(key, _MISSING)
+        return cls(value, _copied(value))
+
+    @torch.no_grad()
+    def restore(self, group: ParamGroup, key: str) -> None:
+        """Restore the option in the group."""
+        if self.value is _MISSING:
+            group.pop(key, None)
+            return
+        group[key] = self.value
+        if isinstance(self.value, Tensor):
+            self.value.copy_(self.held)
+        elif isinstance(self.value, list):
+            self.value[:] = self.held
+        elif isinstance(self.value, dict | set):
+            self.value.clear()
+            self.value.update(self.held)
+
+
+def _copied(value: Any) -> Any:
+    """The value, or a copy if it is mutable."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else value
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # a class whose objects cannot be compared may raise anything
+        return False

@@ -1,0 +1,289 @@
+"""The step inside backward as a pure state machine: events in, actions out.
+
+It knows bucket indices and phases, never tensors, futures or groups; `hook.py` turns DDP's calls into events and
+carries out the actions. So the order of all communication is a function of the plan and of this table alone.
+
+    phase      event                            next phase   actions, in order
+    REST       bucket_arrived(0)                RUNNING      as below
+    STEPPED    bucket_arrived(0)                RUNNING      as below; an error if the user joins steps by opt.step()
+    RUNNING    bucket_arrived(i)                RUNNING      StepBucket(i - lag)
+    RUNNING    bucket_arrived(last)             STEPPED      StepBucket of all that are left, FinishSyncs
+    RUNNING    bucket_arrived(last), deferred   REDUCED      none: the reducer must publish the gradients first
+    REDUCED    backward_finished                STEPPED      StepAll
+    REDUCED    backward_finished, reduce only   WAITING      none: gradients wait for opt.step(), or for more
+    WAITING    bucket_arrived(0)                RUNNING      as below: more gradients
+    WAITING    step_taken                       REST         none: opt.step() has used them
+    WAITING    due_step_taken                   STEPPED      none: the next forward pass came before opt.step()
+    WAITING    gradients_dropped                REST         none: nobody will
+    STEPPED    step_called                      REST         none: the step has been taken
+    any        reset                            REST         none: the iteration is dropped
+
+If a bucket's composition is not the plan's, no bucket is stepped before the last one has arrived; AdoptLayout then
+comes first and plans again. Buckets are stepped in plan order, whatever the lag. Any other event raises.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ddp_zero.core.backward.regime import Regime
+
+
+class OverlapStatus(Enum):
+    """The status of an overlapped optimizer's plan, in the words of `torch.distributed.optim`."""
+
+    UNINITIALIZED = 0
+    """No backward pass has shown DDP's buckets yet."""
+    DDP_HAS_REBUILT_BUCKETS = 1
+    """DDP's final buckets have been seen; the plan for them is about to be adopted."""
+    INITIALIZED = 2
+    """The plan is the final one."""
+
+
+_STATUS_CHANGES = {
+    (OverlapStatus.UNINITIALIZED, OverlapStatus.DDP_HAS_REBUILT_BUCKETS),
+    (OverlapStatus.DDP_HAS_REBUILT_BUCKETS, OverlapStatus.INITIALIZED),
+    (OverlapStatus.INITIALIZED, OverlapStatus.DDP_HAS_REBUILT_BUCKETS),
+}
+
+
+class Phase(Enum):
+    """Where the current iteration is."""
+
+    REST = "rest"
+    RUNNING = "running"
+    REDUCED = "reduced"
+    WAITING = "waiting"
+    STEPPED = "stepped"
+
+
+class _Event(Enum):
+    """What moves an iteration on, up to a comma as messages call it."""
+
+    FIRST_BUCKET = "bucket 0"
+    LAST_BUCKET = "the last bucket"
+    LAST_BUCKET_DEFERRED = "the last bucket, in an iteration that is not stepped in the hook"
+    BACKWARD_FINISHED = "the end of backward"
+    BACKWARD_ONLY_REDUCED = "the end of backward, which leaves the step to opt.step()"
+    STEP_TAKEN = "the step in opt.step()"
+    DUE_STEP_TAKEN = "a step that is due"
+    GRADIENTS_DROPPED = "zero_grad()"
+    STEP_CALLED = "opt.step()"
+
+
+_NEXT = {
+    (Phase.REST, _Event.FIRST_BUCKET): Phase.RUNNING,
+    (Phase.WAITING, _Event.FIRST_BUCKET): Phase.RUNNING,
+    (Phase.STEPPED, _Event.FIRST_BUCKET): Phase.RUNNING,
+    (Phase.RUNNING, _Event.LAST_BUCKET): Phase.STEPPED,
+    (Phase.RUNNING, _Event.LAST_BUCKET_DEFERRED): Phase.REDUCED,
+    (Phase.REDUCED, _Event.BACKWARD_FINISHED): Phase.STEPPED,
+    (Phase.REDUCED, _Event.BACKWARD_ONLY_REDUCED): Phase.WAITING,
+    (Phase.WAITING, _Event.STEP_TAKEN): Phase.REST,
+    (Phase.WAITING, _Event.GRADIENTS_DROPPED): Phase.REST,
+    (Phase.WAITING, _Event.DUE_STEP_TAKEN): Phase.STEPPED,
+    (Phase.STEPPED, _Event.STEP_CALLED): Phase.REST,
+}
+"""The legal changes of phase; `OverlapMachine.reset` and `step_shadowed` lead to REST from anywhere."""
+
+_NO_EFFECT_ELSEWHERE = {_Event.STEP_TAKEN, _Event.GRADIENTS_DROPPED}
+"""Events that the user may cause in any phase."""
+
+
+@dataclass(frozen=True)
+class AdoptLayout:
+    """Plan for the buckets of this iteration, or those that DDP builds after it; move state to its new owners."""
+
+
+@dataclass(frozen=True)
+class StepBucket:
+    """Wait for the reduction of a bucket, step what this rank owns of it, start its sync."""
+
+    bucket: int
+
+
+@dataclass(frozen=True)
+class StepAll:
+    """Step and sync every bucket of the plan from the gradients that the reducer has published."""
+
+
+@dataclass(frozen=True)
+class FinishSyncs:
+    """Wait for every sync, so that no half-updated parameter is visible after backward."""
+
+
+Action = AdoptLayout | StepBucket | StepAll | FinishSyncs
+
+
+class OverlapMachine:
+    """The phases of an iteration.
+
+    Args:
+        lag: how many buckets the step stays behind the reduction, at least 1; None: until the last bucket has arrived.
+        where: this rank's name in messages, such as ``rank 1``.
+
+    Attributes:
+        phase: where the current iteration is.
+        status: that of the plan.
+        where: this rank's name in messages.
+        user_calls_step: whether ``opt.step()`` was ever called.
+    """
+
+    def __init__(self, lag: int | None, where: str) -> None:
+        if lag is not None and lag < 1:
+            raise ValueError(f"Expected a lag of at least 1 bucket, or None, got {lag}.")
+        self.phase = Phase.REST
+        self.status = OverlapStatus.UNINITIALIZED
+        self._lag = lag
+        self.where = where
+        self.user_calls_step = False
+        self._backwards_since_step = 0
+        self._clear()
+
+    def bucket_arrived(self, bucket: int, is_last: bool, matches_plan: bool, regime: Regime) -> tuple[Action, ...]:
+        """A bucket's gradients are ready on this rank and its reduction is about to start.
+
+        Args:
+            bucket: its index; buckets arrive from 0 up.
+            is_last: whether it is the last of this backward pass.
+            matches_plan: whether the plan has exactly this bucket at this place.
+            regime: how this iteration steps; read at bucket 0.
+
+        Raises:
+            RuntimeError: if it is not the bucket's turn, or a backward pass was not joined by ``opt.step()``.
+        """
+        if bucket == 0 and (self.phase, _Event.FIRST_BUCKET) in _NEXT:
+            self._start(regime)
+        if self.phase is not Phase.RUNNING or bucket != self._arrived:
+            turn = {Phase.RUNNING: f"bucket {self._arrived}", Phase.REDUCED: "the end of backward"}
+            expected = turn.get(self.phase, "bucket 0")
+            raise RuntimeError(
+                f"Expected {expected} next, got bucket {bucket} ({self.where}, phase {self.phase.name}). If a "
+                "backward pass was interrupted, call opt.reset()."
+            )
+        self._arrived += 1
+        self._matches &= matches_plan
+        if self._regime is not Regime.OVERLAPPED:
+            if is_last:
+                self._go(_Event.LAST_BUCKET_DEFERRED)
+            return ()
+        if is_last:
+            return self._finish()
+        if self._matches and self._lag is not None and bucket >= self._lag:
+            return (self._next_step(),)
+        return ()
+
+    def backward_finished(self) -> tuple[Action, ...]:
+        """The reducer has published the gradients of an iteration that was not stepped in the hook."""
+        only_reduces = self._regime is Regime.REDUCE_ONLY
+        self._go(_Event.BACKWARD_ONLY_REDUCED if only_reduces else _Event.BACKWARD_FINISHED)
+        adopt: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
+        return adopt if only_reduces else (*adopt, StepAll())
+
+    def step_taken(self) -> None:
+        """The user has called ``opt.step()``, which has used any gradients that have waited for it."""
+        self._go(_Event.STEP_TAKEN)
+        self.user_calls_step = True
+
+    def gradients_dropped(self) -> None:
+        """The user has dropped all gradients, including any that have waited."""
+        self._go(_Event.GRADIENTS_DROPPED)
+
+    def due_step_taken(self) -> None:
+        """The step that was due before the next forward pass was taken, as if inside the last backward pass."""
+        self._go(_Event.DUE_STEP_TAKEN)
+        self._backwards_since_step += 1
+
+    def step_called(self) -> None:
+        """The user calls ``opt.step()``: the iteration is joined.
+
+        Raises:
+            RuntimeError: if no step was taken since the last call, or more than one.
+        """
+        self._go(_Event.STEP_CALLED)
+        backwards, self._backwards_since_step = self._backwards_since_step, 0
+        self.user_calls_step = True
+        if backwards > 1:
+            raise RuntimeError(
+                f"Expected opt.step() after every backward pass or never, got it after {backwards} that have already "
+                f"stepped ({self.where}). Call it always or never; to accumulate gradients, run all but the last "
+                "backward pass under ddp.no_sync()."
+            )
+
+    def step_shadowed(self) -> None:
+        """A rank that has joined stands in for a call of ``opt.step()`` that the others may or may not make."""
+        self._backwards_since_step = 0
+        self.phase = Phase.REST
+
+    def buckets_rebuilt(self) -> None:
+        """DDP's final buckets have been seen."""
+        self._change_status(OverlapStatus.DDP_HAS_REBUILT_BUCKETS)
+
+    def layout_adopted(self) -> None:
+        """The plan for DDP's final buckets is in force."""
+        self._change_status(OverlapStatus.INITIALIZED)
+
+    def reset(self) -> None:
+        """Drop the iteration, whatever it was doing."""
+        self.phase = Phase.REST
+        self._backwards_since_step = 0
+        self._clear()
+
+    def _start(self, regime: Regime) -> None:
+        if self.phase is Phase.STEPPED and self.user_calls_step:
+            raise RuntimeError(
+                f"Expected opt.step() before the next backward pass, got a second one ({self.where}); the first has "
+                "updated the parameters. To accumulate gradients, run all but the last under ddp.no_sync(); to get "
+                "gradients through this model without updating it, do the same or freeze it meanwhile."
+            )
+        self._clear()
+        self._regime = regime
+        self._backwards_since_step += regime is not Regime.REDUCE_ONLY
+        self._go(_Event.FIRST_BUCKET)
+
+    def _finish(self) -> tuple[Action, ...]:
+        first: tuple[Action, ...] = () if self._matches else (AdoptLayout(),)
+        steps = tuple(self._next_step() for _ in range(self._arrived - self._next))
+        self._go(_Event.LAST_BUCKET)
+        return (*first, *steps, FinishSyncs())
+
+    def _next_step(self) -> StepBucket:
+        self._next += 1
+        return StepBucket(self._next - 1)
+
+    def _clear(self) -> None:
+        self._arrived = 0
+        self._next = 0
+        self._matches = True
+        self._regime = Regime.OVERLAPPED
+
+    def _change_status(self, status: OverlapStatus) -> None:
+        if (self.status, status) not in _STATUS_CHANGES:
+            raise RuntimeError(
+                f"Expected a legal change of status, got {self.status.name} to {status.name} ({self.where})."
+            )
+        self.status = status
+
+    def _go(self, event: _Event) -> None:
+        """Change phase.
+
+        Raises:
+            RuntimeError: if the event does not belong to this phase.
+        """
+        following = _NEXT.get((self.phase, event))
+        if following is not None:
+            self.phase = following
+        elif event not in _NO_EFFECT_ELSEWHERE:
+            raise self._illegal(event)
+
+    def _illegal(self, event: _Event) -> RuntimeError:
+        expected = next(phase for phase, known in _NEXT if known is event)
+        return RuntimeError(
+            f"Expected phase {expected.name} at {event.value.split(',')[0]}, got {self.phase.name} ({self.where}). "
+            + (
+                "No backward pass has stepped since: was forward run through the DDP model whose hook was registered "
+                "with ddp.register_comm_hook(), and backward outside ddp.no_sync() and opt.accumulate()? If the module "
+                "was wrapped again, call opt.reset() and opt.attach(model) with the new DDP model."
+                if self.phase is Phase.REST
+                else "If a backward pass was interrupted, call opt.reset()."
+            )
+        )

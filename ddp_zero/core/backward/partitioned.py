@@ -1,0 +1,377 @@
+"""Stage 2: a rank keeps averaged gradients only of what it owns, and DDP's buckets share a few scratch buffers.
+
+[Note: gradients of stage 2]
+*scratch*: a buffer of a pool into which the reducer writes one bucket, laid out by owner instead of in DDP's order.
+*slice*: one owner's part of it. *sum*: this rank's slice, averaged over the ranks; in place in the scratch where dtypes
+allow it. *kept*: the sum copied out, so that the scratch is free while the step still waits.
+
+An iteration:
+
+1. the first gradient of a bucket is about to be accumulated: lend a scratch, point the reducer's views at it;
+2. the bucket is full: wait for the one before it, then send the slices of this one to their owners;
+3. the step of the bucket before uses its sum, or else it is kept; its scratch goes back to the pool;
+4. after backward, ``param.grad`` is the sum for what this rank owns if the step has not used it up, and otherwise an
+   `AbsentGradient`, which raises with the reason when used.
+
+So besides what is kept, at most three buffers exist: one being filled, one being reduced, one to receive into.
+
+In the first iteration, DDP's buckets are not known before they arrive, nor their views: gradients land in the reducer's
+own memory, and are moved to a scratch that is laid out for the owners so far. At its end DDP is made to build its final
+buckets at once. If owners change with them, sums travel from the old ones to the new ones. Where DDP builds them later
+(in a static graph, under Join), or the plan changes, one more iteration is such a first one.
+
+Gradients accumulate on their owner: what ``param.grad`` shows at the start of a backward pass is taken out and added
+to the next sum, unless `zero_grad` has dropped it.
+
+Alternatives considered: freeing each bucket's own storage (its memory must then be faulted in again for every bucket,
+and it cannot be freed before backward ends; it is the fallback if the reducer does not follow its views).
+"""
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import filterfalse
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ddp_zero.core.backward.accumulation import SummedGradients
+from ddp_zero.core.backward.bucket_memory import BucketMemory
+from ddp_zero.core.backward.forward_passes import ForwardPasses
+from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients, WholeGradients
+from ddp_zero.core.backward.hand_over import hand_over
+from ddp_zero.core.backward.owned_sums import ReduceContext, ReducedRuns, ReducedSegment, ReduceOptions, ScratchLayout
+from ddp_zero.core.backward.preconditions import check_can_partition
+from ddp_zero.core.backward.reducer import (
+    NO_BACKWARD,
+    NewBucket,
+    at_end_of_backward,
+    backward_id,
+    finds_unused,
+    has_static_graph,
+    on_gradient,
+    rebuild_buckets,
+    reduced_parameters,
+    will_reduce,
+)
+from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.backward.visible_gradients import VisibleGradients
+from ddp_zero.core.local.absent import on_this_rank
+from ddp_zero.core.local.awaited import untouched
+from ddp_zero.core.local.heap import return_freed_memory
+from ddp_zero.core.plan.shard_plan import cut
+from ddp_zero.core.step.sharded_step import ShardedStep
+
+_RUN_BYTES = 8 << 20
+_BUCKET_RUNS = 4  # a bucket of at most as many is reduced at once
+
+
+class PartitionedGradients:
+    """Stage 2: see the module docstring.
+
+    Args:
+        sharded: the step.
+        ddp: the model.
+        options: how gradients travel.
+        side: the stream that sums and steps.
+        passes: knows which forward passes are reduced.
+    """
+
+    reach_joined = True
+
+    def __init__(
+        self,
+        sharded: ShardedStep,
+        ddp: DistributedDataParallel,
+        options: ReduceOptions,
+        side: SideStream,
+        passes: ForwardPasses,
+    ) -> None:
+        self._sharded = sharded
+        self._passes = passes
+        self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
+        self._workshop = ReduceContext(sharded, side, options)
+        self._memory = BucketMemory(self._workshop)
+        self._visible = VisibleGradients(self._workshop)
+        self._digest: int | None = None
+        self._arrivals: list[ReducedSegment | ReducedRuns] = []
+        self._hooks: list[RemovableHandle] = []
+        self._backward = -1
+        self._reduces = False
+        self._saw_local_pass = False
+        self._first_sums: int | None = None  # bytes of those of the first pass that were not freed yet
+        self._watch_gradients({None: [param for _, param in reduced_parameters(ddp)]})
+
+    # An iteration, in the order in which the hook asks
+
+    def open(self) -> None:
+        """Forget the buckets of the last iteration."""
+        if self._arrivals:
+            self._end_iteration()
+        self._return_first_sums()
+
+    def held(self) -> Collection[int]:
+        """The gradients that this rank carries over to the next sums."""
+        return self._workshop.carried
+
+    def start(
+        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
+    ) -> tuple[Future[Any], BucketGradients]:
+        """Finish the reduction of the previous bucket, start that of this one."""
+        for earlier in self._arrivals[-1:]:
+            earlier.wait()
+            if not is_planned:
+                earlier.keep()  # nothing is stepped before the last bucket has arrived
+        buffer, has_joined = bucket.buffer(), backward_id() == NO_BACKWARD
+        arrival: ReducedSegment | ReducedRuns
+        if is_planned:
+            layout = self._memory.layouts[index]
+            arrival = ReducedSegment(self._workshop, layout, self._memory.take(layout, None if has_joined else buffer))
+        else:
+            arrival = self._start_unplanned(index, bucket.parameters(), None if has_joined else buffer)
+        self._arrivals.append(arrival)
+        published: Future[Tensor] = Future()
+        published.set_result(buffer)  # the reducer copies nothing: it is in its own memory
+        return published, arrival
+
+    def settle(self) -> None:
+        """Keep sums that no step has used yet."""
+        for arrival in self._arrivals[-2:]:  # those before were settled in earlier calls
+            arrival.keep()
+
+    def lend_all(self, has_joined: bool) -> None:
+        """Finish every reduction; show the sums of owned parameters that any rank has used."""
+        self._memory.capture()
+        table, taken = self._sharded.table, self._visible.taken
+        params = table.params
+        for arrival in self._arrivals:
+            arrival.wait()
+            arrival.keep()
+        if self._first_sums is None:
+            self._first_sums = sum(arrival.nbytes for arrival in self._arrivals)
+        self._workshop.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
+        for arrival in self._arrivals:
+            for index in () if has_joined else arrival.owned:
+                if params[index].grad is not None or index in taken:
+                    self._visible.show(index, arrival.gradient(index), arrival.exact(index))
+
+    def show(self, was_consumed: bool) -> None:
+        """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
+        arrived = [index for arrival in self._arrivals for index in arrival.indices]
+        with untouched():
+            self._memory.capture()
+            self._visible.hide(arrived if was_consumed else filterfalse(self._is_owned, arrived), was_consumed)
+        self._end_iteration()
+
+    def close(self) -> None:
+        """Give back what the iteration holds."""
+        self._end_iteration()
+
+    def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
+        """They have no memory of their own if they will lie in scratches."""
+        return rebuild_buckets(ddp, frees_memory=self._memory.follows)
+
+    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
+        """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
+        hand_over(self._sharded, self._arrivals, self._visible, publishes)
+        params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
+        buckets = self._sharded.plan.buckets
+        layouts = [
+            ScratchLayout(params, buckets[index], self._sharded, self._workshop.side)
+            for index, params in enumerate(params_of)
+        ]
+        self._memory.lay_out(layouts, built)
+        self._digest = self._sharded.binding.digest
+        self._visible.forget()
+        self._watch_gradients({layout.index: layout.params for layout in self._memory.layouts})
+
+    def fits_plan(self) -> bool:
+        """Whether scratches are laid out for the plan: not at first, nor after parameters were frozen or added."""
+        return self._digest == self._sharded.binding.digest
+
+    def why_refuse(self) -> str | None:
+        """None: `BucketMemory` lays out views itself, and follows strides."""
+        return None
+
+    def has_local(self) -> bool:
+        """Known from every backward pass."""
+        return self._saw_local_pass
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient shown in ``param.grad``, or this rank's part of it."""
+        grad = self._sharded.table.params[index].grad
+        held = None if grad is None else on_this_rank(grad)
+        return grad if held is None else held
+
+    def exact(self, index: int) -> Tensor | None:
+        """The sum that ``param.grad`` shows, unless users have changed it."""
+        grad = self.gradient(index)
+        return None if grad is None else self._visible.exact(grad)
+
+    def editable(self, index: int) -> Tensor | None:
+        """The gradient or its sum, or this rank's part of it."""
+        return self._visible.editable(index)
+
+    def reset(self) -> None:
+        """Drop the iteration; peers may still write into what was in flight."""
+        self._arrivals.clear()
+        self._visible.forget_taken()
+        self._memory.reset()
+
+    def drop_carried(self) -> None:
+        """Forget what was shown, and what a backward pass that was not reduced has taken out."""
+        self._saw_local_pass = False
+        self._visible.forget_all()
+        self._return_first_sums()
+
+    def detach(self) -> None:
+        """Take the tensor hooks off the parameters, and the library's gradients out of ``param.grad``."""
+        self._stop_watching()
+        self._visible.drop()
+
+    def describe(self) -> list[str]:
+        """The memory that the buckets have needed, in words."""
+        return [self._memory.describe()]
+
+    def buffer_bytes(self) -> tuple[int, int]:
+        """Of scratches, and of rooms to receive into."""
+        pools = (self._workshop.scratches.statistics, self._workshop.rooms.statistics)
+        return sum(pool.held_bytes for pool in pools), sum(pool.most_bytes for pool in pools)
+
+    # The start of a backward pass
+
+    def gradient_arrives(self, index: int | None) -> None:
+        """A gradient of this bucket is about to be accumulated; None: before buckets are known."""
+        backward = backward_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._begin_backward()
+        if index is not None and index not in self._memory.lent and self._reduces and index >= len(self._arrivals):
+            self._memory.point(index)
+
+    def _watch_gradients(self, buckets: Mapping[int | None, Sequence[Tensor]]) -> None:
+        """Watch the gradients of these parameters, and no others, from now on."""
+        self._stop_watching()
+        reference = weakref.ref(self)  # a parameter holds its hooks
+        for index, params in buckets.items():
+            hook = partial(_on_gradient, reference, index)
+            self._hooks += [on_gradient(param, hook) for param in params]
+
+    def _stop_watching(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _begin_backward(self) -> None:
+        """Take out what earlier passes have left in ``param.grad``; lend scratches for what may be copied at once."""
+        ddp = self._ddp_reference()
+        if ddp is None:  # its module lives on without it
+            self._visible.drop()
+            self._reduces = False
+            return
+        at_end_of_backward(self._end_backward)
+        self._reduces = will_reduce(ddp) or self._passes.expect_reduction
+        left = self._visible.take_out(self._reduces or self._passes.is_scheduled, self._memory.is_view)
+        if not self._reduces:
+            return
+        self._memory.prepare()
+        may_have_unused = finds_unused(ddp) or has_static_graph(ddp)
+        if may_have_unused and any(not self._memory.is_view(param, grad) for param, grad in left):
+            for index in range(len(self._arrivals), len(self._memory.layouts)):
+                self._memory.point(index)  # the reducer copies gradients of unused parameters at once
+
+    def _end_backward(self) -> None:
+        """If DDP does not reduce this pass after all, restore ``param.grad`` and add what the pass has added.
+
+        Such are a second backward pass through one forward, one outside DDP, and `torch.autograd.grad`. A reentrant
+        checkpoint's own pass ends here too; the next gradient of the outer one takes everything out again.
+        """
+        self._backward = -1
+        if not self._arrivals:
+            self._saw_local_pass = True
+            if not self._passes.is_scheduled:  # else what was taken out waits for the schedule's last pass
+                self._visible.put_back(self._memory.is_view)
+            self._memory.give_back_unfilled()
+
+    # A bucket
+
+    def _start_unplanned(self, index: int, params: list[Tensor], buffer: Tensor | None) -> ReducedSegment | ReducedRuns:
+        """Reduce a bucket that is not in the plan to the owners so far.
+
+        Before DDP builds its final buckets it has a single one, unless it was given ``bucket_cap_mb_list`` or looks for
+        unused parameters. A second copy of that would be as large as all gradients.
+        """
+        self._memory.note_buffer(index, buffer)
+        is_joined, sizes = buffer is None, [param.nbytes for param in params]
+        num_runs = -(-sum(sizes) // _RUN_BYTES)
+        if num_runs <= _BUCKET_RUNS or not self._memory.is_in_own_memory(index):
+            layout = self._new_layout(index, params)
+            return ReducedSegment(self._workshop, layout, self._memory.take(layout, buffer))
+        segments = []
+        for run in filter(None, cut(sizes, range(len(params)), num_runs)):
+            layout = self._new_layout(index, [params[place] for place in run])
+            segments.append(ReducedSegment(self._workshop, layout, self._memory.copy(layout, is_joined)))
+            segments[-1].wait()
+            segments[-1].keep()
+        return ReducedRuns(segments)
+
+    def _new_layout(self, index: int, params: list[Tensor]) -> ScratchLayout:
+        """Lay out parameters of a bucket that is not in the plan, for the owners so far."""
+        index_of, binding = self._sharded.table.index_of, self._sharded.binding
+        bucket = binding.bucket_over(index, [index_of[param] for param in params])
+        return ScratchLayout(params, bucket, self._sharded, self._workshop.side)
+
+    # The end of an iteration
+
+    def _end_iteration(self) -> None:
+        self._saw_local_pass = False
+        held = [arrival for arrival in self._arrivals if not arrival.is_released]
+        is_in_flight = not all(arrival.is_summed for arrival in held)
+        for arrival in held:
+            arrival.release()
+        self._memory.end_iteration(len(self._arrivals), is_in_flight)
+        self._arrivals.clear()
+        self._visible.forget_taken()
+
+    def _return_first_sums(self) -> None:
+        """Once the sums of the first pass are free: the first step waits for them all, later ones may keep none."""
+        if self._first_sums and not self._workshop.carried:
+            return_freed_memory(self._first_sums)
+            self._first_sums = 0
+
+    # Questions
+
+    def _is_owned(self, index: int) -> bool:
+        return self._sharded.binding.owns(index)
+
+
+def gradients_of_stage(
+    options: ReduceOptions | None,
+    sharded: ShardedStep,
+    ddp: DistributedDataParallel,
+    wrapped: CommHook | None,
+    side: SideStream,
+    passes: ForwardPasses,
+    sums_in_fp32: bool,
+) -> Gradients:
+    """The gradients of stage 2 if it has options, otherwise those of stage 1.
+
+    Raises:
+        ValueError: if stage 2 cannot take over the gradients of the model.
+    """
+    if options is None and sums_in_fp32:
+        return SummedGradients(sharded, ddp, wrapped, side, passes)
+    if options is None:
+        return WholeGradients(sharded, ddp, wrapped, side)
+    check_can_partition(ddp, sharded.table, wrapped)
+    return PartitionedGradients(sharded, ddp, options, side, passes)
+
+
+def _on_gradient(reference: "weakref.ref[PartitionedGradients]", index: int | None, grad: Tensor | None) -> None:
+    gradients = reference()
+    if gradients is not None:
+        gradients.gradient_arrives(index)

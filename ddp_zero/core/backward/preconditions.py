@@ -1,0 +1,227 @@
+"""Checks that the hook can step an optimizer in a model's backward, before anything depends on it."""
+
+from collections.abc import Collection
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.core.backward.reducer import (
+    finds_unused,
+    gradients_are_views,
+    has_hook,
+    has_static_graph,
+    is_finalized_by_hand,
+    localized_parameters,
+    reduced_parameters,
+)
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.step.sharded_step import ShardedStep
+
+WRAPPED_AGAIN = "Then call opt.reset() and opt.attach(model) with the new DDP model."
+"""What to do between two steps when a module was wrapped again."""
+
+
+def check_can_sync(sync: str, as_views: bool) -> None:
+    """Check that ``sync="forward"`` has flat storage, in which parameters can arrive after the step.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    if sync == "forward" and not as_views:
+        raise ValueError(
+            "Expected parameters_as_bucket_view=True with sync='forward', got False: parameters in flight would need "
+            "copies of all of them. Pass parameters_as_bucket_view=True, or sync='step'."
+        )
+
+
+def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -> None:
+    """Check that an optimizer can be given a hook.
+
+    Raises:
+        ValueError: if it needs none, or has one that was not reset.
+    """
+    if not takes_hook:
+        raise ValueError(
+            "Expected an optimizer built with overlap_with_ddp=True, stage=2 or accumulate_in_fp32=True, got one that "
+            "steps in step()."
+        )
+    if has_hook and not may_be_replaced:
+        raise ValueError(
+            "Expected an optimizer without a hook, got one that has one. Build one hook per optimizer. Was the module "
+            f"wrapped again? {WRAPPED_AGAIN}"
+        )
+
+
+def check_is_free(ddp: DistributedDataParallel) -> None:
+    """Check that a hook can be registered on a model.
+
+    Raises:
+        ValueError: if one is registered already; DDP takes one.
+    """
+    if has_hook(ddp):
+        raise ValueError(
+            "Expected a DDP model without a communication hook, got one that has one. DDP takes one hook: pass a "
+            "reduction of your own as hook=, instead of registering it, or wrap the model again."
+        )
+
+
+def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
+    """Check that an optimizer can be stepped by the hook of a model.
+
+    Raises:
+        TypeError: if it is not a DDP model.
+        NotImplementedError: for a complex parameter, or as `check_finalizes` and `check_keeps_parameters` do.
+        ValueError: if optimizer and model have no parameter in common, or are on different ranks.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
+    check_finalizes(ddp)
+    check_keeps_parameters(ddp, "a communication hook")
+    complex_params = [index for param, index in sharded.table.index_of.items() if param.is_complex()]
+    if complex_params:
+        raise NotImplementedError(
+            f"Expected real parameters, got {sharded.table.label(complex_params[0])} of dtype "
+            f"{sharded.table.params[complex_params[0]].dtype}: DDP hands hooks real views of complex buckets. Build "
+            "the optimizer with overlap_with_ddp=False and stage=1."
+        )
+    if not any(param in sharded.table.index_of for param in ddp.parameters()):
+        raise ValueError("Expected an optimizer over the parameters of this DDP model, got none in common.")
+    if not sharded.everyone.has_same_ranks(ddp.process_group):
+        raise ValueError(
+            "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
+            "process_group=ddp.process_group to the optimizer."
+        )
+
+
+def check_keeps_parameters(ddp: DistributedDataParallel, need: str | None) -> None:
+    """Check that forward passes leave a model's parameters in their modules, and that these are whole.
+
+    Args:
+        ddp: the model.
+        need: why that is needed; None: it is not.
+
+    Raises:
+        NotImplementedError: for distributed tensors under ``DDP(model, device_mesh=...)``.
+    """
+    if need is not None and (names := localized_parameters(ddp)):
+        raise NotImplementedError(
+            f"{need}: expected parameters that are whole and stay in their modules, got {names[0]!r}, a distributed "
+            "tensor that DDP(model, device_mesh=...) takes out of the model. Pass the model without DDP, as in "
+            "shard_optimizer(model, ..., mesh=mesh, data_parallel_dim=...), or set overlap=False in stage 1 and do "
+            "not clip."
+        )
+
+
+def check_finalizes(ddp: DistributedDataParallel) -> None:
+    """Check that DDP publishes gradients at the end of each backward pass, after which the hook acts.
+
+    Raises:
+        NotImplementedError: if the user is to call ``finalize_backward()``.
+    """
+    if is_finalized_by_hand(ddp):
+        raise NotImplementedError(
+            "Expected DDP to finalize each backward pass, got a model with require_manual_backward_finalization=True: "
+            "steps inside backward and stage 2 rely on gradients being in place when backward() returns. Set it to "
+            "False, or build the optimizer with overlap_with_ddp=False and stage=1."
+        )
+
+
+def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wrapped: object) -> None:
+    """Check that stage 2 can take over the gradients of a model.
+
+    Raises:
+        ValueError: for a wrapped hook, for a model whose gradients are not views of its buckets, or one with parameters
+            that are in a different optimizer or none.
+    """
+    if wrapped is not None:
+        raise ValueError(
+            "Expected no communication hook to wrap with stage=2, which has a reduction of its own, got one. Pass "
+            "None; to compress gradients, build the optimizer with grad_comm_dtype=torch.bfloat16 or torch.float16."
+        )
+    if not gradients_are_views(ddp):
+        raise ValueError(
+            "Expected gradient_as_bucket_view=True with stage=2, got False: every rank would keep all gradients next "
+            "to DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True)."
+        )
+    foreign = [name for name, param in reduced_parameters(ddp) if param not in table.index_of]
+    if foreign:
+        raise ValueError(
+            f"Expected every parameter that DDP reduces in the optimizer with stage=2, got {foreign[0]!r} elsewhere, "
+            f"{len(foreign)} in all. Add it to the optimizer, freeze it before wrapping the model, or use stage=1."
+        )
+
+
+def check_bucket_of(ddp: DistributedDataParallel, params: list[Tensor]) -> None:
+    """Check that a bucket is one of a model's.
+
+    Raises:
+        RuntimeError: if it has parameters of a different model.
+    """
+    own = set(ddp.parameters())
+    if any(param not in own for param in params):
+        raise RuntimeError(
+            "Expected the hook to be registered on the DDP model that it was built for, got a bucket with "
+            "parameters of a different one. Pass the same model to hook_with_zero_step() and call its "
+            "register_comm_hook()."
+        )
+
+
+def check_none_unused(
+    ddp: DistributedDataParallel, table: ParameterTable, arrived: Collection[Tensor], where: str
+) -> None:
+    """Check that a backward pass of which DDP has not averaged all buckets has left out no parameter.
+
+    Args:
+        ddp: the model.
+        table: the optimizer's parameters.
+        arrived: parameters of buckets that were averaged.
+        where: this rank's name in messages.
+
+    Raises:
+        RuntimeError: naming the first parameter that has no gradient where others do.
+    """
+    grads = {param: param.grad is not None for _, param in reduced_parameters(ddp) if param in table.index_of}
+    unused = [param for param, has_grad in grads.items() if not has_grad and param not in arrived]
+    if unused and any(grads.values()) and not finds_unused(ddp):
+        raise RuntimeError(
+            f"Expected a gradient for every parameter that DDP reduces, got none for "
+            f"{table.label(table.index_of[unused[0]])}, {len(unused)} in all ({where}): DDP waits for it and has not "
+            "averaged its bucket. If an exception has interrupted backward, call opt.reset(). If the parameter is not "
+            "used, wrap the model with find_unused_parameters=True, or freeze the parameter before wrapping it."
+        )
+
+
+def sparse_gradient(table: ParameterTable, params: list[Tensor]) -> NotImplementedError:
+    """The error for a bucket with a sparse gradient."""
+    names = [table.label(table.index_of[param]) for param in params if param in table.index_of]
+    return NotImplementedError(
+        f"Expected dense gradients, got a sparse one for {', '.join(names) or 'a parameter of another optimizer'}. "
+        "Build the layer with sparse=False."
+    )
+
+
+class UnusedParameters:
+    """Knows whether a model may have unused parameters; in a static graph that is learnt once."""
+
+    def __init__(self) -> None:
+        self._are_there: bool | None = None
+
+    def why(self, ddp: DistributedDataParallel) -> str | None:
+        """Why parameters may be unused, or None if all have gradients after every backward pass."""
+        if has_static_graph(ddp) and self._are_there is not False:
+            return "the static graph has parameters that no rank uses"
+        if finds_unused(ddp):
+            return "find_unused_parameters=True: only the reducer knows which gradients exist"
+        return None
+
+    def learn(self, ddp: DistributedDataParallel, sharded: ShardedStep, has_run: bool) -> None:
+        """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""
+        if has_static_graph(ddp) and self._are_there is None:
+            table, comm = sharded.table, sharded.everyone
+            reduced = {param for bucket in sharded.binding.layout or () for param in bucket}
+            misses = has_run and any(table.params[param].grad is None for param in reduced)
+            self._are_there = any(flag for (flag,) in comm.all_gather_ints([int(misses)]))
+
+    def forget(self) -> None:
+        """Forget what was learnt, after parameters were added."""
+        self._are_there = None

@@ -1,0 +1,376 @@
+"""The one file that relies on internals of DDP's reducer and of autograd's engine.
+
+The callers depend on these facts, measured on torch 2.13.0:
+
+1. DDP calls the hook once per bucket, in index order, from the thread that runs backward, when each of the bucket's
+   parameters has been marked ready. With ``gradient_as_bucket_view=True``, ``param.grad`` *is* the reducer's view of
+   the bucket from then on, if the parameter got a gradient.
+2. ``bucket.buffer()`` is the reducer's own tensor. Where its ``data`` and that of the reducer's views are assigned, the
+   reducer writes that bucket's gradients there from then on, in whatever order they lie (`BucketViews`).
+3. A tensor hook runs before the gradient is accumulated, also for a gradient that is undefined (with None), but not for
+   a parameter that is not in the graph. Those the reducer sets to zero, through its views, right after the first
+   gradient of a backward pass has been accumulated and before that one is copied into its bucket.
+4. At the end of backward the reducer makes views of the tensor in the hook's future. It copies nothing if that shares
+   memory with its own views. Then it requires each ``param.grad`` to be None or its own view, and puts its view there.
+5. The reducer queues that for the end of backward after the hook for the last bucket has returned, and the engine runs
+   callbacks in the order in which they were queued, so a callback queued by a callback runs after the reducer.
+6. Under `torch.distributed.algorithms.Join` a joined rank has no backward; DDP calls the hook with zeros of its own.
+7. DDP rebuilds its buckets once, before the forward pass that follows the first reduced backward pass (in a static
+   graph the second); never if it looks for unused parameters. It can be made to do so as soon as that backward pass is
+   over. For each new bucket it allocates one flat tensor and then makes one view per parameter, in order, into which it
+   copies what is in ``param.grad`` (`rebuild_buckets`).
+"""
+
+import gc
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket, Reducer  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from ddp_zero.core.local.awaited import untouched
+from ddp_zero.core.plan.shapes import is_dense
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+backward_id = torch._C._current_graph_task_id
+"""A number for the backward pass that this thread runs; a different one inside a reentrant checkpoint."""
+NO_BACKWARD = -1
+"""`backward_id` outside."""
+
+
+def is_finalized(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP has ended the last backward pass that it reduces: every parameter has got its average."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def after_the_reducer(callback: Callable[[], None]) -> None:
+    """Call back at the end of this backward pass, when the reducer has published the gradients."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
+
+
+def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
+    """Register a tensor hook, also on a frozen parameter, which may be trainable at its next gradient."""
+    is_trainable = param.requires_grad
+    param.requires_grad_(True)
+    handle: RemovableHandle = param.register_hook(hook)
+    param.requires_grad_(is_trainable)
+    return handle
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back at the end of this backward pass, before the reducer if its last bucket is not full yet."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def will_reduce(ddp: DistributedDataParallel) -> bool:
+    """Whether a backward pass that starts now is meant to be reduced: it is not under ``no_sync()``."""
+    return ddp.require_backward_grad_sync
+
+
+def set_will_reduce(ddp: DistributedDataParallel, reduces: bool) -> bool:
+    """Set whether forward and backward passes that start from now on are meant to be reduced; returns what it was."""
+    before = will_reduce(ddp)
+    ddp.require_backward_grad_sync = reduces
+    return before
+
+
+def has_static_graph(ddp: DistributedDataParallel) -> bool:
+    """Whether the user has promised that every iteration uses the same parameters."""
+    return bool(ddp.static_graph)
+
+
+def finds_unused(ddp: DistributedDataParallel) -> bool:
+    """Whether any iteration may leave parameters unused, which only the reducer knows; the first layout is final."""
+    return bool(ddp.find_unused_parameters and not ddp.static_graph)
+
+
+def gradients_are_views(ddp: DistributedDataParallel) -> bool:
+    """Whether ``param.grad`` is the reducer's view of its bucket."""
+    return bool(ddp.gradient_as_bucket_view)
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
+    """The parameters that DDP puts into buckets, with their names.
+
+    DDP compares what it was told to ignore with the name of a module, a dot and the name of a parameter: for parameters
+    of the root module that is a leading dot. A parameter in several places is ignored only if it is in all of them.
+    """
+    found: dict[Tensor, str] = {}
+    for module_name, module in ddp.module.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.requires_grad and f"{module_name}.{name}" not in ddp.parameters_to_ignore:
+                found.setdefault(param, f"{module_name}.{name}".removeprefix("."))
+    return [(name, param) for param, name in found.items()]
+
+
+def localized_parameters(ddp: DistributedDataParallel) -> list[str]:
+    """Names of the parameters that ``DDP(model, device_mesh=...)`` has put in the place of distributed tensors.
+
+    The first forward pass takes them out of their modules, for good (torch 2.13.0); DDP still reduces them.
+    """
+    return [name for name, param in ddp.module.named_parameters() if hasattr(param, "_st_info")]
+
+
+def count_reduced(ddp: DistributedDataParallel) -> int:
+    """How many parameters DDP puts into buckets: those that were trainable when the model was wrapped."""
+    return int(ddp._get_ddp_logging_data()["num_parameter_tensors"])
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where a parameter's gradient lies in a 1-D tensor; fixed when the layout is made, as DDP fixes its own.
+
+    A parameter's strides may change later (``model.to(memory_format=...)``); those of its place do not.
+
+    Attributes:
+        offset: of its first element.
+        shape: the parameter's.
+        stride: the parameter's if it is dense; otherwise contiguous.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: Tensor, offset: int) -> "Window":
+        """A parameter's place at an offset, laid out as DDP does."""
+        like = param if is_dense(param.shape, param.stride()) else torch.empty(param.shape, device="meta")
+        return cls(offset, tuple(param.shape), tuple(like.stride()))
+
+    def view(self, flat: Tensor) -> Tensor:
+        """That part of a 1-D contiguous tensor."""
+        return flat.as_strided(self.shape, self.stride, int(flat.storage_offset()) + self.offset)
+
+
+def windows_in_bucket(params: Sequence[Tensor]) -> dict[Tensor, Window]:
+    """Where DDP lays the parameters of a bucket: end to end."""
+    starts = accumulate((param.numel() for param in params), initial=0)
+    return {param: Window.of(param, start) for param, start in zip(params, starts, strict=False)}
+
+
+class BucketViews:
+    """The reducer's own tensors of one bucket, which can be pointed at other memory.
+
+    Args:
+        buffer: what ``bucket.buffer()`` handed out.
+        windows: where each parameter's gradient must lie in memory of the bucket's size.
+        views: the reducer's views of the bucket that are known already, by parameter.
+
+    Attributes:
+        buffer: as given.
+        flat: where the reducer writes now, 1-D; None while that is memory of its own.
+        scratch: the memory that ``flat`` is a part of.
+        windows: as given.
+        are_complete: whether the reducer's view has been seen for every parameter.
+    """
+
+    def __init__(
+        self, buffer: Tensor, windows: Mapping[Tensor, Window], views: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
+        self.flat: Tensor | None = None
+        self.scratch: Tensor | None = None
+        self.buffer = buffer
+        self.windows = windows
+        self._views = dict(views or {})
+        self.are_complete = len(self._views) == len(windows)
+
+    def capture(self, param: Tensor, view: Tensor) -> None:
+        """Note the reducer's view for a parameter: its ``grad`` once it has been marked ready."""
+        if param not in self._views:
+            self._views[param] = view
+            self.are_complete = len(self._views) == len(self.windows)
+            if self.flat is not None:
+                self._point(param, view, self.flat)
+
+    @property
+    def captured(self) -> Mapping[Tensor, Tensor]:
+        """The views that were captured, by parameter."""
+        return self._views
+
+    def is_captured(self, param: Tensor) -> bool:
+        """Whether the reducer's view for this parameter has been seen."""
+        return param in self._views
+
+    def is_view(self, param: Tensor, grad: Tensor) -> bool:
+        """Whether a gradient is the reducer's view for this parameter."""
+        return self._views.get(param) is grad
+
+    def point_at(self, flat: Tensor, scratch: Tensor) -> None:
+        """Make the reducer write this bucket's gradients here from now on; nothing to do if it does already.
+
+        Args:
+            flat: 1-D contiguous, of the bucket's size and dtype.
+            scratch: what ``flat`` is a part of.
+        """
+        if self.scratch is scratch:
+            return
+        self.scratch = scratch
+        for param, view in self._views.items():
+            self._point(param, view, flat)
+        self.buffer.data = flat
+        self.flat = flat
+
+    def window(self, param: Tensor) -> Tensor:
+        """Where a parameter's gradient lies in the memory that the reducer writes to."""
+        assert self.flat is not None, "asked only once the bucket was pointed somewhere"
+        return self.windows[param].view(self.flat)
+
+    def _point(self, param: Tensor, view: Tensor, flat: Tensor) -> None:
+        view.data = self.windows[param].view(flat)
+
+
+@dataclass(frozen=True)
+class NewBucket:
+    """A bucket that DDP has just built.
+
+    Attributes:
+        params: its parameters, in DDP's order.
+        buffer: what ``bucket.buffer()`` hands to hooks.
+        views: the reducer's view for each parameter; empty if a version of torch makes them in a different way.
+    """
+
+    params: list[Tensor]
+    buffer: Tensor
+    views: Mapping[Tensor, Tensor]
+
+
+def rebuild_buckets(ddp: DistributedDataParallel, frees_memory: bool = False) -> list[NewBucket]:
+    """Have DDP rebuild its buckets after a backward pass instead of in its next forward pass. A collective.
+
+    Gradients stay where they are. Not to be called under Join, or in the hook: the reducer is locked there.
+
+    Args:
+        ddp: the model.
+        frees_memory: whether buckets whose views are known are left without memory, also while others are built.
+
+    Returns:
+        The new buckets, or none if DDP keeps those that it has.
+    """
+    with _no_gradients(ddp), _Construction(frees_memory) as construction:
+        if not ddp.reducer._rebuild_buckets():
+            return []
+    with _NoZeros():  # type: ignore[no-untyped-call]
+        built = ddp.reducer._get_zeros_like_grad_buckets()
+    return [construction.bucket(one.parameters(), one.buffer()) for one in built]
+
+
+@contextmanager
+def _no_gradients(ddp: DistributedDataParallel) -> Iterator[None]:
+    params = list(ddp.module.parameters())
+    with untouched():
+        grads = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        try:
+            yield
+        finally:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+
+
+class _NoZeros(TorchDispatchMode):
+    """Hands out the tensor itself where zeros like it are asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.zeros_like.default else func(*args, **(kwargs or {}))
+
+
+class _Construction(TorchDispatchMode):
+    """Sees the tensors that the reducer builds its buckets from."""
+
+    def __init__(self, frees_memory: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._frees_memory = frees_memory
+        self._storages: list[torch.UntypedStorage] = []
+        self._views: dict[int, list[Tensor]] = {}  # by storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
+            for storage in self._storages[-1:] if self._frees_memory else ():
+                storage.resize_(0)
+            self._storages.append(result.untyped_storage())
+        elif func in (torch.ops.aten.as_strided.default, torch.ops.aten.view.default):
+            self._views.setdefault(result.untyped_storage()._cdata, []).append(result)
+        return result
+
+    def bucket(self, params: list[Tensor], buffer: Tensor) -> NewBucket:
+        """A bucket with the views that were made of it; its memory is freed or restored."""
+        storage = buffer.untyped_storage()
+        views = self._views.get(storage._cdata, [])
+        windows = windows_in_bucket(params).values()
+        seen = [(tuple(view.shape), view.storage_offset()) for view in views]
+        is_complete = seen == [(window.shape, window.offset) for window in windows]
+        storage.resize_(0 if self._frees_memory and is_complete else buffer.nbytes)
+        return NewBucket(params, buffer, dict(zip(params, views, strict=True)) if is_complete else {})
+
+
+def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Sequence[int]) -> tuple[int, bool]:
+    """A bucket's index, and whether it is the last one, in the first backward pass of a static graph.
+
+    There DDP numbers every bucket 0 and marks none as the last, if there are several (torch 2.13).
+
+    Args:
+        ddp: the model.
+        bucket: what DDP hands to a hook.
+        before: the number of parameters in each earlier bucket of this pass.
+    """
+    return len(before), sum(before) + len(bucket.parameters()) == len(reduced_parameters(ddp))
+
+
+def missing() -> list[str]:
+    """What this file relies on and this version of torch does not have, in words; `about.probes` tries the rest."""
+    needed = {
+        "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_check_reducer_finalized")),
+        "DDP": (DistributedDataParallel, ("register_comm_hook", "_get_ddp_logging_data", "_set_static_graph")),
+        "autograd's engine": (torch.autograd.Variable._execution_engine, ("queue_callback",)),
+    }
+    return [
+        f"{owner} has no {name}" for owner, (one, names) in needed.items() for name in names if not hasattr(one, name)
+    ]
+
+
+def ddp_takes(option: str) -> bool:
+    """Whether this version's `DistributedDataParallel` has an option of this name."""
+    return option in inspect.signature(DistributedDataParallel).parameters
+
+
+def is_finalized_by_hand(ddp: DistributedDataParallel) -> bool:
+    """Whether gradients are published when the user calls ``finalize_backward()``, where torch has that."""
+    return bool(getattr(ddp, "require_manual_backward_finalization", False))
+
+
+def has_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook is registered on a model."""
+    return bool(ddp._comm_hooks)
+
+
+def models_over(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """The DDP models in this process that reduce any of these parameters.
+
+    No parameter refers to its DDP model, so all objects known to the garbage collector are searched.
+    """
+    gc.collect()  # or ranks would differ in models that are garbage
+    wanted = set(map(id, params))
+    found = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]  # faster than isinstance
+    alive = [ddp for ddp in found if "module" in ddp.__dict__.get("_modules", {})]  # not one whose construction failed
+    return [ddp for ddp in alive if any(id(param) in wanted for _, param in reduced_parameters(ddp))]

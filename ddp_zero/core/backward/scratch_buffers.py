@@ -1,0 +1,132 @@
+"""Flat buffers that are reused, so that few of them serve all buckets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.local.heap import return_pages
+from ddp_zero.core.plan.buckets import ROOMS, SCRATCHES
+
+
+@dataclass
+class PoolStatistics:
+    """What a pool has held, in bytes and in buffers.
+
+    Attributes:
+        held_bytes: now, lent or free.
+        most_bytes: the most at any moment.
+        most_lent: the most buffers lent at once.
+    """
+
+    held_bytes: int = 0
+    most_bytes: int = 0
+    most_lent: int = 0
+
+
+class BufferPool:
+    """Lends 1-D byte tensors and takes them back.
+
+    A buffer's size is the largest expected one, halved as often as the request still fits. So buckets of about the same
+    size share buffers, and a small one never costs a large buffer unless that is free anyway. `lend` never refuses:
+    ``keep_bytes`` bounds idle buffers, not lent ones.
+
+    On an accelerator, a buffer is ready for the stream that borrows it and stays untouched until both that stream and
+    the side stream are done with it; see [Note: who owns memory on an accelerator].
+
+    Args:
+        side: the stream that uses buffers besides the current one.
+        largest_bytes: the largest request that is expected.
+        keep_bytes: free buffers are dropped before the pool would hold more than this.
+        when_dropped: called when a buffer is dropped, for whoever keeps views of it.
+    """
+
+    def __init__(
+        self, side: SideStream, largest_bytes: int, keep_bytes: int, when_dropped: Callable[[], object] = bool
+    ) -> None:
+        self._side = side
+        self._largest_bytes = largest_bytes
+        self._keep_bytes = keep_bytes
+        self._free: list[Tensor] = []
+        self._last_use: dict[int, list[torch.Event]] = {}  # of free buffers, by id
+        self._lent = 0
+        self._used: set[int] = set()
+        self._when_dropped = when_dropped
+        self.statistics = PoolStatistics()
+
+    def lend(self, nbytes: int, device: torch.device, like: Tensor | None = None) -> Tensor:
+        """A buffer of at least ``nbytes`` bytes; its content is arbitrary.
+
+        Args:
+            nbytes: how much is needed.
+            device: where.
+            like: prefer this buffer if it is free, so that views of it need not be moved.
+        """
+        fitting = [buffer for buffer in self._free if buffer.device == device and buffer.numel() >= nbytes]
+        if fitting:
+            preferred = [buffer for buffer in fitting if buffer is like]
+            chosen = preferred[0] if preferred else min(fitting, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not chosen]
+        else:
+            size = self._size_for(nbytes)
+            self._drop_free(self._keep_bytes - size)
+            chosen = torch.empty(size, dtype=torch.uint8, device=device)
+            self._side.keep(chosen)  # now, so that it may be dropped at any time
+            self.statistics.held_bytes += size
+        for event in self._last_use.pop(id(chosen), ()) if self._last_use else ():
+            torch.accelerator.current_stream(device).wait_event(event)
+        self._lent += 1
+        self._used.add(id(chosen))
+        self.statistics.most_bytes = max(self.statistics.most_bytes, self.statistics.held_bytes)
+        self.statistics.most_lent = max(self.statistics.most_lent, self._lent)
+        return chosen
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a buffer; all work that uses it has been issued, on the current stream or the side stream."""
+        self._lent -= 1
+        if buffer.device.type != "cpu":
+            self._last_use[id(buffer)] = self._side.end_of_use(buffer.device)
+        self._free.append(buffer)
+
+    def trim(self) -> None:
+        """At the end of an iteration: drop the free buffers that it did not use, and those beyond ``keep_bytes``."""
+        unused = [buffer for buffer in self._free if id(buffer) not in self._used]
+        self._free = [buffer for buffer in self._free if id(buffer) in self._used]
+        for buffer in unused:
+            self._last_use.pop(id(buffer), None)
+            self._when_dropped()
+        self.statistics.held_bytes -= sum(buffer.numel() for buffer in unused)
+        self._drop_free(self._keep_bytes)
+        self._used.clear()
+
+    def rest(self) -> None:
+        """Give back the pages of free buffers, which nobody writes to before they are lent or pointed at again."""
+        for buffer in self._free:
+            return_pages(buffer)
+
+    def _size_for(self, nbytes: int) -> int:
+        size = max(nbytes, self._largest_bytes)
+        while size // 2 >= nbytes and size // 2 > 0:
+            size //= 2
+        return size + -size % 16  # any dtype can be laid over it
+
+    def _drop_free(self, limit: int) -> None:
+        while self._free and self.statistics.held_bytes > limit:
+            smallest = min(range(len(self._free)), key=lambda position: self._free[position].numel())
+            dropped = self._free.pop(smallest)
+            self._when_dropped()
+            self._last_use.pop(id(dropped), None)
+            self.statistics.held_bytes -= dropped.numel()
+
+
+def pools_for(
+    sizes: Sequence[int], side: SideStream, when_dropped: Callable[[], object] = bool
+) -> tuple[BufferPool, BufferPool]:
+    """Empty pools of scratches, and of rooms, for buckets of so many bytes."""
+    largest = max(sizes, default=1)
+    return (
+        BufferPool(side, largest, SCRATCHES * largest, when_dropped),
+        BufferPool(side, largest, ROOMS * largest, when_dropped),
+    )

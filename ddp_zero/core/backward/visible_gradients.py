@@ -1,0 +1,330 @@
+"""The contents of ``param.grad`` between iterations of stage 2, and how the next backward pass takes them up."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ddp_zero.core.backward.owned_sums import ReduceContext
+from ddp_zero.core.comm.reduction import sum_dtype
+from ddp_zero.core.local.absent import AbsentGradient, absent_gradient, on_this_rank
+from ddp_zero.core.local.masters import rounds_to
+from ddp_zero.core.local.part_windows import whole_of
+from ddp_zero.core.plan.ownership import home, is_cut
+from ddp_zero.core.step.sharded_step import ShardedStep
+
+
+class VisibleGradients:
+    """Averaged gradients on the rank that owns them, `AbsentGradient` elsewhere.
+
+    Args:
+        workshop: holds gradients that are carried over to the next sum.
+
+    Attributes:
+        taken: parameters whose averaged gradient was taken out for the sums of this iteration.
+    """
+
+    def __init__(self, workshop: ReduceContext) -> None:
+        self._workshop = workshop
+        self._sharded = workshop.sharded
+        self._shown = WeakTensorKeyDictionary()  # exact sums of the library's tensors in param.grad
+        self._lent = WeakTensorKeyDictionary()  # versions of exact sum and gradient when a user got the former
+        self._showing: set[int] = set()  # parameters with such a grad, unless users have replaced it
+        self._standing_in: set[int] = set()  # parameters with an `AbsentGradient`, unless users have dropped it
+        self._mixed: set[int] = set()  # parameters with an average to which a pass that was not reduced has added
+        self._left: dict[int, Tensor | None] = {}  # parameters that `leave` was called for, and their exact sums
+        self._hidden: set[int] = set()  # parameters whose `AbsentGradient`, or what was left of others, was taken out
+        self._put_aside: dict[int, Tensor] = {}  # what was left and taken out
+        self._absent: dict[tuple[int, bool], AbsentGradient] = {}
+        self.taken: set[int] = set()
+
+    def show(self, index: int, grad: Tensor, exact: Tensor | None = None) -> None:
+        """Put an averaged gradient into ``param.grad``.
+
+        Args:
+            index: the parameter.
+            grad: in its shape and dtype; 1-D of this rank's part if it is cut, which `AbsentGradient.part` then holds.
+            exact: the same in the dtype of the sum, if that differs.
+        """
+        param = self._sharded.table.params[index]
+        param.grad = grad if grad.shape == param.shape else self._absence_with(index, grad)
+        if exact is not None:
+            self._shown[grad] = exact
+        self._showing.add(index)
+
+    def hide(self, indices: Iterable[int], was_consumed: bool) -> None:
+        """Put an `AbsentGradient` into the ``grad`` of parameters that have one, which says where the gradient is."""
+        params, known = self._sharded.table.params, self._absent
+        for index in indices:
+            param = params[index]
+            if param.grad is not None:
+                found = known.get((index, was_consumed))
+                param.grad = self._absence(index, was_consumed) if found is None else found
+                self._standing_in.add(index)
+
+    def _stand_in(self, index: int) -> None:
+        self._sharded.table.params[index].grad = self._absence(index, was_consumed=False)
+        self._standing_in.add(index)
+
+    def leave(self, index: int, is_owned: bool) -> None:
+        """Leave the whole average of a pass, which the reducer has put into ``param.grad``, there until the next pass.
+
+        If earlier passes have added up on its owner, other ranks get an `AbsentGradient` instead. When the reducer
+        rebuilds its buckets, it copies whatever is in ``param.grad``.
+        """
+        grad = self._sharded.table.params[index].grad
+        if grad is None:
+            return
+        self._left[index] = self.exact(grad)
+        if is_owned:
+            self.show(index, grad)
+        elif index in self._hidden:
+            self._stand_in(index)
+
+    def exact(self, grad: Tensor) -> Tensor | None:
+        """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since.
+
+        If the user has changed the sum instead (see `editable`), the gradient is made to show that.
+
+        Raises:
+            RuntimeError: if both were changed, or one without a trace.
+        """
+        exact: Tensor | None = self._shown.get(grad)
+        if exact is None or not (self._lent and grad in self._lent):
+            return None if exact is None else _still_exact(exact, grad)
+        if not (rounds_to(exact, grad) or self._takes_up_edit(exact, grad)):
+            return None
+        self._lent[grad] = exact._version, grad._version
+        return exact
+
+    def editable(self, index: int) -> Tensor | None:
+        """What the step will use of a gradient that this rank owns, for users to change in place; None if it has none.
+
+        A master is stepped by the exact sum.
+        """
+        grad = self._sharded.table.params[index].grad
+        held = None if grad is None else on_this_rank(grad)
+        exact = self.exact(held) if held is not None and self._sharded.stepped.wants_master(index) else None
+        if exact is not None:
+            self._lent[held] = exact._version, held._version  # type: ignore[union-attr]
+        return held if exact is None else exact
+
+    def _takes_up_edit(self, exact: Tensor, grad: Tensor) -> bool:
+        """Show the exact sum, which differs, if that is what the user has changed."""
+        versions = self._lent.get(grad)
+        if versions is None:
+            return False
+        sum_changed, grad_changed = exact._version != versions[0], grad._version != versions[1]
+        if sum_changed and not grad_changed:
+            grad.data.copy_(exact)  # counts no version: it is no change of the user's
+        elif sum_changed or not (grad_changed or rounds_to(exact, grad)):  # a NaN differs from itself
+            raise RuntimeError(
+                "Expected a gradient to be changed either in what opt.owned_gradients() returns or in param.grad, got "
+                f"both, or a change through .data, of a gradient of shape {list(grad.shape)} ({self._workshop.where}). "
+                "Change what opt.owned_gradients() returns, in place."
+            )
+        return bool(sum_changed)
+
+    def forget(self) -> None:
+        """Forget placeholders that name owners, after owners have changed."""
+        self._absent.clear()
+
+    def take_out(self, will_be_reduced: bool, is_view: Callable[[Tensor, Tensor], bool]) -> list[tuple[Tensor, Tensor]]:
+        """Carry averaged gradients over to the next sums; returns the others, as pairs of parameter and gradient.
+
+        Args:
+            will_be_reduced: whether this backward pass is meant to be reduced.
+            is_view: whether a parameter's gradient is the reducer's own view.
+
+        Raises:
+            RuntimeError: if a step has used up gradients that were not set to None since, or if averaged gradients
+                would be, or were, mixed with those of this rank alone.
+        """
+        carried, left = self._workshop.carried, list[tuple[Tensor, Tensor]]()
+        for lent in list(self._lent):
+            self.exact(lent)
+        for index, param in enumerate(self._sharded.table.params):
+            grad = param.grad
+            if grad is None:
+                continue
+            is_ours = (index in self._showing or index in self._left) and not is_view(param, grad)
+            if not isinstance(grad, AbsentGradient) and not is_ours:
+                left.append((param, grad))
+                continue
+            self._check_may_be_taken(index, grad, will_be_reduced)
+            if index in self._left and index not in self._standing_in:
+                self._put_aside[index] = grad
+            held = on_this_rank(grad)
+            if held is None or index not in self._showing:
+                self._hidden.add(index)
+            else:
+                carried[index] = self._sum_of_left(index, held) if index in self._left else self._sum_of(held)
+                self.taken.add(index)
+            param.grad = None
+        self._clear()
+        return left
+
+    def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
+        """After no reduction: put averaged gradients back into ``param.grad``, plus what was added to it meanwhile."""
+        if not self._hidden and not self._workshop.carried:
+            return
+        for index, param in enumerate(self._sharded.table.params):
+            if param.grad is not None and is_view(param, param.grad):
+                continue  # of a reduction that is still to come
+            if param.grad is not None and (index in self._hidden or index in self._workshop.carried):
+                self._mixed.add(index)
+            if index in self._put_aside and (param.grad is None or index in self._hidden):
+                self._put_back_left(index, param.grad)
+            elif index in self._hidden:
+                self._stand_in(index)
+            elif index in self._workshop.carried:
+                total = self._workshop.carried[index]
+                total = total if param.grad is None else total + self._sharded.stepped.own_part(index, param.grad)
+                is_exact = total.dtype != param.dtype
+                self.show(index, total.to(param.dtype), total if is_exact else None)
+            else:
+                continue
+            self._hidden.discard(index)
+            self.taken.discard(index)
+            self._workshop.carried.pop(index, None)
+
+    def _put_back_left(self, index: int, added: Tensor | None) -> None:
+        """As `put_back`, for a gradient that the reducer had left in its own memory."""
+        left = self._put_aside.pop(index)
+        left = left if added is None else left + added
+        self._sharded.table.params[index].grad = left
+        exact = self._workshop.carried.get(index)
+        if exact is not None:
+            self.show(index, left, exact if exact.dtype != left.dtype else None)
+        self._left[index] = self.exact(left)
+
+    def forget_taken(self) -> None:
+        """Forget what was taken out: it is in the sums, or dropped."""
+        self._workshop.carried.clear()
+        self._put_aside.clear()
+        self._hidden.clear()
+        self.taken.clear()
+
+    def forget_all(self) -> None:
+        """Forget all gradients, which the user has dropped or zeroed: from now on ``param.grad`` is this rank's own."""
+        self.forget_taken()
+        self._clear()
+
+    def drop(self) -> None:
+        """Remove the library's gradients from ``param.grad``, copies in new buckets too, if a new hook takes over."""
+        for index in {*self._showing, *self._standing_in, *self._left}:
+            self._sharded.table.params[index].grad = None
+        self.forget_all()
+
+    def _sum_of(self, grad: Tensor) -> Tensor:
+        exact = self.exact(grad)
+        return grad if exact is None else exact
+
+    def _sum_of_left(self, index: int, grad: Tensor) -> Tensor:
+        """As `_sum_of`, in memory that the reducer will not fill again."""
+        exact = self._left[index]
+        still = None if exact is None else _still_exact(exact, grad)
+        return grad.to(sum_dtype(grad.dtype), copy=True) if still is None else still
+
+    def _clear(self) -> None:
+        self._showing.clear()
+        self._standing_in.clear()
+        self._left.clear()
+        self._mixed.clear()
+        if self._lent:
+            self._lent.clear()
+
+    def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
+        name = self._sharded.table.label(index)
+        if isinstance(grad, AbsentGradient) and grad.consumed:
+            raise RuntimeError(
+                f"Expected opt.step() and opt.zero_grad() before the next backward pass, got one while the gradient of "
+                f"{name} was not set to None ({self._workshop.where}). DDP would accumulate gradients, and the step "
+                "inside backward has used up the first (stage 2). To accumulate, run all but the last backward pass in "
+                "opt.accumulate() or ddp.no_sync()."
+            )
+        if index in self._mixed:
+            raise RuntimeError(
+                f"Expected opt.step() and opt.zero_grad() after a backward pass that DDP does not reduce, got another "
+                f"pass on top of both its gradient and an averaged one of {name} ({self._workshop.where}): DDP would "
+                "average the former, which only its rank knows here. Add what it computes to the loss of a pass that "
+                "is reduced."
+            )
+        if not will_be_reduced:
+            raise RuntimeError(
+                f"Expected no averaged gradients at a backward pass under ddp.no_sync(), got one for {name} "
+                f"({self._workshop.where}): this rank's own would be added to them. Call "
+                "opt.zero_grad(set_to_none=True) before, or accumulate in opt.accumulate() instead of ddp.no_sync()."
+            )
+
+    def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
+        key, table = (index, was_consumed), self._sharded.table
+        if key not in self._absent:
+            reason = self._is_elsewhere(index)
+            if was_consumed:
+                reason = (
+                    f"Expected the gradient of {table.label(index)}, got none: the step inside backward has used it up "
+                    f"(stage 2, {self._workshop.where}). Build the optimizer with overlap_with_ddp=False to have "
+                    "gradients until opt.step()."
+                )
+            self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
+        return self._absent[key]
+
+    def _absence_with(self, index: int, part: Tensor) -> AbsentGradient:
+        reason = self._is_elsewhere(index)
+        return absent_gradient(self._sharded.table.params[index], consumed=False, reason=reason, part=part)
+
+    def _is_elsewhere(self, index: int) -> str:
+        comm, pieces = self._sharded.comm, self._sharded.binding.pieces[index]
+        owners = comm.name(home(pieces))
+        if is_cut(pieces):
+            owners = f"{owners} to {comm.name(pieces[-1].owner)}, each a part of it,"
+        return (
+            f"Expected the gradient of {self._sharded.table.label(index)}, got none: stage 2 keeps it on {owners} only "
+            f"(this is {self._workshop.where})."
+        )
+
+
+def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
+    """A sum if its rounded value is what a gradient has; else None.
+
+    To compare on an accelerator, the host would wait. There each element that was changed is taken from the gradient.
+    """
+    rounded = exact.to(grad.dtype)
+    if grad.device.type == "cpu":
+        return exact if torch.equal(rounded, grad) else None
+    return torch.where(rounded == grad, exact, grad.to(exact.dtype))
+
+
+def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
+    """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective.
+
+    Raises:
+        RuntimeError: if it was used up.
+    """
+    param, comm, pieces = sharded.table.params[index], sharded.comm, sharded.binding.pieces[index]
+    grad = param.grad
+    held = None if grad is None else on_this_rank(grad)
+    held = None if held is None else sharded.stepped.own_part(index, held)
+    statements = comm.all_gather_ints([int(grad is not None) + int(grad is not None and held is None)])
+    found = {piece.owner: statements[piece.owner][0] for piece in pieces}
+    if 0 in found.values():
+        return None
+    if 2 in found.values():
+        raise RuntimeError(
+            f"Expected the gradient of {sharded.table.label(index)}, got none: the step inside backward has used it up "
+            f"(stage 2, {comm.name(comm.group_rank)}). Build the optimizer with overlap_with_ddp=False to keep it."
+        )
+    if not is_cut(pieces):
+        full = torch.empty_like(param) if held is None else held.detach().clone()
+        contiguous = full.contiguous()
+        comm.send_to_all(contiguous, home(pieces))
+        return full.copy_(contiguous)
+    run = param.new_empty(param.numel())
+    for piece in pieces:
+        window = run[piece.start : piece.stop]
+        if held is not None and piece.owner == comm.group_rank:
+            window.copy_(held)
+        comm.send_to_all(window, piece.owner)
+    return whole_of(run, param)

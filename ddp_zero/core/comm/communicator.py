@@ -1,0 +1,450 @@
+"""Communicates within a process group: every `torch.distributed` collective and message of the library.
+
+Everything is sent as bytes, so any dtype works on any backend (Gloo has no bfloat16 or complex collectives). Ranks are
+`GroupRank` everywhere; the one conversion to `GlobalRank` is `Communicator.global_rank`, for messages to people.
+
+The parameter sync is an all-gather of segments of unequal size. On Gloo with CPU memory it is a direct exchange: every
+receive is posted, then every send, in chunks; each rank sends (N - 1) times its own segments and nothing else. From
+`RING_RANKS` ranks and `RING_BYTES` on it is a ring instead, which sends as much. On NCCL and its likes (every backend
+but Gloo and MPI) it is a native all-gather if padding segments to equal sizes adds at most an eighth; otherwise, and on
+Gloo and MPI, one broadcast per owner.
+
+Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, so a rank with a small segment would
+send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of it).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+# DDP imports this lazily. If that happens after init_process_group(), default arguments in it keep the group alive
+# until exit, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT with torch 2.13.0).
+import torch.distributed.nn
+from torch import Tensor
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from ddp_zero.core.comm.exchange import (
+    Exchange,
+    InFlight,
+    Messages,
+    PaddedGather,
+    Pending,
+    gather_directly,
+    lost,
+    start_broadcasts,
+    start_padded_sum,
+    started,
+    tag_of,
+    unrecorded,
+)
+from ddp_zero.core.comm.groups import (
+    check_not_forked,
+    count_built,
+    device_of,
+    remember_device,
+    take_time_out_of_the_job,
+    time_out_of,
+)
+from ddp_zero.core.comm.peers import gather_text
+from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
+from ddp_zero.core.comm.tracing import Trace
+from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten
+from ddp_zero.core.plan.partition import GlobalRank, GroupRank
+from ddp_zero.core.plan.ring import RingSchedule, gather_schedule, sum_schedule
+from ddp_zero.core.plan.shapes import padded_size
+from ddp_zero.tools.record.recorder import waits_for
+
+_TREE_TAG = 0x7EE0
+
+RING_RANKS = 4
+RING_BYTES = 1 << 20
+"""Where rings are faster than a direct exchange: see docs/performance.md."""
+
+
+def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """The reduction that DDP does without a communication hook, as a hook: the same bits for any number of ranks.
+
+    DDP multiplies by the reciprocal of the number of ranks and then sums; ``allreduce_hook`` of torch divides, which
+    rounds differently unless that number is a power of two.
+
+    Args:
+        state: the process group.
+        bucket: the bucket that DDP passes to a hook; averaged in place.
+    """
+    buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
+    future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+class Communicator:
+    """A process group, seen from one of its members.
+
+    Args:
+        group: the process group; None for the default one.
+        generation: distinguishes the messages of optimizers on one group; see `next_generation`.
+        member: what messages call a member of the group.
+        trace: takes the events of the optimizer; None: a new one.
+        device: where this rank trains. Control messages travel from there on a backend without CPU memory, for this
+            and all later communicators of the group; None: as before, or the current device.
+
+    Raises:
+        RuntimeError: if `torch.distributed` is not initialised, this process is not a member of the group, or it was
+            forked from one that is.
+
+    Attributes:
+        group_rank: this process's rank in the group.
+        world_size: size of the group.
+        generation: as given.
+        sent_bytes: bytes of parameters and gradients that this rank has sent to its peers, in syncs and in reductions
+            of this library.
+        trace: as given.
+        control_bytes: bytes sent to report to peers how a step went; see `StepErrors`.
+        round: number of steps synced or abandoned so far; part of a message's tag.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        generation: int = 0,
+        member: str = "rank",
+        trace: Trace | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "Expected torch.distributed to be initialised, got no default process group. Call "
+                "torch.distributed.init_process_group() first; a single process can use it with world_size=1."
+            )
+        self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        self.group_rank = GroupRank(dist.get_rank(self.process_group))
+        if self.group_rank < 0:
+            raise RuntimeError(
+                f"Expected a process group that this process belongs to, got one without global rank "
+                f"{dist.get_rank()}. Build the optimizer on the group's members only."
+            )
+        check_not_forked(self.process_group)
+        take_time_out_of_the_job(self.process_group)
+        if device is not None and device.type != "cpu":
+            remember_device(self.process_group, device)
+        self.world_size = dist.get_world_size(self.process_group)
+        self.trace = Trace() if trace is None else trace
+        self.sent_bytes = 0
+        self.control_bytes = 0
+        self.generation = generation
+        self._member = member
+        self.round = 0
+        self._ring_worker: RingWorker | None = None
+        self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
+
+    @property
+    def time_out(self) -> timedelta:
+        """See `time_out_of`."""
+        return time_out_of(self.process_group)
+
+    def global_rank(self, group_rank: GroupRank) -> GlobalRank:
+        """The job-wide number of a member of the group."""
+        return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
+
+    def place_of(self, rank: GlobalRank) -> GroupRank | None:
+        """The rank in the group of a member by its job-wide number; None for one that is not a member."""
+        members = dist.get_process_group_ranks(self.process_group)
+        return GroupRank(members.index(rank)) if rank in members else None
+
+    def has_same_ranks(self, group: ProcessGroup) -> bool:
+        """True if a group has the same members in the same order."""
+        return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.process_group)
+
+    def name(self, group_rank: GroupRank) -> str:
+        """The name of a rank in messages."""
+        return f"{self._member} {group_rank} (global rank {self.global_rank(group_rank)})"
+
+    # Parameter sync
+
+    def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
+        """Start an all-gather of segments of unequal size; see `all_gather_of`.
+
+        Where the backend has tags, a rank at a different round or with a different subject matches no message: its
+        peers raise when the group's time-out passes, instead of taking one parameter's bytes for another's.
+
+        Args:
+            segments: see `all_gather_of`.
+            subject: identifies this exchange, the same on every rank: the plan and the bucket.
+
+        Returns:
+            The exchange in flight.
+        """
+        return self.all_gather_of(segments)(subject)
+
+    def all_gather_of(self, segments: Sequence[Tensor]) -> Callable[[tuple[int, ...]], InFlight]:
+        """Prepare an all-gather of segments of unequal size, in memory that stays where it is.
+
+        Args:
+            segments: 1-D contiguous tensors of one device, one per rank in rank order. This rank's is sent, the others'
+                are written. Every rank passes the same sizes; empty segments cost nothing.
+
+        Returns:
+            A function that starts it, as often as needed; see `start_exchange`.
+        """
+        mine = segments[self.group_rank].detach()
+        device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
+        if self.world_size == 1:
+            return lambda _: Exchange([], segments)
+        raw = [segment.detach().view(torch.uint8) for segment in segments]
+        if self.has_rings(device, sum(segment.nbytes for segment in segments)):
+            return partial(self._start_ring, gather_schedule, raw)
+        if self.has_direct_messages(device):
+            received = {peer: [segments[peer].detach()] for peer in self.peers()}
+            return Messages(self, {peer: [mine] for peer in received}, received).post
+        nbytes = padded_size([segment.nbytes for segment in segments])
+        if nbytes is not None and self.has_native_collectives(device):
+            return partial(self._start_padded_gather, raw, nbytes, device)
+        return partial(self._start_broadcasts, raw)
+
+    def _start_padded_gather(
+        self, raw: Sequence[Tensor], nbytes: int, device: torch.device, subject: tuple[int, ...]
+    ) -> InFlight:
+        self.count(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
+        return PaddedGather(self.process_group, raw, nbytes, device)
+
+    def _start_broadcasts(self, raw: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
+        mine = raw[self.group_rank].nbytes
+        self.count(mine * (self.world_size - 1), sum(part.nbytes for part in raw) - mine)
+        return Exchange(start_broadcasts(self.process_group, raw, self.name), raw)
+
+    # Messages between pairs of ranks
+
+    def peers(self) -> list[GroupRank]:
+        """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
+        return [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
+
+    def has_native_collectives(self, device: torch.device) -> bool:
+        """True if the backend gathers and reduce-scatters equal segments of a device's memory in one collective each.
+
+        So do NCCL and the backends of other accelerators, whatever their names (``xccl``, ``hccl``, ...).
+        """
+        return self._backends.get(device.type) not in (None, "gloo", "mpi")
+
+    def has_direct_messages(self, device: torch.device) -> bool:
+        """True if `start_messages` works for memory of a device: Gloo's messages are in CPU memory."""
+        return device.type == "cpu" and self._backends.get("cpu") == "gloo"
+
+    def start_messages(
+        self,
+        sent: Mapping[GroupRank, Sequence[Tensor]],
+        received: Mapping[GroupRank, Sequence[Tensor]],
+        subject: tuple[int, ...],
+        is_control: bool = False,
+    ) -> Exchange:
+        """Post every receive, then every send, in chunks.
+
+        Args:
+            sent: for each peer 1-D contiguous tensors.
+            received: for each peer tensors to write, in the order in which it sends them, of the same sizes.
+            subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
+            is_control: True if these are neither parameters nor gradients.
+        """
+        return Messages(self, sent, received).post(subject, is_control)
+
+    # Rings
+
+    def has_rings(self, device: torch.device, nbytes: int) -> bool:
+        """True if as many bytes of all ranks together travel around a ring instead of from each rank to each."""
+        return self.world_size >= RING_RANKS and nbytes >= RING_BYTES and self.has_direct_messages(device)
+
+    def start_ring_sum(
+        self, parts: Sequence[Tensor], room: Tensor, factor: float, subject: tuple[int, ...]
+    ) -> RingTransfer:
+        """Start a sum over ranks, of which each rank gets its own part, in ring order; see `ddp_zero.core.plan.ring`.
+
+        Args:
+            parts: 1-D contiguous, one per rank in rank order; destroyed. This rank's then holds its sum.
+            room: `ring_room_numel` elements to receive into.
+            factor: multiplies every rank's contribution before the sum.
+            subject: see `start_exchange`.
+        """
+        return self._start_ring(sum_schedule, parts, subject, room, factor)
+
+    def leave_rings(self) -> None:
+        """After an error: let later transfers not wait for those that may never end."""
+        self._ring_worker = None
+
+    def _start_ring(
+        self,
+        schedule_of: Callable[[Sequence[int], int, int], RingSchedule],
+        segments: Sequence[Tensor],
+        subject: tuple[int, ...],
+        room: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> RingTransfer:
+        group, tag = self.process_group, tag_of(self.generation, self.round, subject)
+        before, after = self.peers()[-1], self.peers()[0]
+        sizes, itemsize = [segment.numel() for segment in segments], segments[0].element_size()
+        schedule = schedule_of(sizes, self.group_rank, ring_chunk(sizes, itemsize))
+        neighbours = Neighbours(
+            receive=lambda tensor: unrecorded(partial(group.recv, [tensor], before, tag)),
+            send=lambda tensor: unrecorded(partial(group.send, [tensor], after, tag)),
+            before=partial(self.name, before),
+            after=partial(self.name, after),
+        )
+        sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
+        self.count(*(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received)))
+        if self._ring_worker is None:
+            self._ring_worker = RingWorker()
+        return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, room, factor))
+
+    # Sums
+
+    def sum_room_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
+        """Elements of room that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
+        numel = padded_size(sizes)
+        return (len(sizes) + 1) * numel if numel is not None and self.has_native_collectives(device) else 0
+
+    def start_sum(self, whole: Tensor, parts: Sequence[Tensor], room: Tensor) -> tuple[Exchange, Tensor]:
+        """Where messages are not direct, start a sum over ranks, of which this rank needs its own part.
+
+        A reduce-scatter of padded parts where `sum_room_numel` has room for them. Otherwise a reduce to each owner, in
+        place, on a backend of native collectives, and an all-reduce on others.
+
+        The caller owns all memory, and keeps it until the stream on which it has waited is done with it.
+
+        Args:
+            whole: 1-D, destroyed.
+            parts: windows of ``whole``, one per rank in rank order, of any sizes.
+            room: `sum_room_numel` elements, of the dtype of ``whole``.
+
+        Returns:
+            The sum in flight, and the tensor that will hold this rank's part of it.
+        """
+        mine = parts[self.group_rank]
+        if self.sum_room_numel(whole.device, [part.numel() for part in parts]):
+            numel = room.numel() // (self.world_size + 1)
+            self.count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)
+            return start_padded_sum(self.process_group, parts, room)
+        works: list[Pending] = []
+        if self.has_native_collectives(whole.device):
+            for owner, part in enumerate(parts):
+                if part.numel():
+                    reduce = partial(dist.reduce, part, group_dst=owner, group=self.process_group, async_op=True)
+                    work = unrecorded(reduce)
+                    works.append((partial(self.name, GroupRank(owner)), started(work)))
+        else:
+            all_reduced = unrecorded(partial(dist.all_reduce, whole, group=self.process_group, async_op=True))
+            works.append((lambda: "every rank", started(all_reduced)))
+        self.count(whole.nbytes - mine.nbytes, mine.nbytes * (self.world_size - 1))
+        return Exchange(works, [whole]), mine
+
+    def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
+        """Write the owner's values into a contiguous tensor on every rank."""
+        raw = as_bytes(tensor.detach())
+        if raw.numel():
+            dist.broadcast(raw, group_src=owner, group=self.process_group)
+
+    def count(self, sent: int, received: int) -> None:
+        """Add up bytes of parameters and gradients whose messages were posted."""
+        if sent:  # a thread that only receives must not count while another one does
+            self.sent_bytes += sent
+        self.trace.moved(sent, received)
+
+    # Agreement
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self._control_device())
+        return [part.tolist() for part in self.all_gather_tensor(mine)]
+
+    def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of the same shape and dtype, in rank order, on the device of this rank's."""
+        group, staged = self.process_group, mine.to(self._message_device(mine.device.type)).contiguous()
+        if self.has_direct_messages(staged.device):
+            number = count_built(group, "gather")
+            gathered = gather_directly(group, staged, number, self.name, "an agreement between ranks")
+        else:
+            gathered = [torch.empty_like(staged) for _ in range(self.world_size)]
+            dist.all_gather(gathered, staged, group=group)
+        return [part.to(mine.device) for part in gathered]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; compressed on the wire."""
+        return gather_text(self, text, self._control_device())
+
+    # Trees, one rank to another
+
+    def send_tree(self, tree: Tree, to: GroupRank) -> None:
+        """Send a tree of tensors and plain values (see `local.tree`); the receiver calls `receive_tree`.
+
+        Raises:
+            TypeError: for a value that cannot be sent; then nothing has been sent.
+        """
+        text, tensors = flatten(tree)
+        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        self._send(torch.tensor([raw.numel()], dtype=torch.int64), to)
+        self._send(raw, to)
+        for tensor in tensors:
+            self._send(tensor, to)
+
+    def receive_tree(self, source: GroupRank, device: torch.device) -> Tree:
+        """Receive a tree that ``source`` sends with `send_tree`.
+
+        Args:
+            source: the sender.
+            device: device of tensors that were on an accelerator at the sender; those from the CPU stay on the CPU.
+        """
+        length = int(self._receive(TensorSpec((1,), (1,), torch.int64, "cpu"), source, device).item())
+        raw = self._receive(TensorSpec((length,), (1,), torch.uint8, "cpu"), source, device)
+        text = bytes(raw.tolist()).decode()
+        return unflatten(text, [self._receive(spec, source, device) for spec in specs_in(text)])
+
+    def _send(self, tensor: Tensor, to: GroupRank) -> None:
+        raw = as_bytes(tensor.detach())
+        if raw.numel():
+            staged = raw.to(self._message_device(tensor.device.type))
+            self._wait(partial(dist.send, staged, group_dst=to, group=self.process_group, tag=_TREE_TAG), to)
+
+    def _receive(self, spec: TensorSpec, source: GroupRank, device: torch.device) -> Tensor:
+        target = torch.device("cpu") if spec.device_type == "cpu" else device
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._message_device(spec.device_type))
+        if tensor.numel():
+            receive = partial(dist.recv, as_bytes(tensor), group_src=source, group=self.process_group, tag=_TREE_TAG)
+            self._wait(receive, source)
+        tensor = tensor.to(target)
+        if spec.stride in (None, tensor.stride()) or not tensor.numel():
+            return tensor
+        return torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device=target).copy_(tensor)
+
+    def _wait(self, act: Callable[[], object], peer: GroupRank) -> None:
+        name, what = partial(self.name, peer), "an exchange of optimizer state"
+        waits_for(what, name)
+        try:
+            act()
+        except RuntimeError as error:
+            raise lost(name(), what, error) from error
+
+    # Devices
+
+    def _control_device(self) -> torch.device:
+        return torch.device("cpu") if "cpu" in self._backends else self._accelerator()
+
+    def _message_device(self, device_type: str) -> torch.device:
+        """The device from which a tensor is sent: Gloo's messages are in CPU memory, NCCL's are not."""
+        backend = self._backends.get(device_type)
+        if device_type == "cpu" or backend in (None, "gloo"):
+            return self._control_device()
+        return self._accelerator()
+
+    def _accelerator(self) -> torch.device:
+        return device_of(self.process_group, next(name for name in self._backends if name != "cpu"))
+
+
+def next_generation(group: ProcessGroup | None) -> int:
+    """A new number for each optimizer built on a group, the same on every rank that builds as many.
+
+    Unmatched messages of a dropped optimizer must not match those of the next one, which has the same plan.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.distributed_c10d._get_default_group()
+    is_member = group is not None and dist.get_rank(group) >= 0  # a group without this process is a number in torch
+    return count_built(group, "optimizer") if group is not None and is_member else 0

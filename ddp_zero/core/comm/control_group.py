@@ -1,0 +1,119 @@
+"""A second Gloo group over the same ranks, for control messages outside the training stream."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.exchange import gather_directly
+from ddp_zero.core.comm.groups import check_process, count_built, store_of
+from ddp_zero.core.comm.peers import gather_text, gather_text_across
+from ddp_zero.core.comm.restart_store import store_of_this_attempt
+from ddp_zero.core.plan.partition import GroupRank
+
+_GLOO_TRIES = 5
+
+
+class ControlGroup:
+    """The ranks of a process group on Gloo connections of their own, whose messages never mix with those of training.
+
+    Building one is a collective of the group, but sends no message on the group. `torch.distributed.new_group` is not
+    used: it requires all ranks of the job, or names a group by the number of a rank's groups, which differs by rank.
+
+    Args:
+        group: a group that this process belongs to.
+
+    Raises:
+        RuntimeError: if a rank does not arrive within the group's time-out, or is lost within a second one.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        comm = Communicator(group)  # not kept: this object must not keep the group alive
+        self.group_rank, self.world_size = comm.group_rank, comm.world_size
+        self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
+        self._process = os.getpid()
+        self._gathers = 0
+        shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", store_of(group))  # type: ignore[attr-defined]
+        try:
+            store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
+            store.set(str(self.group_rank), "here")
+            store.wait([str(rank) for rank in range(self.world_size)], comm.time_out)
+            # Gloo tries this often to reach a rank that died after publishing its address, with a time-out for each
+            self._gloo: Any = dist.ProcessGroupGloo(
+                store, self.group_rank, self.world_size, comm.time_out / _GLOO_TRIES
+            )
+            self._gloo._set_default_timeout(comm.time_out)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Expected all ranks to reach their first save or load within {comm.time_out}, got: {error}"
+            ) from error
+
+    def name(self, group_rank: GroupRank) -> str:
+        """The name of a rank in messages."""
+        return self._names[group_rank]
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        return [part.tolist() for part in self.all_gather_tensor(torch.tensor(list(values), dtype=torch.int64))]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; compressed on the wire."""
+        return gather_text(self, text, torch.device("cpu"))
+
+    def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of the same shape and dtype, in rank order; on the CPU."""
+        check_process(self._process)
+        self._gathers += 1
+        return gather_directly(self._gloo, mine, self._gathers, self.name, "a save or load")
+
+
+class Across:
+    """All ranks of a grid on connections of their own, one `ControlGroup` along each of its dimensions.
+
+    What all gather goes along one dimension after the other, so no process group of all of them is needed. Ranks are in
+    the order of their numbers in the job. Building one is a collective of all of them.
+
+    Args:
+        groups: this rank's group along each dimension.
+
+    Raises:
+        RuntimeError: as `ControlGroup`.
+        ValueError: if the groups do not make up a grid.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup]) -> None:
+        self._levels = [ControlGroup(group) for group in groups]
+        own = dist.get_rank()
+        numbers = [number for (number,) in self._gathered([own])]
+        self._order = sorted(range(len(numbers)), key=lambda place: numbers[place])
+        self._ranks = [numbers[place] for place in self._order]
+        if len(set(numbers)) != len(numbers) or own not in numbers:
+            raise ValueError(f"Expected process groups whose ranks make up a grid, got ranks {numbers}.")
+        self.group_rank, self.world_size = GroupRank(self._ranks.index(own)), len(numbers)
+
+    def name(self, group_rank: GroupRank) -> str:
+        """The name of a rank in messages."""
+        return f"rank {group_rank} (global rank {self._ranks[group_rank]})"
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        return self._sorted(self._gathered(values))
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; compressed on the wire."""
+        return self._sorted(gather_text_across(self._levels, text))
+
+    def _gathered(self, values: Sequence[int]) -> list[list[int]]:
+        rows = [list(values)]
+        for level in reversed(self._levels):
+            flat = level.all_gather_ints([value for row in rows for value in row])
+            rows = [part[start : start + len(values)] for part in flat for start in range(0, len(part), len(values))]
+        return rows
+
+    def _sorted(self, found: list[Any]) -> list[Any]:
+        return [found[place] for place in self._order]

@@ -1,0 +1,326 @@
+"""Messages and collectives in flight, from posting to completion. `communicator` decides which."""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work, get_rank
+
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.tools.record.recorder import Recorder, waits_for
+
+_CHUNK_BYTES = 4 << 20
+
+Started = TypeVar("Started")
+
+all_gather_native = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""By their names since torch 2.13, or before."""
+
+
+class Waitable(Protocol):
+    """What `torch.distributed.Work` is to an exchange."""
+
+    def wait(self) -> object:
+        """Block until it is complete."""
+
+    def is_completed(self) -> bool:
+        """True if it has ended."""
+
+
+class NotPosted:
+    """A message that could not be posted; waiting for it raises the error."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._message = str(error)  # the error itself would keep the frames alive through which it is raised
+
+    def wait(self) -> object:
+        """Raise the error."""
+        raise RuntimeError(self._message)
+
+    def is_completed(self) -> bool:
+        """False: it never will be."""
+        return False
+
+
+Pending = tuple[Callable[[], str], Waitable]
+"""A message in flight, and a function that names the peer."""
+
+
+class InFlight(Protocol):
+    """What was started and must be waited for."""
+
+    def wait(self, what: str) -> None:
+        """Block until it is complete; see `Exchange.wait`."""
+
+
+class Exchange:
+    """Messages in flight. The tensors they are read from and written to must stay untouched until `wait` returns.
+
+    An exchange that is dropped before that is kept until the process ends, with its memory: a peer may still read or
+    write there, and on Gloo freeing a message's buffer meanwhile makes the connection to its peer unusable.
+    """
+
+    def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors  # keeps the memory alive that the backend reads and writes
+        self._waited = 0  # completed works: waiting again on Gloo would wait for a second message
+        if works:
+            _unfinished.add(self)
+
+    def wait(self, what: str) -> None:
+        """Block until everything was received and sent. Can be called again after a signal handler has raised.
+
+        Args:
+            what: the name of the exchange in the error message, such as ``the sync of bucket 3``.
+
+        Raises:
+            RuntimeError: naming the peer, if one failed or the group's time-out passed.
+        """
+        for position in range(self._waited, len(self._works)):
+            peer, work = self._works[position]
+            waits_for(what, peer)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise lost(peer(), what, error) from error
+            finally:
+                self._waited += position == self._waited and work.is_completed()  # raised after waiting
+        _unfinished.discard(self)
+
+
+def lost(peer: str, what: str, error: RuntimeError) -> RuntimeError:
+    """The error of an exchange with a peer that has failed.
+
+    Args:
+        peer: its name.
+        what: the name of the exchange.
+        error: of the backend.
+    """
+    has_ended = "onnection closed" in str(error) or "onnection reset" in str(error)
+    hint = (
+        " If that process ended with an error of its own, it names the rank that was lost first." if has_ended else ""
+    )
+    return RuntimeError(f"Expected {peer} to take part in {what}, got: {error}.{hint}")
+
+
+class Member(Protocol):
+    """What messages need to know of a `Communicator`."""
+
+    process_group: ProcessGroup
+    generation: int
+    round: int
+    sent_bytes: int
+    control_bytes: int
+
+    @property
+    def trace(self) -> Recorder:
+        """Takes the events of the optimizer."""
+
+    def name(self, group_rank: GroupRank) -> str:
+        """The name of a rank."""
+
+
+class Messages:
+    """Messages between this rank and its peers in memory that stays where it is: cut once, posted as often as needed.
+
+    Args:
+        comm: the group, a `Communicator`.
+        sent, received: see `Communicator.start_messages`.
+    """
+
+    def __init__(
+        self,
+        comm: Member,
+        sent: Mapping[GroupRank, Sequence[Tensor]],
+        received: Mapping[GroupRank, Sequence[Tensor]] = MappingProxyType({}),
+    ) -> None:
+        self._comm = comm
+        self._receives, self._sends = (
+            [
+                (partial(comm.name, peer), [chunk], peer)
+                for peer, tensors in messages.items()
+                for chunk in chunks(tensors)
+            ]
+            for messages in (received, sent)
+        )
+        self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
+        self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
+        self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
+
+    def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
+        """Post every receive, then every send; see `Communicator.start_messages`."""
+        comm, works = self._comm, list[Pending]()
+        group = comm.process_group
+        tag = tag_of(comm.generation, comm.round, subject)
+        torch._C._autograd._enable_record_function(False)  # see `unrecorded`
+        try:
+            for post, messages in ((group.recv, self._receives), (group.send, self._sends)):
+                for name, chunk, peer in messages:
+                    try:
+                        works.append((name, post(chunk, peer, tag)))
+                    except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
+                        works.append((name, NotPosted(error)))
+        finally:
+            torch._C._autograd._enable_record_function(True)
+        if is_control:
+            comm.control_bytes += self._sent
+        else:
+            if self._sent:  # a thread that only receives must not count while another one does
+                comm.sent_bytes += self._sent
+            comm.trace.moved(self._sent, self._received)
+        return Exchange(works, self._tensors)
+
+
+def gather_directly(
+    group: ProcessGroup, mine: Tensor, number: int, name: Callable[[GroupRank], str], what: str
+) -> list[Tensor]:
+    """Gather a small tensor of each rank by messages between pairs, whose errors name the rank that is missing.
+
+    A collective of Gloo would say that some connection is closed. It passes the tensors around in a ring, so it is not
+    faster either.
+
+    Args:
+        group: on Gloo, for memory of the CPU.
+        mine: this rank's, in CPU memory, of the same shape and dtype on every rank.
+        number: of this gather on the group, the same on every rank.
+        name: the name of a rank in messages.
+        what: as in `Exchange.wait`.
+
+    Returns:
+        Every rank's tensor, in rank order.
+
+    Raises:
+        RuntimeError: naming the peer, if one failed or the group's time-out passed.
+    """
+    me, ranks = group.rank(), group.size()
+    gathered = [torch.empty_like(mine) for _ in range(ranks)]
+    gathered[me].copy_(mine)
+    pieces = [chunks([part.reshape(-1)]) for part in gathered]
+    tag, works = tag_of(-1, number, ()), list[Pending]()
+    peers = [GroupRank((me + step) % ranks) for step in range(1, ranks)]
+    for post, owner_of in ((group.recv, lambda peer: peer), (group.send, lambda _: me)):
+        for peer in peers:
+            for chunk in pieces[owner_of(peer)]:
+                works.append(_posted(partial(post, [chunk], peer, tag), partial(name, peer)))
+    Exchange(works, gathered).wait(what)
+    return gathered
+
+
+def _posted(post: Callable[[], Waitable], name: Callable[[], str]) -> Pending:
+    try:
+        return name, unrecorded(post)
+    except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
+        return name, NotPosted(error)
+
+
+def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:
+    """A tag of 31 bits, never that of trees; those of other rounds and subjects differ, but for one in 2^30."""
+    return zlib.crc32(repr((generation, round_, *subject)).encode()) & 0x3FFFFFFF | 0x40000000
+
+
+def started(work: Work | None) -> Work:
+    """A collective in flight.
+
+    Raises:
+        RuntimeError: if it did not start.
+    """
+    if work is None:
+        raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
+    return work
+
+
+def unrecorded(start: Callable[[], Started]) -> Started:
+    """Start what may outlast a profiler, without ranges of its own.
+
+    Gloo opens a range for each message and ends it with the message. If the profiler has ended before, torch writes to
+    memory that the profiler has freed (seen as SIGSEGV and SIGABRT with torch 2.13.0). NCCL ends its ranges at once.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        return start()
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+def chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes of tensors in pieces, several of which a backend can have in flight."""
+    filled = (tensor for tensor in tensors if tensor.numel())
+    return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), _CHUNK_BYTES)]
+
+
+def start_broadcasts(group: ProcessGroup, raw: Sequence[Tensor], name: Callable[[GroupRank], str]) -> list[Pending]:
+    """Start a broadcast of each segment from its owner.
+
+    Args:
+        group: the ranks.
+        raw: one segment per rank in rank order, as bytes.
+        name: the name of a rank in messages.
+    """
+    works: list[Pending] = []
+    for owner, segment in enumerate(raw):
+        if segment.numel():
+            work = unrecorded(partial(dist.broadcast, segment, group_src=owner, group=group, async_op=True))
+            works.append((partial(name, GroupRank(owner)), started(work)))
+    return works
+
+
+class PaddedGather:
+    """An all-gather of segments of equal size, which were padded for it; see `padded_size`.
+
+    Args:
+        group: the ranks.
+        segments: one per rank in rank order, as bytes, 1-D; that of this rank is sent, the others are written.
+        nbytes: of each segment with its padding.
+        device: of those that are not empty.
+    """
+
+    def __init__(self, group: ProcessGroup, segments: Sequence[Tensor], nbytes: int, device: torch.device) -> None:
+        self._segments = segments
+        self._me = get_rank(group)
+        self._gathered = torch.empty(nbytes * len(segments), dtype=torch.uint8, device=device)
+        mine = self._gathered[self._me * nbytes : (self._me + 1) * nbytes]
+        mine[: segments[self._me].numel()].copy_(segments[self._me])
+        work = all_gather_native(self._gathered, mine, group=group, async_op=True)
+        self._exchange = Exchange([(lambda: "every rank", work)], [self._gathered])
+
+    def wait(self, what: str) -> None:
+        """As `Exchange.wait`; then the segments are written."""
+        self._exchange.wait(what)
+        if self._gathered.device.type != "cpu":
+            # this stream reads memory that was allocated on another one where a sync outlasts its step
+            self._gathered.record_stream(torch.accelerator.current_stream(self._gathered.device))
+        for rank, (segment, padded) in enumerate(zip(self._segments, self._parts(), strict=True)):
+            if rank != self._me:
+                segment.copy_(padded[: segment.numel()])
+
+    def _parts(self) -> Sequence[Tensor]:
+        return self._gathered.chunk(len(self._segments))
+
+
+def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], room: Tensor) -> tuple[Exchange, Tensor]:
+    """Start a sum over ranks, of which each rank gets its own part, padded to equal sizes; see `padded_size`.
+
+    Args:
+        group: the ranks.
+        parts: what this rank contributes to each rank's sum, in rank order, 1-D.
+        room: for as many padded parts and one more, in which this rank's sum arrives; padding is summed, too.
+
+    Returns:
+        The sum in flight, and the tensor that will hold this rank's part of it.
+    """
+    *padded_parts, mine = room.chunk(len(parts) + 1)
+    for part, padded in zip(parts, padded_parts, strict=True):
+        padded[: part.numel()].copy_(part)
+        padded[part.numel() :].zero_()
+    whole = room[: len(parts) * mine.numel()]
+    work = reduce_scatter_native(mine, whole, group=group, async_op=True)
+    return Exchange([(lambda: "every rank", work)], [whole, mine]), mine[: parts[get_rank(group)].numel()]
+
+
+_unfinished: set[Exchange] = set()

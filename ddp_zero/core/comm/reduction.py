@@ -1,0 +1,386 @@
+"""The reduction of stage 2: every rank gets the sum over ranks of its own segment of a bucket, and of nothing else.
+
+On Gloo each rank sends every owner the owner's slice, and the owner sums the slices *in rank order*: the result depends
+neither on timing nor on which rank is the owner. Received slices are held in a bounded buffer: if those of all peers do
+not fit at once, they are received window by window. A rank sends (N - 1)/N of the bucket on average, the lower bound.
+
+Many ranks send large buckets around a ring instead, as many bytes, and sum *in ring order*: from the owner's right
+neighbour on, the owner last; see `ddp_zero.core.plan.ring`. The result depends on the owner, not on timing.
+
+Gradients of less than 32 bits are summed in fp32, and so are slices that are sent in less. They do not travel around
+rings: partial sums in fp32 would be twice the bytes.
+
+With shard groups the sum of a group is added up over the replicas, first those of the group and then the groups, in
+the order of their ranks (or rings): ``(g0 + g1) + (g2 + g3)`` with groups of two. Each replica sums a part of the
+segment and sends it to the others, so all have the same bits, and a rank sends 2 (R - 1)/R of its segment to other
+groups, for R replicas. A group's sum is rounded to the dtype on the wire before it leaves the group, and so is the
+total.
+"""
+
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages
+from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.ring import has_ended, ring_room_numel
+from ddp_zero.core.plan.partition import GroupRank
+
+_REDUCE = 1  # in the tags, distinguishes this from the sync of a bucket
+_SPREAD = 2  # ... and from the gather that ends a sum over replicas
+_PIECE_NUMEL = 1 << 17  # elements scaled and summed at a time, so that they are read from memory once
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of ``dtype`` are summed."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
+    """Elements of room that `SegmentReduction` needs.
+
+    At most the limit, or 2 MiB around a ring; more for tiny buckets, and for the padded parts of native collectives.
+
+    Args:
+        comm: the group.
+        parts: what each rank contributes, in rank order.
+        limit: see `SegmentReduction`.
+    """
+    sizes = [part.numel() for part in parts]
+    if _sums_in_ring_order(comm, parts):
+        return ring_room_numel(sizes, parts[0].element_size())
+    if not comm.has_direct_messages(parts[0].device):
+        return comm.sum_room_numel(parts[0].device, sizes)
+    return received_window(sizes[comm.group_rank], len(sizes), limit) * (len(sizes) - 1)
+
+
+class DirectSum:
+    """A sum over ranks of which each rank gets its own segment, by messages from each rank to each owner.
+
+    Prepared once for memory that stays where it is; `start` and `wait`, as often as needed.
+
+    Args:
+        comm, parts, out, room, limit, factor: see `SegmentReduction`.
+    """
+
+    def __init__(
+        self, comm: Communicator, parts: Sequence[Tensor], out: Tensor, room: Tensor, limit: int, factor: float
+    ) -> None:
+        self.out = out
+        rank, peers = comm.group_rank, comm.peers()
+        cuts = [_cut(part.numel(), received_window(part.numel(), comm.world_size, limit)) for part in parts]
+        self._windows = [_Window(comm, parts[rank], out, room, start, stop, factor) for start, stop in cuts[rank]]
+        self._slices = Messages(comm, {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers})
+        self._subject: tuple[int, ...] = ()
+        self._sent: Exchange | None = None
+        self._received: Exchange | None = None
+
+    def start(self, subject: tuple[int, ...]) -> None:
+        """Send this rank's contributions, and post the first receives.
+
+        Args:
+            subject: the plan, the bucket, and whatever else must be the same.
+        """
+        self._subject = (*subject, _REDUCE)
+        if self._windows:
+            self._received = self._windows[0].messages.post(self._subject)
+        self._sent = self._slices.post(self._subject)
+
+    def wait(self) -> Tensor:
+        """Block until this rank's segment is summed, and return it.
+
+        Raises:
+            RuntimeError: naming the peer, if one failed or the group's time-out passed.
+        """
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return self.out
+        what = f"the reduction of bucket {self._subject[1]}"
+        for position, window in enumerate(self._windows):
+            received = window.messages.post(self._subject) if position else self._received
+            assert received is not None, "posted when it was started"
+            received.wait(what)
+            window.add_up()
+        self._received = None
+        sent.wait(what)
+        return self.out
+
+
+class _Window:
+    """A run of this rank's segment that is received at a time, and how it is summed: in rank order, piece by piece."""
+
+    def __init__(
+        self, comm: Communicator, own: Tensor, out: Tensor, room: Tensor, start: int, stop: int, factor: float
+    ) -> None:
+        length, peers = stop - start, comm.peers()
+        slots = {peer: room[place * length : (place + 1) * length] for place, peer in enumerate(sorted(peers))}
+        self.messages = Messages(comm, {}, {peer: [slots[peer]] for peer in peers})
+        parts = [slots.get(GroupRank(rank), own[start:stop]) for rank in range(comm.world_size)]
+        split = [torch.split(one, _PIECE_NUMEL) for one in (*parts, out[start:stop])]
+        self._pieces = [(pieces, total) for *pieces, total in zip(*split, strict=True)]
+        self._factor = factor
+        self._rank = comm.group_rank
+
+    def add_up(self) -> None:
+        """Sum what has been received."""
+        for pieces, total in self._pieces:
+            if self._factor != 1.0:
+                for piece in pieces:
+                    piece.mul_(self._factor)
+            _sum_in_order(pieces, total, self._rank)
+
+
+class SegmentReduction:
+    """The reduction of one bucket's gradients to their owners. Starts when built; a collective.
+
+    Args:
+        comm: the group.
+        whole: this rank's contribution, 1-D contiguous; destroyed.
+        parts: windows of ``whole``, one per rank in rank order.
+        out: receives this rank's sum; may be its own window of ``whole``. Of the dtype of the sum.
+        room: 1-D, of the dtype of ``whole``, `room_numel` elements.
+        subject: the plan, the bucket, and whatever else must be the same.
+        limit: elements of the bucket; bounds how much is received at a time.
+        factor: multiplies every rank's contribution before the sum; see `scales_late`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        whole: Tensor,
+        parts: Sequence[Tensor],
+        out: Tensor,
+        room: Tensor,
+        subject: tuple[int, ...],
+        limit: int,
+        factor: float = 1.0,
+    ) -> None:
+        self._out = out
+        self._what = f"the reduction of bucket {subject[1]}"
+        self._direct: DirectSum | None = None
+        self._in_flight: InFlight | None = None
+        if comm.world_size == 1:
+            self._sum = parts[0]
+        elif _sums_in_ring_order(comm, parts):
+            self._sum = parts[comm.group_rank]
+            self._in_flight = comm.start_ring_sum(parts, room, factor, (*subject, _REDUCE))
+        elif not comm.has_direct_messages(whole.device):
+            self._in_flight, self._sum = comm.start_sum(whole, parts, room)
+        else:
+            self._sum = out
+            self._direct = DirectSum(comm, parts, out, room, limit, factor)
+            self._direct.start(subject)
+
+    def wait(self) -> Tensor:
+        """Block until this rank's segment is summed, and return it.
+
+        Raises:
+            RuntimeError: naming the peer, if one failed or the group's time-out passed.
+        """
+        if self._direct is not None:
+            return self._direct.wait()
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            in_flight.wait(self._what)
+        if self._sum.data_ptr() != self._out.data_ptr():
+            self._out.copy_(self._sum)
+            self._sum = self._out
+        return self._out
+
+
+class GroupedReduction:
+    """The reduction of one bucket within a shard group, and then across the groups; see the module docstring.
+
+    Where messages are direct, a thread does what comes after the slices of the group have been posted, while backward
+    goes on. Elsewhere `wait` does it: an accelerator's streams belong to threads.
+
+    Args:
+        ranks: the shard group, and the replicas.
+        whole, parts, out, room, subject, limit, factor: see `SegmentReduction`, for the shard group.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        whole: Tensor,
+        parts: Sequence[Tensor],
+        out: Tensor,
+        room: Tensor,
+        subject: tuple[int, ...],
+        limit: int,
+        factor: float = 1.0,
+    ) -> None:
+        assert ranks.replicas is not None, "there are groups to add up over"
+        self._comm = ranks.replicas
+        # with the round as it is now: a thread that goes on after `opt.reset()` must not speak for the next one
+        subject = (*subject, self._comm.round)
+        self._within = SegmentReduction(ranks.shard, whole, parts, out, room, subject, limit, factor)
+        self._out = out
+        self._room = room
+        self._wire = whole.dtype
+        self._subject = subject
+        self._error: RuntimeError | None = None
+        self._has_ended = threading.Event()
+        self._is_in_background = self._comm.has_direct_messages(whole.device)
+        if self._is_in_background:
+            ranks.in_background(self)
+
+    def wait(self) -> Tensor:
+        """Block until this rank's segment is summed over everyone, and return it.
+
+        Raises:
+            RuntimeError: naming the peer, if one failed or a group's time-out passed.
+        """
+        if not self._is_in_background and not self._has_ended.is_set():
+            try:
+                self.run()
+            except RuntimeError as error:
+                self.fail(error)
+        self._has_ended.wait()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        return self._out
+
+    def fail(self, error: RuntimeError) -> None:
+        """End it with an error, for `wait` to raise."""
+        self._error = error
+        self._has_ended.set()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do all of it.
+
+        Raises:
+            RuntimeError: if a rank failed or a group's time-out passed.
+        """
+        with self._comm.trace.label("reduce_across", self._subject[1]):
+            self._add_up()
+        has_ended(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
+        self._has_ended.set()
+
+    def _add_up(self) -> None:
+        total = self._within.wait()
+        try:
+            if total.numel():
+                self._add_up_replicas(total)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} (A replica waits for its shard group, which may have lost a rank.)") from error
+
+    def _add_up_replicas(self, total: Tensor) -> None:
+        comm, numel = self._comm, total.numel()
+        wire = total if total.dtype == self._wire else total.to(self._wire)
+        share = -(-numel // comm.world_size)
+        parts = [wire[min(numel, n * share) : min(numel, (n + 1) * share)] for n in range(comm.world_size)]
+        own = parts[comm.group_rank]
+        out = own if sum_dtype(own.dtype) == own.dtype else torch.empty_like(own, dtype=sum_dtype(own.dtype))
+        limit = self._room.numel() or numel
+        needed = room_numel(comm, parts, limit)
+        room = self._room[:needed] if needed <= self._room.numel() else wire.new_empty(needed)
+        SegmentReduction(comm, wire, parts, out, room, self._subject, limit).wait()
+        if out is not own:
+            own.copy_(out)
+        comm.start_exchange(parts, (*self._subject, _SPREAD)).wait(f"the reduction of bucket {self._subject[1]}")
+        if wire is not total:
+            total.copy_(wire)
+
+
+def start_reduction(
+    ranks: Ranks,
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    out: Tensor,
+    room: Tensor,
+    subject: tuple[int, ...],
+    limit: int,
+    factor: float = 1.0,
+) -> SegmentReduction | GroupedReduction:
+    """Start the reduction of one bucket over everyone; see `SegmentReduction`."""
+    if ranks.replicas is None:
+        return SegmentReduction(ranks.shard, whole, parts, out, room, subject, limit, factor)
+    return GroupedReduction(ranks, whole, parts, out, room, subject, limit, factor)
+
+
+@torch.no_grad()
+def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int, cap_bytes: int = 25 << 20) -> None:
+    """Replace tensors by their sums over ranks, divided by a number. A collective.
+
+    As DDP does, each is multiplied by the reciprocal first; those of less than 32 bits are summed in fp32.
+
+    Args:
+        comm: the ranks.
+        tensors: dense, of the same shapes and dtypes on every rank, in the same order.
+        divisor: what the sums are divided by.
+        cap_bytes: how much travels at a time, and is copied; more for a larger tensor.
+    """
+    start = 0
+    while start < len(tensors):
+        kind, end, nbytes = (tensors[start].dtype, tensors[start].device), start, 0
+        while end < len(tensors) and (tensors[end].dtype, tensors[end].device) == kind:
+            nbytes += tensors[end].nbytes
+            if nbytes > cap_bytes and end > start:
+                break
+            end += 1
+        run = tensors[start:end]
+        flat = torch.cat([_real(tensor).reshape(-1) for tensor in run])
+        flat = flat.to(sum_dtype(flat.dtype)).mul_(1.0 / divisor)
+        dist.all_reduce(flat, group=comm.process_group)
+        comm.sent_bytes += 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
+        for tensor, part in zip(run, flat.split([_real(tensor).numel() for tensor in run]), strict=True):
+            _real(tensor).copy_(part.view(_real(tensor).shape))
+        start = end
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _sums_in_ring_order(comm: Communicator, parts: Sequence[Tensor]) -> bool:
+    nbytes, dtype = sum(part.nbytes for part in parts), parts[0].dtype
+    return sum_dtype(dtype) == dtype and comm.has_rings(parts[0].device, nbytes)
+
+
+def sums_directly(ranks: Ranks, parts: Sequence[Tensor]) -> bool:
+    """Whether `start_reduction` of these windows, one per rank of the shard group, would be a `DirectSum`."""
+    comm = ranks.shard
+    is_alone = ranks.replicas is None and comm.world_size > 1 and comm.has_direct_messages(parts[0].device)
+    return is_alone and not _sums_in_ring_order(comm, parts)
+
+
+def scales_late(comm: Communicator, wire: Tensor) -> bool:
+    """True if the owner can scale contributions while it sums them, instead of in a separate pass before.
+
+    False where the backend sums, and where they are sent in a dtype in which a product is rounded or may overflow.
+    """
+    return comm.world_size > 1 and comm.has_direct_messages(wire.device) and sum_dtype(wire.dtype) == wire.dtype
+
+
+def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
+    """Sum the contributions of all ranks, of which this rank's own may be in ``out``; destroys them."""
+    own = parts[rank]
+    if out.dtype != own.dtype:
+        out.copy_(parts[0])
+        for part in parts[1:]:
+            out.add_(part)
+        return
+    for part in parts[1:rank]:
+        parts[0].add_(part)
+    if rank:
+        torch.add(parts[0], own, out=out)
+    elif out.data_ptr() != own.data_ptr():
+        out.copy_(own)
+    for part in parts[rank + 1 :]:
+        out.add_(part)
+
+
+def received_window(numel: int, world_size: int, limit: int) -> int:
+    """How many elements of an owner's segment each peer sends at a time; the same number on every rank."""
+    return min(numel, max(1, limit // max(1, world_size - 1)))
+
+
+def _cut(numel: int, window: int) -> list[tuple[int, int]]:
+    return list(pairwise([*range(0, numel, max(1, window)), numel])) if numel else []

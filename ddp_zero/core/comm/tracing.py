@@ -1,0 +1,23 @@
+"""The library's logger, and its labels: each is an event of the flight record and, if there is a profiler, a range."""
+
+import logging
+from contextlib import AbstractContextManager
+
+import torch
+
+from ddp_zero.tools.record.recorder import Recorder, Span
+
+logger = logging.getLogger("ddp_zero")
+
+
+class Trace(Recorder):
+    """The events of one optimizer. The names of their ranges in a profiler are part of the interface."""
+
+    is_profiling = staticmethod(torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
+
+    def open_range(self, span: Span) -> AbstractContextManager[object]:
+        """A range of the profiler, entered."""
+        name = span.phase if span.bucket < 0 else f"{span.phase} (bucket {span.bucket})"
+        opened = torch.profiler.record_function(f"ddp_zero::{name}")
+        opened.__enter__()
+        return opened

@@ -1,0 +1,1 @@
+"""When a step is taken, and what the façade hands on."""

@@ -1,0 +1,404 @@
+"""The engine of `ZeroRedundancyOptimizer`: when a step is taken, by ``step()``, under Join or before a forward pass.
+
+A step, on every rank alike:
+
+1. evaluate the closure, if any; refuse sparse gradients;
+2. plan and bind again if parameters were moved, frozen or unfrozen since the last step;
+3. under Join, send gradients to ranks that have run out of inputs;
+4. if options require it, decide whether to step and by which factors to multiply gradients;
+5. for each bucket in plan order: step what this rank owns of it, start its sync;
+6. finish all syncs; expose the options that the step changed.
+
+If the step was taken inside backward, ``step()`` only joins the iteration.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.core.backward.averaged import check_finalized, check_reduced
+from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
+from ddp_zero.core.backward.gradients import CommHook, watching
+from ddp_zero.core.backward.hook import OverlapHook
+from ddp_zero.core.backward.overlap_machine import Phase
+from ddp_zero.core.backward.owned_sums import ReduceOptions
+from ddp_zero.core.backward.partitioned import gradients_of_stage
+from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
+from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
+from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.local.absent import report_nonfinite
+from ddp_zero.core.local.masters import GradientSource, PublishedGradients
+from ddp_zero.core.step.amp import AmpState, amp_state, check_unscaled
+from ddp_zero.core.step.before_forward import wait_before_forward
+from ddp_zero.core.step.decision import Decision, Occasion
+from ddp_zero.core.step.join import borrow_gradients, serve_joined
+from ddp_zero.core.step.record import StepRegime
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.options import StepOptions
+
+INTERLEAVED_LAG = 1
+_CHANGED = "the loop changes gradients, options or parameters between backward and opt.step()"
+
+
+class Engine:
+    """Takes the steps of one optimizer, in ``step()`` or inside backward.
+
+    Args:
+        optimizer: the one that users hold. `Join` and `torch.amp.GradScaler` leave their marks on it.
+        sharded: the step.
+        options: the user's.
+        overlaps: whether the user asked for steps inside backward.
+        reduction: how gradients travel in stage 2; None in stage 1.
+
+    Attributes:
+        sharded: as given.
+        decision: whether to step, and by which factors.
+        hook: the communication hook, or None before one was built.
+        passes: the forward passes of the DDP models over the parameters.
+        overlaps: as given.
+        waits_because: a reason why all steps wait for ``opt.step()`` that was found while training, or None.
+    """
+
+    def __init__(
+        self,
+        optimizer: Joinable,
+        sharded: ShardedStep,
+        options: StepOptions,
+        overlaps: bool,
+        reduction: ReduceOptions | None,
+    ) -> None:
+        self.sharded = sharded
+        self.decision = Decision(sharded, options)
+        self.hook: OverlapHook | None = None
+        self.passes = ForwardPasses(weakly(self._before_forward))
+        self.passes.checks.append(self.decision.owned_edits.forget_dropped)
+        self.overlaps = overlaps
+        self.waits_because: str | None = None
+        self._optimizer = weakref.ref(optimizer)
+        self._reduction = reduction
+        self._is_first_step = True
+
+    def copied(self, optimizer: Joinable, sharded: ShardedStep, memo: dict[int, Any]) -> "Engine":
+        """An engine with the same options for a copy of the optimizer; it has no hook and knows no model."""
+        engine = Engine(optimizer, sharded, self.decision.options, self.overlaps, self._reduction)
+        engine.waits_because = self.waits_because
+        engine.decision.loss_scale = copy.deepcopy(self.decision.loss_scale, memo)
+        return engine
+
+    # The model
+
+    def build_hook(
+        self, ddp: DistributedDataParallel, wrapped: CommHook | None, *, split: bool, lag: int | None
+    ) -> CommHook:
+        """See `ddp_zero.ddp_hooks.hook_with_zero_step`."""
+        earlier, sharded, decision = self.hook, self.sharded, self.decision
+        check_has_no_hook(self.takes_hook, earlier is not None, earlier is not None and earlier.may_be_replaced)
+        check_model(ddp, sharded)
+        if earlier is not None:
+            earlier.detach()
+        side = SideStream()
+        sums_in_fp32 = decision.options.accumulate_in_fp32
+        gradients = gradients_of_stage(self._reduction, sharded, ddp, wrapped, side, self.passes, sums_in_fp32)
+        self.passes.watch([ddp])
+        sharded.in_buckets = self.is_partitioned or not gradients_are_views(ddp)
+        decision.watch.is_on = decision.options.nonfinite != "step"
+        self.hook = OverlapHook(
+            sharded,
+            ddp,
+            gradients,
+            side,
+            split=split,
+            lag=lag,
+            joinable=self._joinable,
+            overlaps=self.overlaps,
+            why_wait=weakly(self.why_wait),
+            watch=decision.watch,
+            passes=self.passes,
+        )
+        self.hook.machine.user_calls_step = earlier is not None and earlier.machine.user_calls_step
+        self.know_model(ddp)
+        return self.hook.on_bucket
+
+    def attach(self, ddp: DistributedDataParallel, hook: CommHook | None, state: Any, lags: Any, split: bool) -> None:
+        """See `ZeroRedundancyOptimizer.attach`."""
+        takes_any = self.takes_hook or hook is not None or self.decision.watch.is_on  # else DDP reduces by itself
+        if takes_any:
+            check_is_free(ddp)
+        self.sharded.table.learn_names(ddp.named_parameters())
+        if self.takes_hook:
+            lag = INTERLEAVED_LAG if (self.is_partitioned if lags is None else lags) else None
+            hook = self.build_hook(ddp, hook, split=split, lag=lag)
+        else:
+            check_keeps_parameters(ddp, self.decision.why_wait())
+            self.know_model(ddp)
+            hook = watching(self.decision.watch, ddp.process_group, hook)
+        if takes_any:
+            ddp.register_comm_hook(ddp.process_group if state is None else state, hook)
+
+    def know_model(self, ddp: DistributedDataParallel) -> None:
+        """Add up norms in the order of this model; register hooks for forward passes that cannot wait by themselves."""
+        self.sharded.table.follow_order_of(ddp)
+        if self.decision.options.sync == "forward":
+            wait_before_forward(ddp, self.sharded)
+
+    def find_models(self) -> bool:
+        """Watch the DDP models over these parameters. Returns True if models were found that were not known."""
+        sharded = self.sharded
+        return sharded.everyone.world_size > 1 and self.passes.find_models(sharded.table.params)
+
+    @property
+    def takes_hook(self) -> bool:
+        """Whether the optimizer needs a communication hook."""
+        return self.overlaps or self.is_partitioned or self.decision.options.accumulate_in_fp32
+
+    @property
+    def needs_hook(self) -> bool:
+        """See `ZeroRedundancyOptimizer.needs_hook`."""
+        return self.takes_hook and (self.hook is None or self.hook.may_be_replaced)
+
+    @property
+    def stage(self) -> int:
+        """1: optimizer state is sharded; 2: gradients too."""
+        return 1 if self._reduction is None else 2
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether gradients are sharded."""
+        return self._reduction is not None
+
+    @property
+    def joins(self) -> bool:
+        """Whether ranks may have run out of inputs."""
+        return bool(self._joinable._join_config.enable)
+
+    def needed_hook(self) -> OverlapHook:
+        """The hook.
+
+        Raises:
+            RuntimeError: if none was built.
+        """
+        if self.hook is None:
+            raise RuntimeError(
+                "Expected a DDP communication hook with overlap_with_ddp=True, stage=2 or accumulate_in_fp32=True, got "
+                "none. Call opt.attach(ddp), or build one with hook_with_zero_step(None, ddp, opt) and register it "
+                "with ddp.register_comm_hook(None, hook)."
+            )
+        return self.hook
+
+    # Taking a step
+
+    def step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        """See `ZeroRedundancyOptimizer.step`."""
+        if closure is not None and not callable(closure):
+            if type(self.sharded.inner).__module__.startswith("torch.optim."):
+                kind = type(closure).__name__
+                raise TypeError(f"Expected a callable closure or None, got {kind}. Pass options by name.")
+            closure, kwargs = None, {"closure": closure, **kwargs}
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        amp = amp_state(self._joinable, self.decision.loss_scale is not None, self.joins)
+        hook = self.needed_hook() if self.takes_hook else None
+        if hook is not None and hook.step_is_due:
+            self._learn_from_first_step(hook, amp)
+        if kwargs and self.overlaps and self.why_wait() is None:
+            raise TypeError(f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}.")
+        if hook is not None and self.overlaps and not (hook.is_waiting or self._has_nothing()):
+            check_unscaled(amp, hook.machine.phase is Phase.STEPPED)
+            hook.check_joined()
+            return loss
+        if amp is not None and self.overlaps:
+            self.let_gradients_wait()  # from now on
+        Join.notify_join_context(self._joinable)
+        result = self._take_step(None if closure is None else lambda: loss, amp, kwargs)
+        return result if closure is None else loss
+
+    def take_due_step(self) -> None:
+        """Take the first step if it is still due, in a loop that never calls ``step()``. A collective.
+
+        Raises:
+            RuntimeError: if gradients or parameters were changed since.
+        """
+        hook = self.hook
+        if hook is None or hook.machine.user_calls_step:
+            return
+        if hook.step_is_due and self.why_wait() is None:
+            hook.late.check_unstepped()
+            with hook.late.as_noted():
+                self._take_step(None, None, {}, by_user=False)
+            hook.due_step_taken()
+
+    def step_joined(self) -> None:
+        """Shadow one ``step()`` of ranks that still train: without a closure, with gradients from one of them."""
+        if self.takes_hook:
+            self.needed_hook().step_joined(self._take_borrowed)
+            return
+        self.sharded.refresh(may_talk=not self.joins)
+        nothing = dict[int, Tensor]().__getitem__
+        self._take_borrowed(borrow_gradients(self.sharded, nothing))
+
+    def forget_gradients(self) -> None:
+        """Follow a user who has dropped or zeroed all gradients."""
+        self.decision.forget()
+        self.passes.forget()
+        if self.hook is not None:
+            self.hook.drop_carried()
+
+    def reset(self) -> None:
+        """See `ZeroRedundancyOptimizer.reset`."""
+        if self.hook is not None:
+            self.hook.reset()
+        else:
+            self.sharded.abandon()
+
+    def _take_step(
+        self,
+        closure: Callable[[], Any] | None,
+        amp: AmpState | None,
+        kwargs: dict[str, Any],
+        by_user: bool = True,
+    ) -> Any:
+        sharded, hook, joins = self.sharded, self.hook, self.joins
+        found = self.find_models()
+        if self._is_first_step:  # the same on every rank, unlike when a model is found again
+            self._is_first_step = False
+            self.passes.learn_count()
+            self.passes.last_is_local |= found  # assumed, since their last passes were not seen
+        sharded.begin(closure)
+        if hook is not None:
+            hook.check_complete()
+        sharded.table.check_gradients()
+        self.check_averaged()
+        sharded.refresh(may_talk=not joins)
+        if joins:
+            serve_joined(sharded, gradients_are_there=self.is_partitioned)
+        try:
+            return self.decision.take(self._occasion(amp), **kwargs)
+        finally:
+            self.passes.forget()
+            if hook is not None and by_user:
+                hook.machine.step_taken()
+                hook.first_step_taken()
+            if amp is not None and sharded.last_step is not None and not sharded.last_step.stepped:
+                report_nonfinite(param.grad for param in sharded.table.params)
+
+    def _occasion(self, amp: AmpState | None, borrowed: GradientSource | None = None) -> Occasion:
+        hook = self.hook
+        if hook is None:
+            source = borrowed or PublishedGradients(self.sharded.table.params)
+            return Occasion(StepRegime.STANDALONE, source, amp=amp, may_have_joined=self.joins)
+        waits = self.why_wait() is not None or not hook.step_is_due
+        source = borrowed or hook.gradients
+        return Occasion(StepRegime.DEFERRED, source, hook.deferred_because, waits, amp, self.joins)
+
+    def _take_borrowed(self, source: GradientSource) -> None:
+        self.sharded.begin()
+        self.decision.take(self._occasion(None, source))
+
+    # Between backward and the step
+
+    def why_wait(self) -> str | None:
+        """Why backward passes only reduce and ``opt.step()`` takes the step, or None."""
+        if not self.overlaps:
+            return "overlap_with_ddp=False"
+        return self.waits_because or self.decision.why_wait()
+
+    def let_gradients_wait(self) -> None:
+        """Before a change of gradients: check that no step has used them, and make later steps wait.
+
+        Raises:
+            RuntimeError: if the step was taken inside backward, or in stage 2 if gradients were not averaged.
+        """
+        hook = self.hook
+        if self.is_partitioned:
+            self.check_averaged()
+        if hook is None or not self.overlaps:
+            return
+        if hook.machine.phase is Phase.STEPPED:
+            raise RuntimeError(
+                "Expected gradients that no step has used, got some after a step inside backward "
+                f"({hook.machine.where}). Clip from the first step on, or build the optimizer with max_grad_norm= or "
+                "overlap_with_ddp=False."
+            )
+        if hook.is_waiting:
+            self.waits_because = _CHANGED
+
+    def check_averaged(self) -> None:
+        """Check that ``param.grad`` is the same on every rank, see `check_reduced`; not under Join."""
+        hook = self.hook
+        if self.joins or self.decision.owned_edits.hold(self.sharded.table):
+            return
+        check_finalized(self.sharded, self.passes)
+        is_local = (hook is not None and hook.has_only_local()) if self.is_partitioned else self.passes.last_is_local
+        check_reduced(self.sharded, self.passes, is_local=is_local, has_hook=hook is not None)
+
+    def check_before_step(self, what: str) -> None:
+        """Check that no step was taken inside backward that ``opt.step()`` must still join.
+
+        Raises:
+            RuntimeError: if one was: what the user does would come before it in a plain loop.
+        """
+        if self.hook is not None:
+            self.hook.check_before_step(what)
+
+    def check_between_steps(self) -> None:
+        """Check that no backward pass is under way and that no step is pending, but in the middle of accumulation.
+
+        Raises:
+            RuntimeError: if one is, with the remedy.
+        """
+        if self.joins:
+            raise RuntimeError(
+                "Expected to be outside Join, got a save inside it: ranks that have joined would not take part. Save "
+                "after the Join context."
+            )
+        self.sharded.check_masters()
+        hook = self.hook
+        if hook is None or hook.machine.phase in (Phase.REST, Phase.STEPPED) or hook.is_accumulating:
+            return
+        found = "gradients that wait for it" if hook.is_waiting else "a backward pass under way"
+        raise RuntimeError(
+            f"Expected to be between two steps, after opt.step(), got {found} ({hook.machine.where}). Call opt.step() "
+            "before saving."
+        )
+
+    def _before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Before a forward pass: check that its gradients will be reduced, and take a step that is due.
+
+        Raises:
+            RuntimeError: if the hook that the optimizer needs is not registered on the model.
+        """
+        if not self.takes_hook:
+            return
+        self.needed_hook()
+        if not has_hook(ddp):
+            raise RuntimeError(
+                "Expected the optimizer's communication hook on the DDP model, got a model without one. Call "
+                "ddp.register_comm_hook(None, hook) with what hook_with_zero_step(...) has returned; if the module was "
+                "wrapped again, opt.reset() and opt.attach(ddp)."
+            )
+        self.take_due_step()
+
+    def _has_nothing(self) -> bool:
+        """True if the step waits for this call and all gradients were dropped: as in any optimizer, nothing is done."""
+        params = self.sharded.table.params
+        return self.why_wait() is not None and all(param.grad is None for param in params)
+
+    def _learn_from_first_step(self, hook: OverlapHook, amp: AmpState | None) -> None:
+        """At the first ``step()``: make all steps wait for it if any rank's loop changes anything after backward."""
+        changes = amp is not None or hook.late.first() is not None
+        if any(flag for (flag,) in self.sharded.everyone.all_gather_ints([int(changes)])):
+            self.waits_because = _CHANGED
+
+    @property
+    def _joinable(self) -> Joinable:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer holds its engine"
+        return optimizer

@@ -1,0 +1,165 @@
+"""What users do with gradients between backward and the step: accumulate, clip, read and change them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ddp_zero.core.backward.gradients import owned_alias
+from ddp_zero.core.backward.visible_gradients import gather_gradient
+from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.local.absent import on_this_rank
+from ddp_zero.core.step.clipping import clip_gradients
+
+
+@contextmanager
+def accumulating(engine: Engine) -> Iterator[None]:
+    """See `ZeroRedundancyOptimizer.accumulate`."""
+    if engine.joins:
+        raise RuntimeError(
+            "Expected no opt.accumulate() under Join, got one: a rank that has joined would take a step. Use "
+            "ddp.no_sync()."
+        )
+    if not engine.takes_hook:
+        yield
+        return
+    hook = engine.needed_hook()
+    before, hook.accumulates = hook.accumulates, True
+    try:
+        yield
+    finally:
+        hook.accumulates = before
+
+
+def clip_grad_norm(
+    engine: Engine,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    parameters: Tensor | Iterable[Tensor] | None,
+) -> Tensor:
+    """See `ZeroRedundancyOptimizer.clip_grad_norm_`."""
+    if engine.joins and engine.is_partitioned:
+        raise RuntimeError(
+            "Expected no opt.clip_grad_norm_() under Join with stage=2, got one: ranks that have joined would not "
+            "take part. Build the optimizer with max_grad_norm=, which they follow."
+        )
+    sharded, decision = engine.sharded, engine.decision
+    comm, chosen = sharded.comm, _chosen(engine, parameters)
+    engine.let_gradients_wait()
+    _show_edits(engine)
+    edits = decision.owned_edits
+    is_edited = edits.hold(sharded.table)
+
+    def check(total: Tensor) -> None:
+        """Refuse to clip by a norm that is not finite, if ``error_if_nonfinite``."""
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"Expected a finite norm of order {float(norm_type)} of all gradients, got {total.item()} "
+                f"({comm.name(comm.group_rank)}). Pass error_if_nonfinite=False to clip by it all the same."
+            )
+
+    total, coefficient, decision.norms_before_clip = clip_gradients(
+        sharded,
+        sharded.table.norm_order if chosen is None else chosen,
+        float(max_norm),
+        float(norm_type),
+        is_partitioned=engine.is_partitioned or is_edited,
+        rounds=decision.rounds_norms,
+        inverse_scale=decision.inverse_scale,
+        beyond=decision.beyond,
+        check=check,
+    )
+    decision.clipped = total, coefficient
+    if is_edited:
+        edits.note(sharded.table.params)
+    return total
+
+
+@torch.no_grad()
+def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iterable[Tensor] | None) -> None:
+    """See `ZeroRedundancyOptimizer.clip_grad_value_`."""
+    if engine.joins and engine.is_partitioned:
+        raise RuntimeError(
+            "Expected no opt.clip_grad_value_() under Join with stage=2, got one: gradients that ranks have for those "
+            "that have joined would stay as they are."
+        )
+    sharded, chosen = engine.sharded, _chosen(engine, parameters)
+    engine.let_gradients_wait()
+    grads: list[Tensor] = []
+    for index in range(len(sharded.table.params)) if chosen is None else chosen:
+        grad = sharded.table.params[index].grad
+        held = None if grad is None else on_this_rank(grad)
+        if held is None:
+            continue
+        exact = None if engine.hook is None else engine.hook.gradients.exact(index)
+        grads += [held.data] if exact is None else [held.data, exact]  # counts no version: see `OwnedEdits`
+    limit, scale = float(clip_value), engine.decision.inverse_scale
+    if scale is None:
+        for clipped in grads:
+            clipped.clamp_(-limit, limit)
+        return
+    limit /= scale
+    for scaled in grads:  # what has overflowed has to show in the step, which lowers the scale
+        scaled.copy_(torch.where(scaled.isfinite(), scaled.clamp(-limit, limit), scaled))
+
+
+def owned_gradients(engine: Engine) -> Mapping[Tensor, Tensor]:
+    """See `ZeroRedundancyOptimizer.owned_gradients`."""
+    if engine.joins:
+        raise RuntimeError(
+            "Expected no opt.owned_gradients() under Join, got one: gradients that ranks have for those that have "
+            "joined are not among them."
+        )
+    sharded = engine.sharded
+    engine.let_gradients_wait()
+    if not engine.is_partitioned:
+        engine.check_averaged()
+    found = {sharded.table.params[index]: _editable(engine, index) for index in sharded.binding.owned()}
+    if not engine.is_partitioned and sharded.comm.world_size > 1:
+        engine.decision.owned_edits.note(sharded.table.params)
+    return MappingProxyType({param: grad for param, grad in found.items() if grad is not None})
+
+
+def full_grad(engine: Engine, param: Tensor) -> Tensor | None:
+    """See `ZeroRedundancyOptimizer.full_grad`."""
+    sharded = engine.sharded
+    index = sharded.table.index_of.get(param)
+    if index is None:
+        raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+    engine.check_averaged()
+    _show_edits(engine)
+    if engine.is_partitioned or engine.decision.owned_edits.are_made:
+        return gather_gradient(sharded, index)
+    return None if param.grad is None else param.grad.detach().clone()
+
+
+def _chosen(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> list[int] | None:
+    """Indices of some parameters; None for all.
+
+    Raises:
+        ValueError: for a parameter that is not in the optimizer.
+    """
+    if parameters is None:
+        return None
+    sharded = engine.sharded
+    index_of = sharded.table.index_of
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(param not in index_of for param in params):
+        raise ValueError("Expected parameters of this optimizer, got one that is in none of its groups.")
+    return [index_of[param] for param in params]
+
+
+def _editable(engine: Engine, index: int) -> Tensor | None:
+    hook = engine.hook
+    return owned_alias(engine.sharded, index) if hook is None else hook.gradients.editable(index)
+
+
+def _show_edits(engine: Engine) -> None:
+    """Let ``param.grad`` show exact sums that the user has changed."""
+    if engine.hook is not None:
+        sharded, gradients = engine.sharded, engine.hook.gradients
+        for index in sharded.binding.owned():
+            gradients.exact(index)

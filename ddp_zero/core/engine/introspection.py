@@ -1,0 +1,130 @@
+"""What a `ZeroRedundancyOptimizer` says of itself: its place among the ranks, its numbers, its plan as text or page."""
+
+import os
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ddp_zero.core.backward.overlap_machine import OverlapStatus, Phase
+from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.plan.partition import GlobalRank, GroupRank
+from ddp_zero.core.step.record import StepRecord
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.tools.insight.agreement import check_agreement
+from ddp_zero.tools.insight.explain import explain, owner_of
+from ddp_zero.tools.insight.page import write_page
+from ddp_zero.tools.insight.stats import Stats
+
+
+class Introspection:
+    """Base class of `ZeroRedundancyOptimizer`; documented there."""
+
+    _engine: Engine
+    _stats: Stats
+    parameters_as_bucket_view: bool
+
+    @property
+    def _sharded(self) -> ShardedStep:
+        return self._engine.sharded
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step, the same on every rank; None before the first."""
+        return self._engine.sharded.last_step
+
+    def stats(self) -> dict[str, float]:
+        """What the last step and all so far took, sent and hold, as a flat dict of numbers.
+
+        Recording is always on. Reading neither communicates nor waits for a device: on an accelerator, seconds are
+        those of the last step whose work the device has finished. docs/insight.md describes every number.
+
+        Returns:
+            Seconds by phase (names end in ``_s``), bytes (in ``_bytes``), counts; ``total_`` since construction,
+            ``peak_`` at most, the rest of the last step or as it is now. The same keys at every call; a number that is
+            not known is NaN.
+        """
+        return self._stats.read()
+
+    def check_agreement(self) -> None:
+        """Check that all ranks hold the same parameters, bit for bit. A collective: eight bytes per parameter and rank.
+
+        Raises:
+            RuntimeError: on every rank, naming the parameters and the ranks that hold another value than most; under
+                Join.
+        """
+        check_agreement(self._engine)
+
+    def explain(self, html: str | os.PathLike[str] | None = None) -> str:
+        """What each rank owns, how balanced it is and what a step sends, as text. Never communicates.
+
+        Args:
+            html: also write a page to this file, for a browser, that draws it; it needs no other file.
+        """
+        text = explain(self._engine, self.parameters_as_bucket_view)
+        if html is not None:
+            write_page(html, self._engine, text)
+        return text
+
+    def owner_of(self, param: Tensor) -> GroupRank:
+        """The rank, in ``process_group``, that owns a parameter; of a shard group's ranks, this one's. Stays local.
+
+        Raises:
+            ValueError: for a parameter that is not in the optimizer, or that several ranks share.
+        """
+        return owner_of(self._engine, param)
+
+    @property
+    def overlap_status(self) -> OverlapStatus:
+        """The status of the plan of the overlapped step; UNINITIALIZED without overlap."""
+        hook = self._engine.hook
+        return OverlapStatus.UNINITIALIZED if hook is None else hook.machine.status
+
+    @property
+    def overlap_phase(self) -> Phase:
+        """Where the current iteration of the overlapped step is; REST without overlap."""
+        hook = self._engine.hook
+        return Phase.REST if hook is None else hook.machine.phase
+
+    def __repr__(self) -> str:
+        sharded = self._engine.sharded
+        owned, rank = len(sharded.binding.owned()), f"rank {self.rank} of {self.world_size}"
+        return (
+            f"{type(self).__name__} of {type(sharded.inner).__name__}, {rank}, "
+            f"{owned} of {len(sharded.table)} parameters owned\n{super().__repr__()}"
+        )
+
+    @property
+    def stage(self) -> int:
+        """1: optimizer state is sharded; 2: gradients too."""
+        return self._engine.stage
+
+    @property
+    def rank(self) -> GroupRank:
+        """This process's rank in the group."""
+        return self._sharded.everyone.group_rank
+
+    @property
+    def global_rank(self) -> GlobalRank:
+        """This process's rank in the whole job."""
+        comm = self._sharded.everyone
+        return comm.global_rank(comm.group_rank)
+
+    @property
+    def _all_params(self) -> list[Tensor]:
+        """All parameters, under the name that torch's own class has for them."""
+        return list(self._sharded.table.params)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return self._sharded.everyone.world_size
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The group whose ranks share the optimizer."""
+        return self._sharded.everyone.process_group
+
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """The group over whose ranks state is sharded: ``process_group`` if none was given."""
+        return self._sharded.comm.process_group

@@ -1,0 +1,239 @@
+"""Tests whether an optimizer class can be sharded: compares whole and sharded steps bit for bit."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.local.inner import build_inner, check_can_be_sharded
+from ddp_zero.core.local.local_step import LocalStep, ParamGroup, options_of
+from ddp_zero.core.local.tree import as_bytes
+from ddp_zero.core.plan.partition import partition_greedy
+from ddp_zero.core.step.coupling import values_in
+
+Shapes = Sequence[Sequence[int]]
+
+_MATRICES: Shapes = [(16, 8), (5, 7), (8, 16), (9, 3), (3, 4), (12, 12), (2, 6)]
+_ALL: Shapes = [*_MATRICES, (33,), (8,), (1,), (), (), (4, 3, 3, 2)]
+_SIZES = (1.0, 1e-3, 30.0, 0.1, 1e-2, 300.0, 3.0)
+"""Sizes of gradients, step by step: both below and above the usual limits of optimizers that clip by a global norm."""
+_BUCKETS = 2
+_FEW_STEPS = 4
+_SEED = 20190910
+
+
+def check_shardable(
+    optimizer_class: Callable[..., Optimizer], *, steps: int = 12, shapes: Shapes | None = None, **options: Any
+) -> None:
+    """Check that an optimizer computes the same when each rank steps only some of the parameters.
+
+    Steps random parameters with one instance of the class, and again with two and three instances that share them as
+    ranks would, and compares all parameters after every step, bit for bit. Takes about a second, on the CPU; needs no
+    process group and leaves global random states as they were.
+
+    Results differ for optimizers that compute a value from all parameters (Prodigy and D-Adaptation: a step size; LAMB
+    with a global gradient norm), and for those that draw random numbers from a global generator.
+
+    Args:
+        optimizer_class: the class, as for `ZeroRedundancyOptimizer`.
+        steps: how many steps to compare; the sizes of gradients vary widely between steps.
+        shapes: of the parameters, at least three. None: matrices, vectors, scalars and a 4-D one; only matrices if the
+            class refuses the others.
+        **options: for ``optimizer_class``, as in training: a coupling may depend on one.
+
+    Raises:
+        NotImplementedError: if the class cannot be sharded, naming the step and the parameter that differ first; and
+            for LBFGS and SparseAdam.
+        ValueError: for fewer than one step or three shapes. Errors of the class for its options or shapes pass through.
+    """
+    if steps < 1:
+        raise ValueError(f"Expected at least 1 step, got {steps}.")
+    if shapes is not None and len(shapes) < 3:
+        raise ValueError(f"Expected at least 3 shapes, one for each of up to 3 owners, got {len(shapes)}.")
+    check_can_be_sharded(optimizer_class)
+    with _random_states_kept():
+        trial = _Trial(optimizer_class, options, steps, _ALL if shapes is None else shapes)
+        try:
+            together = trial.together()
+        except Exception:
+            if shapes is not None:
+                raise
+            trial = _Trial(optimizer_class, options, steps, _MATRICES)
+            together = trial.together()
+        for owners in (2, 3):
+            trial.compare(together, owners)
+
+
+def check_unknown(optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]) -> None:
+    """As `check_shardable`, in a few steps, for a class that is not torch's; once for each class and its options.
+
+    Nothing is found out, and nothing is said, where the class cannot step such parameters with these options alone (it
+    wants a closure, a model, or options in its groups), where an option is more than numbers, texts and flags, or where
+    a function builds the optimizer, which may do more than that.
+
+    Raises:
+        NotImplementedError: if the class cannot be sharded.
+    """
+    if not isinstance(optimizer_class, type) or optimizer_class.__module__.startswith("torch.optim."):
+        return
+    if not _is_plain(options):
+        return
+    key: tuple[type, str] = optimizer_class, repr(sorted(options.items()))
+    if key not in _refusals:
+        _refusals[key] = None
+        try:
+            check_shardable(optimizer_class, steps=_FEW_STEPS, **options)
+        except NotImplementedError as error:
+            _refusals[key] = str(error)
+        except Exception as error:
+            logger.debug("%s could not be tried: %s: %s", optimizer_class.__name__, type(error).__name__, error)
+    if (refusal := _refusals[key]) is not None:
+        raise NotImplementedError(refusal)
+
+
+def _is_plain(option: Any) -> bool:
+    if isinstance(option, Mapping):
+        return all(map(_is_plain, option.values()))
+    if isinstance(option, list | tuple):
+        return all(map(_is_plain, option))
+    return option is None or isinstance(option, bool | int | float | str | torch.dtype)
+
+
+_refusals: dict[tuple[type, str], str | None] = {}
+"""What `check_unknown` has found, by class and options."""
+
+
+class _Trial:
+    """One class, one choice of parameters, the same gradients every time."""
+
+    def __init__(
+        self, optimizer_class: Callable[..., Optimizer], options: dict[str, Any], steps: int, shapes: Shapes
+    ) -> None:
+        self._class = optimizer_class
+        self._options = options
+        self._steps = steps
+        self._shapes = shapes
+
+    def together(self) -> list["_Moment"]:
+        """Values after every step of one instance over all parameters."""
+        params = self._params()
+        torch.manual_seed(_SEED)
+        optimizer = self._built([{"params": params}], {param: param for param in params})
+        moments = []
+        for step in range(self._steps):
+            self._set_gradients(params, step)
+            optimizer.step()
+            moments.append(_Moment(params, optimizer.param_groups[0]))
+        return moments
+
+    def compare(self, expected: Sequence["_Moment"], owners: int) -> None:
+        """Step with as many instances as owners, and check that nothing differs after any step.
+
+        Raises:
+            NotImplementedError: if anything does, or if an instance cannot step a part of the parameters.
+        """
+        params = self._params()
+        torch.manual_seed(_SEED)
+        try:
+            parts = self._parts(params, owners)
+            for step, moment in enumerate(expected):
+                self._set_gradients(params, step)
+                for part in parts:
+                    part.step()
+                for part in parts:
+                    difference = moment.difference(params, part.groups[0])
+                    if difference is not None:
+                        raise self._refusal(f"{difference} after step {step + 1}, stepped by {owners} owners")
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}, when stepped by {owners} owners"
+            raise self._refusal(found) from error
+
+    def _refusal(self, found: str) -> NotImplementedError:
+        name = getattr(self._class, "__name__", repr(self._class))
+        return NotImplementedError(
+            f"Expected an optimizer that treats parameters one by one, got different results of {name} if each rank "
+            f"steps only some of them: {found}. Use {name} unsharded on every rank, or without the option that makes "
+            "it compute something from all parameters."
+        )
+
+    def _parts(self, params: Sequence[Parameter], owners: int) -> list["_Part"]:
+        owner_of = partition_greedy([param.nbytes for param in params], owners)
+        owned = [
+            [param for param, one in zip(params, owner_of, strict=True) if one == owner] for owner in range(owners)
+        ]
+        return [_Part(self._built, params, mine) for mine in owned]
+
+    def _built(self, groups: list[ParamGroup], stepped: dict[Tensor, Tensor]) -> Optimizer:
+        optimizer = build_inner(self._class, groups, stepped, copy.deepcopy(self._options))
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()  # type: ignore[attr-defined]  # schedule-free ones
+        return optimizer
+
+    def _params(self) -> list[Parameter]:
+        generator = torch.Generator().manual_seed(_SEED)
+        return [Parameter(torch.randn(tuple(shape), generator=generator, device="cpu")) for shape in self._shapes]
+
+    def _set_gradients(self, params: Sequence[Parameter], step: int) -> None:
+        generator = torch.Generator().manual_seed(_SEED + 1 + step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator, device="cpu") * _SIZES[step % len(_SIZES)]
+
+
+class _Part:
+    """One owner: all parameters exposed, its own in an instance, stepped in two buckets."""
+
+    def __init__(
+        self,
+        build: Callable[[list[ParamGroup], dict[Tensor, Tensor]], Optimizer],
+        params: Sequence[Parameter],
+        owned: Sequence[Parameter],
+    ) -> None:
+        self.groups = Optimizer(list(params), {}).param_groups
+        self._local = LocalStep(build(self.groups, {param: param for param in owned}), lambda: self.groups)
+        self._local.mirror_to_exposed()
+        self._local.bind({bucket: set(owned[bucket::_BUCKETS]) for bucket in range(min(_BUCKETS, len(owned)))})
+
+    def step(self) -> None:
+        self._local.begin(None)
+        for bucket in range(_BUCKETS):
+            self._local.step(bucket)
+        self._local.end()
+
+
+class _Moment:
+    """A snapshot after a step: the parameters, and floats in the group."""
+
+    def __init__(self, params: Sequence[Tensor], group: ParamGroup) -> None:
+        self._params = [param.detach().clone() for param in params]
+        self._options = values_in(options_of(group))
+
+    def difference(self, params: Sequence[Tensor], group: ParamGroup) -> str | None:
+        """The first difference in words, or None."""
+        for index, (expected, param) in enumerate(zip(self._params, params, strict=True)):
+            if not torch.equal(as_bytes(expected), as_bytes(param.detach())):
+                largest = (expected.double() - param.detach().double()).abs().max().item()
+                return f"parameter {index} of shape {list(param.shape)} differs by up to {largest:.3g}"
+        for name, value in values_in(options_of(group)).items():
+            if self._options.get(name, value) != value:
+                return f"option {name!r} of the group is {value} instead of {self._options[name]}"
+        return None
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Restore the random generators that the optimizer may draw from."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)

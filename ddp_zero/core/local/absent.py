@@ -1,0 +1,223 @@
+"""The placeholder in ``param.grad`` where stage 2 keeps no gradient on this rank.
+
+None would mean "no gradient", and ``torch.nn.utils.clip_grad_norm_`` would silently clip by a partial norm. An
+`AbsentGradient` has the parameter's shape and dtype and one element of memory; computing with it raises an error that
+says where the gradient is.
+
+It follows its model: ``model.to(...)``, ``model.cpu()`` and the like move gradients with their parameters, and an
+absent one stays absent in the new dtype and place. Tracers (`torch.compile`, `torch.export`) describe gradients, so its
+structure can be read. What would make a second tensor of its values (``clone``, ``detach``, pickle) is refused.
+"""
+
+import linecache
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ddp_zero.core.local.stand_in import among
+
+_HARMLESS = {
+    *("__get__", "zero_", "detach_", "requires_grad_", "size", "dim", "numel", "stride", "element_size", "data_ptr"),
+    *("is_floating_point", "is_complex", "is_contiguous", "untyped_storage", "storage_offset", "nelement", "__hash__"),
+    *("get_device", "ndimension", "__len__", "is_shared", "is_pinned"),
+    *("_is_view", "is_conj", "is_neg", "is_inference", "_has_compatible_shallow_copy_type"),
+}
+"""Functions that read no values; `zero_grad(set_to_none=False)` calls ``zero_`` on every gradient."""
+
+_MOVES = {
+    *("to", "type", "cpu", "cuda", "xpu", "hpu", "ipu", "mtia", "double", "float", "half", "bfloat16"),
+    *("cdouble", "cfloat", "chalf", "share_memory_", "pin_memory", "empty_like"),
+}
+"""Functions by which `torch.nn.Module` moves its parameters, and their gradients, to a different dtype or memory."""
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+_TENSORS_OF_A_TENSOR = [getattr(Tensor, name) for name in ("data", "_base", "real", "imag", "T", "H", "mT", "mH")]
+"""Properties through which values could be read or written."""
+
+
+_READ = "opt.full_grad(param) gets it on every rank; opt.owned_gradients() is what this rank steps."
+_CHANGE = (
+    "opt.owned_gradients() is what this rank steps, to change in place before opt.step(); opt.clip_grad_value_(value) "
+    "limits every element."
+)
+_NORM = (
+    "A norm of the gradients here would be partial; opt.clip_grad_norm_(max_norm) clips by the norm of all and returns "
+    "it."
+)
+_CHECK = (
+    "nonfinite='raise' or 'skip' checks the gradients of all ranks in the step; opt.owned_gradients() is what this "
+    "rank steps."
+)
+
+
+def _advice(function: str, is_target: bool) -> str:
+    """The way to do with this optimizer what a torch function would have done with the gradient.
+
+    Args:
+        function: its name.
+        is_target: whether its first argument is the gradient, or a list with it: what functions in place change.
+    """
+    if "norm" in function:
+        return _NORM
+    if function in ("isfinite", "isnan", "isinf"):
+        return _CHECK
+    return _CHANGE if is_target and function.endswith("_") and function != "__get__" else _READ
+
+
+class AbsentGradient(Tensor):
+    """A gradient that is not on this rank; any computation with it raises `RuntimeError` with reason and remedy.
+
+    Attributes:
+        consumed: True if the step inside backward has used it up; if False, its owner has it.
+        zeroed: how often it was set to zero.
+        found_inf: the found-inf tensor of a `GradScaler`, set once ``unscale_`` has run; else None.
+        part: the elements that this rank has if the parameter is cut, 1-D; else None.
+    """
+
+    consumed: bool
+    zeroed: int
+    found_inf: Tensor | None
+    part: Tensor | None
+    _reason: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Allow functions that read no values, zeroing and unscaling; refuse everything else."""
+        if func.__name__ in _HARMLESS and getattr(func, "__self__", None) not in _TENSORS_OF_A_TENSOR:
+            if func.__name__ == "zero_":
+                args[0].zero_part()
+                return args[0]
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func.__name__ in _MOVES and isinstance(args[0], AbsentGradient):
+            return args[0].moved(func, args[1:], kwargs or {})
+        if func == _SET_DATA and all(isinstance(arg, AbsentGradient) for arg in args):
+            return args[0].become(args[1])
+        if func.__name__ == "_foreach_zero_":
+            for grad in args[0]:
+                if isinstance(grad, AbsentGradient):
+                    grad.zero_part()
+            func([grad for grad in args[0] if not isinstance(grad, AbsentGradient)] or [torch.empty(0)])
+            return None
+        if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale_present(func, *args)
+        absent = next(among(AbsentGradient, [args, kwargs]))  # torch calls this only if an argument is one
+        is_target = next(among(AbsentGradient, args[:1]), None) is not None
+        return absent.refuse(_advice(func.__name__, is_target))
+
+    def zero_part(self) -> None:
+        """Count that it was set to zero, and set to zero what this rank has of it."""
+        self.zeroed += 1
+        if self.part is not None:
+            self.part.zero_()
+
+    def moved(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function of `_MOVES` makes of it: an absent gradient in a different dtype or place.
+
+        Raises:
+            RuntimeError: for a memory format, if this rank has a part: its elements would have a different order.
+        """
+        formats = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.memory_format)]
+        if self.part is not None and any(one is not torch.preserve_format for one in formats):
+            self.refuse()
+        args = [arg for arg in args if not isinstance(arg, torch.memory_format)]
+        kwargs = {name: arg for name, arg in kwargs.items() if name != "memory_format"}
+        with torch._C.DisableTorchFunctionSubclass():
+            element = self.as_strided((), ())
+            found = func(element, *args, **kwargs)
+            part = None if self.part is None else func(self.part, *args, **kwargs)
+            if found is element or not isinstance(found, Tensor):
+                return self if found is element else found  # ``type()`` is a name
+            moved = _absent_of(found, self.shape)
+        moved.consumed, moved.zeroed, moved.found_inf = self.consumed, self.zeroed, self.found_inf
+        moved.part, moved._reason = part, self._reason
+        return moved
+
+    def become(self, moved: "AbsentGradient") -> None:
+        """Take the dtype and place of a moved one, as ``grad.data = moved`` does for any gradient of a moved module."""
+        with torch._C.DisableTorchFunctionSubclass():
+            _SET_DATA(self, moved)
+        self.part = moved.part
+
+    def refuse(self, advice: str = _READ) -> NoReturn:
+        """Raise `RuntimeError` with the reason, a remedy and the line that used the gradient."""
+        raise RuntimeError(f"{self._reason} {advice} The line to change: {_line_outside()}.")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """The reason, without values."""
+        return f"AbsentGradient({self._reason!r})"
+
+
+def absent_gradient(param: Tensor, consumed: bool, reason: str, part: Tensor | None = None) -> AbsentGradient:
+    """Make an `AbsentGradient` for a parameter.
+
+    Args:
+        param: determines shape, dtype and device.
+        consumed: see `AbsentGradient`.
+        reason: the message of the error.
+        part: see `AbsentGradient`.
+    """
+    filler = float("nan") if param.is_floating_point() else 0
+    element = torch.full((), filler, dtype=param.dtype, device=param.device)
+    absent = _absent_of(element, param.shape)
+    absent.consumed = consumed
+    absent.zeroed = 0
+    absent.found_inf = None
+    absent.part = part
+    absent._reason = reason
+    return absent
+
+
+def _absent_of(element: Tensor, shape: torch.Size) -> AbsentGradient:
+    """A tensor on the memory of one element; not a view, as `as_subclass` would make it: tracers follow views."""
+    return Tensor._make_subclass(AbsentGradient, element.expand(shape))
+
+
+def is_present(grad: Tensor | None) -> bool:
+    """True for a gradient that is on this rank."""
+    return grad is not None and not isinstance(grad, AbsentGradient)
+
+
+def on_this_rank(grad: Tensor) -> Tensor | None:
+    """What this rank has of a gradient: all of it, its part of one that is cut, or nothing."""
+    return grad.part if isinstance(grad, AbsentGradient) else grad
+
+
+def report_nonfinite(grads: Iterable[Tensor | None]) -> None:
+    """Report to this rank's `GradScaler` that some rank found a non-finite gradient.
+
+    On a rank where all gradients are present, the scaler has already checked them all.
+    """
+    for grad in grads:
+        if isinstance(grad, AbsentGradient) and grad.found_inf is not None:
+            grad.found_inf.fill_(1.0)
+
+
+def _line_outside() -> str:
+    """File, line and text of the innermost call that is neither in this library nor in torch."""
+    for frame, number in traceback.walk_stack(None):
+        if frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "ddp_zero", "traceback"):
+            file = frame.f_code.co_filename
+            return f"{file}:{number}: {linecache.getline(file, number).strip()}"
+    return "unknown"
+
+
+def _unscale_present(func: Any, grads: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
+    """Unscale, as a `GradScaler` does, the gradients on this rank; the optimizer's step checks with other ranks."""
+    present = []
+    for grad in grads:
+        if not isinstance(grad, AbsentGradient):
+            present.append(grad)
+        elif grad.consumed:
+            grad.refuse()
+        else:
+            grad.found_inf = found
+            present += [] if grad.part is None else [grad.part]
+    if present:
+        func(present, found, inverse_scale)

@@ -1,0 +1,68 @@
+"""The optimizer state of a part of a parameter: taken out of the whole one, and put together again.
+
+A tensor in a state is *per element* if it has the shape of what is stepped: the parameter's, or that of its 1-D part.
+Everything else, such as a step counter, is equal for all parts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_zero.core.local.part_windows import part_of, whole_of
+
+Part = slice | None
+"""The elements of a parameter that are stepped together, with start and stop; None: all, in the parameter's shape."""
+
+
+def narrowed(state: Mapping[Any, Any], param: Tensor, have: Part, want: slice) -> dict[Any, Any]:
+    """The state of a part of a parameter.
+
+    Args:
+        state: of the parameter, or of a larger part.
+        param: the parameter.
+        have: what the state is of.
+        want: what it is to be of. Tensors are views where possible.
+    """
+    return {key: narrowed_value(value, param, have, want) for key, value in state.items()}
+
+
+def narrowed_value(value: Any, param: Tensor, have: Part, want: slice) -> Any:
+    """One value of a state; see `narrowed`."""
+    if not _is_per_element(value, param, have):
+        return value
+    return part_of(value, param, want) if have is None else value[want.start - have.start : want.stop - have.start]
+
+
+def joined(parts: Sequence[tuple[slice, Mapping[Any, Any]]], param: Tensor, want: Part) -> dict[Any, Any]:
+    """The state of several parts that lie end to end, as one.
+
+    Args:
+        parts: each with its state, in any order.
+        param: the parameter.
+        want: None for the shape of the parameter, of which the parts are all elements; else 1-D.
+
+    Raises:
+        ValueError: if parts have different keys.
+    """
+    parts = sorted(parts, key=lambda part: part[0].start)
+    states = [state for _, state in parts]
+    for (part, state), first in zip(parts, states[:1] * len(parts), strict=True):
+        if state.keys() != first.keys():
+            raise ValueError(
+                f"Expected all parts of a parameter of shape {list(param.shape)} to have a state with {list(first)}, "
+                f"got {list(state)} for elements {part.start} to {part.stop}."
+            )
+    found = {}
+    for key, value in states[0].items():
+        if _is_per_element(value, param, parts[0][0]):
+            run = torch.cat([state[key] for state in states]) if len(states) > 1 else value
+            value = run if want is not None else whole_of(run.contiguous(), param)
+        found[key] = value
+    return found
+
+
+def _is_per_element(value: Any, param: Tensor, part: Part) -> bool:
+    shape = tuple(param.shape) if part is None else (part.stop - part.start,)
+    return isinstance(value, Tensor) and tuple(value.shape) == shape

@@ -1,0 +1,310 @@
+"""Flat storage: the one file that re-points ``param.data``.
+
+[Note: ddp_zero tensors]
+*segment tensor*: 1-D, the parameters of one segment; what travels.
+*block*: 1-D, the memory that the parameters of one segment live in, or of several if a parameter is cut among them.
+*parameter window*: a run of a block with the parameter's own shape and strides, in a storage that is this run alone. So
+whatever looks at storages (``torch.save``, safetensors, frameworks that look for shared tensors) sees independent
+parameters of their own size.
+
+With `ViewStorage` the segment tensors are windows of the blocks, and a sync copies nothing. With `PackedStorage` the
+user's storage is left alone: a segment is packed before it is sent and unpacked when it has arrived.
+
+A block has gaps. Every parameter starts at a multiple of 64 bytes, as a tensor with memory of its own does,
+because matrix products round differently at other offsets. The gaps are sent if they are at most 0.5% of the segment;
+otherwise (small parameters of odd sizes) the segment is packed end to end.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+from ddp_zero.core.local.part_windows import run_of
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.plan.shapes import aligned_offsets, is_dense
+from ddp_zero.core.plan.shard_plan import Bucket, Segment, ShardPlan
+
+_ALIGNMENT = 64  # bytes
+_LARGEST_GAPS = 200  # at most one element of gap per this many
+
+
+class ParameterStorage(Protocol):
+    """Provides the segment tensors of a plan, and puts received ones into the parameters."""
+
+    def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
+        """The segment tensors of a bucket, in rank order: this rank's filled, the others' as receive buffers."""
+
+    def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
+        """The segment tensors of a bucket if they are the parameters' memory, which is never copied; else None."""
+
+    def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
+        """Make what was received visible in the parameters of the other owners."""
+
+    def blocks_of(self, bucket: Bucket) -> "Sequence[Block]":
+        """The memory that parameters of a bucket share; none if each has memory of its own."""
+
+
+class Block:
+    """Memory of parameters. Building it moves them there.
+
+    Args:
+        indices: the parameters, in this order.
+        params: all parameters, by index.
+
+    Attributes:
+        indices: as given.
+        tensor: 1-D, the parameters at aligned places, zeros between them. It lives as long as any of their windows.
+        starts: where each parameter begins, by index.
+    """
+
+    @torch.no_grad()
+    def __init__(self, indices: Sequence[int], params: Sequence[Tensor]) -> None:
+        members = [params[index] for index in indices]
+        numels = [param.numel() for param in members]
+        *offsets, end = aligned_offsets(numels, members[0].itemsize if members else 1, _ALIGNMENT)
+        like = members[0] if members else torch.empty(0)
+        self._end = end
+        self.indices = tuple(indices)
+        self.starts = dict(zip(indices, offsets, strict=True))
+        self.tensor: Tensor = torch.zeros(end, dtype=like.dtype, device=like.device)
+        for param, offset in zip(members, offsets, strict=True):
+            run = with_own_storage(self.tensor[offset : offset + param.numel()])
+            window = run.as_strided(param.shape, param.stride())
+            window.copy_(param)
+            param.data = window  # the old memory is freed once nothing else holds it
+
+    def runs(self, nbytes: int) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The memory in order: each parameter of at least so many bytes alone, and those between two of them together.
+
+        Returns:
+            For each run the parameters in it, and the memory from the first one's start to the next run's.
+        """
+        if not self.indices:
+            return []
+        stops = [*list(self.starts.values())[1:], self._end]
+        found: list[tuple[list[int], int, int, bool]] = []
+        for index, start, stop in zip(self.indices, self.starts.values(), stops, strict=True):
+            is_large = (stop - start) * self.tensor.itemsize >= nbytes
+            if found and not (is_large or found[-1][3]):
+                members, first, _, _ = found.pop()
+                found.append(([*members, index], first, stop, False))
+            else:
+                found.append(([index], start, stop, is_large))
+        return [(tuple(members), self.tensor[start:stop]) for members, start, stop, _ in found]
+
+
+def with_own_storage(run: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage begins and ends with it.
+
+    The storage keeps the whole memory alive and cannot be resized. The device's allocator does not know it, so
+    ``record_stream`` on it has no effect.
+
+    Args:
+        run: 1-D contiguous. Its bytes travel, since DLPack does not know every dtype.
+
+    Returns:
+        ``run`` itself where that cannot be done: on a device or for a kind of tensor without DLPack.
+    """
+    if type(run) is not Tensor:  # DLPack reads the pointer of any subclass; those of fake tensors are null
+        return run
+    if not run.numel():
+        return torch.empty_like(run)
+    try:
+        # The bare capsule: `from_dlpack(tensor)` is the protocol between libraries. On CUDA it takes the current stream
+        # along, makes it wait for itself and refuses devices other than the current one. Here nothing changes hands:
+        # the same memory is used on the same streams as before.
+        window = from_dlpack(to_dlpack(run.view(torch.uint8))).view(run.dtype)
+    except (BufferError, RuntimeError, ValueError):
+        return run
+    storage = window.untyped_storage()
+    is_same = window.device == run.device and window.data_ptr() == storage.data_ptr() == run.data_ptr()
+    return window if is_same and storage.nbytes() == run.nbytes else run
+
+
+class ViewStorage:
+    """Parameters are windows of blocks of memory: one per (bucket, owner), or more owners where a parameter is cut.
+
+    Building it moves the parameters: their values are copied once and ``param.data`` is re-pointed. Strides are kept,
+    so a channels-last weight stays channels-last.
+
+    Raises:
+        ValueError: for a parameter whose elements do not fill one run of memory.
+    """
+
+    def __init__(self, plan: ShardPlan, params: Sequence[Tensor], label: Callable[[int], str]) -> None:
+        for bucket in plan.buckets:
+            for segment in bucket.segments:
+                for param in segment.params:
+                    if not is_dense(params[param].shape, params[param].stride()):
+                        raise ValueError(
+                            f"Expected parameters without gaps or overlaps in memory, got {label(param)} with "
+                            f"strides {list(params[param].stride())}. Use parameters_as_bucket_view=False."
+                        )
+        self._blocks: list[list[Block]] = []
+        self._flats: list[list[_FlatSegment]] = []
+        for bucket in plan.buckets:
+            groups = _connected(bucket)
+            blocks = [Block(indices, params) for _, indices in groups]
+            self._blocks.append(blocks)
+            self._flats.append(
+                [
+                    _FlatSegment(segment, block)
+                    for (segments, _), block in zip(groups, blocks, strict=True)
+                    for segment in segments
+                ]
+            )
+
+    def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
+        """Windows of the blocks; where the gaps are too large, this rank's packed and buffers for the others."""
+        flats = enumerate(self._flats[bucket.index])
+        return [flat.packed() if rank == group_rank else flat.room() for rank, flat in flats]
+
+    def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
+        """Windows of the blocks; None if the gaps of any are too large."""
+        flats = self._flats[bucket.index]
+        return None if any(flat.is_packed for flat in flats) else [flat.room() for flat in flats]
+
+    def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
+        """Unpack what the other owners sent packed."""
+        for rank, (flat, tensor) in enumerate(zip(self._flats[bucket.index], segments, strict=True)):
+            if rank != group_rank:
+                flat.unpack(tensor)
+
+    def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
+        """Those of the bucket."""
+        return self._blocks[bucket.index]
+
+
+def _connected(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
+    """Consecutive segments that share a parameter, and all parameters of these, in the order of ranks."""
+    groups: list[tuple[list[Segment], dict[int, None]]] = []
+    last_segment = {param: position for position, one in enumerate(bucket.segments) for param in one.params}
+    end = -1
+    for position, segment in enumerate(bucket.segments):
+        if position > end:
+            groups.append(([], {}))
+        segments, indices = groups[-1]
+        segments.append(segment)
+        indices |= dict.fromkeys(segment.params)
+        end = max(end, position, *(last_segment[param] for param in segment.params), -1)
+    return [(segments, list(indices)) for segments, indices in groups]
+
+
+class _FlatSegment:
+    """One segment in its block.
+
+    Nothing here touches a parameter: using one that is still in flight would wait for it again.
+    """
+
+    def __init__(self, segment: Segment, block: Block) -> None:
+        places = [
+            (block.starts[param] + start, block.starts[param] + stop)
+            for param, (start, stop) in zip(segment.params, segment.ranges, strict=True)
+        ]
+        begin, end = (places[0][0], places[-1][1]) if places else (0, 0)
+        is_in_order = all(one <= other for (_, one), (other, _) in pairwise(places))
+        self._numel = segment.numel
+        self._tensor: Tensor = block.tensor[begin:end]
+        self._windows: list[Tensor] = []  # of the parameters, if they are packed
+        if not is_in_order or (end - begin - segment.numel) * _LARGEST_GAPS > segment.numel:
+            self._windows = [block.tensor[start:stop] for start, stop in places]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it travels without its gaps, which costs a copy."""
+        return bool(self._windows)
+
+    @torch.no_grad()
+    def packed(self) -> Tensor:
+        """The segment tensor, filled."""
+        return torch.cat(self._windows) if self._windows else self._tensor
+
+    def room(self) -> Tensor:
+        """The segment tensor, as a receive buffer."""
+        return self._tensor.new_empty(self._numel) if self._windows else self._tensor
+
+    @torch.no_grad()
+    def unpack(self, segment: Tensor) -> None:
+        """Put what was received into the parameters, unless they live in it."""
+        if not self._windows:
+            return
+        parts = segment.split([window.numel() for window in self._windows])
+        torch._foreach_copy_(self._windows, list(parts))
+        if segment.device.type != "cpu":  # allocated on the step's stream, perhaps read on a different one
+            segment.record_stream(torch.accelerator.current_stream(segment.device))
+
+
+class PackedStorage:
+    """Parameters stay where they are; segments are copied to and from temporary tensors.
+
+    A segment of one contiguous parameter, or of a part of a dense one, is that memory itself and is not copied.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+
+    @torch.no_grad()
+    def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
+        """This rank's segment packed, and receive buffers for the others; at most one bucket's bytes in total."""
+        segments = [self._room_for(segment) for segment in bucket.segments]
+        own = bucket.segments[group_rank]
+        if own.params and self._alias(own) is None:
+            torch._foreach_copy_(self._views(own, segments[group_rank]), self._windows(own))
+        return segments
+
+    def fixed_segments(self, bucket: Bucket) -> list[Tensor] | None:
+        """None: parameters may be copied."""
+        return None
+
+    @torch.no_grad()
+    def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
+        """Unpack what the other owners sent."""
+        for segment, tensor in zip(bucket.segments, segments, strict=True):
+            if segment.owner != group_rank and segment.params and self._alias(segment) is None:
+                torch._foreach_copy_(self._windows(segment), self._views(segment, tensor))
+
+    def blocks_of(self, bucket: Bucket) -> Sequence[Block]:
+        """None: each parameter has memory of its own."""
+        return ()
+
+    def _windows(self, segment: Segment) -> list[Tensor]:
+        """The parameters of a segment, or the parts of them that it holds, with version counters of their own."""
+        pairs = zip(segment.params, segment.ranges, strict=True)
+        return [_window(self._params[index].data, start, stop) for index, (start, stop) in pairs]
+
+    def _views(self, segment: Segment, tensor: Tensor) -> list[Tensor]:
+        """The same places in the segment tensor."""
+        windows = zip(self._windows(segment), segment.offsets, strict=True)
+        return [tensor[offset : offset + window.numel()].view(window.shape) for window, offset in windows]
+
+    def _alias(self, segment: Segment) -> Tensor | None:
+        """The segment tensor, if it needs no copy."""
+        if len(segment.params) != 1:
+            return None
+        window = _window(self._params[segment.params[0]].detach(), *segment.ranges[0])
+        return window.as_strided((segment.numel,), (1,)) if window.is_contiguous() else None
+
+    def _room_for(self, segment: Segment) -> Tensor:
+        alias = self._alias(segment)
+        if alias is not None:
+            return alias
+        if not segment.params:
+            return torch.empty(0)
+        like = self._params[segment.params[0]]
+        return torch.empty(segment.numel, dtype=like.dtype, device=like.device)
+
+
+def _window(value: Tensor, start: int, stop: int) -> Tensor:
+    """A whole parameter as it is, or a part of it, 1-D."""
+    return value if stop - start == value.numel() else run_of(value)[start:stop]
+
+
+@torch.no_grad()
+def release(params: Sequence[Tensor]) -> None:
+    """Give parameters memory of their own, so that they do not keep a whole segment alive."""
+    for param in params:
+        param.data = param.data.clone()  # keeps dense strides

@@ -1,0 +1,207 @@
+"""What all ranks hold of a model together: stated by each, checked by all, and who writes what of it.
+
+A value has one name in the whole model. Ranks that state the same name must hold the same value, or different parts of
+it; otherwise one expert could be saved, or loaded, in place of another.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_zero.core.plan.boxes import Box, fault
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value of the whole model, as one rank holds it.
+
+    Attributes:
+        shape: of the whole value; None for one that is not a tensor.
+        dtype: its name, or None.
+        box: the part that the rank holds, or None.
+        home: tells ranks that hold the same value, or parts of it, from those whose value is another one.
+        sample: of its elements, where nothing else makes sure that ranks hold the same; else "".
+        is_owned: whether the rank has the state of an optimizer for it.
+        weight: bytes that the rank holds.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    box: Box | None
+    home: str
+    sample: str = ""
+    is_owned: bool = False
+    weight: int = 0
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank holds.
+
+    Attributes:
+        entries: by name in the whole model.
+        trainable: names of parameters that are not frozen, aliases included.
+        aliases: additional names, with the name of the entry.
+        buffers: names of entries that are no parameters.
+        groups: of the optimizer: options as text, and names of the parameters.
+    """
+
+    entries: Mapping[str, Entry]
+    trainable: Sequence[str] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    buffers: Sequence[str] = ()
+    groups: Sequence[tuple[str, Sequence[str]]] = ()
+
+    def as_text(self) -> str:
+        """As it is sent."""
+        rows = {name: _row(entry) for name, entry in self.entries.items()}
+        rest = (list(self.trainable), dict(self.aliases), list(self.buffers), list(self.groups))
+        return json.dumps([rows, *rest])
+
+    @classmethod
+    def of_text(cls, text: str) -> "Statement":
+        """As it arrives."""
+        rows, trainable, aliases, buffers, groups = json.loads(text)
+        entries = {name: _entry(row) for name, row in rows.items()}
+        return cls(entries, trainable, aliases, buffers, [(options, names) for options, names in groups])
+
+
+def _row(entry: Entry) -> list[Any]:
+    box = None if entry.box is None else [entry.box.offsets, entry.box.sizes]
+    return [entry.shape, entry.dtype, box, entry.home, entry.sample, entry.is_owned, entry.weight]
+
+
+def _entry(row: Sequence[Any]) -> Entry:
+    shape, dtype, box, home, sample, is_owned, weight = row
+    found = None if box is None else Box(tuple(box[0]), tuple(box[1]))
+    return Entry(None if shape is None else tuple(shape), dtype, found, home, sample, is_owned, weight)
+
+
+class Layout:
+    """The statements of all ranks, which fit together.
+
+    Args:
+        statements: in rank order.
+        name_of: the name of a rank in messages.
+
+    Raises:
+        ValueError: naming a value and two ranks, if they do not.
+    """
+
+    def __init__(self, statements: Sequence[Statement], name_of: Callable[[int], str]) -> None:
+        self.statements = statements
+        self._name_of = name_of
+        self._holders: dict[str, list[int]] = {}
+        for rank, statement in enumerate(statements):
+            for name in statement.entries:
+                self._holders.setdefault(name, []).append(rank)
+        for name, holders in self._holders.items():
+            self._check(name, holders)
+        self._writers = self._assigned()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all values, without aliases."""
+        return list(self._holders)
+
+    @property
+    def trainable(self) -> list[str]:
+        """The names of all parameters that are not frozen, aliases included."""
+        return list(dict.fromkeys(name for one in self.statements for name in one.trainable))
+
+    @property
+    def buffers(self) -> list[str]:
+        """The names of all values that are no parameters."""
+        return list(dict.fromkeys(name for one in self.statements for name in one.buffers))
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """All additional names that no rank uses as the name of a value of its own."""
+        found = {alias: name for one in self.statements for alias, name in one.aliases.items()}
+        return {alias: name for alias, name in found.items() if alias not in self._holders}
+
+    def groups(self) -> list[tuple[str, list[str]]]:
+        """Parameter groups of the whole model: groups with the same options are one, whoever holds them."""
+        found: dict[str, dict[str, None]] = {}
+        for options, names in (group for statement in self.statements for group in statement.groups):
+            found.setdefault(options, {}).update(dict.fromkeys(names))
+        return [(options, list(names)) for options, names in found.items()]
+
+    def written_by(self, rank: int) -> set[str]:
+        """The values of which a rank writes what it holds; of ranks that hold the same elements, one does."""
+        return self._writers[rank]
+
+    def only_elsewhere(self, rank: int) -> set[str]:
+        """Names, aliases included, that other ranks hold and this one does not."""
+        mine, every = self._known(self.statements[rank]), [self._known(one) for one in self.statements]
+        return {name for names in every for name in names} - mine
+
+    def _known(self, statement: Statement) -> set[str]:
+        return {*statement.entries, *statement.aliases}
+
+    def _entry(self, rank: int, name: str) -> Entry:
+        return self.statements[rank].entries[name]
+
+    def _check(self, name: str, holders: Sequence[int]) -> None:
+        first = holders[0]
+        expected = self._entry(first, name)
+        boxes: dict[Box, int] = {}
+        for rank in holders:
+            entry, between = self._entry(rank, name), f"{self._name_of(first)} and {self._name_of(rank)}"
+            if entry.home != expected.home:
+                raise ValueError(
+                    f"Expected one value under a name, got {name!r} on {between}, which hold different ones of it: "
+                    f"one belongs to {expected.home}, the other to {entry.home}. Build the optimizer with "
+                    "global_names=, which gives each its name in the whole model."
+                )
+            if (entry.shape, entry.dtype) != (expected.shape, expected.dtype):
+                raise ValueError(
+                    f"Expected {name!r} with one shape and dtype, got {_shown(expected)} and {_shown(entry)} on "
+                    f"{between}. State how it is cut in sharded_over=, or give each its name by global_names=."
+                )
+            if entry.box is None:
+                continue
+            same = boxes.setdefault(entry.box, rank)
+            if entry.sample != self._entry(same, name).sample:
+                raise ValueError(
+                    f"Expected the same value of {name!r}, which is in no parameter group, on every rank that has it, "
+                    f"got different ones on {self._name_of(same)} and {self._name_of(rank)}. Put it into the "
+                    "group of its ranks, or give each its name by global_names=."
+                )
+        wrong = None if expected.shape is None else fault(expected.shape, list(boxes))
+        if wrong is not None:
+            shown = "; ".join(f"{box.describe()} on {self._name_of(rank)}" for box, rank in boxes.items())
+            raise ValueError(
+                f"Expected the parts of {name!r} to make up {_shown(expected)}, got {wrong}: {shown}. State how it is "
+                "cut in sharded_over=, alike on all ranks."
+            )
+
+    def _assigned(self) -> list[set[str]]:
+        """By rank, what it writes: the first rank that owns some elements, else the one with the least to write."""
+        found: list[set[str]] = [set() for _ in self.statements]
+        loads = [0] * len(self.statements)
+        rest = []
+        for name, holders in self._holders.items():
+            by_box: dict[Box | None, list[int]] = {}
+            for rank in holders:
+                by_box.setdefault(self._entry(rank, name).box, []).append(rank)
+            for box, ranks in by_box.items():
+                if box is not None and not box.numel and len(by_box) > 1:
+                    continue  # a part without elements
+                owner = next((rank for rank in ranks if self._entry(rank, name).is_owned), None)
+                if owner is None:
+                    rest.append((name, ranks))
+                else:
+                    found[owner].add(name)
+                    loads[owner] += self._entry(owner, name).weight
+        buffers = set(self.buffers)
+        for name, ranks in rest:
+            writer = ranks[0] if name in buffers else min(ranks, key=lambda rank: loads[rank])
+            found[writer].add(name)
+            loads[writer] += self._entry(writer, name).weight
+        return found
+
+
+def _shown(entry: Entry) -> str:
+    return "no tensor" if entry.shape is None else f"shape {list(entry.shape)} of {entry.dtype}"

@@ -1,0 +1,76 @@
+"""Who owns which elements of which parameter, and what moves when that changes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_zero.core.plan.partition import GroupRank
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements of a parameter that one rank owns: ``start`` to ``stop`` in the order of its memory."""
+
+    owner: GroupRank
+    start: int
+    stop: int
+
+
+Pieces = tuple[Piece, ...]
+"""One parameter's, in order: at least one, from its first to its last element, each of a different rank."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements of a parameter whose owner changes from ``source`` to ``target``."""
+
+    source: GroupRank
+    target: GroupRank
+    start: int
+    stop: int
+
+
+def whole(owner: GroupRank, numel: int) -> Pieces:
+    """A parameter that is not cut."""
+    return (Piece(owner, 0, numel),)
+
+
+def home(pieces: Pieces) -> GroupRank:
+    """The owner of the first element, which acts where one rank must act for a parameter."""
+    return pieces[0].owner
+
+
+def is_cut(pieces: Pieces) -> bool:
+    """Whether several ranks own a parameter."""
+    return len(pieces) > 1
+
+
+def piece_of(pieces: Pieces, rank: GroupRank) -> Piece | None:
+    """What a rank owns of a parameter; None if that is nothing."""
+    return next((piece for piece in pieces if piece.owner == rank), None)
+
+
+def moves(before: Pieces, after: Pieces) -> list[Move]:
+    """The elements of one parameter that change their owner, in order."""
+    overlaps = (
+        Move(old.owner, new.owner, max(old.start, new.start), min(old.stop, new.stop))
+        for old in before
+        for new in after
+        if old.owner != new.owner
+    )
+    is_empty = before[-1].stop == 0  # a parameter without elements has an owner all the same
+    return [move for move in overlaps if move.start < move.stop or is_empty]
+
+
+def check_pieces(pieces: Sequence[Piece], numel: int, world_size: int, param: int) -> None:
+    """Check that pieces are those of one parameter.
+
+    Raises:
+        ValueError: if they do not cover it end to end, repeat an owner, or have one that is not a rank.
+    """
+    owners = [piece.owner for piece in pieces]
+    for owner in owners:
+        if not 0 <= owner < world_size:
+            raise ValueError(f"Expected parameter {param} to have an owner below {world_size}, got {owner}.")
+    ends = [0, *(piece.stop for piece in pieces)]
+    if [*(piece.start for piece in pieces), numel] != ends or len(set(owners)) != len(owners):
+        raise ValueError(f"Expected the pieces of parameter {param} to cover its {numel} elements, got {pieces}.")

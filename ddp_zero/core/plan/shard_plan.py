@@ -1,0 +1,329 @@
+"""Who owns what, as plain numbers: specs and owners in, an immutable `ShardPlan` out.
+
+A plan is computed from sizes and the number of ranks alone, so every rank builds the same one without messages. The
+parameters of one kind (device type and dtype) are cut into *buckets*, the units of the pipeline "step a bucket, send
+it while stepping the next". What one rank owns of one bucket is a *segment*: parameters laid end to end, and one
+message. Parameters are whole here; `elements.py` cuts them.
+
+Seven fp32 parameters on two ranks, with a cap of 64 bytes a bucket (numbers are elements):
+
+    parameter      0    1    2    3    4    5    6
+    elements       8    4    6    2    4    6    2        128 bytes, so 2 buckets
+    owner          0    0    1    1    0    1    1
+
+                   rank 0                      rank 1
+    bucket 0       [ p0: 0..8 ]                [ p2: 0..6 | p3: 6..8 ]
+    bucket 1       [ p1: 0..4 | p4: 4..8 ]     [ p5: 0..6 | p6: 6..8 ]
+
+Every bucket holds about the same share of every rank's parameters, so that ranks step and send at the same pace.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from ddp_zero.core.plan.ownership import Pieces, check_pieces, home, piece_of, whole
+from ddp_zero.core.plan.partition import GroupRank, partition_greedy
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a plan needs to know about one parameter.
+
+    Attributes:
+        numel: number of elements.
+        nbytes: size in bytes.
+        kind: device type and dtype, such as ``cpu/float32``. A bucket holds parameters of one kind.
+        active: whether a step can change it. A dormant parameter (frozen, without a gradient on any rank) has an owner
+            but is in no bucket.
+    """
+
+    numel: int
+    nbytes: int
+    kind: str
+    active: bool = True
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one rank owns of one bucket: parameters or pieces of them, end to end, in one message.
+
+    Attributes:
+        owner: the rank that steps these parameters and sends them.
+        params: parameter indices, increasing.
+        offsets: where each parameter starts in the segment, in elements.
+        numel: length of the segment, in elements.
+        ranges: which elements of each parameter it holds: start and stop.
+    """
+
+    owner: GroupRank
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A unit of the pipeline: one segment per rank, in rank order, possibly empty, all of one kind."""
+
+    index: int
+    kind: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Which rank owns which parameter, and in which bucket it travels.
+
+    Attributes:
+        world_size: number of ranks.
+        specs: one per parameter, in the optimizer's order.
+        pieces: who owns which elements of each parameter.
+        buckets: in the order in which every rank steps and syncs them.
+
+    Raises:
+        ValueError: if the pieces of an active parameter are not in exactly one bucket, each in the segment of its
+            owner, with its kind; if a segment's offsets do not lay its parameters end to end; or if pieces do not cover
+            their parameter.
+    """
+
+    world_size: int
+    specs: tuple[ParameterSpec, ...]
+    pieces: tuple[Pieces, ...]
+    buckets: tuple[Bucket, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.pieces) != len(self.specs):
+            raise ValueError(f"Expected one owner for each of {len(self.specs)} parameters, got {len(self.pieces)}.")
+        for param, (pieces, spec) in enumerate(zip(self.pieces, self.specs, strict=True)):
+            check_pieces(pieces, spec.numel, self.world_size, param)
+        bucket_of: dict[int, int] = {}
+        for position, bucket in enumerate(self.buckets):
+            if bucket.index != position:
+                raise ValueError(f"Expected bucket {position} at position {position}, got bucket {bucket.index}.")
+            self._check_bucket(bucket, bucket_of)
+        for param, spec in enumerate(self.specs):
+            if spec.active and param not in bucket_of:
+                raise ValueError(f"Expected active parameter {param} in a bucket, got it in none.")
+
+    @property
+    def owners(self) -> tuple[GroupRank, ...]:
+        """The owner of each parameter's first element, and so of all of it unless it is cut."""
+        return tuple(map(home, self.pieces))
+
+    def digest(self, *more: object) -> int:
+        """A 63-bit hash that differs if two plans differ in anything that is sent, or in ``more``."""
+        layout = [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in self.buckets]
+        pieces = [[(piece.owner, piece.stop) for piece in pieces] for pieces in self.pieces]
+        text = repr((self.world_size, pieces, [(spec.numel, spec.kind) for spec in self.specs], layout, more))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    def _check_bucket(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
+        if [segment.owner for segment in bucket.segments] != list(range(self.world_size)):
+            raise ValueError(f"Expected one segment per rank in rank order in bucket {bucket.index}.")
+        for segment in bucket.segments:
+            unknown = [param for param in segment.params if not 0 <= param < len(self.specs)]
+            if unknown:
+                raise ValueError(
+                    f"Expected parameters below {len(self.specs)}, got parameter {unknown[0]} in bucket "
+                    f"{bucket.index}, rank {segment.owner}."
+                )
+            ends = [0, *accumulate(stop - start for start, stop in segment.ranges)]
+            if list(segment.offsets) != ends[:-1] or segment.numel != ends[-1]:
+                raise ValueError(
+                    f"Expected the parameters of bucket {bucket.index}, rank {segment.owner} end to end at "
+                    f"{ends[:-1]}, got {list(segment.offsets)} and length {segment.numel}."
+                )
+        self._check_count(bucket, bucket_of)
+        for segment in bucket.segments:
+            for param, held in zip(segment.params, segment.ranges, strict=True):
+                self._check_member(bucket, segment, param, held)
+
+    def _check_count(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
+        found = Counter(param for segment in bucket.segments for param in segment.params)
+        for param, count in found.items():
+            if param in bucket_of:
+                raise ValueError(
+                    f"Expected parameter {param} in one bucket, got it in {bucket_of[param]} and {bucket.index}."
+                )
+            if count != len(self.pieces[param]):
+                raise ValueError(
+                    f"Expected all {len(self.pieces[param])} pieces of parameter {param} in bucket {bucket.index}, got "
+                    f"{count}."
+                )
+        bucket_of.update(dict.fromkeys(found, bucket.index))
+
+    def _check_member(self, bucket: Bucket, segment: Segment, param: int, held: tuple[int, int]) -> None:
+        spec, piece = self.specs[param], piece_of(self.pieces[param], segment.owner)
+        if piece is None or held != (piece.start, piece.stop):
+            raise ValueError(
+                f"Expected parameter {param} with its owners, {self.pieces[param]}, got elements {held[0]} to "
+                f"{held[1]} in a segment of rank {segment.owner} (bucket {bucket.index})."
+            )
+        if spec.kind != bucket.kind or not spec.active:
+            raise ValueError(
+                f"Expected an active parameter of kind {bucket.kind} in bucket {bucket.index}, got parameter {param}: "
+                f"{spec}."
+            )
+
+
+def plan_standalone(
+    specs: Sequence[ParameterSpec], owners: Sequence[GroupRank], world_size: int, bucket_cap_bytes: int
+) -> ShardPlan:
+    """Cut the active parameters of each kind into buckets of about ``bucket_cap_bytes``.
+
+    The owners are given; this decides only which bucket each parameter is in. Each rank's parameters of a kind are
+    cut into the same number of runs of about the same size, and run *k* of every rank makes bucket *k*.
+
+    Args:
+        specs: one per parameter.
+        owners: one per parameter.
+        world_size: number of ranks.
+        bucket_cap_bytes: upper bound on the average size of the buckets of a kind, at least 1. A single bucket can
+            exceed it: parameters are never cut.
+
+    Raises:
+        ValueError: if the cap is less than 1 or the arguments contradict each other.
+    """
+    if bucket_cap_bytes < 1:
+        raise ValueError(f"Expected a bucket cap of at least 1 byte, got {bucket_cap_bytes}.")
+    members: dict[str, list[list[int]]] = {}
+    for param, (spec, owner) in enumerate(zip(specs, owners, strict=True)):
+        if spec.active:
+            if not 0 <= owner < world_size:
+                raise ValueError(f"Expected parameter {param} to have an owner below {world_size}, got {owner}.")
+            if spec.kind not in members:
+                members[spec.kind] = [[] for _ in range(world_size)]
+            members[spec.kind][owner].append(param)
+
+    pieces = whole_pieces(specs, owners)
+    buckets: list[Bucket] = []
+    for kind, params_per_rank in members.items():
+        total = sum(specs[param].nbytes for params in params_per_rank for param in params)
+        num_runs = min(max(1, -(-total // bucket_cap_bytes)), max(map(len, params_per_rank)))
+        runs_per_rank = [cut([specs[p].nbytes for p in params], params, num_runs) for params in params_per_rank]
+        for run in range(num_runs):
+            segments = tuple(_segment(GroupRank(rank), runs[run], pieces) for rank, runs in enumerate(runs_per_rank))
+            if any(segment.params for segment in segments):
+                buckets.append(Bucket(len(buckets), kind, segments))
+    return ShardPlan(world_size, tuple(specs), pieces, tuple(buckets))
+
+
+def plan_for_ddp(
+    specs: Sequence[ParameterSpec],
+    owners: Sequence[GroupRank],
+    world_size: int,
+    layout: Sequence[Sequence[int]],
+    bucket_cap_bytes: int,
+) -> ShardPlan:
+    """Build one bucket per DDP bucket, at the same index, then buckets of active parameters that DDP does not reduce.
+
+    Args:
+        specs: one per parameter.
+        owners: one per parameter.
+        world_size: number of ranks.
+        layout: parameter indices of each DDP bucket, without those of other optimizers, so a bucket may be empty.
+        bucket_cap_bytes: cap for the buckets that DDP does not reduce, see `plan_standalone`.
+    """
+    reduced = {param for bucket in layout for param in bucket}
+    outside = [replace(spec, active=spec.active and param not in reduced) for param, spec in enumerate(specs)]
+    buckets = []
+    for index, params in enumerate(layout):
+        buckets.append(plan_bucket(index, params, specs, owners, world_size))
+    for bucket in plan_standalone(outside, owners, world_size, bucket_cap_bytes).buckets:
+        buckets.append(replace(bucket, index=len(buckets)))
+    return ShardPlan(world_size, tuple(specs), whole_pieces(specs, owners), tuple(buckets))
+
+
+def plan_bucket(
+    index: int, params: Sequence[int], specs: Sequence[ParameterSpec], owners: Sequence[GroupRank], world_size: int
+) -> Bucket:
+    """Build the bucket for one of DDP's: its active parameters, in one segment per rank.
+
+    Args:
+        index: the bucket's.
+        params: parameter indices, of one kind, in any order; possibly none.
+        specs: one per parameter of the optimizer.
+        owners: one per parameter of the optimizer.
+        world_size: number of ranks.
+    """
+    segments = segments_of(sorted(params), specs, whole_pieces(specs, owners), world_size)
+    return Bucket(index, specs[params[0]].kind if params else "", segments)
+
+
+def segments_of(
+    params: Sequence[int], specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int
+) -> tuple[Segment, ...]:
+    """What each rank owns of some parameters, in this order; of the active ones among them."""
+    of_rank: list[list[int]] = [[] for _ in range(world_size)]
+    for param in params:
+        for piece in pieces[param] if specs[param].active else ():
+            of_rank[piece.owner].append(param)
+    return tuple(_segment(GroupRank(rank), of_rank[rank], pieces) for rank in range(world_size))
+
+
+def whole_pieces(specs: Sequence[ParameterSpec], owners: Sequence[GroupRank]) -> tuple[Pieces, ...]:
+    """The pieces of parameters that are not cut."""
+    return tuple(whole(owner, spec.numel) for spec, owner in zip(specs, owners, strict=True))
+
+
+def owners_by_bucket(
+    sizes: Sequence[int],
+    owners: Sequence[GroupRank],
+    world_size: int,
+    layout: Sequence[Sequence[int]],
+    split: bool,
+    decided: int = 0,
+) -> list[GroupRank]:
+    """Assign the parameters of each DDP bucket, carrying the loads from bucket to bucket.
+
+    Args:
+        sizes: one per parameter.
+        owners: the current owners; a parameter in no bucket keeps its owner.
+        world_size: number of ranks.
+        layout: parameter indices of each DDP bucket.
+        split: if True, sorted greedy inside each bucket; if False, a whole bucket goes to the least loaded rank.
+        decided: number of leading buckets that keep their owners, because their gradients are already being sent.
+    """
+    assigned = list(owners)
+    loads = [0] * world_size
+    for position, bucket in enumerate(layout):
+        params = sorted(bucket)
+        if position < decided:
+            chosen = [owners[param] for param in params]
+        elif split:
+            chosen = partition_greedy([sizes[param] for param in params], world_size, loads)
+        else:
+            chosen = partition_greedy([sum(sizes[param] for param in params)], world_size, loads) * len(params)
+        for param, owner in zip(params, chosen, strict=True):
+            assigned[param] = owner
+            loads[owner] += sizes[param]
+    return assigned
+
+
+def _segment(owner: GroupRank, params: Sequence[int], pieces: Sequence[Pieces]) -> Segment:
+    found = [piece_of(pieces[param], owner) for param in params]
+    ranges = tuple((piece.start, piece.stop) for piece in found if piece is not None)
+    ends = [0, *accumulate(stop - start for start, stop in ranges)]
+    return Segment(owner, tuple(params), tuple(ends[:-1]), ends[-1], ranges)
+
+
+def cut(sizes: Sequence[int], items: Sequence[int], num_runs: int) -> list[list[int]]:
+    """Cut items, in order, into runs of about equal size: an item goes to the run that holds its middle.
+
+    Args:
+        sizes: of each item, in any unit.
+        items: what is cut; none is divided.
+        num_runs: how many runs, of which some may be empty.
+    """
+    runs: list[list[int]] = [[] for _ in range(num_runs)]
+    total = max(1, sum(sizes))
+    start = 0
+    for item, size in zip(items, sizes, strict=True):
+        middle = 2 * start + size
+        runs[min(num_runs - 1, middle * num_runs // (2 * total))].append(item)
+        start += size
+    return runs

@@ -1,0 +1,238 @@
+"""The whole state on one rank alone, while the others go on: each is asked for its shard, and a thread answers.
+
+While gradients are reduced together, no rank can step without the one that asks, so the states of the others stay as
+they are. That is not taken for granted: every rank counts the changes of its state (`service.changes`), the rank that
+asks states its count, and each parameter is sent with the count checked before and after. A rank that is behind is
+waited for; one that has moved on is named in an error. So the result is one state or none.
+
+A request is ``{"count": .., "plan": ..}``; ``{"still": "here"}`` asks for nothing. Answers are ``{"wait": why}``,
+``{"refused": why}``, or a stream of
+
+- ``{"piece": index, "birth": [step, place], "tree": text}`` and the elements of its tensors, for each state that the
+  rank owns, in any order;
+- ``{"end": number of pieces}``, or ``{"refused": why}`` as soon as the state has changed.
+
+A rank answers until none can ask any more, also after its script has ended: see `service.stay`.
+
+Only the ranks of ``sharded.comm`` are asked. A piece names a parameter; it is of the elements that its owner has.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.groups import store_of
+from ddp_zero.core.local.masters import MASTER_KEY, with_masters
+from ddp_zero.core.local.tree import check_can_travel, copy_tree
+from ddp_zero.core.plan.ownership import piece_of
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.state.address import BLOCK_BYTES, Address
+from ddp_zero.core.state.caller import call
+from ddp_zero.core.state.frames import Frame, receive_frame, receive_tree, send_frame, send_tree
+from ddp_zero.core.state.gather import put_together
+from ddp_zero.core.state.listener import listen
+from ddp_zero.core.state.stay import UNTIL, Stay
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.state_order import Birth, State
+
+_POLL_SECONDS = 0.001, 0.05
+_HEARD_PER_TIME_OUT = 4
+
+Piece = tuple[Birth, int, dict[Any, Any]]
+"""When a state was born, the index of its parameter, and the state."""
+
+
+class OnDemand:
+    """Asks the other ranks for their shards, and answers them. Building one is a collective.
+
+    Args:
+        sharded: the step.
+    """
+
+    def __init__(self, sharded: ShardedStep) -> None:
+        self._sharded = sharded
+        comm = sharded.comm
+        self._time_out = comm.time_out.total_seconds()
+        mine = listen(self, _store_host(comm), self._time_out).encode()
+        block = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        assert len(block) == BLOCK_BYTES, "as many bytes on every rank"
+        self._addresses = [Address.decode(bytes(one.tolist())) for one in comm.all_gather_tensor(block)]
+        self._stay = Stay([self._addresses[peer] for peer in comm.peers()], self._time_out)
+
+    def stay_after(self, owner: object) -> None:
+        """Go on answering when the owner is gone, or the script has ended, until no rank can ask any more."""
+        self._stay.keep(self, owner)
+
+    # Asking
+
+    def gather(self) -> State:
+        """The state of all ranks, by parameter, in the unsharded order, on the devices where it would be. All copies.
+
+        Raises:
+            RuntimeError: within the group's time-out, naming the rank, if one is gone, has moved on, or does not end a
+                step; within a step of this rank.
+            TypeError: for a state that cannot travel without pickle, naming the parameter.
+        """
+        sharded, comm = self._sharded, self._sharded.comm
+        if sharded.changes.is_under_way:
+            raise RuntimeError(
+                f"Expected state_dict() between two steps, got it within one ({comm.name(comm.group_rank)}). Call it "
+                "after opt.step(), or opt.reset() after an interrupted backward pass."
+            )
+        with ExitStack() as stack:
+            connections = {peer: stack.enter_context(self._call(peer)) for peer in comm.peers()}
+            found = [(index, comm.group_rank, birth, copy_tree(state)) for birth, index, state in _owned(sharded)]
+            while connections:
+                peer = next(iter(connections))
+                connection = connections.pop(peer)
+                theirs = self._named(peer, partial(self._all_pieces, peer, connection, connections))
+                found += [(index, peer, birth, state) for birth, index, state in theirs]
+        pieces = put_together(found, sharded.table, sharded.binding.pieces)
+        pieces.sort(key=lambda piece: piece[:2])
+        whole: State = {key: value for key, value in sharded.inner_state.items() if not isinstance(key, Tensor)}
+        whole.update((sharded.table.params[index], state) for _, index, state in pieces)
+        return whole
+
+    def _call(self, peer: GroupRank) -> socket.socket:
+        connection: socket.socket = self._named(peer, lambda: call(self._addresses[peer], self._time_out))
+        return connection
+
+    def _all_pieces(
+        self, peer: GroupRank, connection: socket.socket, later: Mapping[GroupRank, socket.socket]
+    ) -> list[Piece]:
+        """What a rank owns. Those that are asked later hear meanwhile that this rank is still there."""
+        pieces, last = [], time.monotonic()
+        for piece in self._ask(peer, connection):
+            pieces.append(piece)
+            if time.monotonic() - last > self._time_out / _HEARD_PER_TIME_OUT:
+                last = time.monotonic()
+                for other, waiting in later.items():
+                    self._named(other, partial(send_frame, waiting, {"still": "here"}))
+        return pieces
+
+    def _ask(self, peer: GroupRank, connection: socket.socket) -> Iterator[Piece]:
+        sharded, name = self._sharded, self._sharded.comm.name(peer)
+        request = {"count": sharded.changes.begun, "plan": sharded.binding.digest}
+        frame = self._first_answer(name, connection, request)
+        received = 0
+        while "piece" in frame:
+            state = receive_tree(connection, frame, sharded.table.accelerator())
+            step, place = frame["birth"]
+            yield (step, place), frame["piece"], state
+            received += 1
+            frame = receive_frame(connection)
+        if "type_error" in frame:
+            raise TypeError(frame["type_error"])
+        if frame.get("end") != received:
+            raise RuntimeError(
+                f"Expected {name} to have the state that {sharded.comm.name(sharded.comm.group_rank)} has, got "
+                f"{frame.get('refused', 'a part of it')}. While gradients are reduced together no rank can step "
+                "without this one; where one can, call consolidate_state_dict() on all ranks before state_dict()."
+            )
+
+    def _first_answer(self, name: str, connection: socket.socket, request: Frame) -> Frame:
+        """Ask until the rank does not ask to wait."""
+        deadline = time.monotonic() + self._time_out
+        pause, longest = _POLL_SECONDS
+        while True:
+            send_frame(connection, request)
+            frame = receive_frame(connection)
+            if "wait" not in frame:
+                return frame
+            if time.monotonic() + pause > deadline:
+                raise RuntimeError(
+                    f"Expected {name} to end its change of the state within {self._time_out:g} s, the group's "
+                    f"time-out, got {frame['wait']}."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _named(self, peer: GroupRank, talk: Callable[[], Any]) -> Any:
+        """Talk to a rank; errors of the connection name it."""
+        try:
+            return talk()
+        except (OSError, EOFError, ValueError) as error:
+            shown = "no answer within the group's time-out" if isinstance(error, TimeoutError) else str(error)
+            raise RuntimeError(
+                f"Expected {self._sharded.comm.name(peer)} to give its part of the optimizer's state, got {shown}. Has "
+                "it been killed, or ended with an error? A rank that ends well stays until no other can ask."
+            ) from error
+
+    # Answering, in a thread
+
+    def answer(self, connection: socket.socket) -> None:
+        """Answer one rank until it hangs up, which raises EOFError, or has waited until this one leaves."""
+        changes = self._sharded.changes
+        while True:
+            request = receive_frame(connection)
+            if UNTIL in request:
+                return self._stay.wait_until_it_leaves()
+            if "count" not in request:
+                continue
+            count = request["count"]
+            if changes.begun < count or (changes.begun == count and changes.is_under_way):
+                where = "within" if changes.is_under_way else "after"
+                send_frame(connection, {"wait": f"it still {where} its change {changes.begun}, a step or a load"})
+                continue
+            refusal = self._refusal(count)
+            if refusal is None and self._sharded.binding.digest != request["plan"]:
+                refusal = "a different plan of who owns what"
+            send_frame(connection, {"refused": refusal} if refusal else self._send_pieces(connection, count))
+
+    def _send_pieces(self, connection: socket.socket, count: int) -> Frame:
+        """Send every state that this rank owns. Returns what to send at the end."""
+        self._sharded.changes.wait_for_work()
+        sent = 0
+        try:
+            for (step, place), index, state in _owned(self._sharded):
+                if refusal := self._refusal(count):
+                    return {"refused": refusal}
+                send_tree(connection, {"piece": index, "birth": [step, place]}, state)
+                sent += 1
+        except TypeError as error:
+            refusal = self._refusal(count)  # a state that changes meanwhile can be anything
+            return {"refused": refusal} if refusal else {"type_error": str(error)}
+        except (RuntimeError, LookupError) as error:
+            return {"refused": self._refusal(count) or f"{type(error).__name__}: {error}"}
+        refusal = self._refusal(count)
+        return {"refused": refusal} if refusal else {"end": sent}
+
+    def _refusal(self, count: int) -> str | None:
+        begun = self._sharded.changes.begun
+        return None if begun == count else f"one that has moved on, to change {begun} (a step or a load) from {count}"
+
+
+def _owned(sharded: ShardedStep) -> Iterator[Piece]:
+    """What this rank owns; not copied. Only reads, since a step may begin at any moment in a different thread.
+
+    Raises:
+        TypeError: for a state that cannot travel, naming the parameter.
+    """
+    pieces, rank, stepped = sharded.binding.pieces, sharded.comm.group_rank, sharded.stepped
+    for index, state in with_masters(sharded.inner_state, stepped).items():
+        if not isinstance(index, int) or index >= len(pieces) or piece_of(pieces[index], rank) is None:
+            continue  # users may look up the state of a parameter that this rank does not own, which creates one
+        if stepped.are_fresh and MASTER_KEY in state:  # masters follow the model only when they are used
+            value = stepped.own_part(index, sharded.table.params[index].detach())
+            state = {**state, MASTER_KEY: value.to(torch.float32)}
+        check_can_travel(state, sharded.table.label(index))
+        yield sharded.order.of(stepped[index], index), index, state
+
+
+def _store_host(comm: Communicator) -> str | None:
+    """The host of the group's store, if it has one."""
+    try:
+        store = store_of(comm.process_group)
+    except RuntimeError:  # a backend without a store
+        return None
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else None

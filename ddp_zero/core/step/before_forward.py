@@ -1,0 +1,95 @@
+"""Waits before a forward pass for parameters that are still in flight (``sync="forward"``).
+
+Most uses of a parameter wait by themselves, see `ddp_zero.core.local.awaited`. This file is for those that do not.
+
+Some functions pass a tensor to C++ without checking its type: `torch.func.vmap` and ``grad``,
+`torch.sparse_coo_tensor`, `torch.tensor`, extensions. So a module waits for the parameters that it holds itself.
+
+Compiled code is specialized for one type of parameters. So evaluation, and models with compiled parts, wait for all
+parameters. If DDP itself is compiled, no hook runs before compiled code; then steps wait again.
+
+Steps wait from the start if waiting before forward is not enough: TorchScript reads parameters in C++, and the
+attention of `torch.nn` has a faster evaluation path, with different last bits, only for plain parameters in modules
+without hooks.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.core.local.awaited import wait_for
+from ddp_zero.core.step.sharded_step import ShardedStep
+
+_STEPS_WAIT_FOR = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, torch.jit.ScriptModule)
+
+
+def wait_before_forward(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
+    """Register hooks that wait before forward passes of the model and its parts, so that steps need not wait."""
+    modules = list(ddp.modules())
+    if any(isinstance(module, _STEPS_WAIT_FOR) for module in modules):
+        return
+    for module in (ddp, ddp.module):
+        module.register_forward_pre_hook(_BeforeForward(sharded))
+    for module in modules:
+        if module._parameters and _wait_for_own not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_wait_for_own)
+    sharded.leaves_syncs = True
+
+
+def _wait_for_own(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook; it does nothing if all parameters have arrived, as in copies of the model."""
+    if not torch.compiler.is_compiling():
+        for param in module._parameters.values():
+            wait_for(param)
+
+
+class _BeforeForward:
+    """A forward pre-hook of the whole model; it does nothing in copies of the model."""
+
+    def __init__(self, sharded: ShardedStep | None = None) -> None:
+        self._sharded = (lambda: None) if sharded is None else weakref.ref(sharded)  # a model outlives its optimizer
+        self._is_being_compiled = _at_compile_time(self._sharded)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _BeforeForward, ()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._is_being_compiled()
+            return
+        sharded = self._sharded()
+        if sharded is not None and (_evaluates(module) or _is_ddp_of_compiled_parts(module)):
+            sharded.left.complete()
+
+
+def _at_compile_time(reference: Callable[[], ShardedStep | None]) -> Callable[[], None]:
+    """A function that the compiler calls instead of compiling it, see `torch.compiler.assume_constant_result`."""
+
+    def note() -> None:
+        """Make steps wait from now on."""
+        sharded = reference()
+        if sharded is not None:
+            sharded.leaves_syncs = False
+            sharded.left.complete()
+
+    note._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return note
+
+
+def _evaluates(module: nn.Module) -> bool:
+    return not (module.training and torch.is_grad_enabled())
+
+
+def _is_ddp_of_compiled_parts(module: nn.Module) -> bool:
+    """Whether a DDP model has compiled parts; runs before every forward pass, where ``modules()`` would be slower."""
+    parts: list[nn.Module | None] = [module] if isinstance(module, DistributedDataParallel) else []
+    for part in parts:
+        if part is not None:
+            if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+                return True
+            parts.extend(part._modules.values())
+    return False

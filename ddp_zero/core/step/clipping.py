@@ -1,0 +1,271 @@
+"""Norms of gradients that are spread over ranks: one small collective, and the same bits as on one rank.
+
+A parameter's gradient is whole on its owner. Each owner computes the norms of its own gradients, all ranks get all of
+them, and each combines them in the order of the model's parameters, as torch's
+``clip_grad_norm_(model.parameters())`` does on one rank: to the same bits if all gradients have one dtype. (With
+several, torch combines norms dtype by dtype, and those of fp16 and bf16 in that dtype; here they are fp32.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_zero.core.local.absent import AbsentGradient, on_this_rank
+from ddp_zero.core.local.local_step import ParamGroup
+from ddp_zero.core.local.masters import LOW_PRECISION
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.options import StepOptions
+
+_NO_GRADIENT = -1.0  # no norm is negative
+
+OWN_LIMIT = "max_grad_norm"
+"""The option by which a parameter group has a limit of its own."""
+
+WHOLE, COMMON = -2, -1
+"""Keys of a `Share`: the norm of all gradients, and of those in groups without a limit of their own."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Whose gradient was not finite.
+
+    Attributes:
+        parameter: its name.
+        rank: the first group rank whose own gradient of it was not finite before averaging, if that is known.
+        found: a sentence about it.
+    """
+
+    parameter: str
+    rank: int | None
+    found: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the data-parallel ranks of one optimizer have found in their gradients, the same on all of them.
+
+    Attributes:
+        totals: norms by `WHOLE`, `COMMON` or the position of a group with its own limit; None without a gradient.
+        norm_type: order of the p-norm.
+        flag: above 0 if a gradient was not finite.
+        find: finds whose that was; a collective of these ranks.
+    """
+
+    totals: Mapping[int, Tensor | None] = field(default_factory=dict)
+    norm_type: float = 2.0
+    flag: Tensor | float = 0.0
+    find: Callable[[], Culprit | None] = lambda: None
+
+
+class Beyond:
+    """The part of the model that an optimizer does not hold, where a decision concerns all of it. Here: nothing.
+
+    `ddp_zero.parallel` asks ranks with other experts, other parts of parameters and other stages.
+    """
+
+    def counts(self, index: int) -> bool:
+        """Whether a parameter adds to norms here, and not on another rank that holds the same."""
+        return True
+
+    def join(self, share: Share) -> Share:
+        """The same for the whole model, equal on all of its ranks. A collective of theirs."""
+        return share
+
+    def culprit(self, share: Share) -> Culprit | None:
+        """Whose gradient was not finite, after a joined share says that one was. A collective."""
+        return share.find()
+
+
+def norms_of(grads: Mapping[int, Tensor], norm_type: float, *, rounds: bool) -> dict[int, Tensor]:
+    """The norm of each gradient in its dtype; of low precision in fp32 unless it ``rounds``, as torch's clipping."""
+    plain = [grad for grad in grads.values() if rounds or grad.dtype not in LOW_PRECISION]
+    if plain and plain[0].device.type != "cpu" and len(plain) == len(grads) and all(grad.numel() for grad in plain):
+        return dict(zip(grads, torch._foreach_norm(plain, norm_type), strict=True))
+    return {index: norm_of(grad, norm_type, rounds=rounds) for index, grad in grads.items()}
+
+
+def norm_of(grad: Tensor, norm_type: float, *, rounds: bool) -> Tensor:
+    """The norm of one gradient, in the dtype that `norms_of` documents."""
+    dtype = torch.float32 if grad.dtype in LOW_PRECISION and not rounds else None
+    if not grad.numel():  # an empty gradient has no largest element
+        return grad.new_zeros((), dtype=dtype or grad.dtype.to_real())
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+    return norm
+
+
+def gather_norms(
+    sharded: ShardedStep,
+    norms: Mapping[int, Tensor],
+    norm_type: float,
+    flag: Tensor | float = 0.0,
+    may_have_joined: bool = False,
+    *,
+    rounds: bool,
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Every parameter's norm from its owner. A collective.
+
+    Args:
+        sharded: knows who owns what.
+        norms: of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's part,
+            on all its owners, or of all of it, on one of them.
+        norm_type: order of the p-norm.
+        flag: a number to add up over the ranks, not negative.
+        may_have_joined: True if some ranks may not know which parameters have gradients. If so, or if some parameters
+            have none, this waits for the device.
+        rounds: see `norms_of`.
+
+    Returns:
+        The norms of all parameters that have a gradient, by index, in `ParameterTable.norm_order`, and the sum of all
+        ranks' flags.
+    """
+    table, comm = sharded.table, sharded.comm
+    owned_by: list[list[int]] = [[] for _ in range(comm.world_size)]
+    for index, pieces in enumerate(sharded.binding.pieces):
+        for piece in pieces:
+            owned_by[piece.owner].append(index)
+    size = max(map(len, owned_by))
+    device = next(iter(norms.values())).device if norms else table.accelerator()
+    absent = torch.full((), _NO_GRADIENT, dtype=torch.float64, device=device)
+    shown = [
+        norms[index].to(device, torch.float64) if index in norms else absent for index in owned_by[comm.group_rank]
+    ]
+    shown += [absent] * (size - len(shown))
+    mine = torch.stack([torch.full_like(absent, 0.0) + flag, *shown])
+    gathered = torch.stack(comm.all_gather_tensor(mine))
+    has_gradient = None
+    if may_have_joined or any(param.grad is None for param in table.params):
+        has_gradient = (gathered != _NO_GRADIENT).tolist()
+    found: dict[int, list[Tensor]] = {}
+    for rank, indices in enumerate(owned_by):
+        for place, index in enumerate(indices, start=1):
+            if has_gradient is None or has_gradient[rank][place]:
+                found.setdefault(index, []).append(gathered[rank, place])
+    whole = {index: _joined(found[index], norm_type) for index in sharded.table.norm_order if index in found}
+    dtypes = [_norm_dtype(param, rounds) for param in table.params]
+    return {index: norm.to(dtypes[index]) for index, norm in whole.items()}, gathered[:, 0].sum()
+
+
+def _joined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of a gradient in fp64, from those of its parts, or from one rank that has all of it.
+
+    The latter is returned as it is, to the bit.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    known = torch.stack(list(parts))
+    is_there = known != _NO_GRADIENT
+    norms = torch.where(is_there, known, 0.0)
+    return torch.where(is_there.sum() == 1, norms.max(), torch.linalg.vector_norm(norms, norm_type))
+
+
+def _norm_dtype(param: Tensor, rounds: bool) -> torch.dtype:
+    return torch.float32 if param.dtype in LOW_PRECISION and not rounds else param.dtype.to_real()
+
+
+def total_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of a list of norms; 0 if it is empty."""
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
+
+
+def coefficient_of(total: Tensor, max_norm: float) -> Tensor:
+    """The factor that brings the norm of gradients to at most ``max_norm``, as torch computes it."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+def clip_gradients(
+    sharded: ShardedStep,
+    indices: Sequence[int],
+    max_norm: float,
+    norm_type: float,
+    *,
+    is_partitioned: bool,
+    rounds: bool,
+    inverse_scale: float | None,
+    beyond: Beyond,
+    check: Callable[[Tensor], None],
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
+
+    Args:
+        sharded: knows who owns what.
+        indices: the parameters to clip, the same on every rank; their norms add up in this order.
+        max_norm: the largest norm.
+        norm_type: order of the p-norm; ``inf`` for the largest absolute value.
+        is_partitioned: True if gradients count only on their owners; then this is a collective.
+        rounds: see `norms_of`; False with a loss scale.
+        inverse_scale: one over the loss scale, by which gradients are multiplied for their norms; None: no loss scale.
+            The gradients themselves are multiplied only in the step, since they may underflow before.
+        beyond: the rest of the model.
+        check: called with the norm before anything is changed; may raise.
+
+    Returns:
+        The norm before clipping, the coefficient, and the norms of all parameters by index; the same on every rank.
+
+    Raises:
+        RuntimeError: if gradients were used up by a step inside backward.
+    """
+    params, owns = sharded.table.params, sharded.binding.owns
+    held = {index: params[index].grad for index in indices if not is_partitioned or owns(index)}
+    grads = {index: _present(grad) for index, grad in held.items() if grad is not None}
+    if is_partitioned:
+        grads = {index: sharded.stepped.own_part(index, grad) for index, grad in grads.items()}
+    if inverse_scale is None:
+        norms = norms_of(grads, norm_type, rounds=rounds)
+    else:
+        norms = {index: _norm_unscaled(grad, norm_type, inverse_scale) for index, grad in grads.items()}
+    if is_partitioned:
+        everyone, _ = gather_norms(sharded, norms, norm_type, rounds=rounds)
+        norms = {index: everyone[index] for index in indices if index in everyone}
+    own = total_norm([norm for index, norm in norms.items() if beyond.counts(index)], norm_type)
+    total = beyond.join(Share({WHOLE: own}, norm_type)).totals[WHOLE]
+    assert total is not None, "the norm of no gradients is 0"
+    check(total)
+    coefficient = coefficient_of(total, max_norm)
+    for grad in grads.values():
+        grad.mul_(coefficient.to(grad.device))
+    return total, coefficient, norms
+
+
+def _present(grad: Tensor) -> Tensor:
+    """What this rank has of a gradient.
+
+    Raises:
+        RuntimeError: if that is nothing.
+    """
+    held = on_this_rank(grad)
+    if held is None:
+        assert isinstance(grad, AbsentGradient), "all others are here"
+        grad.refuse()
+    return held
+
+
+def _norm_unscaled(grad: Tensor, norm_type: float, inverse_scale: float) -> Tensor:
+    wide = grad.float() if grad.dtype in LOW_PRECISION else grad
+    return norm_of(wide * inverse_scale, norm_type, rounds=False)
+
+
+def check_options(options: StepOptions, inner: Optimizer) -> None:
+    """Check that options are not ambiguous.
+
+    Raises:
+        ValueError: for ``max_grad_norm`` where the inner optimizer has an option of that name.
+    """
+    if options.max_grad_norm is not None and OWN_LIMIT in inner.defaults:
+        raise ValueError(
+            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which also has "
+            "one, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
+            "opt.clip_grad_norm_() in the loop."
+        )
+
+
+def keep_limits(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
+    """Clip loaded groups as the exposed ones were, unless the state dict has a ``max_grad_norm``."""
+    for group, before in zip(loaded, exposed, strict=True):
+        if OWN_LIMIT in before:
+            group.setdefault(OWN_LIMIT, before[OWN_LIMIT])

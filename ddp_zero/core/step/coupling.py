@@ -1,0 +1,269 @@
+"""Detects optimizers that compute a value from all parameters at once, which a shard of them cannot provide.
+
+Prodigy and D-Adaptation keep a step size in their groups that is a sum over all parameters. Sharded, every rank, and
+every bucket of a rank, would sum over its own part and step with a different number. What an optimizer keeps in a group
+or on itself is one value for all parameters, so a float there that differs after a step proves such coupling.
+
+Values are compared in the first steps, and then less and less often: after each bucket on this rank, and between ranks
+by one small collective at the end of the step. Parameters are not compared; see `core.engine.shardable` for coupling
+that leaves no trace in options, such as a global norm.
+
+If the optimizer changes options of a group only when that has gradients, a rank that has stepped nothing of the group
+keeps old values. It takes over the values of ranks that have stepped it, from then on after every step.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_zero.core.comm.peers import Peers
+from ddp_zero.core.local.local_step import ParamGroup, options_of
+from ddp_zero.core.plan.partition import GroupRank
+
+GroupIndex = int | None
+"""Where a value is kept: in the group of that number, or outside of groups."""
+Values = dict[str, str]
+"""Values by name, as text: equal texts are equal values."""
+
+_ALWAYS, _EVERY = 8, 1000
+
+
+def is_looked_at(step: int) -> bool:
+    """Whether values are compared after a step: the first 8, every power of two, every thousandth."""
+    return step <= _ALWAYS or step & (step - 1) == 0 or step % _EVERY == 0
+
+
+def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
+    """The floats and one-element floating-point tensors that a mapping has under string keys."""
+    return {
+        prefix + name: _written(value) for name, value in holder.items() if isinstance(name, str) and _is_number(value)
+    }
+
+
+def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupIndex, Values]]:
+    """Values of groups with a gradient and, if there is such a group, of the optimizer and those that it wraps.
+
+    Args:
+        optimizer: its attributes, and state under string keys, are read.
+        groups: the groups that it has stepped, with their parameters.
+    """
+    stepped = [place for place, group in enumerate(groups) if any(param.grad is not None for param in group["params"])]
+    for place in stepped:
+        yield place, values_in(options_of(groups[place]))
+    if not stepped:
+        return
+    outside = {**values_in(optimizer.state), **values_in(vars(optimizer))}
+    for name, wrapped in vars(optimizer).items():
+        if isinstance(wrapped, Optimizer):
+            outside |= {**values_in(wrapped.state, f"{name}."), **values_in(vars(wrapped), f"{name}.")}
+    yield None, outside
+
+
+@dataclass
+class OptionSnapshot:
+    """The values of one rank, or after one of its buckets.
+
+    Attributes:
+        who: its name in messages.
+        values: by place; a place in which nothing was stepped is left out.
+    """
+
+    who: str
+    values: dict[GroupIndex, Values] = field(default_factory=dict)
+
+    def mismatch(self, other: "OptionSnapshot") -> "OptionMismatch | None":
+        """The first value that both have and that differs, or None."""
+        for place, mine in self.values.items():
+            theirs = other.values.get(place, {})
+            for name, value in mine.items():
+                if theirs.get(name, value) != value:
+                    return OptionMismatch(place, name, value, self.who, theirs[name], other.who)
+        return None
+
+
+@dataclass(frozen=True)
+class OptionMismatch:
+    """Two different values of one option."""
+
+    place: GroupIndex
+    name: str
+    value: str
+    who: str
+    other_value: str
+    other: str
+
+    def __str__(self) -> str:
+        where = "an attribute or state of the optimizer" if self.place is None else f"an option of group {self.place}"
+        return (
+            f"Expected {self.name!r}, {where}, to be the same after a step wherever parameters were stepped, got "
+            f"{self.value} on {self.who} and {self.other_value} on {self.other}."
+        )
+
+
+class CouplingWatch:
+    """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
+
+    `begin`, `note` after every bucket if it says so, `end`, `check`. Once options were taken over, every step is
+    compared.
+
+    Args:
+        comm: the ranks.
+        inner: the optimizer over this rank's parameters.
+    """
+
+    def __init__(self, comm: Peers, inner: Optimizer) -> None:
+        self._comm = comm
+        self._inner = inner
+        self._is_on = False
+        self._has_ended = False
+        self._follows = False  # the same on every rank
+        self._seen: list[OptionSnapshot] = []
+
+    def begin(self, step: int) -> bool:
+        """Begin a step; its number, from 1 up, is the same on every rank. Returns whether values are compared."""
+        self._is_on = self._follows or is_looked_at(step)
+        self._has_ended = False
+        self._seen = []
+        return self._is_on
+
+    def note(self, bucket: int, groups: Sequence[ParamGroup]) -> None:
+        """Note the values after a bucket's parameters, in these groups, were stepped; their gradients still exist."""
+        me = self._comm.name(self._comm.group_rank)
+        self._seen.append(OptionSnapshot(f"bucket {bucket} of {me}", dict(values_of(self._inner, groups))))
+
+    def end(self, has_failed: bool) -> None:
+        """End the step, with options as it left them; a rank whose step failed reports no values."""
+        self._has_ended = True
+        if has_failed:
+            self._seen = []
+
+    def check(self) -> bool:
+        """Compare values after the step. A collective in the steps that are compared, unless they were not taken.
+
+        Returns:
+            True if options of this rank were changed to those of the ranks that have stepped their groups.
+
+        Raises:
+            RuntimeError: on every rank, if a value differs between buckets or between ranks.
+        """
+        if not (self._is_on and self._has_ended):
+            return False
+        self._is_on = False
+        seen, self._seen = self._seen, []
+        mine = _merged(seen)
+        at_home = next((found for one in seen[1:] if (found := seen[0].mismatch(one)) is not None), None)
+        groups = self._inner.param_groups
+        statement = [int(at_home is not None), int(None in mine), _digest(mine.get(None, {}))]
+        for place, group in enumerate(groups):
+            statement += [int(place in mine), _digest(mine.get(place, {})), _digest(counters_in(group))]
+        everyone = self._comm.all_gather_ints(statement)
+        by_place = [[rank[3 * place : 3 * place + 3] for rank in everyone] for place in range(1, len(groups) + 1)]
+        agree = [
+            _agree([rank[1:3] for rank in everyone]),
+            *(_agree([rank[:2] for rank in ranks]) for ranks in by_place),
+        ]
+        if not all(agree) or any(rank[0] for rank in everyone):
+            self._raise_first(mine, at_home)
+        stale = [place for place, ranks in enumerate(by_place) if not _all_know(ranks)]
+        self._follows |= bool(stale)
+        return bool(stale) and self._take_over({place: by_place[place] for place in stale})
+
+    def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> bool:
+        """Take options of groups of which this rank has stepped nothing from the first rank that has. A collective."""
+        groups, me = self._inner.param_groups, self._comm.group_rank
+        shown = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
+        changed = [place for place, ranks in stale.items() if not ranks[me][0]]
+        for place in changed:
+            source = next(rank for rank, (speaks, *_) in enumerate(stale[place]) if speaks)
+            for name, value in json.loads(shown[source])[str(place)].items():
+                _set_counter(groups[place], name, value)
+        return bool(changed)
+
+    def _raise_first(self, mine: dict[GroupIndex, Values], at_home: OptionMismatch | None) -> None:
+        shown = [str(at_home or ""), [[place, values] for place, values in mine.items()]]
+        snapshots: list[OptionSnapshot] = []
+        for rank, text in enumerate(self._comm.all_gather_text(json.dumps(shown))):
+            message, values = json.loads(text)
+            snapshots.append(OptionSnapshot(self._comm.name(GroupRank(rank)), {place: kept for place, kept in values}))
+            found = [one.mismatch(snapshots[-1]) for one in snapshots[:-1]]
+            message = message or next((str(one) for one in found if one is not None), "")
+            if message:
+                raise RuntimeError(f"{message} {self._remedy()}")
+
+    def _remedy(self) -> str:
+        name = type(self._inner).__name__
+        return (
+            f"{name} computes it from all parameters that it steps, and every rank and bucket steps only some: from "
+            "this step on at the latest, parameters differ from those of the unsharded optimizer. Start again with "
+            f"{name} unsharded on every rank; ddp_zero.check_shardable() tests a class beforehand. If it is the "
+            "training loop that sets the value, set the same one on every rank."
+        )
+
+
+def _merged(seen: Sequence[OptionSnapshot]) -> dict[GroupIndex, Values]:
+    """The values of this rank: those after all its buckets."""
+    merged: dict[GroupIndex, Values] = {}
+    for snapshot in seen:
+        for place, values in snapshot.values.items():
+            merged[place] = merged.get(place, {}) | values
+    return merged
+
+
+def _agree(statements: Sequence[Sequence[int]]) -> bool:
+    """Whether all ranks that report values report the same."""
+    return len({digest for speaks, digest in statements if speaks}) <= 1
+
+
+def _all_know(statements: Sequence[Sequence[int]]) -> bool:
+    """Whether ranks that have stepped nothing of a group hold the same numbers there as those that have."""
+    known = {digest for speaks, _, digest in statements if speaks}
+    return not known or {digest for _, _, digest in statements} == known
+
+
+def counters_in(group: ParamGroup) -> Values:
+    """All numbers in a group's options: flags, integers, floats and real tensors of one element."""
+    return {name: _written(value) for name, value in options_of(group).items() if _is_counter(value)}
+
+
+def _is_counter(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not (value.is_complex() or value.is_meta or value.requires_grad)
+    return isinstance(value, bool | int | float)
+
+
+@torch.no_grad()
+def _set_counter(group: ParamGroup, name: str, written: str) -> None:
+    now = group.get(name)
+    if isinstance(now, Tensor):
+        now.fill_(float(written))
+    elif isinstance(now, float) or not _is_whole(written):
+        group[name] = float(written)
+    else:
+        group[name] = type(now)(int(written)) if isinstance(now, bool | int) else int(written)
+
+
+def _is_whole(written: str) -> bool:
+    return written.lstrip("-").isdigit()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.is_floating_point() and not (value.is_meta or value.requires_grad)
+    return isinstance(value, float)
+
+
+@torch.no_grad()
+def _written(value: Any) -> str:
+    """A number with all its digits; zero has one sign."""
+    return str(int(value)) if isinstance(value, int) else repr(float(value) + 0.0)
+
+
+def _digest(values: Values) -> int:
+    """63 bits of a hash."""
+    return int.from_bytes(hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,387 @@
+"""Decides, once all gradients have arrived, whether a step is taken and by which factors it multiplies gradients.
+
+1. *look*: each rank reads the gradients of what it owns: their norms if anything is clipped, else only whether they are
+   finite;
+2. one small collective, after which all ranks have the same numbers;
+3. *decide*: skip, raise or step; all ranks decide alike, by the same numbers;
+4. the step runs with the factors that were found, or changes nothing.
+
+Only if a gradient was not finite is more sent: which parameter's, and on which rank.
+
+If there is nothing to decide, no gradient is read and nothing is sent. If gradients are clipped but steps never skipped
+(``nonfinite="step"``), nothing waits for the device.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_zero.core.local.absent import AbsentGradient
+from ddp_zero.core.local.masters import GradientSource
+from ddp_zero.core.local.scaled import GradientFactors, OwnedEdits, ScaledGradients
+from ddp_zero.core.plan.ownership import home, is_cut
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.step.amp import AmpState
+from ddp_zero.core.step.clipping import (
+    COMMON,
+    OWN_LIMIT,
+    WHOLE,
+    Beyond,
+    Culprit,
+    Share,
+    coefficient_of,
+    gather_norms,
+    norm_of,
+    norms_of,
+    total_norm,
+)
+from ddp_zero.core.step.nonfinite_probe import NonfiniteProbe, culprit, suspect_nonfinite
+from ddp_zero.core.step.record import Number, StepRecord, StepRegime
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.loss_scale import LossScale
+from ddp_zero.options import StepOptions, check_max_grad_norm
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """When and how a step is taken.
+
+    Attributes:
+        regime: for the record.
+        deferred_because: for the record.
+        waits: whether the step waits for all gradients, so that looking at them delays nothing.
+        amp: what a `GradScaler` has reported; None without one.
+        source: the gradients.
+        may_have_joined: whether ranks may have run out of inputs.
+    """
+
+    regime: StepRegime
+    source: GradientSource
+    deferred_because: str | None = None
+    waits: bool = False
+    amp: AmpState | None = None
+    may_have_joined: bool = False
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What all ranks know after the collective; ``is_suspicion``: the sum of finite gradients may have overflowed."""
+
+    nonfinite: bool = False
+    is_suspicion: bool = False
+    norm: Number = None
+    smallest: Number = None
+    coefficients: Mapping[int, Tensor] = field(default_factory=dict)
+    share: Share = field(default_factory=Share)
+
+
+class Decision:
+    """Takes whole steps for an optimizer.
+
+    Args:
+        sharded: the step.
+        options: the user's.
+
+    Attributes:
+        loss_scale: the built-in one, or None.
+        watch: knows which rank's own gradients were not finite.
+        clipped: the norm and the coefficient of an explicit clip since the last step, for the record.
+        norms_before_clip: norms before that clip, by parameter. Clipping by a norm that is not finite makes every
+            gradient non-finite, so only these still show the culprit.
+        beyond: the rest of the model, which the decision concerns as well.
+        owned_edits: gradients that users have changed on their owners.
+        clips_as_torch: compute norms of low-precision gradients in their dtype, which has the bits of
+            `torch.nn.utils.clip_grad_norm_`; False: in fp32, more exactly.
+    """
+
+    def __init__(self, sharded: ShardedStep, options: StepOptions) -> None:
+        self.options = options
+        self.loss_scale = None if options.loss_scale is None else LossScale(options.loss_scale)
+        self.watch = NonfiniteProbe()
+        self.clipped: tuple[Number, Number] = (None, None)
+        self.norms_before_clip: Mapping[int, Tensor] = {}
+        self.beyond = Beyond()
+        self.owned_edits = OwnedEdits()
+        self.clips_as_torch = False
+        self._sharded = sharded
+        self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
+
+    def why_wait(self) -> str | None:
+        """Why a step needs all gradients before it starts, or None if it does not."""
+        if self._honours_groups and any(group.get(OWN_LIMIT) is not None for group in self._sharded.param_groups):
+            return "max_grad_norm of a parameter group needs the norm of its gradients"
+        return self.options.why_wait()
+
+    def forget(self) -> None:
+        """Forget the gradients, which were dropped or used."""
+        self.clipped = (None, None)
+        self.norms_before_clip = {}
+        self.owned_edits.forget()
+        self.watch.clear()
+
+    @property
+    def _honours_groups(self) -> bool:
+        """Whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer."""
+        return OWN_LIMIT not in self._sharded.inner.defaults
+
+    def take(self, occasion: Occasion, **kwargs: Any) -> Any:
+        """Decide, and step unless the decision is against it. A collective if there is anything to decide.
+
+        Args:
+            occasion: when and how.
+            **kwargs: handed to the inner optimizer.
+
+        Returns:
+            What the inner optimizer returned; None if the step was not taken.
+
+        Raises:
+            RuntimeError: on every rank, if gradients are not finite with ``nonfinite="raise"``, or at the smallest
+                loss scale.
+        """
+        sharded = self._sharded
+        occasion = replace(occasion, source=self.owned_edits.source(occasion.source, sharded.stepped))
+        inverse, checks = self._inverse_scale(occasion), self._checks_finite(occasion)
+        with sharded.trace.label("decide"):
+            findings = self._look(occasion, inverse, checks)
+        self.watch.is_on |= checks
+        scale = self._scale(occasion)
+        if checks and findings.nonfinite:
+            with sharded.trace.label("decide"):
+                culprit = self.beyond.culprit(findings.share)
+                if culprit is not None or not findings.is_suspicion:
+                    self._do_not_step(occasion, findings, scale, culprit)
+                    return None
+        factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
+        source = ScaledGradients(sharded.stepped, occasion.source, factors) if factors else occasion.source
+        result = sharded.run(source, **kwargs)
+        if self.loss_scale is not None:
+            self.loss_scale.after_step(has_overflowed=False)
+        norm, coefficient = self.clipped if findings.norm is None else (findings.norm, findings.smallest)
+        self._record(
+            StepRecord(
+                stepped=True,
+                regime=occasion.regime,
+                deferred_because=occasion.deferred_because,
+                norm=norm,
+                coefficient=coefficient,
+                scale=scale,
+            )
+        )
+        return result
+
+    # Looking
+
+    def _scale(self, occasion: Occasion) -> Number:
+        if occasion.amp is not None:
+            return occasion.amp.scale
+        return None if self.loss_scale is None else self.loss_scale.value
+
+    def _inverse_scale(self, occasion: Occasion) -> Tensor | float | None:
+        """One over the loss scale, rounded to fp32 as `GradScaler` does."""
+        if occasion.amp is not None:
+            return None if occasion.amp.scale is None else occasion.amp.scale.double().reciprocal().float()
+        return self.inverse_scale
+
+    @property
+    def inverse_scale(self) -> float | None:
+        """One over the built-in loss scale, rounded to fp32; None without one."""
+        if self.loss_scale is None:
+            return None
+        return torch.tensor(1.0 / self.loss_scale.value, dtype=torch.float32).item()
+
+    @property
+    def rounds_norms(self) -> bool:
+        """Whether norms are in the dtype of gradients: as ``clips_as_torch``, unless steps are in fp32 or scaled."""
+        return self.clips_as_torch and self.loss_scale is None and not self._sharded.stepped.masters
+
+    def _checks_finite(self, occasion: Occasion) -> bool:
+        if occasion.amp is not None:
+            return True
+        nonfinite = self.options.nonfinite
+        return nonfinite != "step" and (nonfinite is not None or occasion.waits or self.why_wait() is not None)
+
+    def _look(self, occasion: Occasion, inverse: Tensor | float | None, checks: bool) -> _Findings:
+        limits = self._limits()
+        if not checks and not limits:
+            return _Findings()
+        sharded, source = self._sharded, occasion.source
+        owned = [index for index in sharded.binding.owned() if _is_there(source.gradient(index))]
+        norms: dict[int, Tensor] = {}
+        flag: Tensor | float = 0.0
+        if limits:
+            norms = self._norms(owned, source, inverse)
+        elif occasion.amp is None:
+            flag = suspect_nonfinite(_known(sharded.stepped.gradient(index, source)) for index in owned)
+        if occasion.amp is not None:
+            flag = occasion.amp.found_nonfinite.clamp(max=1.0)
+        find = partial(self._find_culprit, source)
+        if not limits:
+            share = self.beyond.join(Share(flag=self._sum_over_ranks(flag), find=find))
+            return _Findings(bool(share.flag), is_suspicion=occasion.amp is None, share=share)
+        every, flags = gather_norms(
+            sharded, norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
+        )
+        counted = {index: norm for index, norm in every.items() if self.beyond.counts(index)}
+        others = [norm for index, norm in every.items() if index not in counted]  # they must be finite all the same
+        if others:
+            flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
+        share = self.beyond.join(Share(self._totals(limits, counted), self.options.norm_type, flags, find))
+        return self._found(limits, share, checks, occasion)
+
+    def _found(
+        self, limits: Mapping[int, tuple[int, ...]], share: Share, checks: bool, occasion: Occasion
+    ) -> _Findings:
+        norm, coefficients = share.totals[WHOLE], self._coefficients(limits, share.totals)
+        assert norm is not None, "the norm of no gradients is 0"
+        if not checks:
+            smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
+            return _Findings(False, False, norm, smallest, coefficients)
+        numbers = [norm, torch.as_tensor(share.flag).to(norm.device), *coefficients.values()]
+        norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
+        clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
+        nonfinite = found > 0 or (occasion.amp is None and not math.isfinite(norm_read))
+        return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping, share)
+
+    def _norms(self, owned: Sequence[int], source: GradientSource, inverse: Tensor | float | None) -> dict[int, Tensor]:
+        """The norm of each owned gradient as the step sees it before clipping; makes at most one copy at a time.
+
+        Of a parameter that is cut, its first owner takes the norm of the whole gradient if it has that: to the bit that
+        of one rank.
+        """
+        sharded, norm_type = self._sharded, self.options.norm_type
+        owned = [index for index in owned if not self._is_left_to_another(index, source)]
+        if inverse is None and not sharded.stepped.masters:
+            grads = {index: _known(source.gradient(index)) for index in owned}
+            return norms_of(grads, norm_type, rounds=self.rounds_norms)
+        factors, whole = GradientFactors(inverse), sharded.stepped.whole_gradient
+        scaled = ((index, factors.apply(index, _known(whole(index, source)))) for index in owned)
+        return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
+
+    def _is_left_to_another(self, index: int, source: GradientSource) -> bool:
+        pieces = self._sharded.binding.pieces[index]
+        if not is_cut(pieces) or home(pieces) == self._sharded.comm.group_rank:
+            return False
+        grad = source.gradient(index)
+        return grad is not None and grad.shape == self._sharded.table.params[index].shape
+
+    def _sum_over_ranks(self, flag: Tensor | float) -> float:
+        mine = flag if isinstance(flag, Tensor) else torch.tensor(flag, device=self._sharded.table.accelerator())
+        every = self._sharded.comm.all_gather_tensor(mine.reshape(1).double())
+        return float(torch.cat(every).sum().item())
+
+    # Clipping
+
+    def _limits(self) -> dict[int, tuple[int, ...]]:
+        """Sets of groups that are clipped together, by the first group of each; empty if nothing is clipped."""
+        groups = self._sharded.param_groups
+        honours = self._honours_groups
+        together = tuple(position for position, group in enumerate(groups) if not honours or OWN_LIMIT not in group)
+        limits = {} if self.options.max_grad_norm is None or not together else {together[0]: together}
+        for position, group in enumerate(groups):
+            if honours and group.get(OWN_LIMIT) is not None:
+                check_max_grad_norm(group[OWN_LIMIT])
+                limits[position] = (position,)
+        return limits
+
+    def _totals(self, limits: Mapping[int, tuple[int, ...]], norms: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
+        """The norm of all gradients, and of those that each limit is for."""
+        norm_type, group_of = self.options.norm_type, self._sharded.table.groups
+        totals: dict[int, Tensor | None] = {WHOLE: total_norm(list(norms.values()), norm_type)}
+        for first, members in limits.items():
+            own = self._own_limit(first)
+            order = norms if own is None else sorted(norms)  # with its own limit: as torch would clip its list
+            own_norms = [norms[index] for index in order if group_of[index] in members]
+            totals[COMMON if own is None else first] = total_norm(own_norms, norm_type) if own_norms else None
+        return totals
+
+    def _coefficients(
+        self, limits: Mapping[int, tuple[int, ...]], totals: Mapping[int, Tensor | None]
+    ) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for first, members in limits.items():
+            own = self._own_limit(first)
+            total, limit = (totals[COMMON], self.options.max_grad_norm) if own is None else (totals[first], own)
+            assert limit is not None, "only groups with a limit are in a set"
+            if total is not None:
+                found.update(dict.fromkeys(members, coefficient_of(total, limit)))
+        return found
+
+    def _own_limit(self, group: int) -> float | None:
+        own: float | None = self._sharded.param_groups[group].get(OWN_LIMIT) if self._honours_groups else None
+        return own
+
+    # Not stepping
+
+    def _do_not_step(self, occasion: Occasion, findings: _Findings, scale: Number, culprit: Culprit | None) -> None:
+        what = "the norm of all gradients has overflowed" if culprit is None else culprit.found
+        at_minimum = self.loss_scale is not None and self.loss_scale.is_at_minimum
+        minimum = self.loss_scale.value if self.loss_scale is not None else None
+        if self.loss_scale is not None:
+            self.loss_scale.after_step(has_overflowed=True)
+        self._record(
+            StepRecord(
+                stepped=False,
+                regime=occasion.regime,
+                reason=what,
+                deferred_because=occasion.deferred_because,
+                nonfinite_parameter=None if culprit is None else culprit.parameter,
+                nonfinite_rank=None if culprit is None else culprit.rank,
+                norm=findings.norm,
+                scale=scale,
+            )
+        )
+        if at_minimum:
+            raise RuntimeError(
+                f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {what}. "
+                "No rank has stepped. The model diverges, or a smaller minimum is needed: "
+                "loss_scale=DynamicLossScale(minimum=...)."
+            )
+        if self.options.nonfinite == "raise" and occasion.amp is None:
+            raise RuntimeError(
+                f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {what}. No rank has stepped."
+            )
+
+    def _find_culprit(self, source: GradientSource) -> Culprit | None:
+        """The first parameter with an averaged gradient that is not finite, and the rank it came from. Collective."""
+        sharded, params = self._sharded, self._sharded.table.params
+        first = next((i for i, norm in self.norms_before_clip.items() if not torch.isfinite(norm)), len(params))
+        for index in sharded.binding.owned() if first == len(params) else ():
+            grad = source.gradient(index)
+            if grad is not None and not isinstance(grad, AbsentGradient) and not torch.isfinite(grad).all():
+                first = index
+                break
+        found = min(index for (index,) in sharded.comm.all_gather_ints([first]))
+        if found == len(params):
+            return None
+        flags = self.watch.flags(params[found])
+        everyone = sharded.everyone
+        passes = min(count for (count,) in everyone.all_gather_ints([len(flags)]))
+        rank = culprit(everyone.all_gather_ints(flags[:passes])) if passes else None
+        of_rank = "" if rank is None else f", nor was that of {everyone.name(GroupRank(rank))} before averaging"
+        name = sharded.table.name(found)
+        return Culprit(name, rank, f"the gradient of {name} is not finite{of_rank}")
+
+    def _record(self, record: StepRecord) -> None:
+        self._sharded.note_step(record)
+        self.forget()
+
+
+def _is_there(grad: Tensor | None) -> bool:
+    """Whether a parameter has a gradient.
+
+    Raises:
+        RuntimeError: if a step inside backward has used it up.
+    """
+    if isinstance(grad, AbsentGradient):
+        grad.refuse()
+    return grad is not None
+
+
+def _known(grad: Tensor | None) -> Tensor:
+    assert grad is not None, "asked for those that have one"
+    return grad

@@ -1,0 +1,158 @@
+"""Uneven inputs: what a rank that has run out of them does while the others still train.
+
+Under `torch.distributed.algorithms.Join` a rank that has joined still owns parameters. DDP lets it take part in the
+reductions with zeros but throws the result away, so it has no gradients for what it owns. Here a rank that still trains
+sends it the averaged gradients, and its group options with them (the joined rank's schedulers have stopped). Then it
+steps and syncs like all other ranks. Without Join none of this runs.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.local.local_step import ParamGroup, copy_options, options_of
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.plan.ownership import piece_of
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.step.binding import Binding
+from ddp_zero.core.step.sharded_step import ShardedStep
+
+
+class ZeroJoinHook(JoinHook):
+    """Shadows the communication of one ``opt.step()`` of the ranks that still train.
+
+    Args:
+        optimizer: the one on which Join sets whether it is active.
+        step: steps what this rank owns with gradients from a rank that still trains, and syncs.
+    """
+
+    def __init__(self, optimizer: Joinable, step: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._step = step
+
+    def main_hook(self) -> None:
+        """Take one step."""
+        self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Every rank has joined: turn off what Join adds to each step."""
+        self._optimizer._join_config = _JoinConfig(
+            enable=False, throw_on_early_termination=False, is_first_joinable=False
+        )
+
+
+def refuse_replicas(ranks: Ranks) -> None:
+    """Refuse Join where several ranks hold the same shards.
+
+    Raises:
+        NotImplementedError: if they do.
+    """
+    if ranks.replicas is not None:
+        raise NotImplementedError(
+            f"Expected no Join with shard_group, got one over {ranks.num_replicas} shard groups: a rank that has "
+            "joined is served by one of its shard group, and all of those may have joined. Build the optimizer without "
+            "shard_group, or give every rank as many batches."
+        )
+
+
+def share_options(sharded: ShardedStep, has_joined: bool) -> None:
+    """Send group options to joined ranks, before a step that has its gradients already. A collective of the group."""
+    comm = sharded.comm
+    for source, joined in _assign_sources(comm, sharded.binding, has_joined):
+        if source == comm.group_rank:
+            _send(comm, [options_of(group) for group in sharded.param_groups], joined)
+        elif joined == comm.group_rank:
+            _take_options(sharded.param_groups, _receive(comm, source, sharded.table))
+
+
+def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
+    """On a rank that still trains, before its step: send joined ranks what they need. A collective of the group.
+
+    Args:
+        sharded: the step; the options of its groups are sent.
+        gradients_are_there: True if joined ranks have reduced gradients and need to know only which of them exist.
+    """
+    comm, table, binding = sharded.comm, sharded.table, sharded.binding
+    for source, joined in _assign_sources(comm, binding, has_joined=False):
+        if source == comm.group_rank:
+            theirs = [index for index, pieces in enumerate(binding.pieces) if piece_of(pieces, joined) is not None]
+            grads = {index: table.params[index].grad for index in theirs}
+            exist = {index: None if grad is None else True for index, grad in grads.items()}
+            options = [options_of(group) for group in sharded.param_groups]
+            _send(comm, [options, exist if gradients_are_there else grads], joined)
+
+
+class BorrowedGradients:
+    """On a joined rank, for one step: gradients from a rank that still trains.
+
+    Args:
+        grads: of what this rank owns, by index.
+    """
+
+    def __init__(self, grads: Mapping[int, torch.Tensor | None]) -> None:
+        self._grads = grads
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        """The gradient that was sent, or that the reduction has left on this rank."""
+        return self._grads.get(index)
+
+    def exact(self, index: int) -> None:
+        """None: the sum has the dtype of ``gradient``."""
+
+
+def borrow_gradients(sharded: ShardedStep, reduced: Callable[[int], torch.Tensor]) -> BorrowedGradients:
+    """On a joined rank, before a step: take gradients and group options from a rank that trains. A collective.
+
+    Args:
+        sharded: the step; at the end of Join the groups of every rank have the same options.
+        reduced: a parameter's gradient, by index, where the reduction has left it on this rank.
+    """
+    comm = sharded.comm
+    grads: dict[int, torch.Tensor | None] = {}
+    for source, joined in _assign_sources(comm, sharded.binding, has_joined=True):
+        if joined == comm.group_rank:
+            options, sent = _receive(comm, source, sharded.table)
+            _take_options(sharded.param_groups, options)
+            grads = {index: reduced(index) if grad is True else grad for index, grad in sent.items()}
+    return BorrowedGradients(grads)
+
+
+def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:
+    """Send a list, or the reason why it cannot be sent, so that the receiver does not wait in vain."""
+    try:
+        comm.send_tree(tree, to)
+    except TypeError as error:
+        comm.send_tree(f"{comm.name(comm.group_rank)}: {error}", to)
+        raise TypeError(
+            f"Expected group options and gradients that can be sent to a rank under Join. {error}"
+        ) from error
+
+
+def _receive(comm: Communicator, source: GroupRank, table: ParameterTable) -> Any:
+    received = comm.receive_tree(source, table.accelerator())
+    if isinstance(received, str):
+        raise RuntimeError(f"Expected group options and gradients from a rank that still trains, got {received}")
+    return received
+
+
+def _take_options(param_groups: list[ParamGroup], options: list[ParamGroup]) -> None:
+    for group, received in zip(param_groups, options, strict=True):
+        copy_options(received, group)
+
+
+def _assign_sources(comm: Communicator, binding: Binding, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
+    """Pairs (rank that still trains, joined rank that it serves), the same list on every rank."""
+    statements = comm.all_gather_ints([int(has_joined), binding.digest])
+    training = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if not joined]
+    for rank, (_, digest) in enumerate(statements):
+        if digest != statements[training[0]][1]:
+            raise RuntimeError(
+                f"Expected the same parameters to be trainable on every rank under Join, got a difference between "
+                f"{comm.name(training[0])} and {comm.name(GroupRank(rank))}. Freeze or unfreeze outside Join."
+            )
+    joined_ranks = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if joined]
+    return [(training[position % len(training)], rank) for position, rank in enumerate(joined_ranks)]

@@ -1,0 +1,427 @@
+"""One optimizer step over a plan: all buckets in one go, or bucket by bucket as backward delivers them."""
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.pending_syncs import PendingSyncs
+from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.local.elementwise import is_elementwise
+from ddp_zero.core.local.heap import FreedMemory
+from ddp_zero.core.local.inner import reserve_room
+from ddp_zero.core.local.local_step import LocalStep, ParamGroup, groups_of
+from ddp_zero.core.local.masters import GradientSource, SteppedTensors
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.scaled import AlignedGradients
+from ddp_zero.core.offload.state_placement import Load
+from ddp_zero.core.plan.ownership import Pieces
+from ddp_zero.core.plan.shard_plan import ShardPlan
+from ddp_zero.core.step.binding import Binding, strides_of
+from ddp_zero.core.step.coupling import CouplingWatch
+from ddp_zero.core.step.record import StepRecord
+from ddp_zero.core.step.state_changes import StateChanges
+from ddp_zero.core.step.state_order import State, StateOrder, migrate_state
+
+
+class ShardedStep:
+    """What a rank steps and syncs, and in which order.
+
+    `begin`, `StateChanges.begin`, `step_bucket` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`.
+
+    Args:
+        ranks: the ranks.
+        table: the parameters.
+        binding: the plan, attached to them.
+        inner: the optimizer over this rank's parameters.
+        exposed: the optimizer that the user sees, with all parameters; only its groups are read.
+        stepped: what the inner optimizer holds for each parameter.
+
+    Attributes:
+        ranks: as given.
+        everyone: all of them, with the replicas of the shards.
+        comm: those of them that share the shards.
+        trace: takes the events.
+        last_step: the record of the last one.
+        leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
+        coupling: detects an optimizer that computes a value from all parameters.
+        snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
+        changes: counts what changes the state of this rank, the same on every rank.
+        order: in which order states were created.
+        in_buckets: True if gradients are lent from buckets, where DDP with the plain optimizer would show its own.
+        catching: a context that may hold errors of steps back until ranks with other parameters know of them.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        table: ParameterTable,
+        binding: Binding,
+        inner: Optimizer,
+        exposed: Optimizer,
+        stepped: SteppedTensors,
+    ) -> None:
+        self.ranks = ranks
+        self.everyone = ranks.everyone
+        self.comm = ranks.shard
+        self.trace = ranks.shard.trace
+        self.table = table
+        self.binding = binding
+        self.inner = inner
+        self.stepped = stepped
+        self.last_step: StepRecord | None = None
+        self.leaves_syncs = False
+        self._exposed_groups = groups_of(exposed)
+        self.coupling = CouplingWatch(ranks.everyone, inner)
+        self.local_step = LocalStep(inner, self._exposed_groups)
+        self.changes = StateChanges()
+        self.order = StateOrder()
+        self.in_buckets = False
+        self._steps_elements = is_elementwise(inner)
+        self.snapshot: State | None = None
+        self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._strides = strides_of(table)
+        self._freed = FreedMemory()
+
+    def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "ShardedStep":
+        """A step for copies of both optimizers, over the copied parameters.
+
+        Args:
+            exposed: the copy that the user sees.
+            inner: the copy over this rank's parameters.
+            memo: of `copy.deepcopy`.
+        """
+        table = ParameterTable(exposed.param_groups)
+        stepped = SteppedTensors(table, self.stepped.has_masters, self.stepped.residence.fresh())
+        for index, stand_in, part in self.stepped.stand_ins():
+            stepped.put(index, copy.deepcopy(stand_in, memo), part)
+        stepped.settle(inner.state)
+        if not self.stepped.are_fresh:
+            stepped.note_versions()
+        clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
+        clone.order = copy.deepcopy(self.order, memo)
+        table.norm_order = self.table.norm_order
+        clone._strides = self._strides
+        clone.extend(table, clone.binding)
+        return clone
+
+    # A step
+
+    def run(self, source: GradientSource, **kwargs: Any) -> Any:
+        """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
+        result = None
+        self.changes.begin()
+        for bucket in self.plan.buckets:
+            result = self.step_bucket(bucket.index, source, **kwargs)
+        last = self.end(**kwargs)
+        self.raise_errors()
+        return result if last is None else last
+
+    def begin(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, if any, and begin a step; an earlier one that was not finished is forgotten.
+
+        Raises:
+            RuntimeError: if the parameters in the exposed groups are not those that are sharded, if one that this
+                rank owns is no longer its rounded master, or if state was moved away by ``opt.offload_state()``.
+        """
+        self.snapshot = None
+        self.left.complete()
+        self.table.check_groups(self.param_groups)
+        self.stepped.follow_model()
+        self.check_ready()
+        compares = self.coupling.begin(self.comm.round + 1)
+        self.local_step.note = self.coupling.note if compares else None
+        return self.local_step.begin(closure)
+
+    def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
+        """Step what this rank owns of a bucket and start its sync.
+
+        If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
+        in this step and sends what it has; `raise_errors` follows `end`.
+        """
+        self.order.is_at_birth = False
+        residence = self.stepped.residence
+        try:
+            arrived: Iterable[tuple[int, GradientSource]] = ((index, source),)
+            if residence.carries:
+                device = torch.device(self.plan.buckets[index].kind.partition("/")[0] or "cpu")
+                arrived = residence.arrive(index, device, source, partial(self._loads, index, source))
+            result = self._step_arrived(arrived, kwargs)
+            if self.local_step.steps_whole:  # with the gradients of this bucket, which are those of all
+                result = self._step_arrived(residence.drain(), kwargs) or result
+        except BaseException:
+            self.abandon()
+            raise
+        return result
+
+    def _step_arrived(self, arrived: Iterable[tuple[int, GradientSource]], kwargs: dict[str, Any]) -> Any:
+        """Step these buckets, each when its gradients are where it is stepped, and start their syncs."""
+        result, sync = None, self.binding.sync
+        for index, source in arrived:
+            indices = self._stepped_with(index)
+            if indices and not sync.errors.has_own:  # after an error this rank only sends what it has
+                try:
+                    result = self._step_locally(index, indices, source, kwargs)
+                except Exception as error:
+                    if not sync.errors.note(error):
+                        raise
+            sync.start(self.plan.buckets[index])
+        return result
+
+    def _step_locally(self, index: int, indices: Sequence[int], source: GradientSource, kwargs: dict[str, Any]) -> Any:
+        stepped = self.stepped
+        if stepped.residence.carries:
+            stepped.residence.check()
+        if self.in_buckets and not self._steps_elements:
+            source = AlignedGradients(source)
+        with self._labels[index], stepped.lent(indices, source):
+            result = self.local_step.step(index, **kwargs)
+        if stepped.residence.keeps:
+            self._freed.add(stepped.keep(indices, self.inner_state))
+        return result
+
+    def _loads(self, index: int, source: GradientSource) -> list[Load]:
+        """What has to travel for the step of a bucket; nothing after an error of this rank."""
+        loads: list[Load] = self._try_locally(lambda: self.stepped.loads(self._stepped_with(index), source)) or []
+        return loads
+
+    def end(self, **kwargs: Any) -> Any:
+        """Finish the syncs, expose the options that the step changed, note the states that it created.
+
+        Returns:
+            What the inner optimizer returned for the last bucket, if that was stepped only now; else None.
+
+        Raises:
+            RuntimeError: if a peer has gone or the group's time-out passed.
+        """
+        sync = self.binding.sync
+        try:
+            result = self._step_arrived(self.stepped.residence.drain(), kwargs)
+            self.changes.note_work(self._devices_of_plan())  # of all buckets, on the stream that stepped them
+            self._try_locally(lambda: self.local_step.step_empty(**kwargs))
+            has_failed = sync.errors.has_own
+            self.end_syncs()
+        except BaseException:
+            self.abandon()
+            raise
+        if not has_failed:
+            self.local_step.end(**kwargs)
+        self.coupling.end(has_failed)
+        self.order.after_step(self.inner_state, self.stepped.index_of)
+        self.stepped.note_versions()
+        self.changes.end()
+        return result
+
+    def abandon(self) -> None:
+        """End a step that failed, or that a user drops: forget what is in flight."""
+        self.stepped.residence.abandon()
+        self.binding.sync.abandon()
+        self.changes.end()
+
+    def raise_errors(self) -> None:
+        """After `end`: raise on every rank if a local step has failed on any, or if ranks hold different options.
+
+        A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
+        """
+        with self.catching(), self.trace.label("share_errors"):
+            try:
+                if self.coupling.check():
+                    self.local_step.mirror_to_exposed()
+            finally:
+                self.binding.sync.raise_errors()
+
+    def note_step(self, record: StepRecord) -> None:
+        """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
+        number = 1 if self.last_step is None else self.last_step.number + 1
+        self.last_step = replace(record, number=number)
+        self.trace.step_ended(perf_counter_ns(), record.stepped)
+
+    def _try_locally(self, step: Callable[[], Any]) -> Any:
+        """Do this rank's part of a step, unless an earlier part has failed."""
+        errors = self.binding.sync.errors
+        if errors.has_own:
+            return None
+        try:
+            return step()
+        except Exception as error:
+            if not errors.note(error):
+                raise
+            return None
+
+    def end_syncs(self) -> None:
+        """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
+        self.binding.sync.end_step()
+        if not self.leaves_syncs:
+            self.left.complete()
+
+    @property
+    def plan(self) -> ShardPlan:
+        """Who owns what, as it is in force."""
+        return self.binding.plan
+
+    @property
+    def left(self) -> PendingSyncs:
+        """What steps that have ended left in flight."""
+        return self.binding.sync.left
+
+    @property
+    def inner_state(self) -> State:
+        """The state of the optimizer over this rank's parameters, by what is stepped."""
+        return self.inner.state
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """The exposed groups."""
+        return self._exposed_groups()
+
+    def _stepped_with(self, index: int) -> Sequence[int]:
+        """The parameters of this rank that the local step of a bucket may change."""
+        if self.local_step.steps_whole:
+            return () if self.local_step.is_done else self.binding.owned()
+        return self.plan.buckets[index].segments[self.comm.group_rank].params
+
+    def check_ready(self) -> None:
+        """Check that a step can be taken; raises RuntimeError with `why_refuse`."""
+        if (complaint := self.why_refuse()) is not None:
+            raise RuntimeError(complaint)
+
+    def why_refuse(self) -> str | None:
+        """Why no step can be taken on this rank now, or None."""
+        if self.stepped.are_parked:
+            return (
+                "Expected optimizer state where it is stepped, got state that opt.offload_state() has moved away "
+                f"({self.comm.name(self.comm.group_rank)}). Call opt.reload_state() before the next backward pass."
+            )
+        return self.wrong_master()
+
+    def check_masters(self) -> None:
+        """If low-precision parameters may have been written to, check that they are their rounded masters.
+
+        Raises:
+            RuntimeError: naming the first that is not.
+        """
+        if (complaint := self.wrong_master()) is not None:
+            raise RuntimeError(complaint)
+
+    def wrong_master(self) -> str | None:
+        """The message of `check_masters`, or None. The check is local: a rank may overwrite parameters temporarily."""
+        if not self.stepped.have_changed():
+            return None
+        if diverged := self.stepped.diverged():
+            return (
+                f"Expected {self.table.label(diverged[0])} to be its fp32 master weight rounded, got a different "
+                "value: it was written to since the last step, which the next would undo "
+                f"({self.comm.name(self.comm.group_rank)}). "
+                "Call opt.refresh_master_weights() after writing to the model's parameters, as after loading them."
+            )
+        self.stepped.note_versions()
+        return None
+
+    # Changes of what is stepped
+
+    def refresh(self, may_talk: bool = True, held: Collection[int] = ()) -> None:
+        """Plan again if a parameter was moved, frozen or unfrozen since the last step; see `Binding.refresh`."""
+        self.check_memory_order()
+        if self.binding.refresh(may_talk, held):
+            self._bind()
+
+    def check_memory_order(self) -> None:
+        """Check that the elements of parameters that are cut lie in the order in which their states do.
+
+        Raises:
+            RuntimeError: naming the first that do not, as after ``model.to(memory_format=...)``; on every rank, since
+                all run the same loop. ValueError if they have gaps.
+        """
+        self._strides = self.binding.checked_strides(self._strides, self.order.is_at_birth)
+
+    def adopt(self, layout: Sequence[Sequence[int]], pieces: list[Pieces], moves_later: bool) -> None:
+        """Take over a layout of buckets, and move state to its new owners. A collective.
+
+        Args:
+            layout: parameter indices of each DDP bucket.
+            pieces: who is to own what, one entry per parameter.
+            moves_later: see `Binding.adopt`.
+
+        Raises:
+            TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
+        """
+        self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
+        self.binding.sync.raise_errors()
+        self._make_room(pieces)
+        with self.change():
+            before = self.binding.pieces
+            migrate_state(self.ranks, self.table, self.inner_state, self.order, self.stepped, before, pieces)
+            self.binding.adopt(layout, pieces, moves_later)
+            self.local_step.own(self.stepped.own(self.binding.owned(), self.binding.owned_parts()))
+            self._bind()
+
+    def _make_room(self, pieces: Sequence[Pieces]) -> None:
+        """Before state moves to these owners: allocate what this rank gets where room is limited. Then a collective."""
+        if self.stepped.residence.keeps:
+            with Agreement(self.ranks.everyone, "making room for optimizer state"):
+                gained = self.binding.gained(pieces)
+                reserve_room(self.inner, self.stepped, self.table, gained, has_copies=False)
+
+    def master_weights(self) -> dict[Tensor, Tensor]:
+        """The masters of parameters that this rank owns, by parameter."""
+        self.stepped.follow_model()
+        return {self.table.params[index]: master.detach() for index, master in self.stepped.masters.items()}
+
+    def refresh_masters(self) -> None:
+        """Copy the model's parameters to the masters.
+
+        Raises:
+            RuntimeError: without masters.
+        """
+        if not self.stepped.has_masters:
+            raise RuntimeError("Expected master weights, got none. Build the optimizer with master_weights=True.")
+        with self.change():
+            self.stepped.refresh()
+            self.snapshot = None
+
+    def loaded(self, indices: Sequence[int]) -> None:
+        """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
+        self.snapshot = None
+        self._strides = strides_of(self.table)
+        self.local_step.mirror_to_exposed()
+        self._bind()
+        self.order.loaded([self.stepped[index] for index in indices], self.inner_state)
+        self.stepped.note_versions()
+
+    def extend(self, table: ParameterTable, binding: Binding) -> None:
+        """Take over parameters that were added; existing ones keep their index and their owner."""
+        self.snapshot = None
+        self._strides = [*self._strides, *strides_of(table)[len(self._strides) :]]
+        table.extends(self.table)
+        self.table = table
+        self.binding = binding
+        self.order.note_new(self.inner_state, self.stepped.index_of)
+        self._bind()
+
+    def change(self) -> AbstractContextManager[None]:
+        """A change of the state outside a step; see `StateChanges`."""
+        return self.changes.one(self._devices_of_plan())
+
+    def _devices_of_plan(self) -> set[torch.device]:
+        """The devices of buckets, which are fewer than parameters; a moved parameter has made a new plan."""
+        return {torch.device(bucket.kind.partition("/")[0]) for bucket in self.plan.buckets if bucket.kind}
+
+    def _bind(self) -> None:
+        stepped, index_of = self.stepped, self.table.index_of
+        stepped.follow_memory()
+        self._freed.add(stepped.keep(self.binding.owned(), self.inner_state))
+        self._labels = [self.trace.label("local_step", bucket.index) for bucket in self.plan.buckets]
+        self.local_step.bind(
+            {
+                bucket: {stepped[index_of[param]] for param in params}
+                for bucket, params in self.binding.owned_of_bucket().items()
+            }
+        )

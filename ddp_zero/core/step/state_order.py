@@ -1,0 +1,193 @@
+"""The order in which states were created, and their migration to new owners."""
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.local.masters import MASTER_KEY, SteppedTensors
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.part_states import joined, narrowed, narrowed_value
+from ddp_zero.core.local.tree import check_can_travel
+from ddp_zero.core.plan.ownership import Piece, Pieces, is_cut, moves, piece_of
+
+Birth = tuple[int, int]
+State = MutableMapping[Any, Any]
+
+
+class StateOrder:
+    """The order in which the unsharded optimizer would have created its per-parameter states.
+
+    `torch.optim` keeps states in the order of creation: by step, then by parameter index. A rank sees only its own, so
+    each notes when its states were born and the gathered ones are sorted by that. States are keyed by what is stepped.
+
+    Attributes:
+        is_at_birth: True until a step begins or state is loaded: at most the states that construction creates exist.
+            The same on every rank.
+        is_as_built: True if, in addition, no parameters were added and no state dict was loaded, not even an empty one.
+    """
+
+    def __init__(self) -> None:
+        self._births: dict[Tensor, Birth] = {}
+        self._step = 0
+        self.is_at_birth = True
+        self.is_as_built = True
+
+    def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
+        """Note the states that a step, or a method of the inner class, has created."""
+        self._step += 1
+        self.note_new(state, index_of)
+
+    def note_new(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
+        """Note the states that are new since the last call; some optimizers create theirs at construction."""
+        if state.keys() == self._births.keys():
+            return
+        keys = [key for key in state if isinstance(key, Tensor)]
+        self._births = {key: self._births.get(key) or (self._step, index_of(key)) for key in keys}
+
+    def loaded(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
+        """Forget all births; states are now in the order of the state dict, given by what is stepped."""
+        self.is_at_birth = self.is_at_birth and not stepped
+        self.is_as_built = False
+        position = {key: place for place, key in enumerate(stepped)}
+        self._births = {key: (self._step, position[key]) for key in state if key in position}
+
+    def sorted(self, state: State) -> State:
+        """A state in the unsharded order; states that belong to no parameter first."""
+        born = sorted((key for key in state if isinstance(key, Tensor)), key=self.of)
+        others = [key for key in state if not isinstance(key, Tensor)]
+        return {key: state[key] for key in [*others, *born]}
+
+    def of(self, param: Tensor, index: int = 0) -> Birth:
+        """Creation key of a state: (step, place within the step). Uses the current step if the state has none."""
+        return self._births.get(param, (self._step, index))
+
+    def give(self, param: Tensor) -> Birth:
+        """Forget a state that moves to another rank; returns its creation key."""
+        return self._births.pop(param)
+
+    def take(self, param: Tensor, birth: Birth) -> None:
+        """Note a state that has arrived from another rank."""
+        self._births[param] = birth
+
+
+def migrate_state(
+    ranks: Ranks,
+    table: ParameterTable,
+    state: State,
+    order: StateOrder,
+    stepped: SteppedTensors,
+    before: Sequence[Pieces],
+    after: Sequence[Pieces],
+) -> None:
+    """Send the state of every parameter, or part of one, whose owner changes from its old to its new one. A collective.
+
+    Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
+
+    Raises:
+        TypeError: if a state cannot travel, naming the parameter, before any is moved; RuntimeError on other ranks.
+    """
+    changes = [index for index, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    if not changes:
+        return
+    comm = ranks.shard
+    with Agreement(ranks.everyone, "moving optimizer state to new owners") as agreement:
+        agreement.declare("moves", [(index, before[index], after[index]) for index in changes])
+        for index in changes:
+            if stepped[index] in state and piece_of(before[index], comm.group_rank) is not None:
+                check_can_travel(state[stepped[index]], table.label(index))
+    for index in changes:
+        _migrate_one(comm, table, state, order, stepped, index, before[index], after[index])
+
+
+def _migrate_one(
+    comm: Communicator,
+    table: ParameterTable,
+    state: State,
+    order: StateOrder,
+    stepped: SteppedTensors,
+    index: int,
+    before: Pieces,
+    after: Pieces,
+) -> None:
+    me, param = comm.group_rank, table.params[index]
+    old, new = piece_of(before, me), piece_of(after, me)
+    have, want = _part(old, before), _part(new, after)
+    mine = _Held.out_of(state, order, stepped, index) if old is not None and old != new else None
+    arrived: list[tuple[slice, _Held]] = []
+    cuts = is_cut(before) or is_cut(after)
+    for move in moves(before, after):
+        elements = slice(move.start, move.stop)
+        if move.source == me and mine is not None:  # what does not change hands is not sent
+            comm.send_tree(mine.of(param, have, elements, cuts).as_tree(), move.target)
+        elif move.target == me:
+            arrived.append((elements, _Held(*comm.receive_tree(move.source, table.accelerator()))))
+    if new is None or old == new:
+        return
+    if mine is not None and old is not None and max(old.start, new.start) < min(old.stop, new.stop):
+        kept = slice(max(old.start, new.start), min(old.stop, new.stop))
+        arrived.append((kept, mine.of(param, have, kept, cuts)))
+    found = _Held.joined(arrived, param, want) if cuts else arrived[0][1]
+    found.put_into(state, order, stepped, index, want)
+
+
+def _part(piece: Piece | None, pieces: Pieces) -> slice | None:
+    return slice(piece.start, piece.stop) if piece is not None and is_cut(pieces) else None
+
+
+@dataclass
+class _Held:
+    """What a rank holds for a parameter or a part of it: master, when its state was created, state."""
+
+    master: Tensor | None
+    birth: Birth | None
+    state: Any
+
+    @classmethod
+    def out_of(cls, state: State, order: StateOrder, stepped: SteppedTensors, index: int) -> "_Held":
+        """Take out everything."""
+        key, master = stepped[index], stepped.give(index)
+        is_there = key in state
+        master = None if master is None else master.detach()
+        return cls(master, order.give(key) if is_there else None, state.pop(key) if is_there else None)
+
+    def of(self, param: Tensor, have: slice | None, want: slice, is_cut: bool) -> "_Held":
+        """What belongs to some of the elements."""
+        if not is_cut:
+            return self
+        master = narrowed_value(self.master, param, have, want)
+        return replace(
+            self, master=master, state=None if self.state is None else narrowed(self.state, param, have, want)
+        )
+
+    def as_tree(self) -> tuple[Any, ...]:
+        """As it is sent."""
+        return self.master, self.birth, self.state
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[slice, "_Held"]], param: Tensor, want: slice | None) -> "_Held":
+        """Several parts as one; all have a state, or none."""
+        first = parts[0][1]
+        masters = [(part, {MASTER_KEY: held.master}) for part, held in parts if held.master is not None]
+        states = [(part, held.state) for part, held in parts if held.state is not None]
+        assert len(states) in (0, len(parts)), "a parameter is stepped on all its owners or on none"
+        return cls(
+            joined(masters, param, want)[MASTER_KEY] if masters else None,
+            first.birth,
+            joined(states, param, want) if states else None,
+        )
+
+    def put_into(
+        self, state: State, order: StateOrder, stepped: SteppedTensors, index: int, part: slice | None
+    ) -> None:
+        """Take everything over."""
+        if stepped.has_stand_in(index, part):
+            stepped.take(index, self.master, part)
+        if self.birth is not None:
+            key = stepped[index]
+            state[key] = self.state
+            order.take(key, self.birth)

@@ -1,0 +1,145 @@
+"""What connects an optimizer to one DDP model: hook builders with torch's signatures, an optimizer with its hook."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from ddp_zero.core.backward.gradients import CommHook
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.engine.engine import INTERLEAVED_LAG
+from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, grouped, own_options
+from ddp_zero.core.local.live_model import the_ddp_model_in
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
+
+
+def hook_with_zero_step(
+    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> CommHook:
+    """Extend a DDP communication hook by the optimizer step, taken when the last bucket has arrived.
+
+    Backward computes without interruption; then buckets are stepped in order as their reductions resolve, each sent
+    while the next one is stepped. When ``backward()`` returns, every rank has the new parameters.
+
+    Args:
+        hook: the reduction to extend, such as ``allreduce_hook``; it returns a future of the averaged bucket. None: the
+            reduction of DDP without a hook, which ``allreduce_hook`` matches bit for bit only at 2, 4, 8 ... ranks.
+            Must be None in stage 2, which has its own reduction.
+        ddp: the model. Register the result on it: ``ddp.register_comm_hook(state, result)``.
+        zero: an optimizer over the model's parameters, built with ``overlap_with_ddp=True`` or ``stage=2``. In stage 2
+            without overlap the hook only reduces, and ``zero.step()`` takes the step.
+        shard_buckets: spread each bucket over the ranks; if False, a bucket goes whole to the least loaded rank.
+
+    Returns:
+        The hook for ``ddp.register_comm_hook``; its ``state`` is handed to ``hook``.
+
+    Raises:
+        ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or has a
+            hook already.
+    """
+    return engine_of(zero).build_hook(ddp, hook, split=shard_buckets, lag=None)
+
+
+def hook_with_zero_step_interleaved(
+    hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> CommHook:
+    """As `hook_with_zero_step`, but each bucket is stepped while backward computes the gradients of the next.
+
+    Bucket *i* is stepped when bucket *i + 1* arrives, so that its reduction has had time to resolve.
+    """
+    return engine_of(zero).build_hook(ddp, hook, split=shard_buckets, lag=INTERLEAVED_LAG)
+
+
+_OTHER_NAMES = ("process_group", "overlap_with_ddp")
+"""Options of the optimizer that go by another name here, or are the model's."""
+
+
+def build_with_hook(  # noqa: D417  # arguments that are those of shard_optimizer are documented there
+    ddp: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    params: ParamsT | Grouping | None = None,
+    *,
+    overlap: bool = True,
+    hook: CommHook | None = None,
+    hook_state: Any = None,
+    interleaved: bool | None = None,
+    shard_buckets: bool = True,
+    parameters_as_bucket_view: bool = True,
+    **options: Any,
+) -> ZeroRedundancyOptimizer:
+    """Build a sharded optimizer over a DDP model's named parameters, and its hook, and register that on the model.
+
+    Args:
+        ddp, optimizer_class, params, overlap, hook, hook_state, interleaved, shard_buckets: see
+            `ddp_zero.shard_optimizer`.
+        parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
+        **options: of `ZeroRedundancyOptimizer`, among them those of ``optimizer_class``.
+
+    Raises:
+        TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an unknown option.
+        ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer` does.
+    """
+    model = the_ddp_model_in(ddp)
+    hooks: dict[str, Any] = {"hook": hook, "hook_state": hook_state, "interleaved": interleaved}
+    hooks["shard_buckets"] = shard_buckets
+    zero = _build(model, hooks, optimizer_class, params, overlap, parameters_as_bucket_view, options)
+    zero.attach(model, **hooks)
+    return zero
+
+
+def options_of_hook() -> list[str]:
+    """The names of the options that `build_with_hook` takes, without those of an optimizer class."""
+    own = [name for name in inspect.signature(build_with_hook).parameters if name not in ("ddp", "params", "options")]
+    taken = own_options(ZeroRedundancyOptimizer.__init__)
+    return [*own, *(name for name in taken if name not in (*own, *_OTHER_NAMES))]
+
+
+def _build(
+    ddp: DistributedDataParallel,
+    hooks: dict[str, Any],
+    optimizer_class: Callable[..., Optimizer],
+    params: ParamsT | Grouping | None,
+    overlap: bool,
+    parameters_as_bucket_view: bool,
+    options: dict[str, Any],
+) -> ZeroRedundancyOptimizer:
+    """Build the optimizer over groups with the model's parameter names."""
+    device = next((param.device for param in ddp.parameters()), None)
+    with Agreement(Communicator(ddp.process_group, device=device), "shard_optimizer"):
+        _check_hooks(**hooks)
+        check_flags(overlap=overlap)
+        _check_options(options, optimizer_class)
+        named = list(ddp.named_parameters())
+        groups = named if params is None else grouped(named, params) if callable(params) else params
+    zero = ZeroRedundancyOptimizer(
+        groups,
+        optimizer_class,
+        process_group=ddp.process_group,
+        overlap_with_ddp=overlap,
+        parameters_as_bucket_view=parameters_as_bucket_view,
+        **options,
+    )
+    sharded_of(zero).table.learn_names(named)
+    return zero
+
+
+def _check_hooks(hook: object, hook_state: object, interleaved: object, shard_buckets: object) -> None:
+    """Check the arguments for the hook."""
+    if hook is not None and not callable(hook):
+        raise TypeError(f"Expected hook to be a communication hook or None, got {hook!r:.80}.")
+    check_flags(interleaved=False if interleaved is None else interleaved, shard_buckets=shard_buckets)
+
+
+def _check_options(options: dict[str, Any], optimizer_class: Callable[..., Optimizer]) -> None:
+    """Check that no option is misspelt, or passed to `shard_optimizer` under a different name."""
+    for name, remedy in {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}.items():
+        if name in options:
+            raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy}")
+    check_class(optimizer_class)
+    taken = own_options(ZeroRedundancyOptimizer.__init__)
+    check_known([name for name in options if name not in taken], optimizer_class, options_of_hook())

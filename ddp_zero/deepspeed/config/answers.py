@@ -1,0 +1,218 @@
+"""What DeepSpeed's engine answers besides training: ranks, settings, and which of its names have another way here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ddp_zero.deepspeed.config.config import Config
+from ddp_zero.deepspeed.config.document import value_at
+
+
+def _at(path: str, default: Any = None) -> Callable[[Config], Any]:
+    return lambda config: value_at(config.document, path, default)
+
+
+SETTINGS: Mapping[str, Callable[[Config], Any]] = {
+    "bf16_master_weights_and_gradients": lambda config: config.bf16.bf16_master_weights_and_grads,
+    "bf16_optimizer_states": lambda config: config.bf16.bf16_optimizer_states,
+    "checkpoint_tag_validation_enabled": lambda config: config.tag_validation != "ignore",
+    "checkpoint_tag_validation_fail": lambda config: config.tag_validation == "fail",
+    "communication_data_type": lambda config: config.rest.communication_data_type,
+    "dataloader_drop_last": lambda config: config.rest.dataloader_drop_last,
+    "dump_state": lambda config: config.rest.dump_state,
+    "dynamic_loss_scale": lambda config: config.fp16.loss_scale == 0,
+    "fp16_auto_cast": lambda config: config.fp16.auto_cast,
+    "fp16_master_weights_and_gradients": lambda config: False,
+    "gradient_predivide_factor": lambda config: config.rest.gradient_predivide_factor or 1.0,
+    "initial_dynamic_scale": lambda config: 2**config.fp16.initial_scale_power,
+    "log_level": lambda config: config.rest.log_level,
+    "managed_gradient_accumulation": lambda config: config.rest.managed_gradient_accumulation,
+    "memory_breakdown": lambda config: config.rest.memory_breakdown,
+    "optimizer_name": lambda config: None if config.optimizer is None else config.optimizer.type,
+    "optimizer_params": lambda config: None if config.optimizer is None else dict(config.optimizer.params),
+    "postscale_gradients": lambda config: not config.rest.prescale_gradients,
+    "scheduler_name": lambda config: None if config.scheduler is None else config.scheduler.type,
+    "scheduler_params": lambda config: None if config.scheduler is None else dict(config.scheduler.params),
+    "steps_per_print": lambda config: config.rest.steps_per_print,
+    "torch_autocast_enabled": lambda config: config.autocast.enabled,
+    "wall_clock_breakdown": lambda config: config.rest.wall_clock_breakdown,
+    "zero_allgather_bucket_size": lambda config: config.zero.allgather_bucket_size,
+    "zero_allow_untested_optimizer": _at("zero_allow_untested_optimizer", False),
+    "zero_compute_grad_norm": lambda config: config.zero.compute_grad_norm,
+    "zero_contiguous_gradients": lambda config: config.zero.contiguous_gradients,
+    "zero_cpu_offload": lambda config: config.offload.device != "none",
+    "zero_elastic_checkpoint": lambda config: config.zero.elastic_checkpoint,
+    "zero_ignore_unused_parameters": lambda config: config.zero.ignore_unused_parameters,
+    "zero_load_from_fp32_weights": lambda config: config.zero.load_from_fp32_weights,
+    "zero_offload_optimizer": _at("zero_optimization.offload_optimizer"),
+    "zero_optimization": lambda config: config.zero.stage > 0,
+    "zero_optimization_partition_gradients": lambda config: config.zero.stage == 2,
+    "zero_optimization_partition_weights": lambda config: False,
+    "zero_overlap_comm": lambda config: bool(config.zero.overlap_comm),
+    "zero_reduce_bucket_size": lambda config: config.zero.reduce_bucket_size,
+    "zero_reduce_scatter": _at("zero_optimization.reduce_scatter", True),
+    "zero_round_robin_gradients": lambda config: config.zero.round_robin_gradients,
+}
+"""Methods without arguments that say what the configuration has set."""
+
+_STAGE_3 = "Stage 3 is not done here; FSDP2 comes nearest."
+_REDUCTION = "DDP reduces gradients inside backward; nothing is left to call."
+
+ELSEWHERE: Sequence[tuple[str, Sequence[str]]] = [
+    (
+        "Only data parallelism is done here: engine.global_rank; for meshes see docs/parallel.md.",
+        (
+            "*autotp*",
+            "tensor_parallel_config",
+            "get_*_parallel_rank",
+            "get_sequence_parallel_group",
+        ),
+    ),
+    (
+        "engine.compile() compiles the model by torch.compile; nothing else is compiled.",
+        (
+            "*autosp*",
+            "*compile*",
+            "register_compile_pass",
+            "uses_parallelization_pass_only",
+        ),
+    ),
+    ("There is no autotuner; python -m ddp_zero estimate tells memory beforehand.", ("autotuning_*",)),
+    (
+        "Use torch.profiler and python -m ddp_zero timeline; wall_clock_breakdown prints times.",
+        (
+            "flops_profiler_*",
+            "get_wall_clock_timers",
+            "print_forward_breakdown",
+        ),
+    ),
+    (
+        "Not done here: use a sampler of your own.",
+        (
+            "curriculum_*",
+            "data_efficiency_*",
+            "data_sampling_*",
+            "random_ltd_*",
+            "set_custom_curriculum_*",
+            "set_data_post_process_func",
+        ),
+    ),
+    (
+        _REDUCTION,
+        (
+            "all_gather_scalar",
+            "allreduce_*",
+            "buffered_allreduce_fallback",
+            "coalesce_grad_reduction",
+            "sparse_*",
+        ),
+    ),
+    ("engine.step() clips; without the engine call opt.clip_grad_norm_().", ("clip_fp32_gradients",)),
+    (
+        "Call engine.zero.offload_state() and engine.zero.reload_state().",
+        (
+            "offload_states",
+            "reload_states",
+        ),
+    ),
+    (
+        "engine.load_checkpoint() reads folders of every kind; python -m ddp_zero checkpoint export writes others.",
+        (
+            "load_universal_checkpoint",
+            "checkpoint_serialization_enabled",
+            "checkpoint_writer_enabled",
+        ),
+    ),
+    ("Call ddp_zero.checkpoint.load(), with global_names= for experts.", ("load_moe_state_dict",)),
+    (
+        "Read engine.config.",
+        (
+            "get_data_types",
+            "torch_autocast_dtype",
+            "torch_autocast_lower_precision_safe_modules",
+        ),
+    ),
+    (
+        "Read engine.config.",
+        (
+            "get_optimizer_configuration",
+            "get_type",
+            "is_map_style_dataset",
+            "is_iterable_style_dataset",
+        ),
+    ),
+    ("Read engine.config['fp16'] and engine.loss_scale().", ("dynamic_loss_scale_args",)),
+    (
+        "Optimizers are torch's; docs/offload.md says how state is kept on the host or on disk.",
+        (
+            "aio_config",
+            "cpuadam_cores_perc",
+            "optimizer_legacy_fusion",
+            "super_offload",
+            "swap_tensor_config",
+            "use_node_local_storage",
+        ),
+    ),
+    (
+        "Not done here: read engine.config.",
+        (
+            "is_sanity_checks_enabled",
+            "collect_python_gc",
+            "zenflow_config",
+        ),
+    ),
+    (
+        _STAGE_3,
+        (
+            "empty_partition_cache",
+            "is_first_weights_partition_group",
+            "zero_gather_16bit_weights_on_model_save",
+        ),
+    ),
+    (
+        "Without effect here; docs/deepspeed-keys.md says why.",
+        (
+            "zero_allgather_partitions",
+            "zero_allgather_sequential",
+            "zero_force_ds_cpu_optimizer",
+            "zero_legacy_stage1",
+        ),
+    ),
+    (
+        "Without effect here; docs/deepspeed-keys.md says why.",
+        (
+            "zero_parameter_alignment",
+            "zero_save_muon_momentum_buffer_in_memory",
+            "zero_use_cpu_optimizer",
+        ),
+    ),
+    (
+        _STAGE_3,
+        (
+            "zero_hpz_*",
+            "zero_log_*",
+            "zero_max_*",
+            "zero_model_*",
+            "zero_module_*",
+            "zero_multi_*",
+            "zero_nvme_*",
+            "zero_offload_param",
+        ),
+    ),
+    (
+        _STAGE_3,
+        (
+            "zero_param_persistence_threshold",
+            "zero_partial_offload",
+            "zero_prefetch_*",
+            "zero_quantized_*",
+            "zero_sub_group_size",
+        ),
+    ),
+]
+"""The ways here for names of DeepSpeed's engine that this one does not have, and the names as patterns."""
+
+
+def way_here(name: str) -> str | None:
+    """What to do instead of asking for a name that only DeepSpeed's engine has; None: that one has not, either."""
+    return next((way for way, names in ELSEWHERE if any(fnmatchcase(name, one) for one in names)), None)

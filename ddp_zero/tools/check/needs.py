@@ -1,0 +1,30 @@
+"""What this library cannot do without in PyTorch; `ddp_zero` imports this file first, so that the error says why.
+
+Nothing here looks at a version number: what is there is used. What can be done without is asked where it is used
+(`ddp_takes`), and tried by `probes`.
+"""
+
+import warnings
+
+with warnings.catch_warnings():
+    # torch says so once in a process, at the first of these imports; nothing here uses NumPy
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch
+    import torch.distributed as dist
+
+if not dist.is_available():
+    raise ImportError(
+        "Expected a PyTorch with torch.distributed, got one that was built without it. Install a build of PyTorch "
+        "that has it, such as those for Linux; ddp_zero has nothing to do without process groups."
+    )
+try:
+    from ddp_zero.core.backward.reducer import missing
+
+    _MISSING, _cause = missing(), None
+except (ImportError, AttributeError) as error:
+    _MISSING, _cause = [str(error)], error
+if _MISSING:
+    raise ImportError(
+        f"Expected a PyTorch whose DDP and autograd have what ddp_zero relies on, got {torch.__version__}, which lacks "
+        f"it: {'; '.join(_MISSING)}. Install one of the versions in docs/status.md, such as torch==2.13.0."
+    ) from _cause

@@ -1,0 +1,257 @@
+"""What this torch and this machine can do of what the library relies on, found by trying and not by version numbers.
+
+DDP's reducer is observed in one process, with torch's fake process group: it sends nothing and is not registered.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero.core.backward.reducer import BucketViews, after_the_reducer, rebuild_buckets, windows_in_bucket
+from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
+from ddp_zero.core.local.heap import find_trim
+from ddp_zero.core.state.listener import open_port
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Whether one thing works.
+
+    Attributes:
+        name: of the thing.
+        works: None if it could not be tried.
+        means: what that means for a user.
+        detail: what was found, or the error.
+    """
+
+    name: str
+    works: bool | None
+    means: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Something to try.
+
+    Attributes:
+        name: of the thing.
+        look: tries it, and returns what it found; raises `NotTried` if it cannot try, anything else if it fails.
+        if_works: what it means for a user that it works.
+        if_not: and that it does not.
+    """
+
+    name: str
+    look: Callable[[], str]
+    if_works: str
+    if_not: str
+
+    def run(self) -> Finding:
+        """Try it. Raises nothing."""
+        try:
+            return Finding(self.name, True, self.if_works, self.look())
+        except NotTried as error:
+            return Finding(self.name, None, "not known; the first step shows it", str(error))
+        except Failed as error:
+            return Finding(self.name, False, self.if_not, str(error))
+        except Exception as error:  # whatever an unknown version of torch raises is a finding
+            return Finding(self.name, False, self.if_not, f"{type(error).__name__}: {error}")
+
+
+class NotTried(Exception):
+    """A probe could not be made here, which says nothing about what it looks for."""
+
+
+class Failed(Exception):
+    """A probe was made, and what it looks for is not so."""
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise Failed(problem)
+
+
+# DDP's reducer
+
+
+class _Observed:
+    """A one-rank DDP model; records what DDP passes to its hook."""
+
+    def __init__(self) -> None:
+        module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        try:
+            group = _group_of_one()
+            self.ddp = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
+        except Exception as error:
+            raise NotTried(f"no DDP model without a process group: {type(error).__name__}: {error}") from error
+        self.buffer = torch.empty(0)
+        self.params: list[Tensor] = []
+        self.views: dict[Tensor, Tensor] = {}
+        self.published: list[bool] = []  # at the end of backward, whether gradients are the values in the future
+        self.ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))  # DDP would judge an annotation
+
+    def backward(self) -> None:
+        """One backward pass, in which each gradient is doubled by the hook."""
+        for param in self.ddp.parameters():
+            param.grad = None
+        self.ddp(torch.ones(1, 3)).sum().backward()
+
+    def _reduce(self, bucket: Any) -> "torch.futures.Future[Tensor]":
+        self.buffer, self.params = bucket.buffer(), bucket.parameters()
+        self.views = {param: param.grad for param in self.params if param.grad is not None}
+        doubled = self.buffer * 2
+        windows = windows_in_bucket(self.params)
+
+        def compare() -> None:
+            pairs = [(param.grad, windows[param].view(doubled)) for param in self.params]
+            self.published.append(all(grad is not None and torch.equal(grad, value) for grad, value in pairs))
+
+        after_the_reducer(compare)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(doubled)
+        return future
+
+
+def _group_of_one() -> dist.ProcessGroup:
+    """A process group of one rank whose collectives do nothing, known to no one else."""
+    fake = import_module("torch.testing._internal.distributed.fake_pg")  # not there in every build
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group = dist.ProcessGroup(HashStore(), 0, 1)
+    group._set_default_backend(kind)
+    build = getattr(fake.FakeProcessGroup, "_create_internal", fake.FakeProcessGroup)  # torch 2.8 has the constructor
+    group._register_backend(torch.device("cpu"), kind, build(0, 1))
+    return group
+
+
+def _end_of_backward() -> str:
+    observed = _Observed()
+    observed.backward()
+    _require(observed.published == [True], f"gradients were published at {observed.published}, not once at the end")
+    return "gradients are in place when it runs"
+
+
+def _gradient_views() -> str:
+    observed = _Observed()
+    observed.backward()
+    storage = observed.buffer.untyped_storage().data_ptr()
+    shared = sum(view.untyped_storage().data_ptr() == storage for view in observed.views.values())
+    _require(shared == len(observed.params) > 0, f"{shared} of {len(observed.params)} gradients lie in their bucket")
+    return f"{shared} of {len(observed.params)} gradients lie in their bucket"
+
+
+def _memory_of_ours() -> str:
+    observed = _Observed()
+    observed.backward()
+    observed.backward()  # in buckets that DDP has rebuilt
+    views = BucketViews(observed.buffer, windows_in_bucket(observed.params), observed.views)
+    ours = torch.full_like(observed.buffer, math.nan)
+    views.point_at(ours, ours)
+    observed.backward()
+    _require(bool(ours.isfinite().all()), "gradients went elsewhere")
+    return "gradients went where they were sent"
+
+
+def _rebuild() -> str:
+    observed = _Observed()
+    observed.backward()
+    built = rebuild_buckets(observed.ddp)
+    _require(bool(built), "DDP kept its buckets")
+    _require(all(len(one.views) == len(one.params) for one in built), "the views of the new buckets were not seen")
+    return "new buckets, with all of their views"
+
+
+# Everything else
+
+
+def _native() -> str:
+    try:
+        group = _group_of_one()
+    except Exception as error:
+        raise NotTried(f"{type(error).__name__}: {error}") from error
+    whole, part = torch.zeros(2), torch.zeros(2)
+    for collective in (all_gather_native, reduce_scatter_native):
+        collective(whole, part, group=group, async_op=True).wait()
+    return f"{all_gather_native.__name__}, {reduce_scatter_native.__name__}"
+
+
+def _returned_memory() -> str:
+    _require(find_trim() is not None, "the C library has no malloc_trim")
+    return "malloc_trim"
+
+
+def _port() -> str:
+    with open_port():
+        return "a port was opened and closed"
+
+
+PROBES = (
+    Probe(
+        "callbacks at the end of backward",
+        _end_of_backward,
+        "steps inside backward can wait for DDP's reducer",
+        "use stage 1 standalone (no overlap): steps inside backward cannot be trusted",
+    ),
+    Probe(
+        "gradients as views of buckets",
+        _gradient_views,
+        "gradients are used without a copy, and stage 2 can shard them",
+        "use stage 1: stage 2 cannot shard gradients",
+    ),
+    Probe(
+        "buckets in memory of ours",
+        _memory_of_ours,
+        "in stage 2 all buckets share three buffers",
+        "stage 2 needs more memory: DDP's own buckets are freed after backward instead",
+    ),
+    Probe(
+        "rebuilding buckets on request",
+        _rebuild,
+        "from the second iteration on, no iteration holds whole gradients in stage 2",
+        "use stage 1 standalone (no overlap): the first iteration inside backward may fail, or hold whole gradients",
+    ),
+    Probe(
+        "native collectives",
+        _native,
+        "on NCCL equal segments travel by them (never run)",
+        "on NCCL segments travel one by one",
+    ),
+    Probe(
+        "returning freed memory",
+        _returned_memory,
+        "what stage 2 frees once goes back to the system",
+        "what stage 2 frees once may go on counting as this process's memory",
+    ),
+    Probe(
+        "listening for other ranks",
+        _port,
+        "opt.state_dict() works on one rank alone, where a firewall lets ranks connect",
+        "call opt.consolidate_state_dict() before opt.state_dict(), or use ddp_zero.checkpoint",
+    ),
+)
+
+
+def find(probes: Sequence[Probe] = PROBES) -> list[Finding]:
+    """Try everything. Raises nothing, communicates nothing."""
+    return [probe.run() for probe in probes]
+
+
+def backends() -> Mapping[str, bool]:
+    """Which backends of `torch.distributed` this build of torch has."""
+    return {name: bool(dist.is_backend_available(name)) for name in ("gloo", "nccl", "xccl", "ucc", "mpi")}
+
+
+def devices() -> Mapping[str, int]:
+    """How many devices there are, by type; the CPU is one."""
+    found = {"cpu": 1}
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        found[accelerator.type] = torch.accelerator.device_count()
+    return found

@@ -1,0 +1,165 @@
+"""Flight records as they are on disk; see `ddp_zero.tools.record.flight`."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_zero.tools.record.flight import FIELDS, VERSION
+from ddp_zero.tools.record.regular_files import open_regular
+
+_GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of a rank; see `ddp_zero.tools.record.recorder.Span`. Times are seconds since the epoch.
+
+    Attributes:
+        ended: None if it had not when the record was written.
+        failed: whether an error has ended it.
+    """
+
+    number: int
+    optimizer: int
+    step: int
+    phase: str
+    bucket: int
+    begun: float
+    ended: float | None
+    sent: int = 0
+    received: int = 0
+    message: str = ""
+    peer: str = ""
+    failed: bool = False
+
+    @property
+    def peer_rank(self) -> int | None:
+        """The rank in the job of the peer that it waits for; None if there is none, or it is every rank."""
+        found = _GLOBAL_RANK.search(self.peer)
+        return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank has left.
+
+    Attributes:
+        rank: in the job.
+        members: the ranks that it works with, itself included.
+        attempt: how often torchrun had restarted the job.
+        host: its name.
+        process: its id there.
+        started, written: seconds since the epoch.
+        reason: why it was written.
+        error: the error, or empty.
+        stacks: where threads were, by name.
+        events: oldest first.
+    """
+
+    rank: int
+    members: Sequence[int]
+    attempt: int
+    host: str
+    process: int
+    started: float
+    written: float
+    reason: str
+    error: str
+    stacks: Mapping[str, Sequence[str]]
+    events: Sequence[Event]
+
+
+def read_folder(folder: str | os.PathLike[str], attempt: int | None = None) -> list[Record]:
+    """The records of one attempt, by rank.
+
+    Args:
+        folder: where they are.
+        attempt: of torchrun; None: the last one that has left a record.
+
+    Raises:
+        ValueError: if there are none, or one cannot be read.
+    """
+    paths = sorted(Path(folder).glob("attempt-*-rank-*.json"))
+    records = [read(path) for path in paths]
+    if attempt is None:
+        attempt = max((record.attempt for record in records), default=0)
+    found = sorted((record for record in records if record.attempt == attempt), key=lambda record: record.rank)
+    if not found:
+        raise ValueError(
+            f"Expected flight records of attempt {attempt} in {folder}, got none. They are written where "
+            "DDP_ZERO_RECORD_DIR or ddp_zero.record_to says, when a step raises or a time-out nears."
+        )
+    return found
+
+
+def read(path: Path) -> Record:
+    """One record.
+
+    Raises:
+        ValueError: if it is none, naming the file.
+    """
+    try:
+        content: dict[str, Any] = json.loads(_text(path))
+        if content["version"] != VERSION or content["fields"] != list(FIELDS):
+            raise ValueError(f"version {content['version']!r:.20}")
+        events = [
+            Event(*(_checked(*place) for place in zip(_EVENT, FIELDS, row, strict=True))) for row in content["events"]
+        ]
+        return Record(events=events, **{name: _checked(kind, name, content[name]) for name, kind in _RECORD.items()})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        told = "blocks nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"Expected a flight record of version {VERSION} in {path}, got {told:.300}.") from error
+
+
+def _text(path: Path) -> str:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_BYTES:
+            raise ValueError(f"a file of {size:,} bytes, more than any record has")
+        return file.read().decode()
+
+
+_MOST_BYTES = 64 * 2**20
+_MOST_CHARACTERS = 10_000
+_LATEST = 2.0**36
+"""Seconds since the epoch up to which clocks can be shown: the year 4147."""
+
+
+def _checked(kind: str, name: str, value: Any) -> Any:
+    """A value if it is of a kind, texts without anything that a terminal would obey.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if kind == "ranks" and isinstance(value, list):
+        return [_checked("int", name, one) for one in value]
+    if kind == "stacks" and isinstance(value, dict):
+        return {_printable(key): [_checked("text", name, line) for line in value[key]] for key in value}
+    if kind == "text" and isinstance(value, str):
+        return _printable(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = {
+        "int": isinstance(value, int) and is_number and abs(value) < 2**63,
+        "time": is_number and 0 <= value < _LATEST,
+        "end": value is None or (is_number and 0 <= value < _LATEST),
+        "flag": isinstance(value, bool),
+    }
+    if not fits.get(kind, False):
+        raise TypeError(f"{name} = {value!r:.40}")
+    return value
+
+
+def _printable(text: str) -> str:
+    shown = text[:_MOST_CHARACTERS]
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in shown)
+
+
+_EVENT = ("int", "int", "int", "text", "int", "time", "end", "int", "int", "text", "text", "flag")
+_RECORD = {
+    **{"rank": "int", "members": "ranks", "attempt": "int", "host": "text", "process": "int"},
+    **{"started": "time", "written": "time", "reason": "text", "error": "text", "stacks": "stacks"},
+}

@@ -1,0 +1,181 @@
+"""The flight record: this rank's last events, written to a file when a step fails or is about to.
+
+Recording costs no more than the ring; writing needs a folder, from `record_to` or the environment variable
+``DDP_ZERO_RECORD_DIR``. ``python -m ddp_zero postmortem`` merges the files of all ranks.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ddp_zero.tools.record.recorder import RING, Ring, Span, name_of, when_failing
+
+VARIABLE = "DDP_ZERO_RECORD_DIR"
+VERSION = 1
+FIELDS = (
+    *("number", "optimizer", "step", "phase", "bucket", "begun", "ended"),
+    *("sent", "received", "message", "peer", "failed"),
+)
+"""The columns of an event in a file; times in seconds since the epoch, None in ``ended`` while it lasts."""
+
+_NEARS = 0.75
+"""The part of a time-out after which it nears."""
+_STACK_LINES = 40
+
+
+class _Job:
+    """What the process knows of its job."""
+
+    folder: Path | None = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+    rank = 0
+    members: ClassVar[set[int]] = set()
+    time_out = 0.0
+    started = time.time()
+    watch: threading.Thread | None = None
+    process = 0
+    newest_written = -1
+
+
+_one_writes = threading.Lock()
+
+
+def record_to(folder: str | os.PathLike[str] | None) -> None:
+    """Write flight records to a folder, which all ranks may share, from now on; None: write none.
+
+    A record is written when a step raises, as when a peer has died, and when three quarters of the process group's
+    time-out have passed in one wait, or without any event. The environment variable ``DDP_ZERO_RECORD_DIR`` does the
+    same without a change of the program.
+    """
+    _Job.folder = None if folder is None else Path(folder)
+    _start_watch()
+
+
+def identify(rank: int, members: Iterable[int], time_out: float) -> None:
+    """Say which rank of its job this process is, which others it works with, and when their messages time out.
+
+    Args:
+        rank: in the job.
+        members: ranks in the job.
+        time_out: in seconds.
+    """
+    _Job.rank = rank
+    _Job.members.update(members)
+    _Job.time_out = time_out
+    _start_watch()
+
+
+def write(reason: str, error: str = "") -> Path | None:
+    """Write this rank's record, in place of an earlier one of this process.
+
+    Args:
+        reason: why it is written.
+        error: the error, if there is one.
+
+    Returns:
+        The file; None without a folder, or if it cannot be written, since this must not hide the error.
+    """
+    folder = _Job.folder
+    if folder is None:
+        return None
+    with contextlib.suppress(OSError), _one_writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"attempt-{_attempt()}-rank-{_Job.rank:05}.json"
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        unfinished.write_text(json.dumps(_record(reason, error)))
+        unfinished.replace(path)
+        _Job.newest_written = RING.newest
+        return path
+    return None
+
+
+def _record(reason: str, error: str) -> dict[str, Any]:
+    now = time.time()
+    origin = now - time.perf_counter_ns() * 1e-9
+    return {
+        "version": VERSION,
+        "rank": _Job.rank,
+        "members": sorted(_Job.members | {_Job.rank}),
+        "attempt": _attempt(),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "started": _Job.started,
+        "written": now,
+        "time_out": _Job.time_out,
+        "reason": reason,
+        "error": error,
+        "stacks": _stacks(),
+        "fields": list(FIELDS),
+        "events": [_row(span, origin) for span in RING.events()],
+    }
+
+
+def _row(span: Span, origin: float) -> list[Any]:
+    ended = None if not span.ended else round(origin + span.ended * 1e-9, 6)
+    optimizer = -1 if span.recorder is None else span.recorder.optimizer
+    begun = round(origin + span.begun * 1e-9, 6)
+    return [
+        *(span.number, optimizer, span.step, span.phase, span.bucket, begun, ended),
+        *(span.sent, span.received, span.message, name_of(span.peer), span.failed),
+    ]
+
+
+def _stacks() -> dict[str, list[str]]:
+    """Where each thread is, by its name; innermost frames last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # it would refer to itself, and so live on with all that it refers to
+    stacks = {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames.items()}
+    if threading.current_thread() is threading.main_thread():
+        stacks["MainThread"] = traceback.format_stack()
+    return {name: [line.rstrip() for line in stack[-_STACK_LINES:]] for name, stack in stacks.items()}
+
+
+def _attempt() -> int:
+    """How often torchrun has restarted the job."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdigit() else 0
+
+
+# Time-outs
+
+
+def _start_watch() -> None:
+    """Start the thread that looks for waits that take long, once per process, if it has something to do."""
+    if _Job.folder is None or _Job.time_out <= 0 or (_Job.watch is not None and _Job.process == os.getpid()):
+        return
+    _Job.process = os.getpid()
+    _Job.watch = threading.Thread(target=_watch, name="ddp_zero flight record", daemon=True)
+    _Job.watch.start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(min(max(_Job.time_out / 40, 0.05), 15.0))
+        if RING.newest != _Job.newest_written:  # a record of an error stays
+            reason = overdue(RING, time.perf_counter_ns(), _Job.time_out)
+            if reason is not None:
+                write(reason)
+
+
+def overdue(ring: Ring, now: int, time_out: float) -> str | None:
+    """Why a record should be written now, or None.
+
+    Args:
+        ring: the events.
+        now: `time.perf_counter_ns`.
+        time_out: of a message, in seconds.
+    """
+    if ring.newest < 0 or (now - ring.newest_time()) * 1e-9 < _NEARS * time_out:
+        return None
+    return f"no event for {(now - ring.newest_time()) * 1e-9:.1f} s of a time-out of {time_out:.1f} s"
+
+
+when_failing(write)

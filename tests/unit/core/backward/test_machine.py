@@ -1,0 +1,565 @@
+"""The state machine of the step inside backward.
+
+Actions are written as text: ``adopt 1 2 finish`` is AdoptLayout, StepBucket(1), StepBucket(2), FinishSyncs.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ddp_zero.core.backward import overlap_machine as machine
+from ddp_zero.core.backward.overlap_machine import (
+    Action,
+    AdoptLayout,
+    FinishSyncs,
+    OverlapMachine,
+    OverlapStatus,
+    Phase,
+    StepAll,
+    StepBucket,
+)
+from ddp_zero.core.backward.regime import Regime
+
+REST, RUNNING, REDUCED, WAITING, STEPPED = Phase
+UNINITIALIZED, REBUILT, INITIALIZED = OverlapStatus
+OVERLAPPED, DEFERRED, REDUCE_ONLY = Regime
+
+
+def new_machine(lag: int | None = 1) -> OverlapMachine:
+    return OverlapMachine(lag, "rank 7")
+
+
+def written(actions: Sequence[Action]) -> str:
+    words = {AdoptLayout(): "adopt", StepAll(): "all", FinishSyncs(): "finish"}
+    return " ".join(str(a.bucket) if isinstance(a, StepBucket) else words[a] for a in actions)
+
+
+def arrive(machine: OverlapMachine, matches: str, regime: Regime = OVERLAPPED, count: int | None = None) -> list[str]:
+    """Buckets arrive, one per character: ``+`` is as planned, ``-`` is not. All of them, or the first ``count``."""
+    last = len(matches) - 1
+    return [
+        written(machine.bucket_arrived(bucket, bucket == last, match == "+", regime))
+        for bucket, match in enumerate(matches[:count])
+    ]
+
+
+def machine_in(phase: Phase, lag: int | None = 1) -> OverlapMachine:
+    """A machine in a phase: RUNNING has seen two buckets of four, the others are between iterations or at an end."""
+    machine = new_machine(lag)
+    if phase is not REST:
+        regime = {REDUCED: DEFERRED, WAITING: REDUCE_ONLY}.get(phase, OVERLAPPED)
+        arrive(machine, "++++", regime, count=2 if phase is RUNNING else None)
+    if phase is WAITING:
+        machine.backward_finished()
+    assert machine.phase is phase
+    return machine
+
+
+# The table in the docstring
+
+
+def last_bucket(machine: OverlapMachine) -> Sequence[Action]:
+    return [*machine.bucket_arrived(2, False, True, OVERLAPPED), *machine.bucket_arrived(3, True, True, OVERLAPPED)]
+
+
+def last_bucket_deferred() -> tuple[str, Phase]:
+    machine = new_machine()
+    return " ".join(arrive(machine, "++", DEFERRED)).strip(), machine.phase
+
+
+def reduced_only() -> tuple[str, Phase]:
+    machine = new_machine()
+    arrive(machine, "++", REDUCE_ONLY)
+    return written(machine.backward_finished()), machine.phase
+
+
+def after(phase: Phase, event: Callable[[OverlapMachine], Sequence[Action] | None]) -> tuple[str, Phase]:
+    machine = machine_in(phase)
+    return written(event(machine) or ()), machine.phase
+
+
+def first_bucket(machine: OverlapMachine) -> Sequence[Action]:
+    return machine.bucket_arrived(0, False, True, OVERLAPPED)
+
+
+ROWS: list[tuple[str, str, str, Callable[[], tuple[str, Phase]], str]] = [
+    ("REST", "bucket_arrived(0)", "RUNNING", lambda: after(REST, first_bucket), ""),
+    ("STEPPED", "bucket_arrived(0)", "RUNNING", lambda: after(STEPPED, first_bucket), ""),
+    (
+        *("RUNNING", "bucket_arrived(i)", "RUNNING"),
+        lambda: after(RUNNING, lambda machine: machine.bucket_arrived(2, False, True, OVERLAPPED)),
+        "1",
+    ),
+    ("RUNNING", "bucket_arrived(last)", "STEPPED", lambda: after(RUNNING, last_bucket), "1 2 3 finish"),
+    ("RUNNING", "bucket_arrived(last), deferred", "REDUCED", last_bucket_deferred, ""),
+    ("REDUCED", "backward_finished", "STEPPED", lambda: after(REDUCED, OverlapMachine.backward_finished), "all"),
+    ("REDUCED", "backward_finished, reduce only", "WAITING", reduced_only, ""),
+    ("WAITING", "bucket_arrived(0)", "RUNNING", lambda: after(WAITING, first_bucket), ""),
+    ("WAITING", "step_taken", "REST", lambda: after(WAITING, OverlapMachine.step_taken), ""),
+    ("WAITING", "due_step_taken", "STEPPED", lambda: after(WAITING, OverlapMachine.due_step_taken), ""),
+    ("WAITING", "gradients_dropped", "REST", lambda: after(WAITING, OverlapMachine.gradients_dropped), ""),
+    ("STEPPED", "step_called", "REST", lambda: after(STEPPED, OverlapMachine.step_called), ""),
+    *(("any", "reset", "REST", lambda phase=phase: after(phase, OverlapMachine.reset), "") for phase in Phase),
+]
+
+
+@pytest.mark.parametrize(
+    ("phase_after", "play", "actions"), [row[2:] for row in ROWS], ids=[f"{row[0]} {row[1]}" for row in ROWS]
+)
+def test_a_row_of_the_table_holds(phase_after: str, play: Callable[[], tuple[str, Phase]], actions: str) -> None:
+    assert play() == (actions, Phase[phase_after])
+
+
+def test_the_table_in_the_docstring_has_these_rows() -> None:
+    lines = [line for line in (machine.__doc__ or "").splitlines() if line.startswith("    ")]
+    rows = [tuple(re.split(r" {2,}", line.strip())[:3]) for line in lines]
+    assert rows == [("phase", "event", "next phase"), *dict.fromkeys(row[:3] for row in ROWS)]
+
+
+# What is stepped when
+
+
+@pytest.mark.parametrize(
+    ("lag", "actions"),
+    [
+        pytest.param(lag, actions, id=f"lag {lag}, {len(actions)} buckets")
+        for lag, actions in [
+            (None, ["0 finish"]),
+            (None, ["", "0 1 finish"]),
+            (None, ["", "", "", "", "0 1 2 3 4 finish"]),
+            (1, ["0 finish"]),
+            (1, ["", "0 1 finish"]),
+            (1, ["", "0", "1", "2", "3 4 finish"]),
+            (2, ["0 finish"]),
+            (2, ["", "0 1 finish"]),
+            (2, ["", "", "0", "1", "2 3 4 finish"]),
+            (3, ["0 finish"]),
+            (3, ["", "0 1 finish"]),
+            (3, ["", "", "", "0", "1 2 3 4 finish"]),
+        ]
+    ],
+)
+def test_buckets_are_stepped_in_order_a_lag_behind_and_the_rest_at_the_last(
+    lag: int | None, actions: list[str]
+) -> None:
+    machine = new_machine(lag)
+    for _ in range(3):
+        assert arrive(machine, "+" * len(actions)) == actions
+        assert machine.phase is STEPPED
+
+
+@pytest.mark.parametrize(
+    ("lag", "matches", "actions"),
+    [
+        pytest.param(lag, matches, actions, id=f"lag {lag}, {matches}")
+        for lag, matches, actions in [
+            (None, "-", ["adopt 0 finish"]),
+            (None, "+-", ["", "adopt 0 1 finish"]),
+            (None, "--+++", ["", "", "", "", "adopt 0 1 2 3 4 finish"]),
+            (1, "-", ["adopt 0 finish"]),
+            (1, "-+", ["", "adopt 0 1 finish"]),
+            (1, "+-", ["", "adopt 0 1 finish"]),
+            (1, "-----", ["", "", "", "", "adopt 0 1 2 3 4 finish"]),
+            (1, "-++++", ["", "", "", "", "adopt 0 1 2 3 4 finish"]),
+            (1, "++-++", ["", "0", "", "", "adopt 1 2 3 4 finish"]),
+            (1, "++---", ["", "0", "", "", "adopt 1 2 3 4 finish"]),
+            (1, "++++-", ["", "0", "1", "2", "adopt 3 4 finish"]),
+            (2, "+++-+", ["", "", "0", "", "adopt 1 2 3 4 finish"]),
+            (2, "++++-", ["", "", "0", "1", "adopt 2 3 4 finish"]),
+            (3, "++++-", ["", "", "", "0", "adopt 1 2 3 4 finish"]),
+        ]
+    ],
+)
+def test_once_a_bucket_is_not_as_planned_nothing_is_stepped_before_the_layout_is_adopted_at_the_last(
+    lag: int | None, matches: str, actions: list[str]
+) -> None:
+    machine = new_machine(lag)
+    assert arrive(machine, matches) == actions
+    assert machine.phase is STEPPED
+    machine.step_called()
+    assert "adopt" not in " ".join(arrive(machine, "+" * len(matches))), "the mismatch outlived its iteration"
+
+
+@pytest.mark.parametrize("lag", [None, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("matches", "actions"),
+    [("+", "all"), ("+++++", "all"), ("-", "adopt all"), ("++-++", "adopt all"), ("++++-", "adopt all")],
+)
+def test_a_deferred_iteration_steps_all_at_once_after_backward(lag: int | None, matches: str, actions: str) -> None:
+    machine = new_machine(lag)
+    for _ in range(2):
+        assert arrive(machine, matches, DEFERRED) == [""] * len(matches)
+        assert machine.phase is REDUCED
+        assert written(machine.backward_finished()) == actions
+        assert machine.phase is STEPPED
+        machine.step_called()
+    assert arrive(machine, "++")[-1] == "0 1 finish"
+
+
+@pytest.mark.parametrize("at_first", Regime)
+def test_the_regime_of_an_iteration_is_read_at_its_first_bucket(at_first: Regime) -> None:
+    machine = new_machine()
+    later = OVERLAPPED if at_first is not OVERLAPPED else DEFERRED
+    machine.bucket_arrived(0, False, True, at_first)
+    machine.bucket_arrived(1, False, True, later)
+    assert written(machine.bucket_arrived(2, True, True, later)) == ("1 2 finish" if at_first is OVERLAPPED else "")
+    assert machine.phase is (STEPPED if at_first is OVERLAPPED else REDUCED)
+
+
+@pytest.mark.parametrize(("matches", "actions"), [("+", ""), ("+++", ""), ("-", "adopt"), ("+-+", "adopt")])
+def test_an_iteration_that_only_reduces_steps_nothing_and_leaves_the_step_to_a_later_one(
+    matches: str, actions: str
+) -> None:
+    machine = new_machine()
+    for _ in range(3):
+        assert arrive(machine, matches, REDUCE_ONLY) == [""] * len(matches)
+        assert written(machine.backward_finished()) == actions
+        assert machine.phase is WAITING
+    with pytest.raises(RuntimeError, match=r"STEPPED at opt\.step\(\), got WAITING"):
+        machine.step_called()
+    assert arrive(machine, "++")[-1] == "0 1 finish"
+    machine.step_called()  # once for all of them
+
+
+@pytest.mark.parametrize("lag", [0, -1])
+def test_a_lag_below_one_is_refused(lag: int) -> None:
+    with pytest.raises(ValueError, match=f"a lag of at least 1 bucket, or None, got {lag}"):
+        new_machine(lag)
+
+
+# What is refused
+
+
+def bucket(index: int) -> Callable[[OverlapMachine], object]:
+    return lambda machine: machine.bucket_arrived(index, False, True, OVERLAPPED)
+
+
+ILLEGAL: list[tuple[Phase, str, Callable[[OverlapMachine], object], str]] = [
+    (REST, "bucket 1", bucket(1), r"bucket 0 next, got bucket 1 \(rank 7, phase REST\)"),
+    (REST, "finished", OverlapMachine.backward_finished, r"phase REDUCED at the end of backward, got REST \(rank 7\)"),
+    (REST, "step", OverlapMachine.step_called, r"STEPPED at opt\.step\(\), got REST \(rank 7\).*register_comm_hook"),
+    (RUNNING, "bucket 0", bucket(0), r"bucket 2 next, got bucket 0 \(rank 7, phase RUNNING\).*opt\.reset\(\)"),
+    (RUNNING, "bucket 1", bucket(1), r"bucket 2 next, got bucket 1 \(rank 7, phase RUNNING\).*opt\.reset\(\)"),
+    (RUNNING, "bucket 3", bucket(3), r"bucket 2 next, got bucket 3 \(rank 7, phase RUNNING\).*opt\.reset\(\)"),
+    (RUNNING, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got RUNNING \(rank 7\)"),
+    (RUNNING, "step", OverlapMachine.step_called, r"opt\.step\(\), got RUNNING \(rank 7\).*opt\.reset\(\)"),
+    (REDUCED, "bucket 0", bucket(0), r"got bucket 0 \(rank 7, phase REDUCED\).*opt\.reset\(\)"),
+    (REDUCED, "bucket 4", bucket(4), r"got bucket 4 \(rank 7, phase REDUCED\).*opt\.reset\(\)"),
+    (REDUCED, "step", OverlapMachine.step_called, r"opt\.step\(\), got REDUCED \(rank 7\).*opt\.reset\(\)"),
+    (WAITING, "bucket 4", bucket(4), r"bucket 0 next, got bucket 4 \(rank 7, phase WAITING\)"),
+    (WAITING, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got WAITING \(rank 7\)"),
+    (STEPPED, "due step", OverlapMachine.due_step_taken, r"WAITING at a step that is due, got STEPPED \(rank 7\)"),
+    (STEPPED, "bucket 4", bucket(4), r"bucket 0 next, got bucket 4 \(rank 7, phase STEPPED\)"),
+    (STEPPED, "finished", OverlapMachine.backward_finished, r"REDUCED at the end of backward, got STEPPED \(rank 7\)"),
+]
+
+
+def go_on(machine: OverlapMachine) -> str:
+    """Bring the iteration to its end, as `machine_in` began it, and join it."""
+    actions: Sequence[Action] = ()
+    if machine.phase is RUNNING:
+        actions = last_bucket(machine)
+    elif machine.phase is REDUCED:
+        actions = machine.backward_finished()
+    elif machine.phase in (REST, WAITING):
+        first_bucket(machine)
+        actions = machine.bucket_arrived(1, True, True, OVERLAPPED)
+    machine.step_called()
+    return written(actions)
+
+
+@pytest.mark.parametrize(
+    ("phase", "event", "message"),
+    [(phase, event, message) for phase, _, event, message in ILLEGAL],
+    ids=[f"{phase.name}, {name}" for phase, name, _, _ in ILLEGAL],
+)
+def test_an_event_out_of_turn_is_refused_by_name_and_changes_nothing(
+    phase: Phase, event: Callable[[OverlapMachine], object], message: str
+) -> None:
+    machine = machine_in(phase)
+    with pytest.raises(RuntimeError, match=message):
+        event(machine)
+    assert machine.phase is phase
+    assert (
+        go_on(machine)
+        == {
+            REST: "0 1 finish",
+            RUNNING: "1 2 3 finish",
+            REDUCED: "all",
+            WAITING: "0 1 finish",
+            STEPPED: "",
+        }[phase]
+    )
+
+
+def test_a_step_is_joined_once() -> None:
+    machine = machine_in(STEPPED)
+    machine.step_called()
+    with pytest.raises(RuntimeError, match=r"phase STEPPED at opt\.step\(\), got REST"):
+        machine.step_called()
+
+
+@pytest.mark.parametrize("regime", Regime)
+def test_a_second_backward_is_refused_at_its_first_bucket_where_the_user_joins(regime: Regime) -> None:
+    machine = machine_in(STEPPED)
+    machine.step_called()
+    arrive(machine, "++")
+    with pytest.raises(RuntimeError, match=r"opt\.step\(\) before the next backward.*\(rank 7\).*ddp\.no_sync\(\)"):
+        arrive(machine, "++", regime)
+    assert machine.phase is STEPPED
+    machine.step_called()
+    assert arrive(machine, "++") == ["", "0 1 finish"]
+
+
+def test_a_user_who_never_joins_is_never_refused() -> None:
+    machine = new_machine()
+    for regime in (OVERLAPPED, DEFERRED, OVERLAPPED, DEFERRED):
+        arrive(machine, "++", regime)
+        if regime is DEFERRED:
+            machine.backward_finished()
+        assert machine.phase is STEPPED
+
+
+@pytest.mark.parametrize("backwards", [2, 5])
+def test_a_join_after_several_backwards_is_refused_once_and_then_each_must_be_joined(backwards: int) -> None:
+    machine = new_machine()
+    for _ in range(backwards):
+        arrive(machine, "++")
+    with pytest.raises(RuntimeError, match=rf"got it after {backwards} that .*\(rank 7\).*ddp\.no_sync\(\)"):
+        machine.step_called()
+    assert machine.phase is REST
+    for _ in range(2):
+        assert arrive(machine, "++") == ["", "0 1 finish"]
+        machine.step_called()
+    arrive(machine, "++")
+    with pytest.raises(RuntimeError, match=r"opt\.step\(\) before the next backward"):
+        arrive(machine, "++")
+
+
+# Standing in for the others under Join
+
+
+@pytest.mark.parametrize("others_join", [False, True])
+def test_a_shadow_joins_whether_or_not_the_others_do(others_join: bool) -> None:
+    machine = new_machine()
+    if others_join:
+        arrive(machine, "++")
+        machine.step_called()
+    for _ in range(3):
+        assert arrive(machine, "++") == ["", "0 1 finish"]
+        machine.step_shadowed()
+        assert machine.phase is REST
+    arrive(machine, "++")
+    machine.step_called()
+
+
+def test_a_shadow_is_no_sign_that_the_user_joins() -> None:
+    machine = machine_in(STEPPED)
+    machine.step_shadowed()
+    for _ in range(2):
+        arrive(machine, "++")
+    assert machine.phase is STEPPED
+
+
+# Dropping an iteration
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("lag", [None, 1])
+def test_after_a_reset_in_any_phase_the_next_iteration_is_a_whole_one(phase: Phase, lag: int | None) -> None:
+    machine = machine_in(phase, lag)
+    machine.reset()
+    assert machine.phase is REST
+    assert arrive(machine, "+++") == (["", "", "0 1 2 finish"] if lag is None else ["", "0", "1 2 finish"])
+    machine.step_called()
+
+
+def test_a_reset_forgets_the_mismatch_and_the_deferral_of_the_iteration() -> None:
+    machine = new_machine()
+    arrive(machine, "---", DEFERRED, count=2)
+    machine.reset()
+    assert arrive(machine, "+++") == ["", "0", "1 2 finish"]
+
+
+def test_a_reset_keeps_the_status_and_that_the_user_joins() -> None:
+    machine = machine_in(STEPPED)
+    machine.buckets_rebuilt()
+    machine.step_called()
+    arrive(machine, "++")
+    machine.reset()
+    assert machine.status is REBUILT
+    arrive(machine, "++")
+    with pytest.raises(RuntimeError, match=r"opt\.step\(\) before the next backward"):
+        arrive(machine, "++")
+
+
+# Status
+
+
+def test_the_status_goes_from_uninitialized_to_rebuilt_to_initialized_and_back_to_rebuilt() -> None:
+    machine = new_machine()
+    seen = [machine.status]
+    for change in [machine.buckets_rebuilt, machine.layout_adopted] * 2:
+        change()
+        seen.append(machine.status)
+    assert seen == [UNINITIALIZED, REBUILT, INITIALIZED, REBUILT, INITIALIZED]
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "message"),
+    [
+        (0, OverlapMachine.layout_adopted, "UNINITIALIZED to INITIALIZED"),
+        (1, OverlapMachine.buckets_rebuilt, "DDP_HAS_REBUILT_BUCKETS to DDP_HAS_REBUILT_BUCKETS"),
+        (2, OverlapMachine.layout_adopted, "INITIALIZED to INITIALIZED"),
+    ],
+)
+def test_other_changes_of_status_are_refused(
+    before: int, change: Callable[[OverlapMachine], None], message: str
+) -> None:
+    machine = new_machine()
+    for legal in [machine.buckets_rebuilt, machine.layout_adopted][:before]:
+        legal()
+    status = machine.status
+    with pytest.raises(RuntimeError, match=rf"got {message} \(rank 7\)"):
+        change(machine)
+    assert machine.status is status
+
+
+# Any sequence of events
+
+
+class Loop(RuleBasedStateMachine):
+    """A training loop that does what is legal in any order, and now and then something that is not."""
+
+    @initialize(lag=st.none() | st.integers(1, 4))
+    def build(self, lag: int | None) -> None:
+        self.lag = lag
+        self.machine = new_machine(lag)
+        self.phase = REST
+        self.joins = False
+        self.unjoined = 0
+        self.arrived = 0
+
+    @precondition(lambda self: self.phase in (REST, WAITING) or (self.phase is STEPPED and not self.joins))
+    @rule(matches=st.text("++-", min_size=1, max_size=6), regime=st.sampled_from(Regime))
+    def backward(self, matches: str, regime: Regime) -> None:
+        self.matches, self.regime, self.arrived = matches, regime, 0
+        self.stepped: list[int] = []
+        self.has_adopted = False
+        self.phase = RUNNING
+        self.unjoined += regime is not REDUCE_ONLY
+        self.bucket()
+
+    @precondition(lambda self: self.phase is RUNNING)
+    @rule()
+    def bucket(self) -> None:
+        index, is_last = self.arrived, self.arrived == len(self.matches) - 1
+        actions = self.machine.bucket_arrived(index, is_last, self.matches[index] == "+", self.regime)
+        self.arrived += 1
+        if self.regime is not OVERLAPPED:
+            assert actions == ()
+            self.phase = REDUCED if is_last else RUNNING
+            return
+        for action in actions:
+            self.take(action, is_last)
+        assert (FinishSyncs() in actions) == is_last
+        if is_last:
+            assert actions[-1] == FinishSyncs()
+            assert self.stepped == list(range(len(self.matches)))
+            assert self.has_adopted == ("-" in self.matches)
+            self.phase = STEPPED
+        elif self.lag is not None and "-" not in self.matches[: index + 1]:
+            assert self.stepped == list(range(max(0, self.arrived - self.lag))), "the step fell behind"
+
+    def take(self, action: Action, is_last: bool) -> None:
+        """Check an action on its own: adopting comes before stepping anew, stepping in order and not too early."""
+        if isinstance(action, AdoptLayout):
+            assert is_last
+            assert not self.has_adopted
+            self.has_adopted = True
+        elif isinstance(action, StepBucket):
+            assert action.bucket == len(self.stepped)
+            assert action.bucket < self.arrived
+            newer = self.arrived - 1 - action.bucket
+            assert is_last or (self.lag is not None and newer >= self.lag)
+            assert self.has_adopted or "-" not in self.matches[: self.arrived]
+            self.stepped.append(action.bucket)
+        else:
+            assert isinstance(action, FinishSyncs)
+            assert is_last
+
+    @precondition(lambda self: self.phase is REDUCED)
+    @rule()
+    def reducer_is_done(self) -> None:
+        expected = ["adopt"] * ("-" in self.matches) + ["all"] * (self.regime is DEFERRED)
+        assert written(self.machine.backward_finished()) == " ".join(expected)
+        self.phase = STEPPED if self.regime is DEFERRED else WAITING
+
+    @precondition(lambda self: self.phase is WAITING)
+    @rule()
+    def take_due_step(self) -> None:
+        self.machine.due_step_taken()
+        self.phase, self.unjoined = STEPPED, self.unjoined + 1
+
+    @precondition(lambda self: self.phase in (WAITING, REST))
+    @rule(used=st.booleans())
+    def use_or_drop(self, used: bool) -> None:
+        if used:
+            self.machine.step_taken()
+        else:
+            self.machine.gradients_dropped()
+        self.phase, self.joins = REST, self.joins or used
+
+    @precondition(lambda self: self.phase is STEPPED)
+    @rule()
+    def step(self) -> None:
+        if self.unjoined > 1:
+            with pytest.raises(RuntimeError, match=f"after {self.unjoined}"):
+                self.machine.step_called()
+        else:
+            self.machine.step_called()
+        self.phase, self.joins, self.unjoined = REST, True, 0
+
+    @precondition(lambda self: self.phase is STEPPED)
+    @rule()
+    def shadow(self) -> None:
+        self.machine.step_shadowed()
+        self.phase, self.unjoined = REST, 0
+
+    @rule()
+    def reset(self) -> None:
+        self.machine.reset()
+        self.phase, self.unjoined = REST, 0
+
+    @rule(index=st.integers(0, 7), is_last=st.booleans(), matches=st.booleans(), regime=st.sampled_from(Regime))
+    def bucket_out_of_turn(self, index: int, is_last: bool, matches: bool, regime: Regime) -> None:
+        if index == self.arrived and self.phase is RUNNING:
+            return
+        if index == 0 and (self.phase in (REST, WAITING) or (self.phase is STEPPED and not self.joins)):
+            return
+        with pytest.raises(RuntimeError, match="rank 7"):
+            self.machine.bucket_arrived(index, is_last, matches, regime)
+
+    @precondition(lambda self: self.phase is not STEPPED)
+    @rule()
+    def step_out_of_turn(self) -> None:
+        with pytest.raises(RuntimeError, match=f"got {self.phase.name}"):
+            self.machine.step_called()
+
+    @precondition(lambda self: self.phase is not REDUCED)
+    @rule()
+    def reducer_out_of_turn(self) -> None:
+        with pytest.raises(RuntimeError, match=f"got {self.phase.name}"):
+            self.machine.backward_finished()
+
+    @invariant()
+    def the_phase_is_the_models(self) -> None:
+        assert self.machine.phase is self.phase
+
+
+Loop.TestCase.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
+TestAnySequenceOfEvents = Loop.TestCase

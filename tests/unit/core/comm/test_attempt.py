@@ -1,0 +1,52 @@
+"""Ranks that find each other in a store that has been used before; under torchrun in multiproc/test_restart.py."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from ddp_zero import launch
+from ddp_zero.core.comm.restart_store import store_of_this_attempt
+
+
+def _attempt(store: Store, world_size: int, late: int | None = None) -> list[Store]:
+    """What each rank gets, of which one may start later."""
+
+    def one(rank: int) -> Store:
+        time.sleep(0.3 if rank == late else 0.0)
+        return store_of_this_attempt(store, rank, world_size, timedelta(seconds=20))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(one, range(world_size)))
+
+
+@pytest.mark.parametrize("late", [None, 0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_every_attempt_has_a_part_of_its_own(world_size: int, late: int | None) -> None:
+    store = HashStore()
+    for attempt in range(3):
+        parts = _attempt(store, world_size, late if attempt else None)
+        assert not parts[0].check(["address"]), "of an earlier attempt"
+        parts[0].set("address", str(attempt))
+        assert {part.get("address") for part in parts} == {str(attempt).encode()}
+
+
+def test_a_rank_that_died_while_it_asked_is_not_taken_for_one_that_has_come() -> None:
+    store = HashStore()
+    with pytest.raises(RuntimeError):
+        store_of_this_attempt(store, 1, 2, timedelta(seconds=0.1))  # rank 0 never came
+    with pytest.raises(RuntimeError, match=r"Expected 1 other ranks within .* got 0"):
+        store_of_this_attempt(store, 0, 2, timedelta(seconds=0.3))
+    assert len(_attempt(store, 2)) == 2
+
+
+def test_an_environment_that_does_not_say_who_is_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(
+        RuntimeError, match=r"got no WORLD_SIZE, MASTER_ADDR, MASTER_PORT\. Start the script with torchrun"
+    ):
+        launch.init_process_group("gloo")

@@ -1,0 +1,52 @@
+"""Memory that goes back to the system."""
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_zero.core.backward.scratch_buffers import BufferPool
+from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.local.heap import return_pages
+
+MIB = 1 << 20
+needs_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@needs_linux
+def test_returned_pages_do_not_count_and_come_back_when_they_are_touched() -> None:
+    idle = torch.ones(64 * MIB, dtype=torch.uint8)
+    before = resident()
+    return_pages(idle)
+    assert before - resident() > 60 * MIB, "64 MiB were returned"
+    idle.fill_(3)
+    assert idle.eq(3).all(), "the memory is as usable as before"
+
+
+@needs_linux
+@pytest.mark.parametrize(("first", "last"), [(0, 3 * mmap.PAGESIZE), (5, 2 * mmap.PAGESIZE + 7), (1, 9), (4, 4)])
+def test_what_lies_before_and_behind_keeps_its_values(first: int, last: int) -> None:
+    whole = torch.ones(4 * mmap.PAGESIZE, dtype=torch.uint8)
+    return_pages(whole[first:last])
+    assert whole[:first].eq(1).all(), f"the {first} bytes before"
+    assert whole[last:].eq(1).all(), f"the bytes behind {last}"
+
+
+@needs_linux
+def test_a_pool_returns_the_pages_of_free_buffers_and_of_no_lent_one() -> None:
+    pool = BufferPool(SideStream(), 64 * MIB, 128 * MIB)
+    lent, free = (pool.lend(64 * MIB, torch.device("cpu")) for _ in range(2))
+    lent.fill_(1)
+    free.fill_(1)
+    pool.give_back(free)
+    before = resident()
+    pool.rest()
+    assert 60 * MIB < before - resident() < 68 * MIB, "one buffer of two was free"
+    assert lent.eq(1).all(), "the lent one keeps its content"
+    assert pool.lend(64 * MIB, torch.device("cpu")) is free, "the free one is still there to be lent"

@@ -1,0 +1,45 @@
+"""Boxes of a tensor: what they share, and whether they make up the whole."""
+
+import pytest
+
+from ddp_zero.core.plan.boxes import Box, fault
+
+
+def box(*runs: tuple[int, int]) -> Box:
+    return Box(tuple(start for start, _ in runs), tuple(stop - start for start, stop in runs))
+
+
+def test_boxes_share_what_both_have() -> None:
+    assert box((0, 4), (2, 6)).overlap(box((3, 9), (0, 3))) == box((3, 4), (2, 3))
+    assert box((0, 4), (2, 6)).overlap(box((4, 5), (2, 6))) is None
+    assert box((0, 0)).overlap(box((0, 3))) is None
+    assert Box.whole(()).overlap(Box.whole(())) == Box.whole(())
+
+
+def test_a_box_is_seen_from_an_element_and_back() -> None:
+    one = box((3, 5), (2, 4))
+    assert one.seen_from((3, 1)) == box((0, 2), (1, 3))
+    assert one.seen_from((3, 1)).moved_by((3, 1)) == one
+    assert one.slices == (slice(3, 5), slice(2, 4))
+    assert one.describe() == "[3:5, 2:4]"
+
+
+def test_boxes_that_make_up_a_tensor_have_no_fault() -> None:
+    assert fault((4, 6), [box((0, 4), (0, 2)), box((0, 4), (2, 6))]) is None
+    assert fault((4, 6), [box((0, 1), (0, 6)), box((1, 4), (0, 5)), box((1, 4), (5, 6))]) is None
+    assert fault((), [Box.whole(())]) is None
+    assert fault((0, 3), [Box.whole((0, 3))]) is None
+    assert fault((3,), [box((0, 3)), box((3, 3))]) is None, "a part without elements"
+
+
+@pytest.mark.parametrize(
+    ("boxes", "said"),
+    [
+        ([box((0, 2), (0, 6))], "12 of 24 elements"),
+        ([box((0, 3), (0, 6)), box((2, 4), (0, 6))], "elements [0:3, 0:6] and [2:4, 0:6], which overlap"),
+        ([box((0, 4), (0, 6)), box((4, 5), (0, 6))], "elements [4:5, 0:6], which it does not have"),
+        ([box((0, 24))], "elements [0:24], which it does not have"),
+    ],
+)
+def test_a_fault_says_which_elements(boxes: list[Box], said: str) -> None:
+    assert fault((4, 6), boxes) == said

@@ -1,0 +1,93 @@
+"""What ranks state, what does not fit together, and who writes what."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ddp_zero.core.plan.boxes import Box
+from ddp_zero.core.plan.global_layout import Entry, Layout, Statement
+from ddp_zero.core.plan.global_names import renamed
+
+
+def entry(shape: tuple[int, ...] = (4,), box: Box | None = None, home: str = "ranks [0, 1]", **rest: Any) -> Entry:
+    return Entry(shape, "float32", Box.whole(shape) if box is None else box, home, **rest)
+
+
+def laid_out(*statements: Statement) -> Layout:
+    return Layout([Statement.of_text(one.as_text()) for one in statements], "rank {}".format)
+
+
+def half(number: int, **rest: Any) -> Entry:
+    return entry(box=Box((2 * number,), (2,)), **rest)
+
+
+def test_a_statement_survives_its_text() -> None:
+    told = Statement(
+        {"w": entry(is_owned=True, weight=16, sample="ab"), "extra": Entry(None, None, None, "x")},
+        ["w"],
+        {"tied": "w"},
+        ["extra"],
+        [("{}", ["w"])],
+    )
+    assert Statement.of_text(told.as_text()) == told
+    assert json.loads(told.as_text())
+
+
+def test_of_ranks_with_the_same_elements_the_one_with_the_state_writes() -> None:
+    layout = laid_out(
+        Statement({"w": half(0), "b": entry(is_owned=True)}),
+        Statement({"w": half(0, is_owned=True), "b": entry()}),
+        Statement({"w": half(1, is_owned=True), "b": entry(is_owned=True)}),
+        Statement({"w": half(1), "b": entry()}),
+    )
+    assert [layout.written_by(rank) for rank in range(4)] == [{"b"}, {"w"}, {"w"}, set()]
+
+
+def test_what_has_no_state_is_spread_and_buffers_are_those_of_the_first_rank() -> None:
+    values = {"a": entry(weight=9), "b": entry(weight=1), "seen": entry(weight=5)}
+    layout = laid_out(Statement(values, buffers=["seen"]), Statement(values, buffers=["seen"]))
+    assert layout.written_by(0) | layout.written_by(1) == set(values)
+    assert "seen" in layout.written_by(0)
+    assert layout.written_by(1) == {"b"}
+
+
+def test_a_part_without_elements_is_not_written() -> None:
+    empty = entry((3,), Box((3,), (0,)), is_owned=True)
+    layout = laid_out(Statement({"w": entry((3,), is_owned=True)}), Statement({"w": empty}))
+    assert layout.written_by(1) == set()
+
+
+def test_names_and_groups_are_those_of_all_ranks() -> None:
+    layout = laid_out(
+        Statement({"a": entry(), "b": entry()}, ["a", "x"], {"x": "a"}, [], [("one", ["a"]), ("two", ["b"])]),
+        Statement({"a": entry(), "c": entry()}, ["a", "c"], {}, [], [("one", ["a", "c"])]),
+    )
+    assert layout.names == ["a", "b", "c"]
+    assert layout.trainable == ["a", "x", "c"]
+    assert layout.groups() == [("one", ["a", "c"]), ("two", ["b"])]
+    assert layout.only_elsewhere(0) == {"c"}
+    assert layout.only_elsewhere(1) == {"b", "x"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (entry(), entry(home="ranks [2]"), "'w' on rank 0 and rank 1, which hold different ones of it: one belongs to"),
+        (entry(), entry((5,)), r"one shape and dtype, got shape \[4\] of float32 and shape \[5\] of float32 on rank 0"),
+        (entry(sample="a"), entry(sample="b"), "'w', which is in no parameter group, .*different ones on rank 0 and"),
+        (half(0), half(0), r"make up shape \[4\] of float32, got 2 of 4 elements: \[0:2\] on rank 0"),
+        (half(0), entry(), r"got elements \[0:2\] and \[0:4\], which overlap: \[0:2\] on rank 0; \[0:4\] on rank 1"),
+    ],
+)
+def test_what_does_not_fit_together_is_named(first: Entry, second: Entry, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        laid_out(Statement({"w": first}), Statement({"w": second}))
+
+
+def test_names_by_a_function_must_be_names_and_differ() -> None:
+    assert renamed(["a", "b"], str.upper, "names=", "it") == {"a": "A", "b": "B"}
+    with pytest.raises(TypeError, match="Expected names= to return a name for 'a', got None"):
+        renamed(["a"], lambda name: None, "names=", "it")  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"got several names of it for \['x'\]"):
+        renamed(["a", "b"], lambda name: "x", "names=", "it")

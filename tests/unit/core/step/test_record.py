@@ -1,0 +1,148 @@
+"""The record of a step: facts that are there at once, numbers that wait for the device only when asked."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_zero.core.step.record import StepRecord, StepRegime
+
+
+class Watched(Tensor):
+    """Writes down what is called with it, as a tensor on an accelerator would wait for it."""
+
+    calls: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        cls.calls.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def watched(value: float) -> Watched:
+    return torch.tensor(value).as_subclass(Watched)
+
+
+@pytest.fixture(autouse=True)
+def nothing_called() -> Iterator[None]:
+    Watched.calls.clear()
+    yield
+    Watched.calls.clear()
+
+
+def on_device() -> StepRecord:
+    """Of a step whose numbers are tensors."""
+    return StepRecord(
+        stepped=True, regime=StepRegime.DEFERRED, norm=watched(3.0), coefficient=watched(0.25), scale=watched(1024.0)
+    )
+
+
+def skipped() -> StepRecord:
+    return StepRecord(
+        stepped=False,
+        regime=StepRegime.STANDALONE,
+        reason="the gradient of w is not finite",
+        nonfinite_parameter="w",
+        nonfinite_rank=2,
+        norm=float("inf"),
+        scale=512.0,
+    )
+
+
+def test_a_record_is_frozen() -> None:
+    record = on_device()
+    for name in [field.name for field in dataclasses.fields(record)]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(record, name, None)
+    with pytest.raises(AttributeError):
+        record.grad_norm = 1.0  # type: ignore[misc]
+
+
+def test_of_what_is_not_said_there_is_none() -> None:
+    record = StepRecord(stepped=True, regime=StepRegime.OVERLAPPED)
+    facts = (record.reason, record.deferred_because, record.nonfinite_parameter, record.nonfinite_rank)
+    assert facts == (None,) * 4
+    assert (record.grad_norm, record.clip_coefficient, record.loss_scale) == (None,) * 3
+
+
+def test_nothing_is_read_from_the_device_to_make_compare_hash_or_represent_a_record() -> None:
+    record = on_device()
+    assert record == on_device()
+    assert hash(record) == hash(on_device())
+    assert "stepped=True" in repr(record)
+    assert record.stepped
+    assert dataclasses.replace(record, reason="x").reason == "x"
+    assert [name for name in Watched.calls if name not in ("as_subclass", "__get__")] == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("grad_norm", 3.0), ("clip_coefficient", 0.25), ("loss_scale", 1024.0)])
+def test_a_number_is_read_when_it_is_asked_for_and_no_other(name: str, value: float) -> None:
+    record = on_device()
+    Watched.calls.clear()
+    number = getattr(record, name)
+    assert (number, type(number)) == (value, float)
+    assert Watched.calls == ["item"]
+
+
+def test_a_number_that_was_read_already_is_given_as_it_is() -> None:
+    record = StepRecord(stepped=True, regime=StepRegime.DEFERRED, norm=1.5, coefficient=1.0, scale=8.0)
+    assert (record.grad_norm, record.clip_coefficient, record.loss_scale) == (1.5, 1.0, 8.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])
+def test_a_number_of_any_dtype_is_read_as_a_float(dtype: torch.dtype) -> None:
+    record = StepRecord(stepped=True, regime=StepRegime.DEFERRED, norm=torch.tensor(2, dtype=dtype))
+    assert (record.grad_norm, type(record.grad_norm)) == (2.0, float)
+
+
+# In one line
+
+
+def test_the_line_of_a_step_has_when_it_was_taken_and_its_numbers() -> None:
+    assert str(on_device()) == "stepped (deferred, grad_norm 3, clip_coefficient 0.25, loss_scale 1024)"
+    assert str(StepRecord(stepped=True, regime=StepRegime.OVERLAPPED)) == "stepped (overlapped)"
+
+
+def test_the_line_of_a_skipped_step_has_the_reason() -> None:
+    expected = "not stepped: the gradient of w is not finite (standalone, grad_norm inf, loss_scale 512)"
+    assert str(skipped()) == expected
+
+
+def test_a_number_of_0_is_in_the_line() -> None:
+    assert str(StepRecord(stepped=True, regime=StepRegime.DEFERRED, norm=0.0)) == "stepped (deferred, grad_norm 0)"
+
+
+def test_the_line_reads_each_number_once() -> None:
+    record = on_device()
+    Watched.calls.clear()
+    str(record)
+    assert Watched.calls == ["item"] * 3
+
+
+# Equality
+
+
+def test_records_are_equal_by_their_facts_not_by_their_numbers() -> None:
+    assert skipped() == dataclasses.replace(skipped(), norm=torch.tensor(1.0), coefficient=0.5, scale=None)
+    assert len({skipped(), skipped(), on_device()}) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stepped": True},
+        {"regime": StepRegime.DEFERRED},
+        {"reason": None},
+        {"deferred_because": "max_grad_norm needs the norm of all gradients"},
+        {"nonfinite_parameter": "v"},
+        {"nonfinite_rank": 1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_records_with_another_fact_differ(change: dict[str, Any]) -> None:
+    assert dataclasses.replace(skipped(), **change) != skipped()

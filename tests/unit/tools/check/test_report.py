@@ -1,0 +1,216 @@
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_zero
+from ddp_zero.tools.check import report
+from ddp_zero.tools.check.probes import PROBES, NotTried, Probe, find
+from tests.versions import rows_of
+
+ROOT = Path(__file__).parents[4]
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_it_says_the_same_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert report.main([]) == 0
+    text = capsys.readouterr().out
+    assert found["works"] is True
+    assert found["problem"] is None
+    assert found["versions"]["ddp_zero"] == ddp_zero.__version__
+    for finding in found["findings"]:
+        assert f"{finding['name']}: {finding['means']}" in text
+    assert "gloo yes" in text
+    assert re.search(r"no +nccl on cuda", text)
+    assert text.endswith("ddp_zero can work here.\n")
+
+
+def test_everything_that_the_library_relies_on_is_there_in_the_torch_that_it_is_tested_with() -> None:
+    assert {one.name: (one.works, one.detail) for one in find() if not one.works} == {}
+    assert not dist.is_initialized()
+
+
+def test_as_a_program_it_names_frameworks_without_importing_them_and_leaves_no_process_group(tmp_path: Path) -> None:
+    for name in report.FRAMEWORKS:
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
+        (tmp_path / f"{name}-7.8.dist-info").mkdir()
+        (tmp_path / f"{name}-7.8.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 7.8\n"
+        )
+    ended = run(
+        "import runpy, sys, torch.distributed as dist\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "sys.argv = ['ddp_zero', '--json']\n"
+        "try: runpy.run_module('ddp_zero', run_name='__main__')\n"
+        "except SystemExit as error: code = error.code\n"
+        "assert (code, dist.is_initialized()) == (0, False), code\n"
+    )
+    assert (ended.stderr, ended.returncode) == ("", 0)
+    versions = json.loads(ended.stdout)["versions"]
+    assert versions["ddp_zero"] == ddp_zero.__version__
+    assert [versions[name] for name in report.FRAMEWORKS] == ["7.8", "7.8", "7.8"]
+
+
+def test_without_a_backend_it_says_why_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "mpi")
+    assert report.main(["--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["works"] is False
+    assert "neither" in found["problem"]
+    assert not any(one["is_here"] for one in found["combinations"])
+    assert report.main([]) == 1
+    assert "cannot work here. Expected a PyTorch built with Gloo or NCCL, got" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_one_backend_is_enough(backend: str) -> None:
+    assert report.problem_of({"gloo": False, "nccl": False, backend: True}) is None
+
+
+def test_without_torch_distributed_the_import_says_so() -> None:
+    ended = run("import torch.distributed as dist\ndist.is_available = lambda: False\nimport ddp_zero")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("ImportError: Expected a PyTorch with torch.distributed, got")
+
+
+@pytest.mark.parametrize(
+    ("change", "lack"),
+    [
+        ("del torch.distributed.Reducer._rebuild_buckets", "DDP's reducer has no _rebuild_buckets. Install"),
+        ("del torch._C._current_graph_task_id", "module 'torch._C' has no attribute '_current_graph_task_id'. Install"),
+    ],
+)
+def test_without_a_name_that_it_relies_on_the_import_says_which(change: str, lack: str) -> None:
+    ended = run(f"import torch, torch.distributed\n{change}\nimport ddp_zero")
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: Expected a PyTorch whose DDP and autograd have what ddp_zero relies on, got")
+    assert lack in last
+
+
+def failing(error: Exception) -> Probe:
+    def look() -> str:
+        raise error
+
+    return Probe("it", look, "fine", "use something else")
+
+
+def test_a_probe_that_fails_is_a_finding_and_one_that_cannot_be_made_is_not() -> None:
+    broken, unknown = find((failing(AttributeError("no such name")), failing(NotTried("no fake group"))))
+    assert (broken.works, broken.means, broken.detail) == (
+        False,
+        "use something else",
+        "AttributeError: no such name",
+    )
+    assert (unknown.works, unknown.detail) == (None, "no fake group")
+    assert "use something else" not in unknown.means
+
+
+def test_without_the_fake_process_group_nothing_is_claimed_of_the_reducer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    works = {one.name: one.works for one in find()}
+    assert set(works.values()) == {True, None}
+    assert {name for name, found in works.items() if found} == {"returning freed memory", "listening for other ranks"}
+
+
+def copies_gradients(module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, **{**options, "gradient_as_bucket_view": False})
+
+
+def refuses(*_: object, **__: object) -> None:
+    raise OSError("refused")
+
+
+def does_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+HERE = "ddp_zero.tools.check.probes."
+BREAKS = {
+    "callbacks at the end of backward": (f"{HERE}after_the_reducer", lambda callback: callback()),
+    "gradients as views of buckets": (f"{HERE}DistributedDataParallel", copies_gradients),
+    "buckets in memory of ours": ("ddp_zero.core.backward.reducer.BucketViews._point", does_nothing),
+    "rebuilding buckets on request": (f"{HERE}rebuild_buckets", lambda ddp: []),
+    "native collectives": (f"{HERE}all_gather_native", refuses),
+    "returning freed memory": (f"{HERE}find_trim", does_nothing),
+    "listening for other ranks": ("socket.create_server", refuses),
+}
+"""For each probe, what to replace so that it finds the opposite."""
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_every_probe_can_say_no(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (probe,) = (one for one in PROBES if one.name == name)
+    assert probe.run().works is True
+    monkeypatch.setattr(*BREAKS[name])
+    found = probe.run()
+    assert (found.works, found.means) == (False, probe.if_not)
+    assert found.detail
+
+
+def test_every_probe_is_broken_above() -> None:
+    assert set(BREAKS) == {probe.name for probe in PROBES}
+
+
+def test_an_accelerator_is_counted_and_makes_its_combinations_ones_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name in ("gloo", "nccl"))
+    found = report.report("1", ())
+    assert found.devices == {"cpu": 1, "cuda": 2}
+    assert [(one.backend, one.device, one.was_run) for one in found.combinations if one.is_here] == [
+        ("gloo", "cpu", True),
+        ("gloo", "cuda", False),
+        ("nccl", "cuda", False),
+    ]
+
+
+def test_versions_are_those_of_the_tests_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RUN", {"torch": ("2.8.0", "2.13.0"), "Python": ("3.11",), "system": ("Linux",)})
+    same: dict[str, str | None] = {"torch": "2.13.0+cpu", "Python": "3.11.4", "system": "Linux 6.1 x86_64"}
+    assert report.differences(same) == []
+    other: dict[str, str | None] = {"torch": "2.13.01", "Python": "3.1", "system": "Darwin 23 arm64"}
+    assert report.differences(other) == [
+        "torch 2.13.01 (run: 2.8.0, 2.13.0)",
+        "Python 3.1 (run: 3.11)",
+        "system Darwin 23 arm64 (run: Linux)",
+    ]
+
+
+def test_an_absent_framework_has_no_version() -> None:
+    assert report.version_of("torch") is not None
+    assert report.version_of("a-distribution-that-is-not-there") is None
+
+
+def test_the_pages_say_the_same_of_what_was_run() -> None:
+    limits = (ROOT / "docs" / "limits.md").read_text()
+    assert "torch 2.13.0 (CPU build), Python 3.11, Gloo, Linux" in limits
+    rows = rows_of((ROOT / "docs" / "status.md").read_text())
+    assert all(row.works for row in rows), "list what does not work in docs/limits.md, not as run"
+    assert {row.torch.partition("+")[0] for row in rows} | {"2.13.0"} == set(report.RUN["torch"])
+    assert {".".join(row.python.split(".")[:2]) for row in rows} | {"3.11"} == set(report.RUN["Python"])
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'dependencies = ["torch>={report.RUN["torch"][0]}"]' in project
+    classifiers = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
+    assert tuple(classifiers) == report.RUN["Python"]
+    was_run = {(backend, device) for backend, device, run in report.COMBINATIONS if run}
+    assert was_run == {("gloo", "cpu")}
+    assert "Nothing has been run on a GPU or with NCCL" in limits

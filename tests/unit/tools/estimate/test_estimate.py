@@ -1,0 +1,219 @@
+"""Memory per rank before anything is allocated: parts, modes, the fewest ranks, the command line."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Muon
+
+import ddp_zero
+from ddp_zero import Offload, estimate
+from ddp_zero.tools.estimate.estimate import Estimates
+
+MIB = 1 << 20
+BUFFERS = 28 + 7 + 3.5
+"""For buckets of 4 and 28 MiB: buffers are 28 MiB halved as often as they fit 28, 4, and 2 that a ring receives."""
+
+
+def tower(layers: int = 8, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Layers of 4 MiB in fp32, without memory."""
+    with torch.device("meta"):
+        return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(layers)]).to(dtype)
+
+
+def parts(found: Estimates, mode: str) -> dict[str, float]:
+    return {part: nbytes / MIB for part, nbytes in found[mode].device.items()}
+
+
+def test_the_parts_of_each_mode() -> None:
+    found = estimate(tower(), AdamW, ranks=4, partition="parameters", device="cpu")
+    rest = {"parameters": 32.0, "gradient under way": 4.0}
+    assert [one.mode for one in found] == [
+        "DDP",
+        "stage 1",
+        "stage 1, inside backward",
+        "stage 2, inside backward",
+        "stage 2, after backward",
+    ]
+    assert parts(found, "DDP") == {**rest, "state": 64.0, "gradients": 32.0}
+    assert parts(found, "stage 1") == {**rest, "state": 16.0, "gradients": 32.0}
+    assert parts(found, "stage 2, inside backward") == {**rest, "state": 16.0, "buckets": BUFFERS}
+    assert parts(found, "stage 2, after backward") == {**rest, "state": 16.0, "buckets": BUFFERS, "gradients": 8.0}
+
+
+def test_smaller_buckets() -> None:
+    found = estimate(tower(), AdamW, ranks=2, stage=2, bucket_cap_mb=8, device="cpu")
+    assert parts(found, "stage 2, inside backward")["buckets"] == 2 * 8.0 + 4.0, "half of a bucket is received"
+    wrapped = estimate(tower(64), AdamW, ranks=2, stage=2, wrapped=True, device="cpu")
+    assert parts(wrapped, "stage 2, inside backward")["buckets"] == 2 * 16.0 + 8.0
+
+
+def test_without_views_and_flat_storage() -> None:
+    found = estimate(
+        tower(), AdamW, ranks=4, device="cpu", gradient_as_bucket_view=False, parameters_as_bucket_view=False
+    )
+    assert parts(found, "DDP")["buckets"] == 32.0
+    assert "sync" not in parts(found, "DDP")
+    assert parts(found, "stage 1")["sync"] == 32.0, "two buckets"
+
+
+def test_low_precision_and_masters() -> None:
+    found = estimate(tower(dtype=torch.bfloat16), AdamW, ranks=4, master_weights=True, device="cpu", stage=2)
+    assert parts(found, "stage 2, after backward") == {
+        **{"parameters": 16.0, "masters": 8.0, "state": 16.0, "gradients": 4.0, "gradient under way": 2.0},
+        **{"buckets": 14.0 + 3.5 + 14.0, "sums in fp32": 8.0},
+    }
+    without = estimate(tower(dtype=torch.bfloat16), AdamW, ranks=4, device="cpu", stage=2)
+    assert parts(without, "stage 2, after backward")["state"] == 8.0
+
+
+def test_what_offload_moves() -> None:
+    to_host = estimate(tower(), AdamW, ranks=4, stage=2, offload="cpu", partition="parameters")
+    one = to_host["stage 2, inside backward, offload cpu"]
+    assert "state" not in one.device
+    assert {part: nbytes / MIB for part, nbytes in one.host.items()} == {
+        **{"masters": 0.0, "copies": 8.0, "state": 16.0, "pinned": 3 * 2 * 8.0},
+    }
+    assert not to_host["stage 2, inside backward"].host
+    to_disk = estimate(tower(), AdamW, ranks=4, stage=2, offload=Offload("disk", folder="x"), device="cpu")
+    disk = to_disk["stage 2, inside backward, offload disk"]
+    assert disk.disk == {"state": 16 * MIB}
+    assert disk.device["state of a bucket, host"] == 16 * MIB, "two layers are in the largest bucket's part"
+    assert "| disk |" in str(to_disk)
+
+
+def test_state_by_class() -> None:
+    momentum: dict[str, Any] = {"momentum": 0.9}
+    for kind, options, nbytes in (
+        (SGD, {}, 0),
+        (SGD, momentum, 8 * MIB),
+        (Adafactor, {}, 2 * 2 * 4096),
+        (Muon, {}, 8 * MIB),
+    ):
+        found = estimate(tower(2), kind, ranks=1, stage=0, device="cpu", lr=0.1, **options)
+        assert found[0].device.get("state", 0) == nbytes, kind
+
+
+def test_classes_that_look_at_whole_parameters_are_not_cut() -> None:
+    assert not any("cut" in one.mode for one in estimate(tower(2), Adafactor, ranks=2, device="cpu"))
+    names = [one.mode for one in estimate(tower(2), AdamW, ranks=2, device="cpu")]
+    assert [name for name in names if "cut" in name] == [f"{name}, cut" for name in names if f"{name}, cut" in names]
+    assert len(names) == 9
+
+
+def test_a_cut_parameter_leaves_one_nth() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 1024, bias=False), nn.Linear(1024, 8, bias=False))
+    found = estimate(model, AdamW, ranks=8, stage=1, device="cpu")
+    assert found["stage 1"].device["state"] == 2 * 16 * MIB
+    assert found["stage 1, cut"].device["state"] == pytest.approx(2 * 16 * MIB / 8, rel=0.01)
+
+
+def test_frozen_parameters_and_buffers() -> None:
+    model = tower(4)
+    for param in list(model.parameters())[:2]:
+        param.requires_grad_(False)
+    model.register_buffer("table", torch.empty(MIB, device="meta"))
+    found = estimate(model, AdamW, ranks=1, stage=0, device="cpu")
+    assert parts(found, "DDP") == {
+        **{"parameters": 16.0, "state": 16.0, "gradients": 8.0, "gradient under way": 4.0, "buffers of the model": 4.0}
+    }
+
+
+def test_the_fewest_ranks_that_fit() -> None:
+    found = estimate(tower(64), AdamW, ranks=2, partition="elements", device="cpu", bucket_cap_mb=4)
+    fewest = found.fewest_ranks(401 * MIB)
+    assert fewest["DDP"] is None
+    assert fewest["stage 1, cut"] is None
+    needed = 256 + 2 * 4 + 2 + 4  # parameters, buckets, received around a ring, a gradient under way
+    assert fewest["stage 2, inside backward, cut"] == math.ceil(512 / (401 - needed))
+    assert fewest["stage 2, after backward, cut"] == math.ceil(768 / (401 - needed))
+
+
+def test_any_number_of_ranks_and_no_parameters() -> None:
+    assert estimate(tower(2), AdamW, ranks=64, device="cpu")["stage 1"].device["state"] == 8 * MIB
+    empty = estimate(nn.Identity(), AdamW, ranks=2)
+    assert [one.total for one in empty] == [0] * len(empty)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"ranks": 0}, ValueError, "at least 1 rank, got 0"),
+        ({"ranks": 2.0}, TypeError, r"ranks to be an int, got 2\.0"),
+        ({"stage": 3}, ValueError, "stage 0, 1, 2 or None, got 3"),
+        ({"partition": "rows"}, ValueError, "'parameters' or 'elements', got 'rows'"),
+        ({"offload": "disk"}, ValueError, "Expected a folder"),
+        ({"model": [1]}, TypeError, "Expected a module, got list"),
+        ({"optimizer_class": torch.optim.LBFGS}, NotImplementedError, "LBFGS"),
+        ({"momentum": 1.0}, TypeError, "momentum"),
+    ],
+)
+def test_refusals(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"model": tower(1), "optimizer_class": AdamW, "ranks": 2}
+    with pytest.raises(kind, match=message):
+        estimate(**given | change)
+
+
+def test_a_mode_by_its_name() -> None:
+    found = estimate(tower(1), AdamW, ranks=2, stage=1)
+    with pytest.raises(KeyError, match=r"Expected one of the modes.*got 'stage 3'"):
+        found["stage 3"]
+
+
+def test_the_command_prints_the_table_and_the_fewest_ranks() -> None:
+    command = [sys.executable, "-m", "ddp_zero", "estimate", "tests.unit.tools.estimate.test_estimate:tower"]
+    result = subprocess.run(
+        [*command, "--ranks", "4", "--memory", "0.1GiB", "--dtype", "bfloat16", "--device", "cpu"],
+        cwd=Path(ddp_zero.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.stderr == ""
+    assert "| MiB per rank, 4 ranks | parameters | state | gradients |" in result.stdout
+    assert "| DDP | 16.0 | 32.0 | 16.0 |" in result.stdout
+    assert "fewest ranks at which 0.1GiB suffice:\nDDP: 1\nstage 1: 1\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tests"], "Expected MODULE:FUNCTION, got 'tests'"),
+        (["json:dumps"], "dumps"),
+        (["builtins:dict"], "Expected builtins:dict to return a module, got dict"),
+        (["torch.nn:Identity", "--optimizer", "Adamm"], "a class in torch.optim, got 'Adamm'"),
+        (["torch.nn:Identity", "--memory", "80"], "an amount of memory such as 80GiB"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddp_zero.tools.estimate.command import main
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_command_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddp_zero.tools.estimate.command import main
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["torch.nn:Identity", "--plot", "one.png"]) == 1
+    assert "Expected matplotlib for a plot, got none. Install ddp_zero[plot]." in capsys.readouterr().err
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    estimate(tower(2), AdamW, ranks=4, device="cpu").plot(tmp_path / "one.png", [1, 2, 4])
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

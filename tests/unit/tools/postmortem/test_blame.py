@@ -1,0 +1,138 @@
+"""Merging the records of ranks, on made-up events."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ddp_zero.tools.postmortem.blame import blame
+from ddp_zero.tools.postmortem.command import main
+from ddp_zero.tools.postmortem.records import Event, Record
+from ddp_zero.tools.postmortem.report import report
+
+
+def record(rank: int, *events: Event, members: int = 4, error: str = "", started: float = 0.0) -> Record:
+    reason = "an error in wait_sync of bucket 1" if error else "no event for 9.0 s of a time-out of 12.0 s"
+    stack = {"MainThread": ["  line 1", "  File 'train.py', line 7, in load"]}
+    return Record(rank, range(members), 0, f"host{rank}", 100 + rank, started, 50.0, reason, error, stack, events)
+
+
+def done(phase: str, bucket: int = 0, step: int = 3, number: int = 0, received: int = 0) -> Event:
+    return Event(number, 0, step, phase, bucket, 40.0, 40.5, received=received)
+
+
+def waiting(peer: int | None, bucket: int = 1, step: int = 3, number: int = 9, failed: bool = False) -> Event:
+    name = "" if peer is None else f"rank {peer % 2} (global rank {peer})"
+    what = f"the sync of bucket {bucket}"
+    ended = 49.0 if failed else None
+    return Event(number, 0, step, "wait_sync", bucket, 41.0, ended, message=what, peer=name, failed=failed)
+
+
+def step(number: int = 1) -> Event:
+    return Event(number, 0, 3, "step", -1, 39.0, None)
+
+
+def test_a_rank_without_a_record_that_others_wait_for_is_named() -> None:
+    records = [record(rank, step(), done("sync", 1, number=2, received=4096), waiting(2)) for rank in (0, 1, 3)]
+    verdict = blame(records)
+    assert (verdict.culprits, verdict.silent) == ([2], [2])
+    text = report(records)
+    assert "3 of 4 ranks have left a record" in text
+    assert "Everyone waited for rank 2: it has left no record: it was killed or stopped" in text
+    assert (
+        "What 3 of 3 other ranks with a record waited for: step 3, wait_sync of bucket 1, message 'the sync of "
+        "bucket 1'." in text
+    )
+    assert "rank 0 (host0, process 100)" in text
+    assert "from rank 0 (global rank 2), 4,096 bytes in all, for 9.0 s" in text
+    assert "rank 2: no record" in text
+
+
+def test_in_a_ring_each_waits_for_the_one_before_and_the_chain_ends_at_the_lost_one() -> None:
+    records = [record(rank, waiting((rank - 1) % 4)) for rank in (0, 1, 3)]  # 0 <- 3 <- 2, and 1 <- 0
+    assert blame(records).culprits == [2]
+
+
+def test_of_several_silent_ranks_those_that_others_wait_for_are_named() -> None:
+    assert blame([record(0, waiting(3)), record(1, waiting(0))]).culprits == [3]
+    assert blame([record(0, waiting(None)), record(1, waiting(None))]).culprits == [2, 3]
+
+
+def test_a_rank_that_waits_for_nothing_while_others_wait_for_it_is_named() -> None:
+    outside = record(1, done("sync", step=2), done("wait_sync", step=2, number=1))
+    records = [record(0, waiting(1)), outside, record(2, waiting(1)), record(3, waiting(2))]
+    verdict = blame(records)
+    assert (list(verdict.culprits), verdict.silent) == ([1], [])
+    text = report(records)
+    assert "Everyone waited for rank 1: the others waited for it, and it waited for none." in text
+    assert "rank 1 (host1, process 101): outside the library for 9.5 s, after step 2, wait_sync of bucket 0" in text
+    assert "File 'train.py', line 7, in load" in text
+
+
+def test_a_rank_that_computes_while_others_wait_for_it_is_named() -> None:
+    computing = Event(9, 0, 3, "forward", -1, 41.0, None)
+    for records in ([record(0, waiting(1)), record(1, computing)], [record(0, waiting(None)), record(1, computing)]):
+        alone = [Record(**{**vars(one), "members": (0, 1)}) for one in records]
+        assert blame(alone).culprits == [1]
+        assert "rank 1 (host1, process 101): step 3, forward, for 9.0 s" in report(alone)
+
+
+def test_without_peers_the_rank_outside_the_library_is_named_or_the_one_behind() -> None:
+    in_collective = [record(rank, done("reduce"), waiting(None)) for rank in (0, 1, 3)]
+    assert blame([*in_collective, record(2, done("reduce"))]).culprits == [2]
+    behind = record(2, waiting(None, bucket=0, number=4))
+    assert blame([*in_collective, behind]).culprits == [2]
+    earlier = record(2, done("reduce", step=2), done("sync", step=2), waiting(None, step=2))
+    assert blame([*in_collective, earlier]).culprits == [2]
+
+
+def test_nobody_is_named_where_some_wait_in_a_collective_of_the_script() -> None:
+    """As where one rank skips a barrier: those in it are not the ones to blame."""
+    frames = [
+        '  File "train.py", line 9, in main',
+        '  File "/x/torch/distributed/distributed_c10d.py", line 5, in barrier',
+    ]
+    in_barrier = [Record(**{**vars(record(rank, done("sync"))), "stacks": {"MainThread": frames}}) for rank in (0, 2)]
+    verdict = blame([in_barrier[0], record(1, waiting(None)), in_barrier[1], record(3, waiting(None))])
+    assert verdict.culprits == []
+    assert "cannot tell, because rank 0, rank 2 waited in a collective of the script" in verdict.why
+
+
+def test_a_rank_whose_own_step_has_failed_is_named_before_all_others() -> None:
+    broken = Event(9, 0, 3, "local_step", 0, 41.0, 41.1, failed=True)
+    records = [record(0, waiting(1, failed=True)), record(1, step(), broken), record(2, waiting(1))]
+    verdict = blame(records)
+    assert verdict.culprits == [1]
+    assert "its own step has failed" in report(records)
+
+
+def test_the_event_that_failed_is_what_a_rank_waited_for_not_what_came_after() -> None:
+    failed, later = waiting(2, failed=True, number=5), Event(6, 0, 3, "share_errors", -1, 49.0, None)
+    assert blame([record(0, step(), failed, later)]).waits[0] is failed
+
+
+def test_equal_ranks_and_circles_name_nobody() -> None:
+    for peers in ((None, None), (1, 0)):
+        records = [record(rank, waiting(peer), members=2) for rank, peer in enumerate(peers)]
+        verdict = blame(records)
+        assert verdict.culprits == []
+        assert "No single rank to name: all ranks have come equally far." in report(records)
+
+
+def test_records_of_runs_that_began_at_different_times_are_pointed_out() -> None:
+    records = [record(0, waiting(1), started=0.0), record(1, started=7200.0)]
+    assert "warning: ranks started up to 7200 s apart" in report(records)
+
+
+def test_events_and_stacks_are_shown_on_demand() -> None:
+    records: Sequence[Record] = [record(0, done("sync", received=10), waiting(1), members=2)]
+    assert "last events" not in report(records)
+    text = report(records, num_events=1, with_stacks=True)
+    assert "step 3, wait_sync of bucket 1, message 'the sync of bucket 1': not ended" in text
+    assert "step 3, sync of bucket 0: 500.000 ms, 0 bytes sent, 10 to receive" in report(records, num_events=2)
+    assert "rank 0, MainThread" in text
+
+
+def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert "Expected flight records of attempt 0" in capsys.readouterr().err

@@ -1,0 +1,233 @@
+"""Events in a ring, sums over them, and what is written when one fails; no torch, no ranks."""
+
+import gc
+import json
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_zero.tools.postmortem.records import read_folder
+from ddp_zero.tools.record import flight
+from ddp_zero.tools.record import recorder as recorder_module
+from ddp_zero.tools.record.recorder import Recorder, Ring, open_spans, waits_for
+
+
+@pytest.fixture
+def ring(monkeypatch: pytest.MonkeyPatch) -> Ring:
+    """A small ring in place of the process's."""
+    small = Ring(8)
+    for module in (recorder_module, flight):
+        monkeypatch.setattr(module, "RING", small)
+    return small
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    flight.record_to(tmp_path / "records")
+    yield tmp_path / "records"
+    flight.record_to(None)
+
+
+class Refers:
+    """Something that must not outlive its users, such as a process group."""
+
+    def name(self) -> str:
+        return "rank 3 (global rank 7)"
+
+
+def lose(message: str, peer: Refers) -> None:
+    """Wait for a peer that is gone."""
+    waits_for(message, peer.name)
+    raise RuntimeError("lost")
+
+
+def test_a_ring_holds_the_last_events_in_order_and_uses_its_slots_again(ring: Ring) -> None:
+    recorder = Recorder()
+    slots = set(map(id, ring._slots))
+    for number in range(13):
+        with recorder.label("sync", number):
+            pass
+    assert [event.bucket for event in ring.events()] == [5, 6, 7, 8, 9, 10, 11, 12]
+    assert [event.number for event in ring.events()] == list(range(5, 13))
+    assert set(map(id, ring._slots)) == slots
+    assert all(event.begun <= event.ended for event in ring.events())
+
+
+def test_an_event_that_goes_on_keeps_its_slot(ring: Ring) -> None:
+    recorder = Recorder()
+    with recorder.label("step") as outer:
+        for number in range(20):
+            with recorder.label("sync", number):
+                assert [span.phase for span in open_spans()] == ["sync", "step"]
+    assert outer.phase == "step"
+    assert [event.bucket for event in ring.events()] == [-1, 13, 14, 15, 16, 17, 18, 19]
+    assert list(open_spans()) == []
+
+
+@pytest.mark.parametrize("capacity", [0, 3, -4])
+def test_a_capacity_that_is_no_power_of_two_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"Expected a power of two as the capacity of a ring, got {capacity}"):
+        Ring(capacity)
+
+
+def test_threads_do_not_share_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = Ring(4096)
+    monkeypatch.setattr(recorder_module, "RING", large)
+    recorder = Recorder()
+
+    def work() -> None:
+        for number in range(500):
+            with recorder.label("sync", number):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    events = large.events()
+    assert len(events) == len({event.number for event in events}) == 2000
+    assert recorder.totals["sync"] == sum(event.ended - event.begun for event in events)
+
+
+def test_an_event_that_has_ended_refers_to_no_peer(ring: Ring) -> None:
+    peer = Refers()
+    with Recorder().label("wait_sync", 2) as span:
+        waits_for("the sync of bucket 2", peer.name)
+        assert callable(span.peer)
+    assert span.message == "the sync of bucket 2"
+    assert not callable(span.peer)
+    alive = weakref.ref(peer)
+    with pytest.raises(RuntimeError, match="lost"), Recorder().label("wait_sync", 3) as span:
+        lose("the sync of bucket 3", peer)
+    assert span.peer == "rank 3 (global rank 7)"
+    del peer
+    gc.collect()
+    assert alive() is None
+
+
+def test_bytes_and_waits_are_noted_in_the_innermost_event_of_the_thread(ring: Ring) -> None:
+    recorder = Recorder()
+    recorder.moved(1, 2)  # outside of any
+    with recorder.label("step") as outer:
+        with recorder.label("sync", 0) as inner:
+            recorder.moved(10, 20)
+        recorder.moved(100, 200)
+    assert [(span.sent, span.received) for span in (inner, outer)] == [(10, 20), (100, 200)]
+    assert (recorder.totals["sent"], recorder.totals["received"]) == (111, 222)
+
+
+def test_an_event_that_goes_on_counts_in_both_steps_by_its_parts(ring: Ring) -> None:
+    recorder, ended = Recorder(), []
+    recorder.when_ended = lambda: ended.append(recorder.step)
+    with recorder.label("step") as span:
+        time.sleep(0.002)
+        recorder.step_ended(time.perf_counter_ns(), stepped=True)
+        assert 2e6 < recorder.at_end["step"] == span.counted - span.begun
+        time.sleep(0.001)
+    recorder.step_ended(time.perf_counter_ns(), stepped=False)
+    assert recorder.at_end["step"] == span.ended - span.begun
+    assert recorder.before["step"] < recorder.at_end["step"]
+    assert (recorder.step, recorder.skipped, ended) == (3, 1, [2, 3])
+
+
+def test_an_error_writes_one_record_with_the_event_that_failed(ring: Ring, folder: Path) -> None:
+    flight.identify(1, [0, 1, 2], 600.0)
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="lost"), recorder.label("step"), recorder.label("wait_sync", 4):
+        lose("the sync of bucket 4", Refers())
+    (record,) = read_folder(folder)
+    assert (record.rank, set(record.members) >= {0, 1, 2}) == (1, True)
+    assert (record.reason, record.error) == ("an error in wait_sync of bucket 4", "RuntimeError: lost")
+    outer, inner = record.events
+    assert (outer.phase, outer.ended, outer.failed) == ("step", None, False), "written where the error was first seen"
+    assert (inner.phase, inner.bucket, inner.failed, inner.peer_rank) == ("wait_sync", 4, True, 7)
+    assert abs(inner.begun - time.time()) < 60
+    assert any("test_recorder" in line for line in record.stacks["MainThread"])
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_later_error_replaces_the_record(ring: Ring, folder: Path) -> None:
+    for text in ("first", "second"):
+        with pytest.raises(ValueError, match=text), Recorder().label("local_step", 0):
+            raise ValueError(text)
+    (record,) = read_folder(folder)
+    assert record.error == "ValueError: second"
+
+
+def test_nothing_is_written_without_a_folder_or_where_that_cannot_be(ring: Ring, tmp_path: Path) -> None:
+    assert flight.write("a test") is None
+    (tmp_path / "file").write_text("not a folder")
+    flight.record_to(tmp_path / "file")
+    try:
+        with pytest.raises(ValueError, match="the error itself"), Recorder().label("sync"):
+            raise ValueError("the error itself")
+    finally:
+        flight.record_to(None)
+
+
+def test_a_time_out_nears_after_three_quarters_of_it_without_an_event(ring: Ring) -> None:
+    assert flight.overdue(ring, time.perf_counter_ns(), 1.0) is None, "no event yet"
+    label = Recorder().label("wait_sync", 1)
+    span = label.__enter__()
+    assert flight.overdue(ring, span.begun + 700_000_000, 1.0) is None
+    assert flight.overdue(ring, span.begun + 760_000_000, 1.0) == "no event for 0.8 s of a time-out of 1.0 s"
+    label.__exit__(None, None, None)
+    assert flight.overdue(ring, span.ended + 700_000_000, 1.0) is None
+
+
+class Device:
+    """A clock whose device passes marks when it is told to; anything that would wait fails."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self.passed = 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def seconds(self, begun: int, ended: int) -> float | None:
+        return float(ended - begun) if ended <= self.passed else None
+
+    def is_beside(self, mark: int) -> bool:
+        return mark > 2
+
+
+def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: Ring) -> None:
+    recorder = Recorder()
+    recorder.clock = device = Device()
+    for bucket in range(2):
+        with recorder.label("wait_reduce", bucket):
+            pass
+    recorder.step_ended(time.perf_counter_ns(), stepped=True)
+    with recorder.label("join_streams"):
+        pass
+    assert recorder.on_device() == []
+    device.passed = 4
+    assert [(one.phase, one.step, one.seconds, one.is_beside) for one in recorder.on_device()] == [
+        ("wait_reduce", 1, 1.0, False),
+        ("wait_reduce", 1, 1.0, True),
+    ]
+    device.passed = 6
+    assert [one.phase for one in recorder.on_device()] == ["join_streams"]
+    assert recorder.on_device() == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"version": 99, "fields": []})])
+def test_what_is_no_record_is_refused_by_name(content: Any, tmp_path: Path) -> None:
+    (tmp_path / "attempt-0-rank-00000.json").write_text(content)
+    with pytest.raises(ValueError, match=r"Expected a flight record of version 1 in .*rank-00000\.json"):
+        read_folder(tmp_path)
+
+
+def test_events_that_never_end_do_not_keep_others_from_being_recorded() -> None:
+    ring = Ring(4)
+    for _ in range(4):
+        ring.take().start()
+    assert ring.take().number >= 4, "a slot was used again"
