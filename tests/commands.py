@@ -68,7 +68,7 @@ ELSEWHERE = {
 
 
 def shown(text: str) -> set[str]:
-    """The commands of a page in Markdown, without comments; mentions of a module alone are none."""
+    """The commands of a page in Markdown, without comments; mentions of a subcommand alone are none."""
     spans, is_block = [], False
     outside = []
     for line in text.splitlines():
@@ -81,7 +81,7 @@ def shown(text: str) -> set[str]:
     spans += re.findall(r"`([^`]+)`", "\n".join(outside))
     commands = {" ".join(span.split("  #")[0].split()).replace(".venv/bin/", "") for span in spans}
     ours = {one for one in commands if re.match(r"(torchrun|python) .*(\bexamples/|-m ddp_zero)", one)}
-    return {one for one in ours if not re.fullmatch(r"python -m ddp_zero\.\w+", one)}
+    return {one for one in ours if not re.fullmatch(r"python -m ddp_zero [a-z]+", one)}
 
 
 def run(command: str, folder: Path) -> str:

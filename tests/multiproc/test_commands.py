@@ -24,9 +24,9 @@ def test_each_command_is_run_somewhere() -> None:
 
 def test_commands_are_found_in_blocks_and_in_lines() -> None:
     page = (
-        "`python -m ddp_zero.x` and\n```sh\n.venv/bin/python -m ddp_zero.x a  # b\nls\n```\n`torchrun\nexamples/y.py`"
+        "`python -m ddp_zero x` and\n```sh\n.venv/bin/python -m ddp_zero x a  # b\nls\n```\n`torchrun\nexamples/y.py`"
     )
-    assert shown(page) == {"python -m ddp_zero.x a", "torchrun examples/y.py"}
+    assert shown(page) == {"python -m ddp_zero x a", "torchrun examples/y.py"}
 
 
 def _write_trace(setup: Setup, path: Path) -> None:
