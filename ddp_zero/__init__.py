@@ -3,7 +3,7 @@
 import ddp_zero.tools.check.needs  # noqa: F401  # first: it says what is missing
 from ddp_zero.core.backward.overlap_machine import OverlapStatus, Phase
 from ddp_zero.core.engine.shardable import check_shardable
-from ddp_zero.core.local.elementwise import elementwise
+from ddp_zero.core.local.inner import elementwise
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from ddp_zero.loss_scale import DynamicLossScale

@@ -18,7 +18,7 @@ from ddp_zero.core.backward.owned_sums import options_of_stage
 from ddp_zero.core.backward.preconditions import check_can_sync
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.ranks import arrange
-from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.engine.engine import Engine, add_param_group
 from ddp_zero.core.engine.forwarding import attribute_of_inner
 from ddp_zero.core.engine.gradient_access import (
     accumulating,
@@ -28,7 +28,6 @@ from ddp_zero.core.engine.gradient_access import (
     owned_gradients,
 )
 from ddp_zero.core.engine.introspection import Introspection
-from ddp_zero.core.engine.param_groups import add_param_group
 from ddp_zero.core.engine.shardable import check_unknown
 from ddp_zero.core.local.arguments import (
     check_flags,
@@ -39,23 +38,27 @@ from ddp_zero.core.local.arguments import (
     is_group,
     own_options,
 )
-from ddp_zero.core.local.awaited import untouched
-from ddp_zero.core.local.elementwise import check_elementwise
-from ddp_zero.core.local.inner import build_inner, check_can_be_sharded, check_epsilon, reserve_room
+from ddp_zero.core.local.inner import (
+    ParamGroup,
+    build_inner,
+    check_can_be_sharded,
+    check_elementwise,
+    check_epsilon,
+    reserve_room,
+)
 from ddp_zero.core.local.live_model import the_ddp_model_in
-from ddp_zero.core.local.local_step import ParamGroup
-from ddp_zero.core.local.masters import SteppedTensors
 from ddp_zero.core.local.parameters import ParameterTable
-from ddp_zero.core.offload.disk import residence_for
+from ddp_zero.core.local.placeholders import untouched
+from ddp_zero.core.local.stepped import SteppedTensors
+from ddp_zero.core.offload.placement import residence_for
 from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.state.load_together import load_together
 from ddp_zero.core.state.shard_dict import ShardDict
 from ddp_zero.core.state.state_offload import offload_state, reload_state
 from ddp_zero.core.state.whole_dict import WholeDict
-from ddp_zero.core.step.binding import Binding
 from ddp_zero.core.step.clipping import check_options
 from ddp_zero.core.step.join import ZeroJoinHook, refuse_replicas
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.sharded_step import Binding, ShardedStep
 from ddp_zero.core.step.state_order import State
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.options import Offload, StepOptions

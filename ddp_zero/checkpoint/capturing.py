@@ -11,9 +11,8 @@ from ddp_zero.checkpoint.contents import Part, Shared
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.core.backward.reducer import reduced_parameters
 from ddp_zero.core.comm.peers import Peers
-from ddp_zero.core.local.global_part import PartModel, options_of_text
 from ddp_zero.core.local.inner import class_name, group_options, other_state
-from ddp_zero.core.local.live_model import LiveModel, by_group
+from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, options_of_text
 from ddp_zero.core.local.parameters import sample_values
 from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.boxes import Box

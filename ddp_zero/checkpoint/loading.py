@@ -14,10 +14,9 @@ from ddp_zero.checkpoint.manifest import StoredTensor, as_meta, fill, stored_in,
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import read, read_into, verify
 from ddp_zero.core.comm.peers import Peers
-from ddp_zero.core.local.global_part import PartModel
 from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state
-from ddp_zero.core.local.live_model import LiveModel, by_group, is_extra
-from ddp_zero.core.local.masters import MASTER_KEY, rounds_to
+from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
+from ddp_zero.core.local.stepped import MASTER_KEY, rounds_to
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.plan.shapes import Value
 from ddp_zero.tools.record.progress import showing

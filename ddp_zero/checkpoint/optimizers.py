@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.local.global_part import PartModel, options_as_text
 from ddp_zero.core.local.inner import group_options, rehearse_load
-from ddp_zero.core.local.live_model import by_group
+from ddp_zero.core.local.live_model import PartModel, by_group, options_as_text
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.plan.global_layout import Statement

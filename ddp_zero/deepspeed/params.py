@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.engine.gradient_access import full_grad
-from ddp_zero.core.local.absent import on_this_rank
-from ddp_zero.core.local.part_windows import whole_of
+from ddp_zero.core.local.parts import whole_of
+from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, check_class, check_known, check_params, grouped
+from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.local.live_model import ddp_models_in
-from ddp_zero.core.local.local_step import ParamGroup
 from ddp_zero.ddp_hooks import options_of_hook
 
 _DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from ddp_zero.core.backward.reducer import has_static_graph, reduced_parameters
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.arguments import PARALLEL_KEYS, check_group
-from ddp_zero.core.local.elementwise import is_elementwise
-from ddp_zero.core.local.local_step import ParamGroup
+from ddp_zero.core.local.inner import ParamGroup, is_elementwise
 from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 from ddp_zero.parallel.idle_experts import take_part_with_zeros

@@ -17,7 +17,7 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.peers import gather_text_across
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.local.arguments import Grouping
-from ddp_zero.core.local.local_step import ParamGroup
+from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.plan.global_names import GlobalNames
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of

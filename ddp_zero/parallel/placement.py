@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from ddp_zero.core.local.global_part import PartModel, Placed, box_of
+from ddp_zero.core.local.live_model import PartModel, Placed, box_of
 from ddp_zero.core.plan.boxes import Box
 from ddp_zero.core.plan.global_names import GlobalNames
 from ddp_zero.parallel.members import Plan

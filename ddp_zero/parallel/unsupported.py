@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
-from ddp_zero.core.local.local_step import ParamGroup
+from ddp_zero.core.local.inner import ParamGroup
 
 
 class Refused(Optimizer):

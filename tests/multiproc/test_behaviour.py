@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.core.step import binding
+from ddp_zero.core.step import sharded_step as binding
 from ddp_zero.core.step.report import state_bytes
 from tests.multiproc.cases import (
     Groups,

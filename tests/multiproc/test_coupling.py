@@ -15,7 +15,8 @@ from torch.optim import SGD, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer, wrap
 from ddp_zero.core.engine import shardable
-from ddp_zero.core.step import binding, coupling
+from ddp_zero.core.step import coupling
+from ddp_zero.core.step import sharded_step as binding
 from tests.coupled import ToyPreNorm, ToyProdigy, ToyScale
 from tests.multiproc.cases import (
     OPTIMIZERS,

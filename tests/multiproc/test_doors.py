@@ -23,7 +23,7 @@ from torch.optim import AdamW
 import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.local.awaited import Awaited
+from ddp_zero.core.local.placeholders import Awaited
 from tests.multiproc.cases import (
     OPTIMIZERS,
     Twins,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import Offload, ZeroRedundancyOptimizer, estimate, shard_optimizer
-from ddp_zero.core.local.absent import on_this_rank
+from ddp_zero.core.local.placeholders import on_this_rank
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.two_memories import passage_of, taken_for_a_device
 

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.comm import exchange
-from ddp_zero.core.local.awaited import Awaited
-from ddp_zero.core.step import binding
+from ddp_zero.core.local.placeholders import Awaited
+from ddp_zero.core.step import sharded_step as binding
 from tests.multiproc.cases import loss_of
 from tests.multiproc.harness import Setup, run_ranks
 

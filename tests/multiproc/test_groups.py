@@ -29,7 +29,7 @@ from ddp_zero.core.comm import ring
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import time_out_of
 from ddp_zero.core.comm.reduction import start_reduction
-from ddp_zero.core.local.absent import AbsentGradient
+from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.loss_scale import DynamicLossScale
 from tests.multiproc.cases import SumByGroup, assert_equal_models, assert_identical, batches, build_model, loss_of
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end

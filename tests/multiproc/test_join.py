@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.step import binding, coupling
+from ddp_zero.core.step import coupling
+from ddp_zero.core.step import sharded_step as binding
 from tests.multiproc.cases import (
     OptimizerCase,
     assert_equal_models,

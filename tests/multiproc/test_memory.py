@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from ddp_zero import shard_optimizer, wrap
-from ddp_zero.core.local.heap import find_trim
+from ddp_zero.core.local.memory import find_trim
 from tests.multiproc.harness import Setup, run_ranks
 
 MIB = 1 << 20

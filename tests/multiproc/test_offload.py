@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero import Offload, ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, shard_optimizer
-from ddp_zero.core.local.absent import on_this_rank
-from ddp_zero.core.offload.schedule import AwaitBack, AwaitHost, CopyToHost, Schedule
-from ddp_zero.core.step import binding
+from ddp_zero.core.local.placeholders import on_this_rank
+from ddp_zero.core.offload.copy_pipeline import AwaitBack, AwaitHost, CopyToHost, Schedule
+from ddp_zero.core.step import sharded_step as binding
 from tests.multiproc.cases import (
     OPTIMIZERS,
     OptimizerCase,

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.local.absent import AbsentGradient
-from ddp_zero.core.local.part_windows import part_of
+from ddp_zero.core.local.parts import part_of
+from ddp_zero.core.local.placeholders import AbsentGradient
 from tests.multiproc.cases import (
     assert_equal_models,
     assert_identical,

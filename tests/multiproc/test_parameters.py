@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.core.step import binding
+from ddp_zero.core.step import sharded_step as binding
 from tests.multiproc.cases import (
     Twins,
     assert_equal_models,

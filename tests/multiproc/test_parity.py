@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from ddp_zero.core.step import binding
+from ddp_zero.core.step import sharded_step as binding
 from tests.multiproc.cases import OPTIMIZERS, build_twins
 from tests.multiproc.harness import Setup, run_ranks
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.core.step import binding
+from ddp_zero.core.step import sharded_step as binding
 from tests.multiproc.cases import (
     OptimizerCase,
     ToyAdam8bit,

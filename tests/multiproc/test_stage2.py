@@ -29,7 +29,7 @@ from ddp_zero.core.backward.bucket_memory import BucketMemory
 from ddp_zero.core.backward.owned_sums import ReducedRuns
 from ddp_zero.core.backward.reducer import BucketViews, ddp_takes
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.absent import AbsentGradient
+from ddp_zero.core.local.placeholders import AbsentGradient
 from tests.multiproc import test_overlap
 from tests.multiproc.cases import (
     Twins,

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.comm.bucket_sync import BucketSync
 from ddp_zero.core.comm.exchange import Exchange
-from ddp_zero.core.local.awaited import Awaited
+from ddp_zero.core.local.placeholders import Awaited
 from ddp_zero.core.step import coupling
 from tests.multiproc.cases import (
     assert_identical,

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddp_zero import ZeroRedundancyOptimizer
-from ddp_zero.core.offload import host
-from ddp_zero.core.offload.copy_pipeline import Passage
-from ddp_zero.core.offload.transfer import Pairs
+from ddp_zero.core.offload import placement as host
+from ddp_zero.core.offload.copy_pipeline import Pairs, Passage
 
 
 class _ToHost:

@@ -364,7 +364,7 @@ def test_only_storage_moves_parameters_and_only_reducer_the_views_of_gradients()
     assert counts == {
         "core.local.storage": 2,
         "core.backward.reducer": 2,
-        "core.local.masters": 1,
+        "core.local.stepped": 1,
     }  # the last: views of parts
 
 
@@ -428,7 +428,7 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
         "core.backward.reducer"
     )
     below_python = {name: names for name, names in found.items() if names == {"torch._C"}}
-    assert set(below_python) == {"core.comm.exchange", "core.local.absent", "core.local.awaited"}
+    assert set(below_python) == {"core.comm.exchange", "core.local.placeholders"}
     takes_buckets = {name: names for name, names in found.items() if name not in below_python}
     assert set(takes_buckets) == {
         *(

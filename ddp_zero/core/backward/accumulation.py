@@ -21,7 +21,7 @@ from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
 from ddp_zero.core.backward.reducer import at_end_of_backward, backward_id, on_gradient, reduced_parameters, will_reduce
 from ddp_zero.core.backward.side_stream import SideStream
 from ddp_zero.core.backward.visible_gradients import VisibleGradients
-from ddp_zero.core.local.awaited import untouched
+from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.step.sharded_step import ShardedStep
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.preconditions import check_none_unused
-from ddp_zero.core.local.absent import is_present
-from ddp_zero.core.local.digest import sum_of_bits
+from ddp_zero.core.local.memory import sum_of_bits
+from ddp_zero.core.local.placeholders import is_present
 from ddp_zero.core.step.sharded_step import ShardedStep
 
 _NONE = -1

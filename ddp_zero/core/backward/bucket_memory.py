@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_zero.core.backward.owned_sums import ReduceContext, ScratchLayout
 from ddp_zero.core.backward.reducer import BucketViews, NewBucket, ddp_takes, windows_in_bucket
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.heap import FreedMemory
+from ddp_zero.core.local.memory import FreedMemory
 from ddp_zero.core.plan.buckets import ROOMS, SCRATCHES, bucket_mb, gradient_buffers
 
 _MIB = 1 << 20

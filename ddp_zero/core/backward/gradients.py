@@ -18,7 +18,7 @@ from ddp_zero.core.backward.memory_formats import MemoryFormats, PublishedViews
 from ddp_zero.core.backward.reducer import NewBucket, Window, gradients_are_views, rebuild_buckets, windows_in_bucket
 from ddp_zero.core.backward.side_stream import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp
-from ddp_zero.core.step.nonfinite_probe import NonfiniteProbe
+from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.sharded_step import ShardedStep
 
 CommHook = Callable[[Any, GradBucket], Future[Any]]

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from ddp_zero.core.backward.owned_sums import ReducedRuns, ReducedSegment
 from ddp_zero.core.backward.visible_gradients import VisibleGradients
-from ddp_zero.core.local.part_states import joined
-from ddp_zero.core.local.part_windows import part_of
+from ddp_zero.core.local.parts import joined, part_of
 from ddp_zero.core.plan.ownership import Piece, is_cut, moves, piece_of
 from ddp_zero.core.step.sharded_step import ShardedStep
 

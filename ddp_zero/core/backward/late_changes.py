@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.absent import AbsentGradient
-from ddp_zero.core.local.awaited import untouched
-from ddp_zero.core.local.digest import LINES, bit_sums
-from ddp_zero.core.local.local_step import PER_PARAMETER_KEYS, ParamGroup
+from ddp_zero.core.local.inner import PER_PARAMETER_KEYS, ParamGroup
+from ddp_zero.core.local.memory import LINES, bit_sums
+from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.step.coupling import is_looked_at
 from ddp_zero.core.step.sharded_step import ShardedStep
 

@@ -4,8 +4,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero.core.backward.reducer import gradients_are_views, reduced_parameters
-from ddp_zero.core.local.awaited import untouched
 from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.placeholders import untouched
 
 
 class MemoryFormats:

@@ -60,9 +60,8 @@ from ddp_zero.core.backward.reducer import (
 )
 from ddp_zero.core.backward.side_stream import SideStream
 from ddp_zero.core.backward.visible_gradients import VisibleGradients
-from ddp_zero.core.local.absent import on_this_rank
-from ddp_zero.core.local.awaited import untouched
-from ddp_zero.core.local.heap import return_freed_memory
+from ddp_zero.core.local.memory import return_freed_memory
+from ddp_zero.core.local.placeholders import on_this_rank, untouched
 from ddp_zero.core.plan.shard_plan import cut
 from ddp_zero.core.step.sharded_step import ShardedStep
 

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.core.local.awaited import untouched
+from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.plan.shapes import is_dense
 
 

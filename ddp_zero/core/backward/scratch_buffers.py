@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.backward.side_stream import SideStream
-from ddp_zero.core.local.heap import return_pages
+from ddp_zero.core.local.memory import return_pages
 from ddp_zero.core.plan.buckets import ROOMS, SCRATCHES
 
 

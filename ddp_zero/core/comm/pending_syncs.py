@@ -1,4 +1,4 @@
-"""Exchanges that outlast their step: any use of a parameter waits for its bucket, see `ddp_zero.core.local.awaited`."""
+"""Exchanges that outlast their step: any use of a parameter waits for its bucket, see `core.local.placeholders`."""
 
 import atexit
 import contextlib
@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_zero.core.comm.bucket_sync import BucketSync
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.step_errors import StepErrors
-from ddp_zero.core.local.awaited import all_arrivals, arrived, can_await, expect
+from ddp_zero.core.local.placeholders import all_arrivals, arrived, can_await, expect
 
 
 class PendingSyncs:
@@ -79,7 +79,7 @@ class PendingSyncs:
 
         Args:
             index: the bucket.
-            on_host: see `ddp_zero.core.local.awaited.Arrival`.
+            on_host: see `ddp_zero.core.local.placeholders.Arrival`.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed, at every call until `abandon_failed`; with

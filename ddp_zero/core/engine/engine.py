@@ -15,6 +15,7 @@ If the step was taken inside backward, ``step()`` only joins the iteration.
 import copy
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,11 +33,13 @@ from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
 from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
 from ddp_zero.core.backward.side_stream import SideStream
-from ddp_zero.core.local.absent import report_nonfinite
-from ddp_zero.core.local.masters import GradientSource, PublishedGradients
-from ddp_zero.core.step.amp import AmpState, amp_state, check_unscaled
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, reserve_room
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.placeholders import report_nonfinite
+from ddp_zero.core.local.stepped import GradientSource, PublishedGradients
 from ddp_zero.core.step.before_forward import wait_before_forward
-from ddp_zero.core.step.decision import Decision, Occasion
+from ddp_zero.core.step.decision import AmpState, Decision, Occasion, amp_state, check_unscaled
 from ddp_zero.core.step.join import borrow_gradients, serve_joined
 from ddp_zero.core.step.record import StepRegime
 from ddp_zero.core.step.sharded_step import ShardedStep
@@ -402,3 +405,39 @@ class Engine:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer holds its engine"
         return optimizer
+
+
+def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
+    """See `ZeroRedundancyOptimizer.add_param_group`.
+
+    Args:
+        engine: of the optimizer.
+        add: adds the group to the exposed ones.
+    """
+    sharded, hook = engine.sharded, engine.hook
+    exposed, inner = sharded.param_groups, sharded.inner
+    groups_before = len(exposed), len(inner.param_groups)
+    moving = nullcontext() if hook is None else hook.late.while_memory_moves()
+    try:
+        with moving, Agreement(sharded.everyone, "add_param_group") as agreement:
+            add()
+            if any(param.grad is not None for param in exposed[-1]["params"]):
+                engine.check_before_step("add_param_group() of parameters with gradients")
+            table = ParameterTable(exposed)
+            agreement.declare_parameters(table)
+            binding = sharded.binding.extended(table)
+            sharded.stepped.extend(table)
+            stepped = sharded.stepped.own(binding.owned(), binding.owned_parts())
+            inner.add_param_group(localise_group(exposed[-1], stepped))
+            added = [(index, part) for index, part in binding.holdings() if index >= len(sharded.table)]
+            reserve_room(inner, sharded.stepped, table, added)
+            check_epsilon(inner, inner.param_groups, table, sharded.stepped)
+    except Exception:
+        sharded.stepped.own(sharded.binding.owned(), sharded.binding.owned_parts())  # while it knows the added ones
+        sharded.stepped.extend(sharded.table)
+        del exposed[groups_before[0] :], inner.param_groups[groups_before[1] :]
+        raise
+    with sharded.change():
+        copy_options(inner.param_groups[-1], exposed[-1])
+        sharded.order.is_as_built = False
+        sharded.extend(table, binding)

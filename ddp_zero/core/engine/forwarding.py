@@ -18,8 +18,8 @@ from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.engine.engine import Engine
-from ddp_zero.core.local.digest import digest
-from ddp_zero.core.local.part_windows import run_of
+from ddp_zero.core.local.memory import digest
+from ddp_zero.core.local.parts import run_of
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.step.sharded_step import ShardedStep
 

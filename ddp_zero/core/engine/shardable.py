@@ -12,8 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.inner import build_inner, check_can_be_sharded
-from ddp_zero.core.local.local_step import LocalStep, ParamGroup, options_of
+from ddp_zero.core.local.inner import LocalStep, ParamGroup, build_inner, check_can_be_sharded, options_of
 from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.step.coupling import values_in

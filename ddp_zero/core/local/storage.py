@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from ddp_zero.core.local.part_windows import run_of
+from ddp_zero.core.local.parts import run_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shapes import aligned_offsets, is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, Segment, ShardPlan

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.awaited import wait_for
+from ddp_zero.core.local.placeholders import wait_for
 from ddp_zero.core.plan.shapes import is_dense
 
 Tree = Any

@@ -1,17 +1,253 @@
-"""Buckets on their way to the host, where they are stepped, and back: carries out what the `Schedule` says."""
+"""Buckets on their way to the host, where they are stepped, and back.
 
+[Note: order of copies]
+A few buffers are used in turn. A buffer is *coming* while a bucket's gradients are copied to the host, and *going*
+while its new parameters are copied back. With three buffers::
+
+    bucket arrives   0          1              2                 3
+    to the host      0 -> A     1 -> B         2 -> C            A is back; 3 -> A
+    stepped          -          0, A is going  1, B is going     2, C is going
+
+The host waits at two places only: for a bucket's copy right before its step, and for a buffer to be back before it is
+used again. What it does depends on nothing but the order of buckets, so all ranks do it in the same order.
+"""
+
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ddp_zero.core.offload.schedule import AwaitBack, AwaitHost, CopyToHost, Schedule, StepAndCopyBack
-from ddp_zero.core.offload.state_placement import Arrived, Load
-from ddp_zero.core.offload.transfer import Copies, Pairs, Transfer
 from ddp_zero.core.plan.shapes import is_dense
 
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Copies: the target and the source of each, of one dtype and number of elements."""
+
+
+class Copies(Protocol):
+    """Copies that were started."""
+
+    def wait(self) -> None:
+        """Block the host until they are done."""
+
+
+class Transfer(Protocol):
+    """Copies between one device and buffers on the host."""
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Memory on the host that the device can read and write by itself, 1-D bytes."""
+
+    def to_host(self, pairs: Pairs) -> Copies:
+        """Start copies from the device into a buffer, after what the device was given so far."""
+
+    def to_device(self, pairs: Pairs) -> Copies:
+        """Start copies from a buffer to the device, before what it is given from now on."""
+
+
+class AcceleratorTransfer:
+    """Copies on the accelerator's current stream, through pinned memory. The step inside backward has its own stream.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Pinned memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def to_host(self, pairs: Pairs) -> Copies:
+        """Start copies; neighbours in memory travel as one."""
+        return self._started(pairs)
+
+    def to_device(self, pairs: Pairs) -> Copies:
+        """Start copies; neighbours in memory travel as one."""
+        return self._started(pairs)
+
+    @torch.no_grad()
+    def _started(self, pairs: Pairs) -> Copies:
+        for target, source in merged(pairs):
+            target.copy_(source, non_blocking=True)
+        return _Recorded(torch.accelerator.current_stream(self._device).record_event())
+
+
+class _Recorded:
+    """Copies before an event of a stream."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Block the host until the event has happened."""
+        self._event.synchronize()
+
+
+def merged(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
+    """The same copies in fewer pieces: contiguous tensors that lie end to end on both sides are one.
+
+    Each piece keeps the version counter of its first target only; parameters in flat storage are told of a change by
+    who asks for the copy.
+    """
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for target, source in pairs:
+        if not (target.is_contiguous() and source.is_contiguous()):
+            pieces.append((target, source))
+            continue
+        one, other = _flat(target, target.numel()), _flat(source, source.numel())
+        if pieces and all(_follows(a, b) for a, b in zip(pieces[-1], (one, other), strict=True)):
+            numel = pieces[-1][0].numel() + one.numel()
+            pieces[-1] = (_flat(pieces[-1][0], numel), _flat(pieces[-1][1], numel))
+        else:
+            pieces.append((one, other))
+    return pieces
+
+
+def _flat(tensor: Tensor, numel: int) -> Tensor:
+    return tensor.as_strided((numel,), (1,))
+
+
+def _follows(first: Tensor, second: Tensor) -> bool:
+    """Whether the second of two 1-D tensors begins where the first ends, in the same storage."""
+    return (
+        first.is_contiguous()
+        and first.dim() == 1
+        and first.dtype == second.dtype
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.storage_offset() + first.numel() == second.storage_offset()
+    )
+
+
+def transfer_for(device: torch.device) -> Transfer | None:
+    """How to copy between the host and a device; None for the CPU, whose memory is the host's."""
+    return None if device.type == "cpu" else AcceleratorTransfer(device)
+
+
+@dataclass(frozen=True)
+class AwaitBack:
+    """Block until the new parameters in this buffer have left it."""
+
+    buffer: int
+
+
+@dataclass(frozen=True)
+class CopyToHost:
+    """Start the copy of a bucket's gradients into a buffer."""
+
+    bucket: int
+    buffer: int
+
+
+@dataclass(frozen=True)
+class AwaitHost:
+    """Block until the gradients of a bucket are in its buffer."""
+
+    bucket: int
+    buffer: int
+
+
+@dataclass(frozen=True)
+class StepAndCopyBack:
+    """Step a bucket, and start the copy of its new parameters out of its buffer."""
+
+    bucket: int
+    buffer: int
+
+
+Action = AwaitBack | CopyToHost | AwaitHost | StepAndCopyBack
+
+
+class Schedule:
+    """Decides what happens when a bucket arrives.
+
+    Args:
+        buffers: how many there are, at least 1. With one nothing overlaps; from two on the copy of a bucket overlaps
+            with the step of the one before it; from four on more copies are under way at once.
+    """
+
+    def __init__(self, buffers: int) -> None:
+        if buffers < 1:
+            raise ValueError(f"Expected at least 1 buffer, got {buffers}.")
+        self.buffers = buffers
+        self.lag = 0 if buffers == 1 else max(1, buffers - 2)
+        self._coming: deque[tuple[int, int]] = deque()
+        self._going: set[int] = set()
+        self._next = 0
+
+    def arrive(self, bucket: int) -> list[Action]:
+        """What to do when the gradients of a bucket are there, after all that was returned before was done."""
+        buffer, self._next = self._next, (self._next + 1) % self.buffers
+        actions: list[Action] = []
+        if buffer in self._going:
+            self._going.discard(buffer)
+            actions.append(AwaitBack(buffer))
+        actions.append(CopyToHost(bucket, buffer))
+        self._coming.append((bucket, buffer))
+        while len(self._coming) > self.lag:
+            actions += self._step_oldest()
+        return actions
+
+    def drain(self) -> list[Action]:
+        """What to do at the end of a step. Copies back may be under way when it is over."""
+        actions: list[Action] = []
+        while self._coming:
+            actions += self._step_oldest()
+        return actions
+
+    def abandon(self) -> list[Action]:
+        """What to do after an error: no bucket is stepped, and no buffer is in use afterwards."""
+        busy = self._going | {buffer for _, buffer in self._coming}
+        waits: list[Action] = [AwaitHost(bucket, buffer) for bucket, buffer in self._coming]
+        waits += [AwaitBack(buffer) for buffer in sorted(busy & self._going)]
+        self._coming.clear()
+        self._going.clear()
+        return waits
+
+    def _step_oldest(self) -> list[Action]:
+        bucket, buffer = self._coming.popleft()
+        self._going.add(buffer)
+        return [AwaitHost(bucket, buffer), StepAndCopyBack(bucket, buffer)]
+
+
 _ALIGNMENT = 16  # bytes; any dtype can be laid there
+
+
+@dataclass(frozen=True)
+class Load:
+    """What has to travel for the step of one parameter.
+
+    Attributes:
+        index: the parameter.
+        gradient: as reduced, in the shape of what is stepped.
+        value: the parameter, or this rank's part of it, if what is stepped is a copy of it; None for a master.
+        stepped: the tensor that the inner optimizer steps.
+    """
+
+    index: int
+    gradient: Tensor
+    value: Tensor | None
+    stepped: Tensor
+
+
+class Arrived:
+    """Gradients that have arrived where they are stepped; a source of gradients for the step of a bucket.
+
+    Args:
+        gradients: by parameter index.
+    """
+
+    def __init__(self, gradients: dict[int, Tensor]) -> None:
+        self._gradients = gradients
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient, in the dtype in which it was reduced; None if the parameter has none."""
+        return self._gradients.get(index)
+
+    def exact(self, index: int) -> None:
+        """None: ``gradient`` is exact."""
 
 
 @dataclass

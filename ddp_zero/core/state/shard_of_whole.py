@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.inner import check_epsilon
-from ddp_zero.core.local.local_step import ParamGroup
-from ddp_zero.core.local.masters import MASTER_KEY, SteppedTensors
+from ddp_zero.core.local.inner import ParamGroup, check_epsilon
 from ddp_zero.core.local.parameters import ParameterTable
-from ddp_zero.core.local.part_states import narrowed
+from ddp_zero.core.local.parts import narrowed
+from ddp_zero.core.local.stepped import MASTER_KEY, SteppedTensors
 
 
 def restrict_state_dict(

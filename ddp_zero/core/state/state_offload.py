@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.heap import return_freed_memory
-from ddp_zero.core.offload.disk import residence_for
-from ddp_zero.core.offload.host import moved, tensors_in
+from ddp_zero.core.local.memory import return_freed_memory
+from ddp_zero.core.offload.placement import moved, residence_for, tensors_in
 from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.options import Offload
 

@@ -13,7 +13,8 @@ If there is nothing to decide, no gradient is read and nothing is sent. If gradi
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,12 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.absent import AbsentGradient
-from ddp_zero.core.local.masters import GradientSource
-from ddp_zero.core.local.scaled import GradientFactors, OwnedEdits, ScaledGradients
+from ddp_zero.core.local.placeholders import AbsentGradient
+from ddp_zero.core.local.stepped import GradientFactors, GradientSource, OwnedEdits, ScaledGradients
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.amp import AmpState
 from ddp_zero.core.step.clipping import (
     COMMON,
     OWN_LIMIT,
@@ -40,11 +39,123 @@ from ddp_zero.core.step.clipping import (
     norms_of,
     total_norm,
 )
-from ddp_zero.core.step.nonfinite_probe import NonfiniteProbe, culprit, suspect_nonfinite
 from ddp_zero.core.step.record import Number, StepRecord, StepRegime
 from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
+
+
+@dataclass(frozen=True)
+class AmpState:
+    """The report.
+
+    Attributes:
+        scale: what gradients must still be divided by; None if they have been.
+        found_nonfinite: above 0 if this rank has seen a gradient that is not finite.
+    """
+
+    scale: Tensor | None
+    found_nonfinite: Tensor
+
+
+def amp_state(optimizer: object, has_loss_scale: bool, joins: bool) -> AmpState | None:
+    """What a `GradScaler` has set on an optimizer before it calls ``step()``; None without one.
+
+    Args:
+        optimizer: the one that the scaler steps.
+        has_loss_scale: whether it has a loss scale of its own.
+        joins: whether ranks may have run out of inputs.
+
+    Raises:
+        RuntimeError: if the scaler cannot be followed.
+    """
+    left = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
+    found = left.get("found_inf")
+    if found is None:
+        return None
+    if has_loss_scale:
+        raise RuntimeError(
+            "Expected one loss scale, got loss_scale= of the optimizer and a torch.amp.GradScaler. Use one of them."
+        )
+    if joins:
+        raise RuntimeError(
+            "Expected no torch.amp.GradScaler under Join, got one: a rank that has joined knows nothing of its "
+            "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
+        )
+    return AmpState(left.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
+
+
+def check_unscaled(amp: AmpState | None, has_stepped: bool) -> None:
+    """Check at ``opt.step()`` that no step has used gradients that a `GradScaler` had scaled.
+
+    Raises:
+        RuntimeError: if one has, inside backward.
+    """
+    if amp is not None and has_stepped:
+        raise RuntimeError(
+            "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped already "
+            "with scaled ones. Use the GradScaler from the first step on, or build the optimizer with loss_scale= "
+            "or overlap_with_ddp=False."
+        )
+
+
+_REMEMBERED = 4096  # buckets, for loops that never step
+
+
+class NonfiniteProbe:
+    """One sum per bucket and backward pass since the last step: it is not finite if any of the gradients is not.
+
+    Attributes:
+        is_on: False if no step will need the sums; `screen` is not called then.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._seen: deque[tuple[list[Tensor], Tensor]] = deque(maxlen=_REMEMBERED)
+
+    def screen(self, params: list[Tensor], buffer: Tensor) -> None:
+        """Note the sum of a bucket that is about to be averaged."""
+        if buffer.layout is torch.strided:
+            self._seen.append((params, buffer.sum(dtype=torch.promote_types(buffer.dtype, torch.float32))))
+
+    def flags(self, param: Tensor) -> list[int]:
+        """For each backward pass since the last step, in order: whether this rank's own bucket was not finite.
+
+        A sum of finite gradients may overflow, so this holds only for parameters whose average was not finite.
+        """
+        sums = [total for params, total in self._seen if any(param is one for one in params)]
+        return [int(not torch.isfinite(total)) for total in sums]
+
+    def clear(self) -> None:
+        """Forget the sums, after a step or once the gradients were dropped."""
+        self._seen.clear()
+
+
+def culprit(statements: Sequence[Sequence[int]]) -> int | None:
+    """The rank that the last non-finite gradient came from, or None; one list of flags, by pass, per rank.
+
+    If gradients add up in ``param.grad``, a non-finite one is on every rank in the passes after its own, so the search
+    goes back to its own. Earlier passes may have been dropped, which is not reported.
+    """
+    found = None
+    for flags in reversed(list(zip(*statements, strict=True))):
+        if any(flags):
+            found = flags.index(1)
+        if found is not None and not all(flags):
+            break
+    return found
+
+
+def suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
+    """1 if the sum of any gradient is not finite, else 0: one fast reading pass, without waiting for the device.
+
+    A sum is not finite if any element is not, but it may also overflow by itself, so the caller must check. Of
+    gradients that are converted for it, one is held at a time.
+    """
+    sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    if not sums:
+        return 0.0
+    return 1.0 - torch.stack([torch.isfinite(total).to(sums[0].device) for total in sums]).all().double()
 
 
 @dataclass(frozen=True)

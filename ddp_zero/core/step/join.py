@@ -14,12 +14,11 @@ from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
-from ddp_zero.core.local.local_step import ParamGroup, copy_options, options_of
+from ddp_zero.core.local.inner import ParamGroup, copy_options, options_of
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.ownership import piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.binding import Binding
-from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.sharded_step import Binding, ShardedStep
 
 
 class ZeroJoinHook(JoinHook):

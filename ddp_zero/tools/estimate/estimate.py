@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.local.elementwise import check_elementwise
-from ddp_zero.core.local.inner import check_can_be_sharded
-from ddp_zero.core.local.masters import LOW_PRECISION
+from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise
+from ddp_zero.core.local.stepped import LOW_PRECISION
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb
 from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.plan.shard_plan import ParameterSpec

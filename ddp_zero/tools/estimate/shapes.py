@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.inner import state_like
-from ddp_zero.core.offload.host import tensors_in
+from ddp_zero.core.offload.placement import tensors_in
 
 
 class StateBytes:

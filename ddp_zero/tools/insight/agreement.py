@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_zero.core.local.digest import digest
+from ddp_zero.core.local.memory import digest
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.tools.insight.optimizer_parts import OptimizerParts
 

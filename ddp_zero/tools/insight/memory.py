@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ddp_zero.core.local.absent import on_this_rank
-from ddp_zero.core.local.awaited import untouched
+from ddp_zero.core.local.placeholders import on_this_rank, untouched
 from ddp_zero.core.step.report import state_bytes
 from ddp_zero.tools.insight.optimizer_parts import OptimizerParts
 

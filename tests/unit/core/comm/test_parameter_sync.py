@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ddp_zero.core.comm.parameter_sync import ParameterSync
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.tracing import Trace
-from ddp_zero.core.local.awaited import Awaited, all_arrivals
+from ddp_zero.core.local.placeholders import Awaited, all_arrivals
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage
 from ddp_zero.core.plan.shard_plan import ShardPlan
 from tests.unit.core.local.test_storage import label, make_params, make_plan, set_gradients

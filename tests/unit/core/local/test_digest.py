@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.core.local.digest import _CHUNK, LARGE_BYTES, LINES, SummedMemory, bit_sums, digest, sum_of_bits
+from ddp_zero.core.local.memory import _CHUNK, LARGE_BYTES, LINES, SummedMemory, bit_sums, digest, sum_of_bits
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn]
 

@@ -9,7 +9,7 @@ import torch
 
 from ddp_zero.core.backward.scratch_buffers import BufferPool
 from ddp_zero.core.backward.side_stream import SideStream
-from ddp_zero.core.local.heap import return_pages
+from ddp_zero.core.local.memory import return_pages
 
 MIB = 1 << 20
 needs_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from ddp_zero.core.local.local_step import LocalStep, ParamGroup, copy_options, restrict_group
+from ddp_zero.core.local.inner import LocalStep, ParamGroup, copy_options, restrict_group
 
 Build = Callable[[Any], Optimizer]
 

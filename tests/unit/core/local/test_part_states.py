@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from ddp_zero import elementwise
-from ddp_zero.core.local import elementwise as known
-from ddp_zero.core.local.part_states import joined, narrowed
-from ddp_zero.core.local.part_windows import check_can_be_cut, part_of, run_of, whole_of
+from ddp_zero.core.local import inner as known
+from ddp_zero.core.local.parts import check_can_be_cut, joined, narrowed, part_of, run_of, whole_of
 
 SHAPES = {
     "matrix": torch.arange(96.0).view(8, 12),

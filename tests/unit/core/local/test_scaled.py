@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.scaled import ALIGNMENT, AlignedGradients
+from ddp_zero.core.local.stepped import ALIGNMENT, AlignedGradients
 
 
 class _Buckets:

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.core.offload.copy_pipeline import Passage, needed_bytes
-from ddp_zero.core.offload.host import OnHost
-from ddp_zero.core.offload.state_placement import Load
-from ddp_zero.core.offload.transfer import AcceleratorTransfer, merged, transfer_for
+from ddp_zero.core.offload.copy_pipeline import AcceleratorTransfer, Load, Passage, merged, needed_bytes, transfer_for
+from ddp_zero.core.offload.placement import OnHost
 from tests.multiproc.two_memories import StrictTransfer, taken_for_a_device
 
 

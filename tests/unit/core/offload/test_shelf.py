@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from ddp_zero.core.local.inner import options_on_host, state_like
-from ddp_zero.core.offload.disk import OnDisk
-from ddp_zero.core.offload.host import moved, tensors_in
 from ddp_zero.core.offload.mapped_file import EXTENT_BYTES, Shelf, shelf_bytes
+from ddp_zero.core.offload.placement import OnDisk, moved, tensors_in
 
 MIB = 1 << 20
 

@@ -29,7 +29,7 @@ from ddp_zero.core.state.frames import (
 )
 from ddp_zero.core.state.handshake import Admission, WrongPeer, greet
 from ddp_zero.core.state.listener import listen
-from ddp_zero.core.step.state_changes import StateChanges
+from ddp_zero.core.step.sharded_step import StateChanges
 
 CPU = torch.device("cpu")
 SECRET = b"0123456789abcdef"

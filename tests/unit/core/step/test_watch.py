@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.backward.gradients import watching
-from ddp_zero.core.step.nonfinite_probe import NonfiniteProbe, culprit
+from ddp_zero.core.step.decision import NonfiniteProbe, culprit
 
 
 def watch() -> NonfiniteProbe:
