@@ -70,6 +70,7 @@ def build_with_hook(  # noqa: D417  # arguments that are those of shard_optimize
     interleaved: bool | None = None,
     shard_buckets: bool = True,
     parameters_as_bucket_view: bool = True,
+    partition: str = "auto",
     **options: Any,
 ) -> ZeroRedundancyOptimizer:
     """Build a sharded optimizer over a DDP model's named parameters, and its hook, and register that on the model.
@@ -77,7 +78,7 @@ def build_with_hook(  # noqa: D417  # arguments that are those of shard_optimize
     Args:
         ddp, optimizer_class, params, overlap, hook, hook_state, interleaved, shard_buckets: see
             `ddp_zero.shard_optimizer`.
-        parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
+        parameters_as_bucket_view, partition: see `ZeroRedundancyOptimizer`.
         **options: of `ZeroRedundancyOptimizer`, among them those of ``optimizer_class``.
 
     Raises:
@@ -87,6 +88,7 @@ def build_with_hook(  # noqa: D417  # arguments that are those of shard_optimize
     model = the_ddp_model_in(ddp)
     hooks: dict[str, Any] = {"hook": hook, "hook_state": hook_state, "interleaved": interleaved}
     hooks["shard_buckets"] = shard_buckets
+    options["partition"] = partition
     zero = _build(model, hooks, optimizer_class, params, overlap, parameters_as_bucket_view, options)
     zero.attach(model, **hooks)
     return zero

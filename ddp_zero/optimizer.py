@@ -28,6 +28,7 @@ from ddp_zero.core.engine.gradient_access import (
     owned_gradients,
 )
 from ddp_zero.core.engine.introspection import Introspection
+from ddp_zero.core.engine.partition_choice import partition_for
 from ddp_zero.core.engine.shardable import check_unknown
 from ddp_zero.core.local.arguments import (
     check_flags,
@@ -51,12 +52,11 @@ from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.stepped import SteppedTensors
 from ddp_zero.core.offload.placement import residence_for
-from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.state.load_together import load_together
 from ddp_zero.core.state.shard_dict import ShardDict
 from ddp_zero.core.state.state_offload import offload_state, reload_state
 from ddp_zero.core.state.whole_dict import WholeDict
-from ddp_zero.core.step.clipping import check_options
+from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
 from ddp_zero.core.step.join import ZeroJoinHook, refuse_replicas
 from ddp_zero.core.step.sharded_step import Binding, ShardedStep
 from ddp_zero.core.step.state_order import State
@@ -121,7 +121,9 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         partition: ``"parameters"``: each has one owner. ``"elements"``: every bucket is cut into equal parts, wherever
             parameters begin, so that a rank has one Nth of state and messages however large a parameter is; for
             optimizers that step each element by itself (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
-            RAdam, ASGD, Rprop, and classes declared by `ddp_zero.elementwise`).
+            RAdam, ASGD, Rprop, and classes declared by `ddp_zero.elementwise`). ``"auto"``, the default of
+            `shard_optimizer`: ``"elements"`` for such a class where that shortens steps on this backend and changes no
+            bit, else ``"parameters"``; `explain` says which, and why.
         offload: where optimizer state, masters and the step are: ``"cpu"``, on the host for parameters on an
             accelerator, or ``ddp_zero.Offload("disk", folder=...)``, in memory-mapped files. None: with the parameters.
         **defaults: options for ``optimizer_class``.
@@ -178,13 +180,24 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, offload
             )
             check_can_sync(sync, parameters_as_bucket_view)
-            division = partition_named(partition)
             check_can_be_sharded(optimizer_class)
             check_params(params)
             check_known(defaults, optimizer_class, own_options(ZeroRedundancyOptimizer.__init__))
             check_unknown(optimizer_class, defaults)
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
             table = ParameterTable(self.param_groups)
+            division = partition_for(
+                partition,
+                optimizer_class,
+                table.params,
+                ranks.shard,
+                stage=stage,
+                overlaps=overlap_with_ddp,
+                limits=[max_grad_norm, *(group.get(OWN_LIMIT) for group in self.param_groups)],
+                norm_type=norm_type,
+                master_weights=master_weights,
+                offload=offload,
+            )
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
             agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
             agreement.declare("stage, overlap_with_ddp, partition", (repr(reduction), overlap_with_ddp, division.name))

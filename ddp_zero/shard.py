@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, get_world_size
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -14,10 +14,11 @@ from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward.gradients import CommHook
 from ddp_zero.core.backward.reducer import ddp_takes
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
 from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, is_parallel
-from ddp_zero.core.plan.buckets import bucket_mb
-from ddp_zero.core.plan.elements import CutParameters
 from ddp_zero.core.plan.global_names import GlobalNames
+from ddp_zero.core.plan.partitions import AUTO
 from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
@@ -49,7 +50,7 @@ def shard_optimizer(
     master_weights: bool = False,
     sync: str = "step",
     accumulate_in_fp32: bool = False,
-    partition: str = "parameters",
+    partition: str = "auto",
     shard_group: ProcessGroup | None = None,
     offload: Offload | str | None = None,
     mesh: None = None,
@@ -114,7 +115,7 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
     master_weights: bool = False,
     sync: str = "step",
     accumulate_in_fp32: bool = False,
-    partition: str = "parameters",
+    partition: str = "auto",
     shard_group: ProcessGroup | None = None,
     offload: Offload | str | None = None,
     **defaults: Any,
@@ -165,10 +166,11 @@ def wrap(
     """Wrap a module in `DistributedDataParallel` and shard an optimizer over its ranks.
 
     The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB, and
-    of a quarter of a MiB per rank at least: three of them are what gradients need in stage 2. They are given as
-    ``bucket_cap_mb_list``, which holds from the first iteration on; with ``bucket_cap_mb``, which is used where this
-    version of DDP has no such list, the first one has a single bucket of all parameters. A collective, as the
-    construction of DDP is.
+    of a quarter of a MiB per rank at least: three of them are what gradients need in stage 2. On backends of native
+    collectives, such as NCCL, where a message costs microseconds and memory is plenty, they are from 25 to 256 MiB.
+    They are given as ``bucket_cap_mb_list``, which holds from the first iteration on; with ``bucket_cap_mb``, which is
+    used where this version of DDP has no such list, the first one has a single bucket of all parameters. A collective,
+    as the construction of DDP is.
 
     Args:
         module: the model, not wrapped, on the device where it trains.
@@ -189,16 +191,34 @@ def wrap(
             "optimizer_class, ...) for a model that is."
         )
     given: dict[str, Any] = dict(ddp or {})
-    sizes = [param.nbytes for param in module.parameters() if param.requires_grad]
     sharers = options.get("shard_group")
     group = sharers if isinstance(sharers, ProcessGroup) else given.get("process_group")
-    cuts = options.get("partition") == CutParameters.name  # parts are even in a bucket of any size
-    cap = bucket_mb(sizes, get_world_size(group), cuts=cuts)
+    cap = bucket_cap_mb(module.parameters(), group, cuts=_cuts(module, optimizer_class, group, options))
     caps: dict[str, Any] = {"bucket_cap_mb": cap}
     if ddp_takes("bucket_cap_mb_list"):
         caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}
     model = DistributedDataParallel(module, **(dict(gradient_as_bucket_view=True) | caps | given))
     return model, build_with_hook(model, optimizer_class, **options)
+
+
+def _cuts(
+    module: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    group: ProcessGroup | None,
+    options: Mapping[str, Any],
+) -> bool:
+    """Whether the optimizer will cut parameters; of options that it refuses, whatever."""
+    division = partition_for(
+        options.get("partition", AUTO),
+        optimizer_class,
+        list(module.parameters()),
+        Communicator(group),
+        stage=options.get("stage", 1),
+        overlaps=options.get("overlap", True),
+        limits=[options.get("max_grad_norm")],
+        **{name: options[name] for name in ("norm_type", "master_weights", "offload") if name in options},
+    )
+    return division.cuts
 
 
 def _over_more_dimensions(model: nn.Module, **options: Any) -> "ParallelOptimizer":

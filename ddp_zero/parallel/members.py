@@ -132,6 +132,7 @@ def built(
             f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
             "elsewhere, its part would no longer be the one that the model uses. Leave the option out."
         )
+    options = {"partition": "parameters", **options}  # whole ones, so that `sharded_state_dict` knows their names
     if ddp is not None:
         if not Communicator(group).has_same_ranks(ddp.process_group):
             raise ValueError(

@@ -1,17 +1,22 @@
 """The collectives that NCCL has natively, run on Gloo: equal segments by padding, where that adds at most an eighth."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
-from ddp_zero.core.comm import exchange
+from ddp_zero import wrap
+from ddp_zero.core.comm import communicator, exchange
 from ddp_zero.core.comm.communicator import Communicator
-from tests.multiproc.cases import assert_overlapped, at_stage, build_overlapped_twins, optimizer_case
+from tests.multiproc.cases import assert_overlapped, at_stage, batches, build_overlapped_twins, loss_of, optimizer_case
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.test_elements import CAP, CUT, large_model
 
@@ -87,6 +92,32 @@ def _training_has_the_same_numbers(setup: Setup) -> None:
             assert_overlapped(twins.opt)
     assert counts["gather"] > counts["broadcast"]
     assert counts["scatter"] > 0
+
+
+@case(2, 4)
+def _the_one_line_cuts_parameters_where_that_is_right(setup: Setup) -> None:
+    """By default: equal parts on NCCL and around rings, whole parameters in a direct exchange; the numbers of DDP."""
+    expected = {"nccl": "elements", "gloo": "elements" if setup.world_size >= 4 else "parameters"}
+    modes: list[dict[str, Any]] = [{}, {"stage": 2}, {"stage": 2, "max_grad_norm": 0.1}]
+    for backend, options in product(expected, modes):
+        kept = "parameters" if "max_grad_norm" in options else expected[backend]
+        model = large_model()
+        plain = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True, bucket_cap_mb=CAP)
+        reference = AdamW(plain.parameters(), lr=1e-2)
+        with as_on_nccl() if backend == "nccl" else mock.patch.object(communicator, "RING_BYTES", 0):
+            ddp, opt = wrap(model, AdamW, ddp={"bucket_cap_mb": CAP}, lr=1e-2, **options)
+            assert f'partition="auto" is "{kept}" here: ' in opt.explain()
+            assert opt._engine.sharded.binding.cuts is (kept == "elements")
+            for inputs, targets in batches(setup.rank, 5):
+                for one, optimizer in ((plain, reference), (ddp, opt)):
+                    loss_of(one, inputs, targets).backward()
+                    if "max_grad_norm" in options and one is plain:
+                        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            same = 0.0 if setup.world_size == 2 else 1e-5  # at four ranks sums have another order
+            for one, other in zip(plain.module.parameters(), ddp.module.parameters(), strict=True):
+                torch.testing.assert_close(other, one, rtol=same, atol=same)
 
 
 @case.each

@@ -76,6 +76,11 @@ def is_elementwise(inner: Optimizer) -> bool:
     return type(inner) in _known
 
 
+def is_elementwise_class(optimizer_class: object) -> bool:
+    """Whether a class builds such optimizers; not known of other functions that build one."""
+    return isinstance(optimizer_class, type) and optimizer_class in _known
+
+
 def check_elementwise(inner: Optimizer) -> None:
     """Check that an optimizer steps each element by itself.
 

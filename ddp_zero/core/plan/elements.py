@@ -27,6 +27,9 @@ class CutParameters:
     name = "elements"
     cuts = True
 
+    def __init__(self, why: str = "") -> None:
+        self.why = why
+
     def assign(
         self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
     ) -> list[Pieces]:

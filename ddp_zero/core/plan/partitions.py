@@ -1,7 +1,8 @@
 """The two ways to divide parameters among ranks, as one interface: what `Binding` asks of a partition."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from ddp_zero.core.plan.elements import CutParameters
 from ddp_zero.core.plan.ownership import Pieces, home
@@ -29,6 +30,9 @@ class Partition(Protocol):
 
     cuts: bool
     """Whether several ranks may own parts of one parameter."""
+
+    why: str
+    """The reason for it, if it was chosen by ``partition="auto"``; else empty."""
 
     def assign(
         self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
@@ -83,6 +87,9 @@ class WholeParameters:
 
     name = "parameters"
     cuts = False
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
 
     def assign(
         self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
@@ -148,3 +155,70 @@ def partition_named(name: object) -> Partition:
         if name == known.name:
             return known
     raise ValueError(f"Expected partition to be 'parameters' or 'elements', got {name!r}.")
+
+
+AUTO = "auto"
+"""The value of ``partition=`` that leaves the choice to `choose_partition`."""
+
+Exchange = Literal["native", "ring", "direct", "broadcast"]
+"""How buckets travel: as equal segments in one collective, around a ring, from rank to rank, or owner by owner."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The facts by which ``partition="auto"`` is decided, the same on every rank.
+
+    Attributes:
+        optimizer: the name of the optimizer class.
+        is_elementwise: whether the class is known to step each element by itself.
+        world_size: number of ranks that share the state.
+        exchange: how a bucket of all parameters would travel.
+        stage: 1 or 2.
+        overlaps: whether the step is taken inside backward.
+        clips: whether steps clip by a norm that adds up, which a largest absolute value does not.
+        are_dense: whether the elements of every parameter fill one run of memory.
+        rounds_alike: whether kernels round an element of a part as in the whole parameter.
+    """
+
+    optimizer: str
+    is_elementwise: bool
+    world_size: int
+    exchange: Exchange
+    stage: int = 1
+    overlaps: bool = True
+    clips: bool = False
+    are_dense: bool = True
+    rounds_alike: bool = True
+
+
+def choose_partition(setting: Setting) -> Partition:
+    """The partition that ``partition="auto"`` stands for, with the reason for people.
+
+    Parameters are cut where that shortens a step and changes no bit: a native collective moves equal segments only, and
+    a ring is as slow as its largest segment. Two or three ranks that send to each other directly gain nothing from it.
+    """
+    why_whole = next((why for applies, why in _reasons_for_whole_parameters(setting) if applies), None)
+    if why_whole is not None:
+        return WholeParameters(why_whole)
+    gain = {
+        "native": "each bucket is one reduce-scatter and one all-gather of equal segments",
+        "ring": f"a ring of {setting.world_size} ranks is as slow as its largest segment",
+    }[setting.exchange]
+    return CutParameters(f"{setting.optimizer} steps each element by itself, and {gain}")
+
+
+def _reasons_for_whole_parameters(setting: Setting) -> list[tuple[bool, str]]:
+    in_stage_2 = setting.stage == 2
+    return [
+        (not setting.is_elementwise, f"{setting.optimizer} is not known to step each element by itself"),
+        (setting.world_size == 1, "a single rank owns everything"),
+        (not setting.are_dense, "a parameter has gaps or overlaps in memory"),
+        (not setting.rounds_alike, "kernels may round an element of a part in another way than in the whole parameter"),
+        (in_stage_2 and setting.clips, "in stage 2 the norm of a parameter that is cut differs in its last bits"),
+        (in_stage_2 and not setting.overlaps, "gradients can be looked at before the step, whole on their owner"),
+        (
+            setting.exchange == "direct",
+            "messages from rank to rank, of few ranks or few bytes, gain nothing by it",
+        ),
+        (setting.exchange == "broadcast", "this backend broadcasts parameters owner by owner"),
+    ]

@@ -110,6 +110,7 @@ class Binding:
         ValueError: for a parameter that cannot be cut, if the partition cuts any.
 
     Attributes:
+        partition: as given.
         layout: parameter indices of each DDP bucket that the plan follows, or None.
         pieces: who owns which elements of every parameter, by index.
         plan: the current plan.
@@ -132,7 +133,7 @@ class Binding:
     ) -> None:
         self._ranks = ranks
         self._comm = ranks.shard
-        self._partition = partition
+        self.partition = partition
         self._table = table
         self._as_views = as_views
         self._syncs_in_forward = syncs_in_forward
@@ -158,7 +159,7 @@ class Binding:
 
     def _assigned(self, specs: list[ParameterSpec], decided: Sequence[Pieces]) -> list[Pieces]:
         """The pieces of all parameters of the table, of which the first ones are decided already."""
-        pieces = self._partition.assign(specs, decided, self._comm.world_size, BUCKET_CAP_BYTES)
+        pieces = self.partition.assign(specs, decided, self._comm.world_size, BUCKET_CAP_BYTES)
         if self.cuts:
             for index, param in enumerate(self._table.params):
                 check_can_be_cut(param, self._table.label(index))
@@ -167,7 +168,7 @@ class Binding:
     @property
     def cuts(self) -> bool:
         """Whether several ranks may own parts of one parameter."""
-        return self._partition.cuts
+        return self.partition.cuts
 
     @property
     def owners(self) -> list[GroupRank]:
@@ -177,7 +178,7 @@ class Binding:
     def pieces_for(self, layout: Layout, split: bool, decided: int) -> list[Pieces]:
         """Who is to own what once DDP's buckets are these; see `Partition.assign_by_bucket`."""
         ranks = self._comm.world_size
-        return self._partition.assign_by_bucket(self.plan.specs, self.pieces, ranks, layout, split, decided)
+        return self.partition.assign_by_bucket(self.plan.specs, self.pieces, ranks, layout, split, decided)
 
     def adopt(self, layout: Layout, pieces: list[Pieces], moves_later: bool) -> None:
         """Follow these DDP buckets from now on, with these owners.
@@ -201,7 +202,7 @@ class Binding:
         if any(set(params) <= set(bucket) for bucket in self.layout or ()):
             kind = self.plan.specs[params[0]].kind
             return Bucket(index, kind, segments_of(sorted(params), self.plan.specs, self.pieces, self._comm.world_size))
-        return self._partition.bucket_over(index, params, self.plan.specs, self.pieces, self._comm.world_size)
+        return self.partition.bucket_over(index, params, self.plan.specs, self.pieces, self._comm.world_size)
 
     def settle(self) -> None:
         """Move the parameters into flat storage if that was postponed."""
@@ -338,7 +339,7 @@ class Binding:
             self.sync.left.complete()
         params = self._table.params
         ranks = self._comm.world_size
-        self.plan = self._partition.plan(specs, self.pieces, ranks, self.layout, BUCKET_CAP_BYTES)
+        self.plan = self.partition.plan(specs, self.pieces, ranks, self.layout, BUCKET_CAP_BYTES)
         self.digest = self.plan.digest([param.stride() for param in params] if self.cuts else [])
         self.sync = self._new_sync()
         reduced = {param for bucket in self.layout or () for param in bucket}

@@ -27,6 +27,9 @@ def explain(running: OptimizerParts, flat: bool) -> str:
             f"sharded over the {comm.world_size} ranks of each of {ranks.num_replicas} shard groups: this is "
             f"{comm.name(comm.group_rank)} of group {ranks.replica}; the table shows shard ranks"
         )
+    division = sharded.binding.partition
+    if division.why:
+        lines.append(f'partition="auto" is "{division.name}" here: {division.why}')
     if running.hook is not None:
         lines += running.hook.describe()
     if running.decision.options.sync == "forward":

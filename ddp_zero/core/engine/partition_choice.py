@@ -1,0 +1,96 @@
+"""Choices that depend on ranks, backend and options: what ``partition="auto"`` stands for, and the size of buckets."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.local.inner import is_elementwise_class
+from ddp_zero.core.local.stepped import LOW_PRECISION
+from ddp_zero.core.plan.buckets import bucket_mb
+from ddp_zero.core.plan.partitions import AUTO, Exchange, Partition, Setting, choose_partition, partition_named
+from ddp_zero.core.plan.shapes import is_dense
+
+
+def partition_for(
+    asked: object,
+    optimizer_class: Callable[..., Optimizer],
+    params: Sequence[Tensor],
+    comm: Communicator,
+    *,
+    stage: int = 1,
+    overlaps: bool = True,
+    limits: Sequence[float | None] = (),
+    norm_type: float = 2.0,
+    master_weights: bool = False,
+    offload: object = None,
+) -> Partition:
+    """The partition that was asked for; of ``"auto"`` the chosen one, with the reason in ``why``.
+
+    Args:
+        asked: the value of ``partition=``.
+        optimizer_class: builds the inner optimizer.
+        params: the parameters of all groups.
+        comm: the ranks that share the state.
+        stage: 1 or 2.
+        overlaps: whether the step is taken inside backward.
+        limits: ``max_grad_norm`` of the step and of each group.
+        norm_type: option of the step.
+        master_weights: option of the step.
+        offload: option of the step.
+
+    Raises:
+        ValueError: for a value that is none of the three.
+    """
+    if asked != AUTO:
+        return partition_named(asked)
+    is_sharded = comm.world_size > 1 and bool(params)
+    trained = sum(param.nbytes for param in params if param.requires_grad)
+    return choose_partition(
+        Setting(
+            optimizer=getattr(optimizer_class, "__name__", repr(optimizer_class)),
+            is_elementwise=is_elementwise_class(optimizer_class),
+            world_size=comm.world_size,
+            exchange=_exchange(comm, params[0].device, trained) if is_sharded else "direct",
+            stage=stage,
+            overlaps=overlaps,
+            clips=norm_type != float("inf") and any(limit is not None for limit in limits),
+            are_dense=all(is_dense(param.shape, param.stride()) for param in params),
+            rounds_alike=all(_rounds_alike(param, master_weights, offload) for param in params),
+        )
+    )
+
+
+def bucket_cap_mb(params: Iterable[Tensor], group: ProcessGroup | None, *, cuts: bool) -> float:
+    """The size of DDP's buckets in MiB; see `bucket_mb`.
+
+    Args:
+        params: all of the model.
+        group: the ranks that share the state; None for the default group.
+        cuts: whether parameters are cut where parts end.
+    """
+    trained = [param for param in params if param.requires_grad]
+    comm = Communicator(group)
+    is_native = bool(trained) and comm.has_native_collectives(trained[0].device)
+    return bucket_mb([param.nbytes for param in trained], comm.world_size, cuts=cuts, is_native=is_native)
+
+
+def _exchange(comm: Communicator, device: torch.device, nbytes: int) -> Exchange:
+    if comm.has_native_collectives(device):
+        return "native"
+    if comm.has_rings(device, nbytes):
+        return "ring"
+    return "direct" if comm.has_direct_messages(device) else "broadcast"
+
+
+def _rounds_alike(param: Tensor, master_weights: bool, offload: object) -> bool:
+    """Whether a kernel steps an element of a part as in the whole parameter, see docs/numerics.md.
+
+    On the host, threads may cut a tensor anywhere, and the elements before a cut round differently in low precision.
+    """
+    if param.dtype in LOW_PRECISION:
+        return master_weights or (param.device.type != "cpu" and offload is None)
+    return param.dtype in (torch.float32, torch.float64)
