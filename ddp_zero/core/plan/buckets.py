@@ -53,7 +53,7 @@ def bucket_mb(sizes: Sequence[int], world_size: int, *, cuts: bool = False, is_n
 
     From 25 to 256 MiB where collectives are native: at hundreds of GB/s a collective of 25 MiB takes about as long as
     the host needs to launch it and the step of its bucket, and three buckets of 256 MiB are little beside the memory of
-    an accelerator. A 7B model in bf16 has 51 of them.
+    an accelerator. A Llama of 7B in bf16 has 44 of them.
 
     Args:
         sizes: bytes of the parameters.
