@@ -12,7 +12,7 @@ It runs on stock DDP and `ddp_zero.ZeroRedundancyOptimizer`; DeepSpeed is not ne
 """
 
 from ddp_zero.deepspeed.config.config import Config
-from ddp_zero.deepspeed.config.keys import ConfigError
+from ddp_zero.deepspeed.config.table import ConfigError
 from ddp_zero.deepspeed.engine import Engine
 from ddp_zero.deepspeed.initialization import add_config_arguments, initialize
 from ddp_zero.deepspeed.params import (

@@ -4,12 +4,16 @@ A step is ``gradient_accumulation_steps`` rounds of ``loss = engine(batch)``, ``
 ``engine.step()``. The last round is the *boundary*: only there gradients are reduced to what is stepped, the norm is
 clipped, the optimizer and the schedule step, and gradients are dropped. In the other rounds stages 0 and 1 add up this
 rank's own gradients, as under ``ddp.no_sync()``; stage 2 averages each round and keeps what this rank owns.
+
+A checkpoint ``save_dir/tag/step-<number>/`` is one of `ddp_zero.checkpoint`: model, optimizer, schedule, counters and
+client state. A file ``save_dir/latest`` names the newest tag. Nothing in them is unpickled.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +21,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from ddp_zero import checkpoint as checkpoints
+from ddp_zero.checkpoint.export import model_state
+from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.deepspeed import saving
-from ddp_zero.deepspeed.build import build_loader, max_grad_norm
+from ddp_zero.core.comm.tracing import logger
 from ddp_zero.deepspeed.config.answers import SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Batch, Config
-from ddp_zero.deepspeed.monitor import Monitor, Progress
-from ddp_zero.deepspeed.precision import autocast, cast_inputs
-from ddp_zero.optimizer import ZeroRedundancyOptimizer
+from ddp_zero.deepspeed.monitor import Progress, monitor_of
+from ddp_zero.deepspeed.params import full_fp32_param
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
+
+PathLike = str | os.PathLike[str]
+
+CustomLoad = Callable[..., object]
+"""Loads a state dict ``src`` into a model ``dst``, both by name."""
+
+_LATEST = "latest"
+_COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
 
 
 class Engine(nn.Module):
@@ -43,16 +57,17 @@ class Engine(nn.Module):
         module: the model without DDP.
         ddp: the model in `DistributedDataParallel`.
         optimizer: as given.
+        zero: the optimizer if it is sharded; None in stage 0 with fp32 parameters.
         lr_scheduler: as given.
         training_dataloader: over the training data of `initialize`; None without.
         device: of the model.
         global_steps: boundaries so far, skipped steps included.
-        skipped_steps: of these, how many were not taken because a gradient was not finite.
+        skipped_steps: the number of these that were not taken because a gradient was not finite.
         global_samples: samples so far, on all ranks.
         micro_steps: calls of `step` so far.
         comm: the ranks.
         parsed: the configuration.
-        world_size, dp_world_size: how many ranks there are.
+        world_size, dp_world_size: the number of ranks.
         global_rank, local_rank: of this process, in the job and on its host.
     """
 
@@ -71,6 +86,7 @@ class Engine(nn.Module):
         self.module = ddp.module
         self.__dict__["ddp"] = ddp  # not a submodule: its parameters are those of `module`
         self.optimizer = optimizer
+        self.zero = optimizer if isinstance(optimizer, ZeroRedundancyOptimizer) else None
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: DataLoader[Any] | None = None
         self.device = next(ddp.parameters()).device
@@ -81,7 +97,7 @@ class Engine(nn.Module):
         self.world_size = self.dp_world_size = self.comm.world_size
         self.global_rank = int(self.comm.global_rank(self.comm.group_rank))
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.global_rank))
-        self._monitor = Monitor(config, self.comm.group_rank, self.device)
+        self._monitor = monitor_of(config, self.comm.group_rank, self.device)
         self._collate_fn = collate_fn
         self._round = 0  # since the last boundary
         self._boundary: bool | None = None  # set by the user
@@ -90,19 +106,17 @@ class Engine(nn.Module):
         self._is_in_no_sync = False
         self._grad_norm: float | None = None
 
-    @property
-    def zero(self) -> ZeroRedundancyOptimizer | None:
-        """The sharded optimizer; None in stage 0 with fp32 parameters."""
-        return self.optimizer if isinstance(self.optimizer, ZeroRedundancyOptimizer) else None
-
     # A round
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's output; gradients of this pass are reduced if it is the boundary's."""
         if self.parsed.fp16.auto_cast and self.parsed.fp16.enabled:
             inputs, kwargs = cast_inputs(inputs, torch.float16), cast_inputs(kwargs, torch.float16)
-        with self._monitor.timed("forward"), self._rounds(), autocast(self.parsed, self.device):
-            return self.ddp(*inputs, **kwargs)
+        with self._timed("forward"), self._rounds():
+            if not self.parsed.autocast.enabled:
+                return self.ddp(*inputs, **kwargs)
+            with torch.autocast(self.device.type, torch.bfloat16):
+                return self.ddp(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """The backward pass of a loss.
@@ -122,9 +136,9 @@ class Engine(nn.Module):
             raise ValueError(
                 f"Expected a scalar loss with a graph, got one of shape {list(loss.shape)}, {loss.requires_grad=}."
             )
-        rounds = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        rounds = self._batch.accumulation if scale_wrt_gas else 1
         divided = loss / rounds if rounds > 1 else loss
-        with self._monitor.timed("backward"), self._rounds():
+        with self._timed("backward"), self._rounds():
             self.scale(divided).backward(retain_graph=retain_graph)
         return divided
 
@@ -150,15 +164,18 @@ class Engine(nn.Module):
             self._take_step(lr_kwargs or {})
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
-        scale = self.loss_scale()
-        if not self._has_scaled and (self.gradient_accumulation_steps() > 1 or self.fp16_enabled()):
+        scale = self.loss_scale() if self.parsed.fp16.enabled else None
+        if not self._has_scaled and (self._batch.accumulation > 1 or scale is not None):
             raise RuntimeError(
                 "Expected engine.backward(loss) before engine.step(), got none since the last step: the loss was not "
                 "divided by gradient_accumulation_steps or not multiplied by the loss scale."
             )
         self._has_scaled = False
-        with self._monitor.timed("step"):
-            self._step_applied = self._step_sharded() if self.zero is not None else self._step_plain()
+        with self._timed("step"):
+            if self.zero is not None:
+                self._step_sharded(self.zero)
+            else:
+                self._step_plain()
             self.optimizer.zero_grad()
         self.global_steps += 1
         self.global_samples += self._batch.train
@@ -166,25 +183,26 @@ class Engine(nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        shown = scale if self.fp16_enabled() else None
-        self._monitor.after_step(
-            Progress(self.global_steps, self.skipped_steps, self.global_samples, self.get_lr(), self.get_mom(), shown)
-        )
+        if self._monitor is not None:
+            counts = self.global_steps, self.skipped_steps, self.global_samples
+            self._monitor.after_step(Progress(*counts, self.get_lr(), self.get_mom(), scale))
 
-    def _step_sharded(self) -> bool:
-        assert self.zero is not None, "asked before"
-        self.zero.step()
-        record = self.zero.last_step
+    def _step_sharded(self, zero: ZeroRedundancyOptimizer) -> None:
+        zero.step()
+        record = zero.last_step
         assert record is not None, "a step was just taken or skipped"
+        self._step_applied = record.stepped
         self._grad_norm = record.grad_norm if record.stepped else float("inf")
-        return record.stepped
 
-    def _step_plain(self) -> bool:
-        limit = max_grad_norm(self.parsed)
+    def _step_plain(self) -> None:
+        limit = self.parsed.max_grad_norm
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._grad_norm = None if limit is None else float(clip_grad_norm_(params, limit))
         self.optimizer.step()
-        return True
+        self._step_applied = True
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._monitor is None else self._monitor.timed(name)
 
     # The boundary
 
@@ -192,7 +210,7 @@ class Engine(nn.Module):
         """Whether this round is the last of a step."""
         if self._boundary is not None:
             return self._boundary
-        return self._round + 1 >= self.gradient_accumulation_steps()
+        return self._round + 1 >= self._batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next rounds are the last of a step, instead of counting; set it before each forward pass."""
@@ -212,13 +230,8 @@ class Engine(nn.Module):
             return self.ddp.no_sync()
         if self.is_gradient_accumulation_boundary():
             return nullcontext()
-        averages = self.parsed.zero.stage == 2 or self._sums_in_fp32
+        averages = self.parsed.zero.stage == 2 or self.parsed.sums_in_fp32
         return self.zero.accumulate() if averages and self.zero is not None else self.ddp.no_sync()
-
-    @property
-    def _sums_in_fp32(self) -> bool:
-        wanted = self.parsed.data_types.grad_accum_dtype in ("fp32", "float32", "float")
-        return wanted and self.parsed.dtype != "float32"
 
     # The model
 
@@ -268,7 +281,7 @@ class Engine(nn.Module):
         return found
 
     def load_module_state_dict(
-        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: saving.CustomLoad | None = None
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: CustomLoad | None = None
     ) -> None:
         """Load weights into the model, and into masters. Every rank passes the same.
 
@@ -277,7 +290,12 @@ class Engine(nn.Module):
             strict: whether the names must be those of the model.
             custom_load_fn: called with ``src=`` that state dict and ``dst=`` the model, to load it instead.
         """
-        saving.load_module(self, checkpoint["module"], strict, custom_load_fn)
+        if custom_load_fn is None:
+            self.module.load_state_dict(checkpoint["module"], strict=strict)
+        else:
+            custom_load_fn(src=checkpoint["module"], dst=self.module)
+        if self.zero is not None and self.parsed.has_masters:
+            self.zero.refresh_master_weights()
 
     def destroy(self) -> None:
         """Drop gradients, and an iteration that is not finished; the engine is not to be used after it."""
@@ -384,87 +402,223 @@ class Engine(nn.Module):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int = 0,
     ) -> DataLoader[Any]:
-        """A data loader of this rank's share of a dataset; see `ddp_zero.deepspeed.build.build_loader`."""
-        return build_loader(
+        """A data loader of this rank's share of a dataset.
+
+        Args:
+            dataset: with a length and items.
+            batch_size: of a round; None: the configuration's.
+            data_sampler: None: a `DistributedSampler` that shuffles; its ``set_epoch`` changes the order.
+            collate_fn: as for `torch.utils.data.DataLoader`; None: that of `initialize`.
+            num_local_io_workers: processes that read.
+        """
+        return DataLoader(
             dataset,
-            batch_size or self._batch.micro,
-            self.parsed,
-            self.device,
-            data_sampler=data_sampler,
+            batch_size=batch_size or self._batch.micro,
+            sampler=data_sampler or DistributedSampler(dataset),
             collate_fn=collate_fn or self._collate_fn,
-            workers=num_local_io_workers,
+            num_workers=num_local_io_workers,
+            pin_memory=self.device.type == "cuda",
+            drop_last=self.parsed.rest.dataloader_drop_last,
         )
 
     # Checkpoints
 
-    def counters(self) -> dict[str, int]:
-        """What counts steps, as it was after the last one."""
-        return {
-            "global_steps": self.global_steps,
-            "skipped_steps": self.skipped_steps,
-            "global_samples": self.global_samples,
-            "micro_steps": self.micro_steps - self._round,
-        }
-
     def save_checkpoint(
         self,
-        save_dir: saving.PathLike,
+        save_dir: PathLike,
         tag: str | int | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything as ``save_dir/tag``; see `ddp_zero.deepspeed.saving.save`. A collective.
+        """Save everything as ``save_dir/tag``. A collective.
 
-        In the middle of accumulation, what is saved is that of the last step.
+        In the middle of accumulation, the state of the last step is saved.
+
+        Args:
+            save_dir: a folder that all ranks share.
+            tag: a name without a path, the same on every rank; None: ``global_step<number>``.
+            client_state: numbers, strings, tensors, and lists, tuples and dicts of them, saved from rank 0.
+            save_latest: name the tag in the file ``latest``.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient; loading leaves them as they
+                are.
+
+        Returns:
+            True.
+
+        Raises:
+            ValueError: for an empty ``save_dir``, a tag that is a path or empty, or, with
+                ``checkpoint.tag_validation: Fail``, differs between ranks.
+            TypeError: for client state that cannot be saved without pickle.
         """
-        return saving.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        if not str(save_dir):
+            raise ValueError("Expected save_dir to be a folder, got ''. For the working folder, pass '.'.")
+        name = self._agreed_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
+        counters = {counter: getattr(self, counter) for counter in _COUNTERS}
+        extra = {
+            "client_state": client_state or {},
+            "engine": {**counters, "micro_steps": self.micro_steps - self._round},
+            "scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+        }
+        folder, left_out = Path(save_dir) / name, exclude_frozen_parameters
+        checkpoints.save(folder, self.ddp, self.optimizer, extra=extra, keep=1, exclude_frozen=left_out).wait()
+        if save_latest:
+            with Agreement(self.comm, "naming the latest checkpoint"):
+                if self.comm.group_rank == 0:
+                    unfinished = Path(save_dir) / f".{_LATEST}.unfinished"
+                    unfinished.write_text(name)
+                    unfinished.replace(Path(save_dir) / _LATEST)
+        return True
 
     def load_checkpoint(
         self,
-        load_dir: saving.PathLike,
+        load_dir: PathLike,
         tag: str | int | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: saving.CustomLoad | None = None,
+        custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` saved; see `ddp_zero.deepspeed.saving.load`. A collective.
+        """Load what `save_checkpoint` or DeepSpeed saved, at any number of ranks and in any stage. A collective.
 
-        With ``custom_load_fn``, that function is called with ``src=`` the saved state dict of the model and ``dst=``
-        the model, after what fits by name was loaded, the optimizer's state too.
+        Args:
+            load_dir: the folder given to `save_checkpoint`.
+            tag: None: that in the file ``latest``.
+            load_module_strict: whether the model must fit exactly.
+            load_optimizer_states: load the optimizer's state.
+            load_lr_scheduler_states: load the schedule's state.
+            load_module_only: load neither, nor the counters.
+            custom_load_fn: called with ``src=`` the saved state dict of the model and ``dst=`` the model, after what
+                fits by name was loaded, the optimizer's state too.
+
+        Returns:
+            The checkpoint's folder and the client state; None twice, with a warning, without a tag and ``latest``.
+
+        Raises:
+            FileNotFoundError: if there is no complete checkpoint of the tag.
+            ValueError: if it is damaged or does not fit.
         """
-        only = load_module_only
-        wanted = saving.Wanted(
-            load_module_strict,
-            load_optimizer_states and not only,
-            load_lr_scheduler_states and not only,
-            custom_load_fn,
-        )
-        loaded = saving.load(self, load_dir, tag, wanted)
+        name = self._latest_tag(Path(load_dir)) if tag is None else str(tag)
+        wants_optimizer = load_optimizer_states and not load_module_only
+        folder = client_state = None
+        if name is not None:
+            folder = Path(load_dir) / name
+            optimizer = self.optimizer if wants_optimizer else None
+            strict = load_module_strict and custom_load_fn is None
+            loaded = checkpoints.load(folder, self.ddp, optimizer, strict=strict)
+            if custom_load_fn is not None:
+                self.load_module_state_dict({"module": model_state(loaded.folder)}, True, custom_load_fn)
+            if self.zero is not None and self.parsed.has_masters:
+                if not (wants_optimizer and self.parsed.zero.load_from_fp32_weights):
+                    self.zero.refresh_master_weights()
+            extra = loaded.extra if "engine" in loaded.extra else self._of_deepspeed(loaded.extra)
+            client_state = extra["client_state"]
+            if not load_module_only:
+                if load_lr_scheduler_states and self.lr_scheduler is not None and extra["scheduler"] is not None:
+                    self.lr_scheduler.load_state_dict(extra["scheduler"])
+                counters = extra["engine"]
+                self.global_steps, self.skipped_steps = counters["global_steps"], counters["skipped_steps"]
+                self.global_samples, self.micro_steps = counters["global_samples"], counters["micro_steps"]
         self._round, self._has_scaled = 0, False  # what was accumulated has been dropped
-        if loaded.counters is not None and not only:
-            self.global_steps, self.skipped_steps = loaded.counters["global_steps"], loaded.counters["skipped_steps"]
-            self.global_samples, self.micro_steps = loaded.counters["global_samples"], loaded.counters["micro_steps"]
-        return loaded.folder, loaded.client_state
+        return None if folder is None else str(folder), client_state
 
     def save_16bit_model(
         self,
-        save_dir: saving.PathLike,
+        save_dir: PathLike,
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the weights as they are in the model, by `torch.save` on rank 0. A collective."""
-        return saving.save_weights(self, save_dir, save_filename, exclude_frozen_parameters, in_fp32=False)
+        """Save the weights as they are in the model, by `torch.save` on rank 0. A collective.
+
+        Args:
+            save_dir: created if missing.
+            save_filename: of the file, which ``torch.load(file, weights_only=True)`` reads.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+
+        Returns:
+            True.
+
+        Raises:
+            ValueError: for a name that ends in ``.safetensors``.
+            OSError: on rank 0 if writing fails; RuntimeError on the others.
+        """
+        return self._save_weights(save_dir, save_filename, exclude_frozen_parameters, in_fp32=False)
 
     save_fp16_model = save_16bit_model
 
     def save_fp32_model(
         self,
-        save_dir: saving.PathLike,
+        save_dir: PathLike,
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the weights in fp32, those with masters from these, by `torch.save` on rank 0. A collective."""
-        return saving.save_weights(self, save_dir, save_filename, exclude_frozen_parameters, in_fp32=True)
+        """Save the weights in fp32, masters in place of low-precision parameters; else as `save_16bit_model`."""
+        return self._save_weights(save_dir, save_filename, exclude_frozen_parameters, in_fp32=True)
+
+    def _agreed_tag(self, tag: str) -> str:
+        """Rank 0's tag, once ranks have been compared as the configuration says."""
+        if not tag or Path(tag).name != tag or tag == _LATEST:
+            raise ValueError(f"Expected a tag that names a folder, got {tag!r}.")
+        tags = self.comm.all_gather_text(tag)
+        if len(set(tags)) > 1 and self.parsed.tag_validation == "fail":
+            raise ValueError(f"Expected the same tag on every rank, got {tags}.")
+        if len(set(tags)) > 1 and self.parsed.tag_validation == "warn":
+            logger.warning("Expected the same tag on every rank, got %s: saving as %r.", tags, tags[0])
+        return tags[0]
+
+    def _latest_tag(self, folder: Path) -> str | None:
+        """The tag in the file ``latest``, as rank 0 reads it."""
+        file = folder / _LATEST
+        mine = file.read_text().strip() if self.comm.group_rank == 0 and file.is_file() else ""
+        name = self.comm.all_gather_text(mine)[0]
+        if not name:
+            logger.warning("Expected a file %s, or a tag, got neither: nothing was loaded.", file)
+            return None
+        if Path(name).name != name:
+            raise ValueError(f"Expected the name of a folder in {file}, got {name!r:.80}.")
+        return name
+
+    def _of_deepspeed(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """The schedule, counters and client state of a checkpoint of DeepSpeed, as `save_checkpoint` writes them."""
+        counters = {counter: int(extra.get(counter) or 0) for counter in _COUNTERS}
+        counters["micro_steps"] = counters["global_steps"] * self._batch.accumulation
+        return {"scheduler": extra.get("lr_scheduler"), "client_state": extra["client_state"], "engine": counters}
+
+    def _save_weights(self, save_dir: PathLike, filename: str, exclude_frozen: bool, in_fp32: bool) -> bool:
+        if filename.endswith(".safetensors"):
+            raise ValueError(
+                f"Expected a name for torch.save, such as pytorch_model.bin, got {filename!r}. For safetensors use "
+                "engine.save_checkpoint() and python -m ddp_zero checkpoint export."
+            )
+        weights = dict[str, Any]()
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad:
+                continue
+            found = self._in_fp32(value) if in_fp32 else value
+            if self.comm.group_rank == 0:
+                weights[name] = found.detach() if isinstance(found, Tensor) else found
+        with Agreement(self.comm, "saving the model's weights"):
+            if self.comm.group_rank == 0:
+                Path(save_dir).mkdir(parents=True, exist_ok=True)
+                torch.save(weights, Path(save_dir) / filename)
+        return True
+
+    def _in_fp32(self, value: Any) -> Any:
+        """A value in fp32, if it is a floating one. A collective for a parameter with a master."""
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if self.zero is not None and value in sharded_of(self.zero).table.index_of:
+            return full_fp32_param(self.zero, value)
+        return value.float()
+
+
+def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in nested lists, tuples and dicts, cast."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, list | tuple):
+        return type(value)(cast_inputs(one, dtype) for one in value)
+    if isinstance(value, dict):
+        return {name: cast_inputs(one, dtype) for name, one in value.items()}
+    return value

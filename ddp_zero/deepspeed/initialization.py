@@ -1,34 +1,43 @@
 """`initialize`: an engine, its optimizer, a data loader and a schedule from a DeepSpeed configuration."""
 
+import importlib
+import inspect
 import logging
 import os
+import re
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import get_rank, get_world_size, is_initialized
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.deepspeed.build import build_optimizer, prepare_plain, shard_built, wrap_model
-from ddp_zero.deepspeed.config.auto import Auto
-from ddp_zero.deepspeed.config.config import Config
-from ddp_zero.deepspeed.config.document import Source
+from ddp_zero.core.plan.buckets import bucket_mb
+from ddp_zero.ddp_hooks import build_with_hook
+from ddp_zero.deepspeed.config.config import DTYPES, Auto, Config, OptimizerSection, Source
+from ddp_zero.deepspeed.config.table import ConfigError
 from ddp_zero.deepspeed.engine import Engine
 from ddp_zero.deepspeed.monitor import warn_once
-from ddp_zero.deepspeed.optimizers import as_groups, choice_of, choose
+from ddp_zero.deepspeed.optimizers import ADAM_OPTIONS, MUON_OPTIONS, Lamb, Lion, MuonWithAdam, muon_groups
 from ddp_zero.deepspeed.params import remember
-from ddp_zero.deepspeed.precision import cast
 from ddp_zero.deepspeed.schedules import build_schedule
 from ddp_zero.launch import init_process_group
+from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 
 Built = tuple[Engine, Optimizer, DataLoader[Any] | None, Any]
+Groups = list[dict[str, Any]]
+
+_MIB = 1 << 20
+_COMPRESSING = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
 
 
 def initialize(
@@ -68,11 +77,16 @@ def initialize(
         The engine, its optimizer, the data loader or None, and the schedule or None.
 
     Raises:
-        ddp_zero.deepspeed.config.keys.ConfigError: for a configuration that cannot be used; see docs/deepspeed-keys.md.
+        ddp_zero.deepspeed.ConfigError: for a configuration that cannot be used; see docs/deepspeed-keys.md.
         NotImplementedError: for ``mpu``, ``mesh_param`` or ``distributed_port``.
         TypeError: without a model, or with one that is wrapped.
     """
-    _check_none(mpu=mpu, mesh_param=mesh_param, distributed_port=distributed_port)
+    for name, value in {"mpu": mpu, "mesh_param": mesh_param, "distributed_port": distributed_port}.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"Expected {name}=None, got {value!r:.80}. Only data parallelism is sharded here, over the default "
+                "process group, which torchrun's variables describe."
+            )
     if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
         raise TypeError(f"Expected model to be a module that is not wrapped, got {type(model).__name__}.")
     source = _source(args, config, config_params)
@@ -80,7 +94,7 @@ def initialize(
     parsed = _parsed(source, model, optimizer=optimizer, scheduler=lr_scheduler)
     module = model.to(_device(args))
     cast(module, parsed)
-    ddp = wrap_model(module, parsed, _device(args))
+    ddp = _wrapped(module, parsed, _device(args))
     built = _optimizer(ddp, parsed, optimizer, model_parameters)
     schedule = _schedule(parsed, built, optimizer, lr_scheduler)
     engine = Engine(ddp, built, schedule, parsed, collate_fn)
@@ -103,28 +117,8 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _check_none(**arguments: Any) -> None:
-    """Check that arguments for what is not done here were not given.
-
-    Raises:
-        NotImplementedError: for one that was.
-    """
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"Expected {name}=None, got {value!r:.80}. Only data parallelism is sharded here, over the default "
-                "process group, which torchrun's variables describe."
-            )
-
-
 def _parsed(source: Source, model: nn.Module, **given: Any) -> Config:
-    """The configuration; keys without effect are told, and sizes that follow from the model are filled in.
-
-    Args:
-        source: of the configuration.
-        model: not wrapped.
-        **given: by the name of a block, what was passed in its place, or None.
-    """
+    """The configuration, with sizes that follow from the model; ``given`` has arguments that replace blocks of it."""
     auto = Auto(source)
     auto.fill_from_model(getattr(model, "config", None))
     parsed = Config.parse(auto.finish(), get_world_size())
@@ -138,11 +132,7 @@ def _parsed(source: Source, model: nn.Module, **given: Any) -> Config:
 
 
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
-    """The one configuration that was given.
-
-    Raises:
-        TypeError: if there is none, or several.
-    """
+    """The one configuration that was given."""
     named = {"config": config, "config_params": config_params, "args": getattr(args, "deepspeed_config", None)}
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) != 1:
@@ -175,37 +165,44 @@ def _device(args: Any) -> torch.device:
 
 
 def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, parameters: Iterable[Any] | None) -> Optimizer:
-    """The optimizer that was given, sharded, or that of the configuration.
-
-    Raises:
-        TypeError: if there is neither, or what a function has built is not an optimizer.
-    """
+    """The optimizer that was given, sharded, or that of the configuration."""
+    groups = as_groups(parameters, ddp.module)
     if given is None:
         if config.optimizer is None:
             raise TypeError('Expected optimizer= or "optimizer" in the configuration, got neither.')
         names = {param: name for name, param in ddp.module.named_parameters()}
-        return build_optimizer(ddp, config, choose(config.optimizer, as_groups(parameters, ddp.module), names))
-    groups = as_groups(parameters, ddp.module)
+        return _built(ddp, config, choose(config.optimizer, groups, names))
     built = given if isinstance(given, Optimizer) else given(groups)
     if not isinstance(built, Optimizer):
         raise TypeError(f"Expected optimizer to be, or to build, a torch.optim.Optimizer, got {type(built).__name__}.")
     if isinstance(built, ZeroRedundancyOptimizer):
-        shard_built(built, ddp, config)
+        _attach(built, ddp, config)
         return built
     if any(float(state.get("step", 1)) > 0 for state in built.state.values()):  # Adagrad has state from the start
         raise TypeError("Expected an optimizer that has not stepped yet, got one with state. Load it afterwards.")
     if config.is_sharded:
-        return build_optimizer(ddp, config, choice_of(built))
-    prepare_plain(ddp, config)
+        return _built(ddp, config, choice_of(built))
+    _compress_gradients(ddp, config)
     return built
 
 
-def _schedule(config: Config, optimizer: Optimizer, given_optimizer: Any, given: Any) -> Any:
-    """The schedule that was given, following the optimizer, or that of the configuration, or None.
+def _attach(optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel, config: Config) -> None:
+    """Connect an optimizer that the user has sharded to the model."""
+    if optimizer.stage != max(config.zero.stage, 1):
+        raise ValueError(
+            f"Expected a ZeroRedundancyOptimizer of stage {config.zero.stage}, as the configuration says, got one of "
+            f"stage {optimizer.stage}. Pass the plain optimizer, which is sharded here."
+        )
+    if (optimizer.loss_scale is not None) != config.fp16.enabled:
+        raise ValueError(
+            f"Expected a loss scale exactly if fp16 is enabled, got {optimizer.loss_scale} with fp16.enabled = "
+            f"{config.fp16.enabled}. Pass the plain optimizer, which is sharded here."
+        )
+    optimizer.attach(ddp)
 
-    Raises:
-        TypeError: for a schedule that is built of others, whose optimizer cannot be replaced.
-    """
+
+def _schedule(config: Config, optimizer: Optimizer, given_optimizer: Any, given: Any) -> Any:
+    """The schedule that was given, following the optimizer, or that of the configuration, or None."""
     if given is None:
         return None if config.scheduler is None else build_schedule(config.scheduler, optimizer)
     if callable(given) and not hasattr(given, "step"):
@@ -228,3 +225,297 @@ def _follow(schedule: Any, optimizer: Optimizer) -> None:
         LambdaLR(optimizer, lambda _: 1.0)  # which makes the optimizer note that it steps
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
+
+
+# The model
+
+
+def _wrapped(module: nn.Module, config: Config, device: torch.device) -> DistributedDataParallel:
+    """The model in `DistributedDataParallel`, with buckets as large as the configuration allows. A collective."""
+    caps: dict[str, Any] = {"bucket_cap_mb_list": [bucket_cap(module, config, get_world_size())]}
+    return DistributedDataParallel(
+        module,
+        **caps,
+        device_ids=None if device.type == "cpu" else [device.index],
+        gradient_as_bucket_view=config.zero.contiguous_gradients or config.zero.stage == 2,
+        find_unused_parameters=config.zero.ignore_unused_parameters,
+    )
+
+
+def bucket_cap(module: nn.Module, config: Config, ranks: int) -> float:
+    """The size of DDP's buckets in MiB: the library's own, or the configuration's if that is smaller."""
+    trained = [param for param in module.parameters() if param.requires_grad]
+    usual = bucket_mb([param.nbytes for param in trained], ranks)
+    elements = config.zero.bucket_elements
+    itemsize = max((param.element_size() for param in trained), default=1)
+    return usual if elements is None else min(usual, elements * itemsize / _MIB)
+
+
+def cast(module: nn.Module, config: Config) -> None:
+    """Cast a model's floating parameters, and its buffers where the configuration says so.
+
+    Raises:
+        ConfigError: for parameters of fp16 or bf16 if neither mode is enabled, naming one.
+    """
+    dtype = _dtype_named(config.dtype)
+    kept = dict[int, Tensor]()
+    if dtype is torch.float32:
+        for name, param in module.named_parameters():
+            if param.dtype in (torch.float16, torch.bfloat16):
+                raise ConfigError(
+                    f"Expected parameters of fp32 without fp16 or bf16 enabled, got {name} of {param.dtype}. Enable "
+                    "the mode in the configuration, or pass model.float()."
+                )
+    else:
+        pattern = _names_kept_in_fp32(module, config, dtype)
+        for name, buffer in module.named_buffers() if pattern is not None else ():
+            if pattern is not None and buffer.is_floating_point() and pattern.search(name):
+                kept[id(buffer)] = buffer
+    buffers = config.data_types.buffer_dtype
+
+    def change(tensor: Tensor) -> Tensor:
+        """A parameter or buffer in its dtype; as it is if that does not change."""
+        if not tensor.is_floating_point():
+            return tensor
+        if isinstance(tensor, nn.Parameter):
+            return tensor if dtype is torch.float32 else tensor.to(dtype)
+        if id(tensor) in kept:
+            return tensor.float()
+        return tensor if buffers is None else tensor.to(_dtype_named(buffers))
+
+    module._apply(change)
+
+
+def _names_kept_in_fp32(module: nn.Module, config: Config, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Names of buffers that stay in fp32: those of the configuration, or those that transformers models list."""
+    setting = config.data_types.keep_in_fp32_modules
+    names = set(_listed(module, dtype)) if setting == "auto" else {name.replace("*", ".*") for name in setting}
+    return re.compile("|".join(sorted(names))) if names else None
+
+
+def _listed(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
+    attributes = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (dtype is torch.float16)
+    for path, child in module.named_modules():
+        for attribute in attributes:
+            for name in getattr(child, attribute, None) or ():
+                pattern = name.replace("*", ".*")
+                yield rf"^{re.escape(path)}\..*{pattern}" if path else pattern
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    found = getattr(torch, DTYPES[name])
+    assert isinstance(found, torch.dtype), "the table names dtypes"
+    return found
+
+
+# Options of the optimizer
+
+
+def _built(ddp: DistributedDataParallel, config: Config, choice: "Choice") -> Optimizer:
+    """The optimizer: a sharded one, or in stage 0 with fp32 parameters the plain one. A collective if sharded."""
+    if not config.is_sharded:
+        _compress_gradients(ddp, config)
+        return choice.optimizer_class(choice.groups, **choice.options)
+    return build_with_hook(
+        ddp,
+        choice.optimizer_class,
+        params=[dict(group) for group in choice.groups],
+        **{**sharding_options(config), **choice.options},
+    )
+
+
+def _compress_gradients(ddp: DistributedDataParallel, config: Config) -> None:
+    """In stage 0 with a plain optimizer: let gradients travel in the configuration's dtype."""
+    hook = _reduction(config)["hook"]
+    if hook is not None:
+        # By another name: DDP asks for NCCL before it takes torch's hook for bf16, which Gloo runs as well.
+        ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+
+
+def sharding_options(config: Config) -> dict[str, Any]:
+    """Options of `shard_optimizer`, but for the optimizer's own."""
+    fp16, bf16 = config.fp16, config.bf16
+    options: dict[str, Any] = {
+        "stage": max(config.zero.stage, 1),
+        "overlap": bool(config.zero.overlap_comm),
+        "max_grad_norm": config.max_grad_norm,
+        "master_weights": config.has_masters,
+        "offload": "cpu" if config.offload.device == "cpu" else None,
+        **_reduction(config),
+    }
+    if bf16.enabled:
+        options["nonfinite"] = "skip" if bf16.check_grad_overflow else "step"
+    if fp16.enabled and not fp16.is_dynamic:
+        options["loss_scale"] = float(fp16.loss_scale)
+    elif fp16.enabled:  # DeepSpeed's dynamic scale grows a step later at first, and after an overflow, than later on
+        options["loss_scale"] = DynamicLossScale(
+            initial=2.0**fp16.initial_scale_power,
+            growth_interval=fp16.loss_scale_window,
+            first_interval=fp16.loss_scale_window + 1,
+            hysteresis=fp16.hysteresis,
+            restores_hysteresis=fp16.consecutive_hysteresis,
+            minimum=float(fp16.min_loss_scale),
+        )
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _reduction(config: Config) -> dict[str, Any]:
+    """Options for how gradients travel and add up."""
+    rest, own = config.rest, _dtype_named(config.dtype)
+    comm = own if rest.communication_data_type is None else _dtype_named(rest.communication_data_type)
+    if config.zero.stage == 2:
+        factor = None if rest.prescale_gradients else rest.gradient_predivide_factor
+        return {"grad_comm_dtype": None if comm is own else comm, "gradient_predivide_factor": factor}
+    return {
+        "accumulate_in_fp32": config.sums_in_fp32,
+        "hook": None if comm is own else _COMPRESSING[comm],
+    }
+
+
+# Optimizers by name
+
+
+_WITHOUT_EFFECT = ("torch_adam", "fp32_optimizer_states", "set_grad_none")
+"""Options that choose between DeepSpeed's own implementations."""
+
+_VARIANT = re.compile("fused|foreach|deepspeed|cpu|onebit|8bit|_")  # parts of names: how an optimizer is computed
+_NEAR = 0.75
+_ELSEWHERE = {"muadam": "mup.MuAdam", "muadamw": "mup.MuAdamW", "musgd": "mup.MuSGD"}
+
+_OWN: Mapping[str, Callable[..., Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "lion": Lion,
+    "lamb": Lamb,
+    "muon": MuonWithAdam,
+}
+
+
+class Choice(NamedTuple):
+    """A class, its options, and the groups that it steps."""
+
+    optimizer_class: Callable[..., Optimizer]
+    options: Mapping[str, Any]
+    groups: Groups
+
+
+def choose(section: OptimizerSection, groups: Groups, names: Mapping[nn.Parameter, str]) -> Choice:
+    """The optimizer that a configuration names.
+
+    Args:
+        section: ``optimizer``.
+        groups: parameter groups.
+        names: of the parameters.
+
+    Raises:
+        ConfigError: for a class that does not exist, with the nearest name, or an option that it does not have.
+    """
+    options = {name: value for name, value in section.params.items() if name not in _WITHOUT_EFFECT}
+    if isinstance(options.get("betas"), list):
+        options["betas"] = tuple(options["betas"])
+    kind = section.type.lower()
+    if kind in ("adam", "adamw"):
+        return _adam(kind, options, groups)
+    if kind == "muon":
+        return _muon(options, groups, names)
+    found = _class(section.type)
+    _check_options(found, options, section.type)
+    return Choice(found, options, groups)
+
+
+def _adam(kind: str, options: dict[str, Any], groups: Groups) -> Choice:
+    is_decoupled = bool(options.pop("adam_w_mode", True)) or kind == "adamw"
+    found = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    if options.pop("bias_correction", True) is not True:
+        raise ConfigError(
+            "Expected bias_correction = true in optimizer.params of Adam, got false, which torch's Adam does not have."
+        )
+    _check_options(found, options, "Adam")
+    return Choice(found, {"weight_decay": 0.0, **options}, groups)  # AdamW of torch has another default
+
+
+def _muon(options: dict[str, Any], groups: Groups, names: Mapping[nn.Parameter, str]) -> Choice:
+    if options.pop("per_head_muon", False):
+        raise ConfigError("Expected per_head_muon = false in optimizer.params of Muon, got true: leave it out.")
+    own = {name: options.pop(name) for name in ("adam_w_mode",) if name in options}
+    known = {*MUON_OPTIONS, *ADAM_OPTIONS, "muon_lr", "adam_lr"}
+    for name in options:
+        if name not in known:
+            raise ConfigError(_unknown(name, known, "Muon"))
+    return Choice(MuonWithAdam, own, muon_groups(groups, names, options))
+
+
+def _class(name: str) -> Callable[..., Optimizer]:
+    own = _OWN.get(name.lower())
+    if own is not None:
+        return own
+    if name.lower() in _ELSEWHERE:
+        raise ConfigError(
+            f"Expected the full name of a class of another library in optimizer.type, got {name!r}. Install it, and "
+            f"write {_ELSEWHERE[name.lower()]!r}."
+        )
+    found = getattr(torch.optim, name, None) if "." not in name else _imported(name)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        known = [*(one for one, value in vars(torch.optim).items() if isinstance(value, type)), "Lion", "Lamb"]
+        bare = _VARIANT.sub("", name.lower())
+        near = [one for one in known if one.lower() == bare] or get_close_matches(name, known, n=1, cutoff=_NEAR)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            "Expected optimizer.type to be a name of DeepSpeed, a class of torch.optim, or the full name of an "
+            f"importable one, got {name!r}{hint}"
+        )
+    return found
+
+
+def _imported(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ConfigError(f"Expected an importable class in optimizer.type, got {name!r}: {error}.") from error
+
+
+def _check_options(found: Callable[..., Optimizer], options: Mapping[str, Any], name: str) -> None:
+    taken = inspect.signature(found).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
+        return
+    for option in options:
+        if option not in taken or option == "params":
+            raise ConfigError(_unknown(option, taken, name))
+
+
+def _unknown(option: str, known: Iterable[str], name: str) -> str:
+    near = get_close_matches(option, list(known), n=1, cutoff=_NEAR)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"Expected an option of {name} in optimizer.params, got {option!r}{hint}"
+
+
+def choice_of(optimizer: Optimizer) -> Choice:
+    """The class, options and groups of an optimizer that a user has built already."""
+    kind = type(optimizer)
+    taken = inspect.signature(kind).parameters  # AdamW, for one, adds a default that it does not take
+    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    return Choice(kind, options, optimizer.param_groups)
+
+
+def as_groups(parameters: Iterable[Any] | None, module: nn.Module) -> Groups:
+    """Parameter groups without frozen parameters, and without groups that are empty then.
+
+    Args:
+        parameters: parameters, named parameters or groups; None: all of the module.
+        module: the model.
+
+    Raises:
+        ValueError: if none is left.
+    """
+    given: Sequence[Any] = list(module.parameters() if parameters is None else parameters)
+    loose = [one[1] if isinstance(one, tuple) else one for one in given if not isinstance(one, Mapping)]
+    groups = [dict(one, params=list(one["params"])) for one in given if isinstance(one, Mapping)]
+    groups = [*groups, {"params": loose}] if loose else groups
+    trained = [dict(group, params=[param for param in group["params"] if param.requires_grad]) for group in groups]
+    found = [group for group in trained if group["params"]]
+    if not found:
+        raise ValueError("Expected parameters that require a gradient, got none.")
+    return found

@@ -1,10 +1,9 @@
-"""What rank 0 prints and writes about the training: progress, times, memory; CSV files and TensorBoard."""
+"""The progress, times and memory that rank 0 prints, and the numbers that it writes to CSV files and TensorBoard."""
 
-import csv
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.deepspeed.config.config import Config
-from ddp_zero.deepspeed.config.keys import ConfigError, Finding, Kind
-from ddp_zero.deepspeed.config.sections import WriterSection
+from ddp_zero.deepspeed.config.table import ConfigError, Finding, Kind
+from ddp_zero.tools.monitor import Csv, TensorBoard
 
 _warned: set[str] = set()
 
@@ -26,18 +25,9 @@ def warn_once(findings: tuple[Finding, ...], rank: int) -> None:
             logger.warning("%s has no effect here: %s", finding.path, finding.text)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
-    """Numbers after a step.
-
-    Attributes:
-        step: steps so far, skipped ones included.
-        skipped: of these.
-        samples: so far, on all ranks.
-        lr: of each parameter group.
-        momentum: of each parameter group.
-        loss_scale: of fp16, or None.
-    """
+    """Numbers after a step: skipped steps count as steps, samples are of all ranks, rates and momenta by group."""
 
     step: int
     skipped: int
@@ -47,29 +37,41 @@ class Progress:
     loss_scale: float | None
 
 
-class Monitor:
-    """Prints and writes on rank 0, and does nothing on other ranks.
-
-    Args:
-        config: says what.
-        rank: of this process.
-        device: of the model.
+def monitor_of(config: Config, rank: int, device: torch.device) -> "Monitor | None":
+    """The monitor that a configuration asks for; None where nothing is asked for, and on ranks other than 0.
 
     Raises:
         ConfigError: on rank 0, if TensorBoard is asked for and not installed.
     """
+    rest = config.rest
+    wanted = rest.steps_per_print, rest.wall_clock_breakdown, rest.memory_breakdown, rest.dump_state
+    is_wanted = any(wanted) or config.csv_monitor.enabled or config.tensorboard.enabled
+    return Monitor(config, device) if is_wanted and rank == 0 else None
 
-    def __init__(self, config: Config, rank: int, device: torch.device) -> None:
+
+class Monitor:
+    """Prints and writes after every step; see `monitor_of`.
+
+    DeepSpeed's names: a CSV file ``Train_Samples_lr.csv`` for each number, a scalar ``Train/Samples/lr`` of
+    TensorBoard, by the number of samples.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
         self._rest = config.rest
-        self._is_first = rank == 0
         self._device = device
         self._times: dict[str, float] = {}
-        self._writers: list[_CSV | _TensorBoard] = []
-        if config.csv_monitor.enabled and self._is_first:
-            self._writers.append(_CSV(config.csv_monitor))
-        if config.tensorboard.enabled and self._is_first:
-            self._writers.append(_TensorBoard(config.tensorboard))
-        if config.rest.dump_state and self._is_first:
+        csv, tensorboard = config.csv_monitor, config.tensorboard
+        self._csv = Path(csv.output_path) / csv.job_name if csv.enabled else None
+        self._tensorboard: TensorBoard | None = None
+        if tensorboard.enabled:
+            try:
+                self._tensorboard = TensorBoard(Path(tensorboard.output_path) / tensorboard.job_name, prefix="")
+            except ImportError as error:
+                raise ConfigError(
+                    'Expected TensorBoard for "tensorboard": {"enabled": true}, got none. pip install tensorboard, or '
+                    "use csv_monitor."
+                ) from error
+        if config.rest.dump_state:
             print(config, flush=True)
 
     @contextmanager
@@ -90,17 +92,18 @@ class Monitor:
 
     def after_step(self, progress: Progress) -> None:
         """Print and write what is due."""
-        if self._is_first:
-            self._print(progress)
-            samples = progress.samples
-            events = [("Train/Samples/lr", progress.lr[0], samples)]
-            if progress.loss_scale is not None:
-                events.append(("Train/Samples/loss_scale", progress.loss_scale, samples))
-            events += [
-                (f"Train/Samples/elapsed_time_ms_{name}", value, samples) for name, value in self.times().items()
-            ]
-            for writer in self._writers:
-                writer.write(events)
+        self._print(progress)
+        numbers = {"lr": progress.lr[0]}
+        if progress.loss_scale is not None:
+            numbers["loss_scale"] = progress.loss_scale
+        numbers |= {f"elapsed_time_ms_{name}": value for name, value in self.times().items()}
+        if self._csv is not None:
+            for name, number in numbers.items():
+                Csv(self._csv / f"Train_Samples_{name}.csv")({"step": progress.samples, name: number})
+        if self._tensorboard is not None:
+            row = {f"Train/Samples/{name}": number for name, number in numbers.items()}
+            self._tensorboard({"step": progress.samples, **row})
+            self._tensorboard.close()  # flushes
         self._times.clear()
 
     def _print(self, progress: Progress) -> None:
@@ -129,43 +132,3 @@ class Monitor:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
-
-
-@dataclass
-class _CSV:
-    """A file per number, with a column of samples and one of values."""
-
-    section: WriterSection
-    _known: set[str] = field(default_factory=set)
-
-    def write(self, events: list[tuple[str, Any, int]]) -> None:
-        """Append a row to the file of each number: events are its name, its value, and samples so far."""
-        folder = Path(self.section.output_path) / self.section.job_name
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, value, samples in events:
-            with (folder / f"{name.replace('/', '_')}.csv").open("a", newline="") as file:
-                rows = csv.writer(file)
-                if name not in self._known:
-                    self._known.add(name)
-                    rows.writerow(["step", name.rpartition("/")[2]])
-                rows.writerow([samples, value])
-
-
-class _TensorBoard:
-    """Files of events for TensorBoard, with a scalar per number."""
-
-    def __init__(self, section: WriterSection) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                'Expected TensorBoard for "tensorboard": {"enabled": true}, got none. pip install tensorboard, or use '
-                "csv_monitor."
-            ) from error
-        self._writer: Any = SummaryWriter(log_dir=str(Path(section.output_path) / section.job_name))
-
-    def write(self, events: list[tuple[str, Any, int]]) -> None:
-        """Add a scalar for each number: events are its name, its value, and samples so far."""
-        for name, value, samples in events:
-            self._writer.add_scalar(name, value, samples)
-        self._writer.flush()

@@ -1,175 +1,321 @@
-"""Optimizers by the names of a DeepSpeed configuration: a class, its options, and the groups that it steps."""
+"""Lion and Lamb, which torch does not have, and Muon for matrices with Adam for all else, with DeepSpeed's options.
 
-import importlib
-import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+Alternative considered: a library of optimizers as an optional dependency. It has other options and defaults (no bounds
+of Lamb's coefficient, no bias correction), and would have to be installed for a page of code.
+
+Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023. Lamb: You et al., "Large Batch Optimization
+for Deep Learning", 2020. Muon: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the
+momentum of a matrix is replaced by one whose singular values are all about 1, found by five rounds of a polynomial in
+the matrix (Newton-Schulz). With ``ns_method="gram"`` the rounds work on the smaller square matrix X X^T.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
-from ddp_zero.deepspeed.config.keys import ConfigError
-from ddp_zero.deepspeed.config.sections import OptimizerSection
-from ddp_zero.deepspeed.own_optimizers import ADAM_OPTIONS, MUON_OPTIONS, Lamb, Lion, MuonWithAdam, muon_groups
+from ddp_zero.core.local.inner import elementwise
 
-Groups = list[dict[str, Any]]
+_POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+_ROUNDS, _RESTART = 5, 2
+_SMALL = 1e-7
+METHODS = {"standard": torch.bfloat16, "gram": torch.float16}
+"""Ways to orthogonalize, and the dtype in which each computes."""
 
-_WITHOUT_EFFECT = ("torch_adam", "fp32_optimizer_states", "set_grad_none")
-"""Options that choose between DeepSpeed's own implementations."""
-
-_VARIANT = re.compile("fused|foreach|deepspeed|cpu|onebit|8bit|_")
-"""Parts of names that say how an optimizer is computed."""
-_NEAR = 0.75
-"""How similar a name must be for a hint, from 0 to 1."""
-
-_ELSEWHERE = {"muadam": "mup.MuAdam", "muadamw": "mup.MuAdamW", "musgd": "mup.MuSGD"}
-"""Names of classes of another library."""
-
-_OWN: Mapping[str, Callable[..., Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "lion": Lion,
-    "lamb": Lamb,
-    "muon": MuonWithAdam,
-}
+MUON_OPTIONS = ("lr", "momentum", "weight_decay", "ns_method")
+ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+_KINDS = ((True, MUON_OPTIONS, "muon_lr", 0.02), (False, ADAM_OPTIONS, "adam_lr", 3e-4))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What builds an optimizer.
+def _checked(lr: float, betas: tuple[float, float], weight_decay: float) -> dict[str, Any]:
+    """Options that both have.
 
-    Attributes:
-        optimizer_class: the class.
-        options: its options.
-        groups: what it steps.
+    Raises:
+        ValueError: for one out of its range.
     """
+    first, second = betas
+    for name, value in {"lr": lr, "weight_decay": weight_decay}.items():
+        if not value >= 0:
+            raise ValueError(f"Expected {name} of at least 0, got {value!r}.")
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise ValueError(f"Expected betas from 0 up to 1, got {betas!r}.")
+    return {"lr": lr, "betas": (first, second), "weight_decay": weight_decay}
 
-    optimizer_class: Callable[..., Optimizer]
-    options: Mapping[str, Any]
-    groups: Groups
 
-
-def choose(section: OptimizerSection, groups: Groups, names: Mapping[nn.Parameter, str]) -> Choice:
-    """The optimizer that a configuration names.
+@elementwise
+class Lion(Optimizer):
+    """Steps by the sign of a momentum.
 
     Args:
-        section: ``optimizer``.
+        params: as for any torch optimizer.
+        lr: learning rate.
+        betas: shares of the momentum in the update, and of the old momentum in the new one.
+        weight_decay: decoupled.
+    """
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, _checked(lr, betas, weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns what the closure returns, if there is one."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                momentum = state["exp_avg"]
+                update = (momentum * first).add_(param.grad, alpha=1 - first).sign_()
+                param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                momentum.mul_(second).add_(param.grad, alpha=1 - second)
+        return loss
+
+
+class Lamb(Optimizer):
+    """Adam with a rate for each parameter.
+
+    A parameter's rate is ``lr`` times the ratio of its own norm to that of its update, within bounds.
+
+    Args:
+        params: as for any torch optimizer.
+        lr: learning rate.
+        bias_correction: correct the moments of the first steps.
+        betas: of both moments.
+        eps: added to the root of the second moment.
+        eps_inside_sqrt: add it before taking the root.
+        weight_decay: part of the update, and of its norm.
+        max_coeff: the largest ratio.
+        min_coeff: the smallest ratio.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        own = dict(eps=eps, eps_inside_sqrt=eps_inside_sqrt, max_coeff=max_coeff, min_coeff=min_coeff)
+        super().__init__(params, {**_checked(lr, betas, weight_decay), **own, "bias_correction": bias_correction})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns what the closure returns, if there is one."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, param.grad, group)
+        return loss
+
+    def _step(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state, (first, second) = self.state[param], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        state["step"] += 1
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.mul_(first).add_(grad, alpha=1 - first)
+        square.mul_(second).addcmul_(grad, grad, value=1 - second)
+        root = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
+        update = mean.div(root).add_(param, alpha=group["weight_decay"])
+        size, change = param.norm(), update.norm()
+        ratio = (size / change).clamp(group["min_coeff"], group["max_coeff"])
+        ratio = torch.where((size == 0) | (change == 0), torch.ones_like(ratio), ratio)
+        rate = group["lr"]
+        if group["bias_correction"]:
+            rate *= math.sqrt(1 - second ** state["step"]) / (1 - first ** state["step"])
+        param.sub_(update.mul_(ratio), alpha=rate)
+
+
+class MuonWithAdam(Optimizer):
+    """Steps groups with ``use_muon`` by Muon, the others by Adam.
+
+    Args:
+        params: groups, each with ``use_muon``; see `muon_groups`.
+        lr: learning rate.
+        momentum: of Muon, used with Nesterov's look-ahead.
+        weight_decay: decoupled, unless ``adam_w_mode`` is False, for Adam.
+        ns_method: ``"gram"`` or ``"standard"``.
+        betas: of Adam.
+        eps: of Adam.
+        adam_w_mode: whether Adam's weight decay is decoupled.
+        use_muon: for groups that do not say.
+
+    Raises:
+        ValueError: for another method, or a parameter that is not a matrix in a group with ``use_muon``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_method: str = "gram",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        adam_w_mode: bool = True,
+        use_muon: bool = True,
+    ) -> None:
+        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_method=ns_method, betas=betas, eps=eps)
+        super().__init__(params, {**defaults, "adam_w_mode": adam_w_mode, "use_muon": use_muon})
+        for group in self.param_groups:
+            if group["ns_method"] not in METHODS:
+                raise ValueError(f"Expected ns_method to be one of {list(METHODS)}, got {group['ns_method']!r}.")
+            for param in group["params"] if group["use_muon"] else ():
+                if param.ndim < 2:
+                    raise ValueError(
+                        f"Expected matrices in a group with use_muon, got one of shape {list(param.shape)}."
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns what the closure returns, if there is one."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if group["use_muon"]:
+                    self._step_by_muon(param, param.grad, group)
+                else:
+                    self._step_by_adam(param, param.grad, group)
+        return loss
+
+    def _step_by_muon(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        state, beta = self.state[param], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - beta)
+        ahead = grad.lerp(momentum, beta)
+        matrix = ahead.reshape(len(ahead), -1) if ahead.ndim == 4 else ahead
+        rows, columns = grad.shape[-2:]
+        scale = math.sqrt(rows / columns) if rows > columns else 1.0
+        update = (orthogonalized(matrix, group["ns_method"]) * scale).to(grad.dtype)
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.sub_(update.reshape(param.shape), alpha=group["lr"])
+
+    def _step_by_adam(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        state, (first, second) = self.state[param], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        state["step"] += 1
+        if group["adam_w_mode"]:
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+        else:
+            grad = grad.add(param, alpha=group["weight_decay"])
+        mean = state["exp_avg"].lerp_(grad, 1 - first)
+        square = state["exp_avg_sq"].mul_(second).addcmul_(grad, grad, value=1 - second)
+        root = (square / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
+        param.addcdiv_(mean, root, value=-group["lr"] / (1 - first ** state["step"]))
+
+
+def orthogonalized(matrix: Tensor, method: str) -> Tensor:
+    """A matrix with the same singular vectors and singular values of about 1.
+
+    Args:
+        matrix: 2-D, or a batch of such.
+        method: a key of `METHODS`.
+
+    Returns:
+        In the dtype of the method.
+    """
+    is_tall = matrix.size(-2) > matrix.size(-1)
+    wide = matrix.mT if is_tall else matrix
+    if method == "gram":  # fp16 holds fewer sizes of numbers than a gradient may have
+        wide = wide.float() if wide.dtype is torch.float16 else wide
+    else:
+        wide = wide.to(METHODS[method])
+    normed = (wide / (wide.norm(dim=(-2, -1), keepdim=True) + _SMALL)).to(METHODS[method])
+    if method == "gram" and normed.size(-1) > normed.size(-2):
+        factor, rest = _on_the_gram_matrix(normed)
+        return rest.mT @ factor.mT if is_tall else factor @ rest
+    found = _on_the_matrix(normed)
+    return found.mT if is_tall else found
+
+
+def _on_the_matrix(matrix: Tensor) -> Tensor:
+    linear, cubic, quintic = _POLYNOMIAL
+    for _ in range(_ROUNDS):
+        gram = matrix @ matrix.mT
+        matrix = linear * matrix + (cubic * gram + quintic * gram @ gram) @ matrix
+    return matrix
+
+
+def _on_the_gram_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor by which the last rounds multiply the matrix, found from X X^T alone, and the matrix before them."""
+    linear, cubic, quintic = _POLYNOMIAL
+    gram, factor = matrix @ matrix.mT, None
+    for number in range(_ROUNDS):
+        if number == _RESTART and factor is not None:
+            matrix = factor @ matrix
+            gram, factor = matrix @ matrix.mT, None
+        change = cubic * gram + quintic * gram @ gram
+        if factor is None:
+            factor = change + linear * torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
+        else:
+            factor = linear * factor + change @ factor
+        if number + 1 not in (_ROUNDS, _RESTART):
+            half = linear * gram + change @ gram
+            gram = linear * half + change @ half
+    assert factor is not None, "there are rounds after the restart"
+    return factor, matrix
+
+
+def muon_groups(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[nn.Parameter, str], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Each group divided into matrices for Muon and all else for Adam, with the options of either.
+
+    Embeddings and heads (``embed`` or ``lm_head`` in the name) are Adam's, whatever their shape. An attribute
+    ``use_muon`` of a parameter decides otherwise.
+
+    Args:
         groups: parameter groups.
         names: of the parameters.
-
-    Raises:
-        ConfigError: for a class that does not exist, with the nearest name, or an option that it does not have.
+        options: of the configuration; ``muon_lr`` and ``adam_lr`` are the learning rates of one kind.
     """
-    options = {name: value for name, value in section.params.items() if name not in _WITHOUT_EFFECT}
-    if isinstance(options.get("betas"), list):
-        options["betas"] = tuple(options["betas"])
-    kind = section.type.lower()
-    if kind in ("adam", "adamw"):
-        return _adam(kind, options, groups)
-    if kind == "muon":
-        return _muon(options, groups, names)
-    found = _class(section.type)
-    _check_options(found, options, section.type)
-    return Choice(found, options, groups)
+    divided = []
+    for group in groups:
+        own = {name: value for name, value in group.items() if name != "params"}
+        for use_muon, known, lr, usual in _KINDS:
+            chosen = [
+                param for param in group["params"] if param.requires_grad and _is_for_muon(param, names) is use_muon
+            ]
+            if not chosen:
+                continue
+            shared = {"lr": usual} | {name: options[name] for name in known if name in options}
+            rate = {"lr": options[lr]} if lr in options else {}
+            mine = {name: value for name, value in own.items() if name in known}
+            divided.append({"params": chosen, "use_muon": use_muon, **shared, **rate, **mine})
+    return divided
 
 
-def _adam(kind: str, options: dict[str, Any], groups: Groups) -> Choice:
-    is_decoupled = bool(options.pop("adam_w_mode", True)) or kind == "adamw"
-    found = torch.optim.AdamW if is_decoupled else torch.optim.Adam
-    if options.pop("bias_correction", True) is not True:
-        raise ConfigError(
-            "Expected bias_correction = true in optimizer.params of Adam, got false, which torch's Adam does not have."
-        )
-    _check_options(found, options, "Adam")
-    return Choice(found, {"weight_decay": 0.0, **options}, groups)  # AdamW of torch has another default
+def _is_for_muon(param: nn.Parameter, names: Mapping[nn.Parameter, str]) -> bool:
+    given = getattr(param, "use_muon", None)
+    if given is not None:
+        return bool(given)
+    name = names.get(param, "").lower()
+    return param.ndim >= 2 and not any(word in name for word in ("embed", "lm_head"))
 
 
-def _muon(options: dict[str, Any], groups: Groups, names: Mapping[nn.Parameter, str]) -> Choice:
-    if options.pop("per_head_muon", False):
-        raise ConfigError("Expected per_head_muon = false in optimizer.params of Muon, got true: leave it out.")
-    own = {name: options.pop(name) for name in ("adam_w_mode",) if name in options}
-    known = {*MUON_OPTIONS, *ADAM_OPTIONS, "muon_lr", "adam_lr"}
-    for name in options:
-        if name not in known:
-            raise ConfigError(_unknown(name, known, "Muon"))
-    return Choice(MuonWithAdam, own, muon_groups(groups, names, options))
-
-
-def _class(name: str) -> Callable[..., Optimizer]:
-    own = _OWN.get(name.lower())
-    if own is not None:
-        return own
-    if name.lower() in _ELSEWHERE:
-        raise ConfigError(
-            f"Expected the full name of a class of another library in optimizer.type, got {name!r}. Install it, and "
-            f"write {_ELSEWHERE[name.lower()]!r}."
-        )
-    found = getattr(torch.optim, name, None) if "." not in name else _imported(name)
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        known = [*(one for one, value in vars(torch.optim).items() if isinstance(value, type)), "Lion", "Lamb"]
-        bare = _VARIANT.sub("", name.lower())
-        near = [one for one in known if one.lower() == bare] or get_close_matches(name, known, n=1, cutoff=_NEAR)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            "Expected optimizer.type to be a name of DeepSpeed, a class of torch.optim, or the full name of an "
-            f"importable one, got {name!r}{hint}"
-        )
-    return found
-
-
-def _imported(name: str) -> object:
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), attribute, None)
-    except ImportError as error:
-        raise ConfigError(f"Expected an importable class in optimizer.type, got {name!r}: {error}.") from error
-
-
-def _check_options(found: Callable[..., Optimizer], options: Mapping[str, Any], name: str) -> None:
-    taken = inspect.signature(found).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
-        return
-    for option in options:
-        if option not in taken or option == "params":
-            raise ConfigError(_unknown(option, taken, name))
-
-
-def _unknown(option: str, known: Iterable[str], name: str) -> str:
-    near = get_close_matches(option, list(known), n=1, cutoff=_NEAR)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"Expected an option of {name} in optimizer.params, got {option!r}{hint}"
-
-
-def choice_of(optimizer: Optimizer) -> Choice:
-    """What would build an optimizer that a user has built already, over the same groups."""
-    kind = type(optimizer)
-    taken = inspect.signature(kind).parameters  # AdamW, for one, adds a default that it does not take
-    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
-    return Choice(kind, options, optimizer.param_groups)
-
-
-def as_groups(parameters: Iterable[Any] | None, module: nn.Module) -> Groups:
-    """Parameter groups without frozen parameters, and without groups that are empty then.
-
-    Args:
-        parameters: parameters, named parameters or groups; None: all of the module.
-        module: the model.
-
-    Raises:
-        ValueError: if none is left.
-    """
-    given: Sequence[Any] = list(module.parameters() if parameters is None else parameters)
-    loose = [one[1] if isinstance(one, tuple) else one for one in given if not isinstance(one, Mapping)]
-    groups = [dict(one, params=list(one["params"])) for one in given if isinstance(one, Mapping)]
-    groups = [*groups, {"params": loose}] if loose else groups
-    trained = [dict(group, params=[param for param in group["params"] if param.requires_grad]) for group in groups]
-    found = [group for group in trained if group["params"]]
-    if not found:
-        raise ValueError("Expected parameters that require a gradient, got none.")
-    return found
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

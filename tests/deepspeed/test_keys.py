@@ -18,8 +18,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
-from ddp_zero.deepspeed.config.keys import ANY, Kind
-from ddp_zero.deepspeed.config.table import TABLE
+from ddp_zero.deepspeed.config.table import ANY, TABLE, Kind
 
 MODELS: dict[str, Any] = {
     "zero_optimization": DeepSpeedZeroConfig,

@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed", minversion="0.17")
 
 from deepspeed.accelerator import get_accelerator
 
-from ddp_zero.deepspeed.own_optimizers import Lamb, Lion, MuonWithAdam
+from ddp_zero.deepspeed.optimizers import Lamb, Lion, MuonWithAdam
 
 STEPS = 20
 Params = list[nn.Parameter]

@@ -16,10 +16,9 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer
 
-from ddp_zero.deepspeed.config.curves import build_curve
-from ddp_zero.deepspeed.config.keys import ConfigError
-from ddp_zero.deepspeed.config.sections import SchedulerSection
-from ddp_zero.deepspeed.schedules import Schedule, build_schedule
+from ddp_zero.deepspeed.config.config import SchedulerSection
+from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.deepspeed.schedules import Schedule, build_curve, build_schedule
 from ddp_zero.integrations.transformers import ZeroTrainer
 from tests.frameworks.test_transformers import Scaled, ScaledZero, arguments, build_model, trained
 

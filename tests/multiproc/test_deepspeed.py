@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero import deepspeed as ours
-from ddp_zero.deepspeed.config.keys import ConfigError
+from ddp_zero.deepspeed.config.table import ConfigError
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases(timeout=240)

@@ -503,7 +503,7 @@ def test_every_raise_and_every_assertion_says_something() -> None:
 
 WRITES_FOR_TORCH = {
     *("checkpoint.tensor_file", "checkpoint.dcp", "checkpoint.export"),
-    *("deepspeed.saving", "checkpoint.foreign.deepspeed_writer"),
+    *("deepspeed.engine", "checkpoint.foreign.deepspeed_writer"),
 }
 """Files that write what torch's own tools, or DeepSpeed, unpickle; nothing here reads it that way."""
 

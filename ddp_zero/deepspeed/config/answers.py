@@ -1,11 +1,11 @@
-"""What DeepSpeed's engine answers besides training: ranks, settings, and which of its names have another way here."""
+"""DeepSpeed's engine besides training: methods that return settings, and names for which there is another way here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ddp_zero.deepspeed.config.config import Config
-from ddp_zero.deepspeed.config.document import value_at
+from ddp_zero.deepspeed.config.table import value_at
 
 
 def _at(path: str, default: Any = None) -> Callable[[Config], Any]:
@@ -53,166 +53,56 @@ SETTINGS: Mapping[str, Callable[[Config], Any]] = {
     "zero_reduce_scatter": _at("zero_optimization.reduce_scatter", True),
     "zero_round_robin_gradients": lambda config: config.zero.round_robin_gradients,
 }
-"""Methods without arguments that say what the configuration has set."""
+"""Methods without arguments that return settings of the configuration."""
 
 _STAGE_3 = "Stage 3 is not done here; FSDP2 comes nearest."
-_REDUCTION = "DDP reduces gradients inside backward; nothing is left to call."
+_NO_EFFECT = "Without effect here; docs/deepspeed-keys.md says why."
 
-ELSEWHERE: Sequence[tuple[str, Sequence[str]]] = [
-    (
-        "Only data parallelism is done here: engine.global_rank; for meshes see docs/parallel.md.",
-        (
-            "*autotp*",
-            "tensor_parallel_config",
-            "get_*_parallel_rank",
-            "get_sequence_parallel_group",
-        ),
+ELSEWHERE: Mapping[str, str] = {
+    "Only data parallelism is done here: engine.global_rank; for meshes see docs/parallel.md.": (
+        "*autotp* tensor_parallel_config get_*_parallel_rank get_sequence_parallel_group"
     ),
-    (
-        "engine.compile() compiles the model by torch.compile; nothing else is compiled.",
-        (
-            "*autosp*",
-            "*compile*",
-            "register_compile_pass",
-            "uses_parallelization_pass_only",
-        ),
+    "engine.compile() compiles the model by torch.compile; nothing else is compiled.": (
+        "*autosp* *compile* register_compile_pass uses_parallelization_pass_only"
     ),
-    ("There is no autotuner; python -m ddp_zero estimate tells memory beforehand.", ("autotuning_*",)),
-    (
-        "Use torch.profiler and python -m ddp_zero timeline; wall_clock_breakdown prints times.",
-        (
-            "flops_profiler_*",
-            "get_wall_clock_timers",
-            "print_forward_breakdown",
-        ),
+    "There is no autotuner; python -m ddp_zero estimate tells memory beforehand.": "autotuning_*",
+    "Use torch.profiler and python -m ddp_zero timeline; wall_clock_breakdown prints times.": (
+        "flops_profiler_* get_wall_clock_timers print_forward_breakdown"
     ),
-    (
-        "Not done here: use a sampler of your own.",
-        (
-            "curriculum_*",
-            "data_efficiency_*",
-            "data_sampling_*",
-            "random_ltd_*",
-            "set_custom_curriculum_*",
-            "set_data_post_process_func",
-        ),
+    "Not done here: use a sampler of your own.": (
+        "curriculum_* data_efficiency_* data_sampling_* random_ltd_* set_custom_curriculum_* set_data_post_process_func"
     ),
-    (
-        _REDUCTION,
-        (
-            "all_gather_scalar",
-            "allreduce_*",
-            "buffered_allreduce_fallback",
-            "coalesce_grad_reduction",
-            "sparse_*",
-        ),
+    "DDP reduces gradients inside backward; nothing is left to call.": (
+        "all_gather_scalar allreduce_* buffered_allreduce_fallback coalesce_grad_reduction sparse_*"
     ),
-    ("engine.step() clips; without the engine call opt.clip_grad_norm_().", ("clip_fp32_gradients",)),
-    (
-        "Call engine.zero.offload_state() and engine.zero.reload_state().",
-        (
-            "offload_states",
-            "reload_states",
-        ),
+    "engine.step() clips; without the engine call opt.clip_grad_norm_().": "clip_fp32_gradients",
+    "Call engine.zero.offload_state() and engine.zero.reload_state().": "offload_states reload_states",
+    "engine.load_checkpoint() reads folders of every kind; python -m ddp_zero checkpoint export writes others.": (
+        "load_universal_checkpoint checkpoint_serialization_enabled checkpoint_writer_enabled"
     ),
-    (
-        "engine.load_checkpoint() reads folders of every kind; python -m ddp_zero checkpoint export writes others.",
-        (
-            "load_universal_checkpoint",
-            "checkpoint_serialization_enabled",
-            "checkpoint_writer_enabled",
-        ),
+    "Call ddp_zero.checkpoint.load(), with global_names= for experts.": "load_moe_state_dict",
+    "Read engine.config.": (
+        "get_data_types torch_autocast_dtype torch_autocast_lower_precision_safe_modules "
+        "get_optimizer_configuration get_type is_map_style_dataset is_iterable_style_dataset"
     ),
-    ("Call ddp_zero.checkpoint.load(), with global_names= for experts.", ("load_moe_state_dict",)),
-    (
-        "Read engine.config.",
-        (
-            "get_data_types",
-            "torch_autocast_dtype",
-            "torch_autocast_lower_precision_safe_modules",
-        ),
+    "Read engine.config['fp16'] and engine.loss_scale().": "dynamic_loss_scale_args",
+    "Optimizers are torch's; docs/offload.md says how state is kept on the host or on disk.": (
+        "aio_config cpuadam_cores_perc optimizer_legacy_fusion super_offload swap_tensor_config use_node_local_storage"
     ),
-    (
-        "Read engine.config.",
-        (
-            "get_optimizer_configuration",
-            "get_type",
-            "is_map_style_dataset",
-            "is_iterable_style_dataset",
-        ),
+    "Not done here: read engine.config.": "is_sanity_checks_enabled collect_python_gc zenflow_config",
+    _NO_EFFECT: (
+        "zero_allgather_partitions zero_allgather_sequential zero_force_ds_cpu_optimizer zero_legacy_stage1 "
+        "zero_parameter_alignment zero_save_muon_momentum_buffer_in_memory zero_use_cpu_optimizer"
     ),
-    ("Read engine.config['fp16'] and engine.loss_scale().", ("dynamic_loss_scale_args",)),
-    (
-        "Optimizers are torch's; docs/offload.md says how state is kept on the host or on disk.",
-        (
-            "aio_config",
-            "cpuadam_cores_perc",
-            "optimizer_legacy_fusion",
-            "super_offload",
-            "swap_tensor_config",
-            "use_node_local_storage",
-        ),
+    _STAGE_3: (
+        "empty_partition_cache is_first_weights_partition_group zero_gather_16bit_weights_on_model_save "
+        "zero_hpz_* zero_log_* zero_max_* zero_model_* zero_module_* zero_multi_* zero_nvme_* zero_offload_param "
+        "zero_param_persistence_threshold zero_partial_offload zero_prefetch_* zero_quantized_* zero_sub_group_size"
     ),
-    (
-        "Not done here: read engine.config.",
-        (
-            "is_sanity_checks_enabled",
-            "collect_python_gc",
-            "zenflow_config",
-        ),
-    ),
-    (
-        _STAGE_3,
-        (
-            "empty_partition_cache",
-            "is_first_weights_partition_group",
-            "zero_gather_16bit_weights_on_model_save",
-        ),
-    ),
-    (
-        "Without effect here; docs/deepspeed-keys.md says why.",
-        (
-            "zero_allgather_partitions",
-            "zero_allgather_sequential",
-            "zero_force_ds_cpu_optimizer",
-            "zero_legacy_stage1",
-        ),
-    ),
-    (
-        "Without effect here; docs/deepspeed-keys.md says why.",
-        (
-            "zero_parameter_alignment",
-            "zero_save_muon_momentum_buffer_in_memory",
-            "zero_use_cpu_optimizer",
-        ),
-    ),
-    (
-        _STAGE_3,
-        (
-            "zero_hpz_*",
-            "zero_log_*",
-            "zero_max_*",
-            "zero_model_*",
-            "zero_module_*",
-            "zero_multi_*",
-            "zero_nvme_*",
-            "zero_offload_param",
-        ),
-    ),
-    (
-        _STAGE_3,
-        (
-            "zero_param_persistence_threshold",
-            "zero_partial_offload",
-            "zero_prefetch_*",
-            "zero_quantized_*",
-            "zero_sub_group_size",
-        ),
-    ),
-]
-"""The ways here for names of DeepSpeed's engine that this one does not have, and the names as patterns."""
+}
+"""The ways here for names of DeepSpeed's engine that this one does not have: the way, and the names as patterns."""
 
 
 def way_here(name: str) -> str | None:
-    """What to do instead of asking for a name that only DeepSpeed's engine has; None: that one has not, either."""
-    return next((way for way, names in ELSEWHERE if any(fnmatchcase(name, one) for one in names)), None)
+    """The way here for a name that only DeepSpeed's engine has; None for a name that it does not have either."""
+    return next((way for way, names in ELSEWHERE.items() if any(fnmatchcase(name, one) for one in names.split())), None)

@@ -1,49 +1,558 @@
-"""`Config`: a whole configuration, checked against the table, its batch sizes worked out."""
+"""`Config`: a DeepSpeed configuration as a value, read from a dictionary or a file and checked against the table.
 
+`read` gives the document, `Auto` fills ``"auto"`` in it, and `Config.parse` checks it and builds the value:
+
+    auto = Auto("ds_config.json")
+    auto.fill_from_trainer(args, ranks)
+    auto.fill_from_model(model.config)
+    auto.fill_steps(training_steps, warmup_steps)
+    config = Config.parse(auto.finish(), ranks)
+"""
+
+import base64
+import binascii
+import copy
+import json
+import math
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ddp_zero.deepspeed.config.document import Source, read, value_at
-from ddp_zero.deepspeed.config.keys import ConfigError, Finding
-from ddp_zero.deepspeed.config.sections import (
-    AMOUNT,
-    COUNT,
-    DTYPE,
-    DTYPES,
-    FLAG,
-    POSITIVE,
-    AutocastSection,
-    Bf16Section,
-    DataTypesSection,
-    Fp16Section,
-    OffloadSection,
-    OptimizerSection,
-    Rule,
-    SchedulerSection,
-    Section,
-    SectionType,
-    WriterSection,
-    ZeroSection,
-    one_of,
-    optional,
+from ddp_zero.deepspeed.config.table import AUTO, ConfigError, Finding, autos, check, value_at
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+"""A configuration: a dictionary, the path of a JSON file, or its text in URL-safe base64, as launchers pass it."""
+
+SectionType = TypeVar("SectionType", bound="Section")
+
+_COMMENT = "_comment"  # keys that begin so are for readers only
+_LARGEST = 2**63 - 1
+_UNREADABLE = {
+    b"\xff\xfe": "text in UTF-16: save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16: save it as UTF-8",
+    b"\x1f\x8b": "a gzip archive: unpack it first",
+    b"PK\x03\x04": "a zip archive: unpack it first",
+}
+
+DTYPES = {
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+}
+"""DeepSpeed's names of dtypes, as attributes of torch."""
+
+
+# The document
+
+
+def read(source: Source) -> dict[str, Any]:
+    """The configuration as a dictionary of its own, without the keys of comments, which begin with ``_comment``.
+
+    Raises:
+        ConfigError: for a file that is missing or not JSON in UTF-8, blocks that are nested too deeply, numbers that
+            are not finite or have too many digits, keys that occur twice, or anything but an object.
+        TypeError: for a source of another type.
+    """
+    if not isinstance(source, Mapping | str | os.PathLike):
+        raise TypeError(f"Expected a configuration as a dict or a path, got {type(source).__name__}.")
+    try:
+        if isinstance(source, Mapping):
+            return _without_comments(copy.deepcopy(dict(source)), "the configuration")
+        return _without_comments(*_loaded(source))
+    except RecursionError:
+        raise ConfigError("Expected a configuration of a few nested blocks, got hundreds in each other.") from None
+
+
+def _loaded(source: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    """The document of a file or of base64, and a name for messages."""
+    path = Path(source)
+    if str(source) and _is(path, Path.is_dir):
+        raise ConfigError(f"Expected the path of a DeepSpeed configuration, got {str(source)!r:.200}: a folder.")
+    is_file = _is(path, Path.is_file)
+    name, text = (str(path), _text(path)) if is_file else ("base64", _decoded(source))
+    if not text:
+        what = "no such file" if text is None or not str(source) else "an empty file"
+        raise ConfigError(f"Expected the path of a DeepSpeed configuration, got {str(source)!r:.200}: {what}.")
+    try:
+        document = json.loads(text, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"Expected JSON in {name}, got {error}. Comments, which DeepSpeed's reader allows, must be removed, or be "
+            "keys that begin with _comment."
+        ) from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # of Python, about an int
+        raise ConfigError(f"Expected numbers in {name}, got one of thousands of digits.") from error
+    except RecursionError:
+        raise ConfigError(f"Expected a few nested blocks in {name}, got hundreds in each other.") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"Expected a JSON object in {name}, got {type(document).__name__}.")
+    return document, name
+
+
+def _is(path: Path, kind: Callable[[Path], bool]) -> bool:
+    try:
+        return kind(path)
+    except (OSError, ValueError):  # base64 may be too long for a path, and a text may hold a null character
+        return False
+
+
+def _text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"Expected a DeepSpeed configuration in {path}, got {error.strerror or error}.") from error
+    found = next((text for begin, text in _UNREADABLE.items() if content.startswith(begin)), None)
+    if found is None and b"\0" in content:
+        found = "binary data"
+    if found is None:
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            found = f"a byte that is not UTF-8 at place {error.start}: save it as UTF-8"
+    raise ConfigError(f"Expected JSON in UTF-8 in {path}, got {found}.")
+
+
+def _decoded(source: str | os.PathLike[str]) -> str | None:
+    try:
+        return base64.urlsafe_b64decode(str(source).encode()).decode() if isinstance(source, str) else None
+    except (binascii.Error, UnicodeError):
+        return None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs if not name.startswith(_COMMENT)]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(f"Expected every key once, got several of {', '.join(map(repr, repeated))}.")
+    return dict(pairs)
+
+
+def _without_comments(document: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, Any]:
+    """A block without comments; refuses numbers that no option can have."""
+    kept = dict[str, Any]()
+    for key, value in document.items():
+        if isinstance(key, str) and key.startswith(_COMMENT):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"Expected finite numbers in {name}, got {prefix}{key} = {value}.")
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ConfigError(f"Expected ints of up to 64 bits in {name}, got a larger one for {prefix}{key}.")
+        kept[key] = _without_comments(value, name, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+    return kept
+
+
+# "auto"
+
+
+_OF_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
+    "zero_optimization.reduce_bucket_size": lambda size: size * size,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
+    "zero_optimization.stage3_param_persistence_threshold": lambda size: 10 * size,
+}
+
+
+class Auto:
+    """A configuration whose ``"auto"`` is being filled in, as the Hugging Face integration does it.
+
+    Args:
+        source: see `read`; it is not changed.
+
+    Attributes:
+        document: the configuration so far.
+        mismatches: values that contradict those known elsewhere, a line each.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.document = read(source)
+        self.mismatches = list[str]()
+
+    def fill_match(self, path: str, value: Any, name: str) -> None:
+        """Fill a key that is ``"auto"``; note a mismatch if it has another value. A key that is missing stays missing.
+
+        Args:
+            path: of the key.
+            value: the known one.
+            name: of the value where it is known, for the message.
+        """
+        given = value_at(self.document, path)
+        if given == AUTO:
+            self.fill_only(path, value)
+        elif given is not None and given != value:
+            self.mismatches.append(f"- {path} = {given!r}, but {name} = {value!r}")
+
+    def fill_only(self, path: str, value: Any) -> None:
+        """Fill a key if it is ``"auto"``; any other value stays."""
+        if value_at(self.document, path) == AUTO:
+            block, _, key = path.rpartition(".")
+            holder = value_at(self.document, block) if block else self.document
+            holder[key] = value
+
+    def fill_from_trainer(self, args: Any, ranks: int) -> None:
+        """Fill values that follow from training arguments alone.
+
+        Args:
+            args: of transformers, or any object with the same attributes.
+            ranks: the number of ranks.
+        """
+        micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        self.fill_match("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size")
+        self.fill_match("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps")
+        self.fill_match("train_batch_size", ranks * micro * accumulation, "train_batch_size (calculated)")
+        self.fill_match("gradient_clipping", args.max_grad_norm, "max_grad_norm")
+        self.fill_match("optimizer.params.lr", args.learning_rate, "learning_rate")
+        self.fill_match("optimizer.params.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2")
+        self.fill_match("optimizer.params.eps", args.adam_epsilon, "adam_epsilon")
+        self.fill_match("optimizer.params.weight_decay", args.weight_decay, "weight_decay")
+        self.fill_only("scheduler.params.warmup_min_lr", 0)
+        self.fill_match("scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
+        for name in ("fp16", "bf16"):
+            is_on = bool(getattr(args, name) or getattr(args, f"{name}_full_eval", False))
+            self.fill_match(f"{name}.enabled", is_on, name)
+
+    def fill_from_model(self, model_config: Any) -> None:
+        """Fill sizes that follow from a model's hidden size.
+
+        Args:
+            model_config: of a transformers model, or any object with ``hidden_size`` or ``hidden_sizes``, itself or in
+                ``text_config``; None if there is none.
+
+        Raises:
+            ConfigError: if such a size is ``"auto"`` and no hidden size is known.
+        """
+        open_keys = [path for path in _OF_HIDDEN_SIZE if value_at(self.document, path) == AUTO]
+        size = hidden_size(model_config) if open_keys else None
+        if open_keys and size is None:
+            raise ConfigError(
+                "Expected a model whose config has hidden_size or hidden_sizes, itself or in text_config, got none; "
+                f'{", ".join(open_keys)} = "auto" cannot be filled without. Write numbers in their place.'
+            )
+        for path in open_keys:
+            assert size is not None, "checked above"
+            self.fill_only(path, _OF_HIDDEN_SIZE[path](size))
+
+    def fill_steps(self, training_steps: int, warmup_steps: int) -> None:
+        """Fill values that follow from the length of the training.
+
+        Args:
+            training_steps: the number of steps.
+            warmup_steps: the first of them; 1 at least, as the schedules need.
+        """
+        self.fill_match("scheduler.params.total_num_steps", training_steps, "the number of training steps")
+        self.fill_match("scheduler.params.warmup_num_steps", max(1, warmup_steps), "warmup_steps")
+
+    def finish(self) -> dict[str, Any]:
+        """The configuration.
+
+        Raises:
+            ConfigError: listing all mismatches.
+        """
+        if self.mismatches:
+            first = "Expected a configuration that says the same as the training arguments, got:"
+            last = 'Write "auto" in their place, or change one of the two.'
+            raise ConfigError("\n".join([first, *self.mismatches, last]))
+        return self.document
+
+    @property
+    def left(self) -> list[str]:
+        """Keys that are still ``"auto"``."""
+        return autos(self.document)
+
+
+def hidden_size(model_config: Any) -> int | None:
+    """A model's hidden size; the largest of several; None if its config has none."""
+    for config in (model_config, _attribute(model_config, "text_config")):
+        single, several = _attribute(config, "hidden_size"), _attribute(config, "hidden_sizes")
+        if single is not None:
+            return int(single)
+        if several:
+            return int(max(several))
+    return None
+
+
+def _attribute(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+# Blocks
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on a value, in words and as a function."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+_COUNT = Rule("an int of at least 1", lambda value: _is_int(value) and value >= 1)
+_WHOLE = Rule("an int of at least 0", lambda value: _is_int(value) and value >= 0)
+_POWER = Rule("an int from 0 to 127", lambda value: _is_int(value) and 0 <= value <= 127)
+_AMOUNT = Rule("a number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf)
+_POSITIVE = Rule("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf)
+_TEXT = Rule("a string", lambda value: isinstance(value, str))
+_NAME = Rule("a name", lambda value: isinstance(value, str) and bool(value))
+_OPTIONS = Rule("a block", lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
+_DTYPE = Rule(f"one of {', '.join(DTYPES)}", lambda value: isinstance(value, str) and value in DTYPES)
+_MEAN = Rule("'mean'", lambda value: isinstance(value, str) and value.lower() == "mean")
+_PATTERNS = Rule(
+    '"auto" or a list of patterns',
+    lambda value: value == AUTO or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
 )
-from ddp_zero.deepspeed.config.table import check
 
-Value = TypeVar("Value")
 
-EQUATION = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks"
+def _one_of(*values: object) -> Rule:
+    return Rule(f"one of {', '.join(map(repr, values))}", lambda value: type(value) is not bool and value in values)
+
+
+def _optional(rule: Rule) -> Rule:
+    return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
+
+
+def _key(rule: Rule, default: Any) -> Any:
+    """A field of a section: its rule, and its default."""
+    return field(default=default, metadata={"rule": rule})
+
+
+@dataclass(frozen=True)
+class Section:
+    """A block: each field has a rule, and blocks may exclude combinations.
+
+    Raises:
+        ConfigError: listing every value that breaks a rule.
+    """
+
+    BLOCK: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        prefix = f"{self.BLOCK}." if self.BLOCK else ""
+        wrong = [
+            f"- {prefix}{one.name}: expected {one.metadata['rule'].expected}, got {getattr(self, one.name)!r}"
+            for one in fields(self)
+            if "rule" in one.metadata and not one.metadata["rule"].holds(getattr(self, one.name))
+        ]
+        wrong = wrong or self.contradictions()
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+    def contradictions(self) -> list[str]:
+        """Values that are fine by themselves and not together, a line each."""
+        return []
+
+    @classmethod
+    def parse(cls: type[SectionType], block: Mapping[str, Any] | None) -> SectionType:
+        """The section of a block; keys that it has no field for are left to other sections.
+
+        Raises:
+            ConfigError: listing every value that breaks a rule.
+        """
+        known = {one.name for one in fields(cls)}
+        if block is not None and not isinstance(block, Mapping):
+            raise ConfigError(f"- {cls.BLOCK}: expected a block, got {block!r}")
+        return cls(**{name: _whole(value) for name, value in (block or {}).items() if name in known})
+
+
+def _whole(value: Any) -> Any:
+    """5e8 is a float in JSON, and stands for a number of elements."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 1 else value
+
+
+@dataclass(frozen=True)
+class OptimizerSection(Section):
+    """``optimizer``: a class by its name, and its options."""
+
+    type: str = _key(_NAME, "")
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    BLOCK: ClassVar[str] = "optimizer"
+
+    def contradictions(self) -> list[str]:
+        """Clipping is not an option of an optimizer."""
+        if not _OPTIONS.holds(self.params):
+            return [f"- optimizer.params: expected a block, got {self.params!r}"]
+        if "max_grad_norm" in self.params:
+            return ['- optimizer.params.max_grad_norm: expected "gradient_clipping" instead, outside of "optimizer"']
+        return []
+
+
+@dataclass(frozen=True)
+class SchedulerSection(Section):
+    """``scheduler``: a schedule by its name, and its options."""
+
+    type: str = _key(_NAME, "")
+    params: Mapping[str, Any] = field(default_factory=dict, metadata={"rule": _OPTIONS})
+
+    BLOCK: ClassVar[str] = "scheduler"
+
+
+@dataclass(frozen=True)
+class Fp16Section(Section):
+    """``fp16``: parameters in fp16, and a loss scale."""
+
+    enabled: bool = _key(_FLAG, False)
+    auto_cast: bool = _key(_FLAG, False)
+    loss_scale: float = _key(_AMOUNT, 0)
+    initial_scale_power: int = _key(_POWER, 16)
+    loss_scale_window: int = _key(_COUNT, 1000)
+    hysteresis: int = _key(_COUNT, 2)
+    consecutive_hysteresis: bool = _key(_FLAG, False)
+    min_loss_scale: float = _key(_POSITIVE, 1)
+
+    BLOCK: ClassVar[str] = "fp16"
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale follows the gradients."""
+        return self.loss_scale == 0
+
+    def contradictions(self) -> list[str]:
+        """The first scale is not below the smallest."""
+        if self.is_dynamic and 2.0**self.initial_scale_power < self.min_loss_scale:
+            return [
+                "- fp16: expected min_loss_scale <= 2 ** initial_scale_power, got "
+                f"{self.min_loss_scale} > 2 ** {self.initial_scale_power}"
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class Bf16Section(Section):
+    """``bf16``: parameters in bf16, and fp32 masters unless both are said to be kept in bf16."""
+
+    enabled: bool = _key(_FLAG, False)
+    check_grad_overflow: bool = _key(_FLAG, True)
+    bf16_master_weights_and_grads: bool = _key(_FLAG, False)
+    bf16_optimizer_states: bool = _key(_FLAG, False)
+
+    BLOCK: ClassVar[str] = "bf16"
+
+    def contradictions(self) -> list[str]:
+        """Masters and state have one precision."""
+        if self.bf16_master_weights_and_grads != self.bf16_optimizer_states:
+            return [
+                "- bf16: expected bf16_master_weights_and_grads and bf16_optimizer_states both true or both false, got "
+                f"{self.bf16_master_weights_and_grads} and {self.bf16_optimizer_states}: state has the precision of "
+                "what is stepped"
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class AutocastSection(Section):
+    """``torch_autocast``: forward passes under `torch.autocast`."""
+
+    enabled: bool = _key(_FLAG, False)
+    dtype: str = _key(_one_of("bfloat16", "bf16", "torch.bfloat16"), "bfloat16")
+
+    BLOCK: ClassVar[str] = "torch_autocast"
+
+
+@dataclass(frozen=True)
+class DataTypesSection(Section):
+    """``data_types``."""
+
+    grad_accum_dtype: str | None = _key(_optional(_DTYPE), None)
+    param_dtype: str | None = _key(_optional(_DTYPE), None)
+    buffer_dtype: str | None = _key(_optional(_DTYPE), None)
+    keep_in_fp32_modules: Any = field(default=AUTO, metadata={"rule": _PATTERNS})
+
+    BLOCK: ClassVar[str] = "data_types"
+
+
+@dataclass(frozen=True)
+class OffloadSection(Section):
+    """``zero_optimization.offload_optimizer``."""
+
+    device: str = _key(_one_of("none", "cpu"), "none")
+
+    BLOCK: ClassVar[str] = "zero_optimization.offload_optimizer"
+
+
+@dataclass(frozen=True)
+class ZeroSection(Section):
+    """``zero_optimization``."""
+
+    stage: int = _key(_one_of(0, 1, 2), 0)
+    reduce_bucket_size: int | None = _key(_optional(_COUNT), None)
+    allgather_bucket_size: int | None = _key(_optional(_WHOLE), None)
+    overlap_comm: bool | None = _key(_optional(_FLAG), False)
+    contiguous_gradients: bool = _key(_FLAG, True)
+    ignore_unused_parameters: bool = _key(_FLAG, True)
+    load_from_fp32_weights: bool = _key(_FLAG, True)
+    compute_grad_norm: bool = _key(_FLAG, True)
+    reduce_scatter: bool = _key(_FLAG, True)
+    round_robin_gradients: bool = _key(_FLAG, False)
+    elastic_checkpoint: bool = _key(_FLAG, False)
+    cpu_offload: bool | None = _key(_optional(_FLAG), None)
+
+    BLOCK: ClassVar[str] = "zero_optimization"
+
+    @property
+    def bucket_elements(self) -> int | None:
+        """The most elements in a bucket of several parameters; None if nothing was said."""
+        sizes = [size for size in (self.reduce_bucket_size, self.allgather_bucket_size) if size]
+        return min(sizes, default=None)
+
+
+@dataclass(frozen=True)
+class WriterSection(Section):
+    """``tensorboard`` or ``csv_monitor``."""
+
+    enabled: bool = _key(_FLAG, False)
+    output_path: str = _key(_TEXT, "")
+    job_name: str = _key(_TEXT, "DeepSpeedJobName")
+
+
+@dataclass(frozen=True)
+class Rest(Section):
+    """The keys outside of blocks."""
+
+    gradient_clipping: float = _key(_AMOUNT, 1.0)
+    managed_gradient_accumulation: bool = _key(_FLAG, True)
+    gradient_allreduce_op: str = _key(_MEAN, "mean")
+    communication_data_type: str | None = _key(_optional(_DTYPE), None)
+    prescale_gradients: bool = _key(_FLAG, False)
+    gradient_predivide_factor: float | None = _key(_optional(_POSITIVE), None)
+    steps_per_print: int | None = _key(_optional(_COUNT), None)
+    wall_clock_breakdown: bool = _key(_FLAG, False)
+    memory_breakdown: bool = _key(_FLAG, False)
+    dump_state: bool = _key(_FLAG, False)
+    dataloader_drop_last: bool = _key(_FLAG, False)
+    log_level: str | None = _key(_optional(_one_of("debug", "info", "warning", "error", "critical")), None)
+
+    def contradictions(self) -> list[str]:
+        """Gradients are divided before they are summed, or partly after."""
+        if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1, 1.0):
+            return [
+                "- expected prescale_gradients = true or a gradient_predivide_factor, got both: "
+                f"{self.gradient_predivide_factor}"
+            ]
+        return []
+
+
+_EQUATION = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """How many samples make a step.
-
-    Attributes:
-        train: of a step, on all ranks.
-        micro: of a forward pass, on a rank.
-        accumulation: backward passes of a step.
-    """
+    """The samples of a step: ``train`` on all ranks, in ``accumulation`` backward passes of ``micro`` on each rank."""
 
     train: int
     micro: int
@@ -61,13 +570,13 @@ class Batch:
         given = dict(
             train_batch_size=train, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
         )
-        wrong = [name for name, value in given.items() if value is not None and not COUNT.holds(value)]
+        wrong = [name for name, value in given.items() if value is not None and not _COUNT.holds(value)]
         if wrong:
             told = ", ".join(f"{name} = {given[name]!r}" for name in wrong)
-            raise ConfigError(f"Expected {EQUATION}, each an int of at least 1, got {told}.")
+            raise ConfigError(f"Expected {_EQUATION}, each an int of at least 1, got {told}.")
         if train is None and micro is None:
             raise ConfigError(
-                f"Expected train_batch_size or train_micro_batch_size_per_gpu, got neither. {EQUATION}: any two give "
+                f"Expected train_batch_size or train_micro_batch_size_per_gpu, got neither. {_EQUATION}: any two give "
                 "the third."
             )
         if accumulation is None:
@@ -78,52 +587,10 @@ class Batch:
         product = micro * accumulation * ranks
         if train is not None and train != product:
             raise ConfigError(
-                f"Expected {EQUATION}, got {train} = {micro} * {accumulation} * {ranks}, which is {product}; given "
+                f"Expected {_EQUATION}, got {train} = {micro} * {accumulation} * {ranks}, which is {product}; given "
                 f"were {', '.join(f'{name} = {value}' for name, value in given.items() if value is not None)}."
             )
         return cls(product, micro, accumulation)
-
-
-@dataclass(frozen=True)
-class Rest(Section):
-    """The keys outside of blocks."""
-
-    gradient_clipping: float = 1.0
-    managed_gradient_accumulation: bool = True
-    gradient_allreduce_op: str = "mean"
-    communication_data_type: str | None = None
-    prescale_gradients: bool = False
-    gradient_predivide_factor: float | None = None
-    steps_per_print: int | None = None
-    wall_clock_breakdown: bool = False
-    memory_breakdown: bool = False
-    dump_state: bool = False
-    dataloader_drop_last: bool = False
-    log_level: str | None = None
-
-    RULES: ClassVar[Mapping[str, Rule]] = {
-        "gradient_clipping": AMOUNT,
-        "managed_gradient_accumulation": FLAG,
-        "gradient_allreduce_op": Rule("'mean'", lambda value: isinstance(value, str) and value.lower() == "mean"),
-        "communication_data_type": optional(DTYPE),
-        "prescale_gradients": FLAG,
-        "gradient_predivide_factor": optional(POSITIVE),
-        "steps_per_print": optional(COUNT),
-        "wall_clock_breakdown": FLAG,
-        "memory_breakdown": FLAG,
-        "dump_state": FLAG,
-        "dataloader_drop_last": FLAG,
-        "log_level": optional(one_of("debug", "info", "warning", "error", "critical")),
-    }
-
-    def contradictions(self) -> list[str]:
-        """Gradients are divided before they are summed, or partly after."""
-        if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1, 1.0):
-            return [
-                "- expected prescale_gradients = true or a gradient_predivide_factor, got both: "
-                f"{self.gradient_predivide_factor}"
-            ]
-        return []
 
 
 @dataclass(frozen=True)
@@ -131,7 +598,7 @@ class Config:
     """A configuration that can be used.
 
     Attributes:
-        batch: how many samples make a step.
+        batch: the samples of a step.
         zero: the stage and its options.
         offload: where the optimizer's state is.
         optimizer: by name; None if none is configured.
@@ -143,9 +610,9 @@ class Config:
         tensorboard: what to write for it.
         csv_monitor: what to write as CSV.
         tag_validation: ``"ignore"``, ``"warn"`` or ``"fail"``.
-        rest: what is not in a block.
+        rest: the keys outside of blocks.
         document: the configuration as it was given.
-        findings: what becomes of each of its keys.
+        findings: the effect of each of its keys.
     """
 
     batch: Batch
@@ -174,7 +641,7 @@ class Config:
         """Check and read a configuration.
 
         Args:
-            source: see `ddp_zero.deepspeed.config.document.read`.
+            source: see `read`.
             ranks: the number of ranks.
 
         Raises:
@@ -182,36 +649,33 @@ class Config:
                 one kind are listed.
         """
         document = read(source)
-        findings = check(document)
-        problems = list[str]()
-
-        def take(build: Callable[[], Value]) -> Value | None:
-            """What a function builds; None, and its message among the problems, if it raises."""
+        findings = tuple(check(document))
+        zero = document.get("zero_optimization")
+        zero = {"stage": int(zero)} if isinstance(zero, bool) else zero
+        builders: dict[str, Callable[[], Any]] = {
+            "zero": lambda: ZeroSection.parse(zero),
+            "offload": lambda: OffloadSection.parse(_offload(document)),
+            "optimizer": lambda: _named(OptimizerSection, document.get("optimizer")),
+            "scheduler": lambda: _named(SchedulerSection, document.get("scheduler")),
+            "fp16": lambda: Fp16Section.parse(document.get("fp16")),
+            "bf16": lambda: Bf16Section.parse(_bf16(document)),
+            "autocast": lambda: AutocastSection.parse(document.get("torch_autocast")),
+            "data_types": lambda: DataTypesSection.parse(document.get("data_types")),
+            "tensorboard": lambda: WriterSection.parse(document.get("tensorboard")),
+            "csv_monitor": lambda: WriterSection.parse(document.get("csv_monitor")),
+            "rest": lambda: Rest.parse(document),
+            "tag_validation": lambda: _tag_validation(document),
+            "batch": lambda: _batch(document, ranks),
+        }
+        parts, problems = dict[str, Any](), list[str]()
+        for name, build in builders.items():
             try:
-                return build()
+                parts[name] = build()
             except ConfigError as error:
                 problems.append(str(error))
-                return None
-
-        zero = document.get("zero_optimization")
-        parts: dict[str, Any] = {
-            "zero": take(lambda: ZeroSection.parse({"stage": int(zero)} if isinstance(zero, bool) else zero)),
-            "offload": take(lambda: OffloadSection.parse(_offload(document))),
-            "optimizer": take(lambda: _named(OptimizerSection, document.get("optimizer"))),
-            "scheduler": take(lambda: _named(SchedulerSection, document.get("scheduler"))),
-            "fp16": take(lambda: Fp16Section.parse(document.get("fp16"))),
-            "bf16": take(lambda: Bf16Section.parse(_bf16(document))),
-            "autocast": take(lambda: AutocastSection.parse(document.get("torch_autocast"))),
-            "data_types": take(lambda: DataTypesSection.parse(document.get("data_types"))),
-            "tensorboard": take(lambda: WriterSection.parse(document.get("tensorboard"))),
-            "csv_monitor": take(lambda: WriterSection.parse(document.get("csv_monitor"))),
-            "rest": take(lambda: Rest.parse(document)),
-            "tag_validation": take(lambda: _tag_validation(document)),
-            "batch": take(lambda: _batch(document, ranks)),
-        }
         if problems:
             raise ConfigError("\n".join(["Invalid values in the DeepSpeed configuration:", *problems]))
-        return cls(**parts, document=document, findings=tuple(findings))
+        return cls(**parts, document=document, findings=findings)
 
     @property
     def dtype(self) -> str:
@@ -232,6 +696,19 @@ class Config:
     def is_sharded(self) -> bool:
         """Whether there is a sharded optimizer: in stages 1 and 2, and in stage 0 if there are masters."""
         return self.zero.stage > 0 or self.has_low_precision or self.offload.device != "none"
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether averages of low-precision gradients are to add up in fp32; in stage 2 they always do."""
+        sums = self.data_types.grad_accum_dtype
+        return sums is not None and DTYPES[sums] == "float32" and self.has_low_precision
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The largest norm: infinite where a norm is wanted and nothing clipped; None where none is."""
+        if self.rest.gradient_clipping > 0:
+            return self.rest.gradient_clipping
+        return math.inf if self.zero.compute_grad_norm else None
 
     def _contradictions(self) -> list[str]:
         wrong = list[str]()
@@ -260,7 +737,6 @@ class Config:
 
 
 def _named(kind: type[SectionType], block: Mapping[str, Any] | None) -> SectionType | None:
-    """A block that names a class, if there is one."""
     return None if block is None or block == {} else kind.parse(block)
 
 

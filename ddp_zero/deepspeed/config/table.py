@@ -1,29 +1,569 @@
-"""Every documented key of a DeepSpeed configuration, by path, and the findings for a document."""
+"""The table of DeepSpeed's configuration keys: for each, its effect here, and the findings for a document.
 
-from collections.abc import Mapping
+A key is *honoured*, has *no effect* here for a reason, which is logged once, or is *refused* with a remedy. With some
+values a key asks for nothing, such as ``"enabled": false``; it is then *off* whatever it would do otherwise. A key
+that is in no table is an error: nothing is ignored silently.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
-from ddp_zero.deepspeed.config.document import value_at
-from ddp_zero.deepspeed.config.keys import AUTO, ConfigError, Finding, Key, Kind, judge
-from ddp_zero.deepspeed.config.main_keys import MAIN_KEYS
-from ddp_zero.deepspeed.config.other_keys import OTHER_KEYS
-from ddp_zero.deepspeed.config.zero_keys import ZERO_KEYS
+AUTO = "auto"
+"""The value that stands for one that is filled in later."""
 
-ROWS: tuple[Key, ...] = (*MAIN_KEYS, *ZERO_KEYS, *OTHER_KEYS)
-"""The rows, in the order of the page."""
+ANY = ("*",)
+"""In ``Key.holds``: keys of any name."""
 
-TABLE: Mapping[str, Key] = {row.path: row for row in ROWS}
+
+class Kind(Enum):
+    """The effect of a key."""
+
+    HONOURED = "honoured"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+    OFF = "off"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message lists everything that is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A different effect of a key at some of its values, compared by ``==``; strings without regard to case."""
+
+    values: tuple[object, ...]
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row of the table.
+
+    Attributes:
+        path: names from the root, joined by dots.
+        kind: the effect of the key.
+        text: the effect in words, the reason for having none, or the remedy.
+        off: values at which it asks for nothing.
+        cases: values with a different effect.
+        holds: names of keys below it that share its row; `ANY` for all.
+        switch: the key below it without which, or with False as which, the block is off.
+        takes_auto: whether ``"auto"`` is a value of its own.
+    """
+
+    path: str
+    kind: Kind
+    text: str
+    off: tuple[object, ...] = ()
+    cases: tuple[Case, ...] = ()
+    holds: tuple[str, ...] = ()
+    switch: str = ""
+    takes_auto: bool = False
+
+    def at(self, value: object) -> tuple[Kind, str]:
+        """The effect of the key at a value, and its text."""
+        if any(_equal(value, known) for known in self.off):
+            return Kind.OFF, "asks for nothing"
+        for case in self.cases:
+            if any(_equal(value, known) for known in case.values):
+                return case.kind, case.text
+        return self.kind, self.text
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The effect of one key of a document at its value."""
+
+    path: str
+    value: Any
+    kind: Kind
+    text: str
+
+
+def _equal(value: object, other: object) -> bool:
+    if isinstance(value, str) and isinstance(other, str):
+        return value.lower() == other.lower()
+    return (
+        type(value) in (type(other), int, float)
+        and value == other
+        and isinstance(value, bool) == isinstance(other, bool)
+    )
+
+
+def _honoured(path: str, text: str, *cases: Case, **more: Any) -> Key:
+    return Key(path, Kind.HONOURED, text, cases=cases, **more)
+
+
+def _no_effect(path: str, text: str, *cases: Case, **more: Any) -> Key:
+    return Key(path, Kind.NO_EFFECT, text, cases=cases, **more)
+
+
+def _refused(path: str, text: str, *cases: Case, **more: Any) -> Key:
+    return Key(path, Kind.REFUSED, text, cases=cases, **more)
+
+
+def _inside(block: str, *rows: Key) -> list[Key]:
+    return [replace(row, path=f"{block}.{row.path}") for row in rows]
+
+
+# The rows, in the order of the page
+
+_EQUATION = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."
+
+_BATCH = [
+    _honoured("train_batch_size", f"{_EQUATION} Any two give the third; what contradicts it is an error."),
+    _honoured("train_micro_batch_size_per_gpu", _EQUATION),
+    _honoured("gradient_accumulation_steps", f"{_EQUATION} 1 if only one of the three is given."),
+    _honoured(
+        "managed_gradient_accumulation",
+        "engine.step() steps at the boundary.",
+        Case(
+            (False,),
+            Kind.REFUSED,
+            "Leave it out, and call engine.set_gradient_accumulation_boundary(True) before the last backward pass of a "
+            "step, False before the others.",
+        ),
+    ),
+    _honoured("dataloader_drop_last", "drop_last of the data loader that initialize() builds."),
+]
+
+_OPTIMIZER = [
+    _honoured("optimizer", "A block."),
+    _honoured(
+        "optimizer.type",
+        "Adam, AdamW, SGD, Adagrad, Lion, Muon, Lamb; the name of another class of torch.optim; or the full name of "
+        "any importable class, such as my_package.MyOptimizer. Lion: where momentum and gradient are 0, nothing moves; "
+        "in DeepSpeed by the rate. Lamb: the ratio is that of each parameter; in DeepSpeed's stages 1 and 2 that of a "
+        "rank's share of a group. Muon: gradients are clipped first; DeepSpeed's stages 1 and 2 clip what Muon has "
+        "made of them. per_head_muon is refused.",
+    ),
+    _honoured(
+        "optimizer.params",
+        "Options of the class. adam_w_mode of Adam is true unless it is given, as in DeepSpeed; torch_adam and "
+        "fp32_optimizer_states have no effect; max_grad_norm is refused: use gradient_clipping.",
+        holds=ANY,
+    ),
+    _no_effect("optimizer.legacy_fusion", "Steps are those of torch's own optimizers."),
+    _honoured("scheduler", "A block."),
+    _honoured(
+        "scheduler.type",
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; or a class of torch.optim.lr_scheduler.",
+    ),
+    _honoured("scheduler.params", "Options of the schedule, with DeepSpeed's defaults and curves.", holds=ANY),
+    _honoured(
+        "gradient_clipping",
+        "The largest norm of all gradients, 1.0 unless it is given, as in DeepSpeed 0.19; 0 does not clip.",
+    ),
+    _no_effect("zero_allow_untested_optimizer", "ddp_zero.check_shardable() tests any optimizer, and steps compare."),
+    _no_effect("zero_force_ds_cpu_optimizer", "Optimizers are torch's, also with offload_optimizer."),
+]
+
+_PRECISION = [
+    _honoured("fp16", "A block.", switch="enabled"),
+    _honoured("fp16.enabled", "Parameters are cast to fp16, their owner steps fp32 masters, the loss is scaled."),
+    _honoured("fp16.auto_cast", "Floating inputs of the model are cast to fp16."),
+    _honoured("fp16.loss_scale", "0, the default: dynamic. Else a static scale."),
+    _honoured("fp16.initial_scale_power", "The first dynamic scale is 2 to this power."),
+    _honoured("fp16.loss_scale_window", "Steps without an overflow after which the scale doubles."),
+    _honoured("fp16.hysteresis", "Overflows at which the scale starts to be halved."),
+    _honoured("fp16.consecutive_hysteresis", "true: a step without an overflow restores the hysteresis."),
+    _honoured("fp16.min_loss_scale", "The smallest dynamic scale; an overflow at it raises."),
+    _refused(
+        "fp16.fp16_master_weights_and_grads",
+        'Masters are fp32 here. Leave it out, or use "bf16" with bf16_optimizer_states.',
+        off=(False,),
+    ),
+    *(
+        row
+        for name in ("bf16", "bfloat16")
+        for row in (
+            _honoured(name, "A block." if name == "bf16" else "The old name of bf16.", switch="enabled"),
+            _honoured(f"{name}.enabled", "Parameters are cast to bf16, their owner steps fp32 masters."),
+            _honoured(
+                f"{name}.check_grad_overflow",
+                "true, the default: a step with a gradient that is not finite is skipped on all ranks. false: it is "
+                "taken.",
+            ),
+            _no_effect(f"{name}.immediate_grad_update", "Gradients are reduced as backward produces them."),
+            _honoured(
+                f"{name}.bf16_master_weights_and_grads",
+                "Together with bf16_optimizer_states: parameters and state in bf16, no masters.",
+            ),
+            _honoured(
+                f"{name}.bf16_optimizer_states",
+                "Together with bf16_master_weights_and_grads: parameters and state in bf16, no masters.",
+            ),
+        )
+    ),
+    _honoured("torch_autocast", "A block.", switch="enabled"),
+    _honoured(
+        "torch_autocast.enabled",
+        "Forward passes run under torch.autocast; parameters and gradients stay as they are. In stages 1 and 2 "
+        "DeepSpeed sends gradients of linear layers and convolutions in the lower dtype: see communication_data_type.",
+    ),
+    _honoured(
+        "torch_autocast.dtype",
+        "The dtype of torch.autocast.",
+        Case(
+            ("fp16", "float16", "half", "torch.float16"),
+            Kind.REFUSED,
+            'Use "bfloat16", or the block "fp16", which has a loss scale.',
+        ),
+    ),
+    _refused(
+        "torch_autocast.lower_precision_safe_modules",
+        "Leave it out: torch.autocast itself decides by operation.",
+        off=(None,),
+    ),
+    _honoured("data_types", "A block."),
+    _honoured(
+        "data_types.grad_accum_dtype",
+        "fp32: averages of several backward passes add up in fp32. Stage 2 always does that.",
+    ),
+    _honoured("data_types.param_dtype", "The dtype of the mode; another one is an error.", off=(None,)),
+    _honoured("data_types.buffer_dtype", "Floating buffers are cast to it; without it they keep theirs.", off=(None,)),
+    _honoured(
+        "data_types.keep_in_fp32_modules",
+        "Buffers that stay in fp32: auto, those that a transformers model lists; or a list of patterns.",
+        takes_auto=True,
+    ),
+]
+
+_REDUCTION = [
+    _honoured(
+        "communication_data_type",
+        "The dtype in which gradients travel, to any in stage 2; in stages 0 and 1 fp16 or bf16 for wider gradients.",
+        off=(None,),
+    ),
+    _honoured(
+        "prescale_gradients",
+        "true: gradients are divided by the number of ranks before they are summed, as DDP does, and as is done here "
+        "without a factor.",
+    ),
+    _honoured(
+        "gradient_predivide_factor",
+        "In stage 2 gradients are divided by this before they are summed, and by the rest of the number of ranks "
+        "afterwards. In stages 0 and 1, where DDP divides, anything but 1.0 is an error.",
+    ),
+    _honoured(
+        "gradient_allreduce_op",
+        "mean: gradients are averaged.",
+        Case(("sum",), Kind.REFUSED, "Multiply the loss by the number of ranks instead."),
+    ),
+    _no_effect("seq_parallel_communication_data_type", "There is no sequence parallelism here."),
+    _no_effect("disable_allgather", "New parameters always travel from their owner, once per step."),
+    _no_effect("use_data_before_expert_parallelism", "There is no expert parallelism here."),
+]
+
+_LOGGING = [
+    _honoured("steps_per_print", "Rank 0 prints step, skipped steps, learning rate and momentum every so many steps."),
+    _honoured("wall_clock_breakdown", "Rank 0 prints the milliseconds of forward, backward and step of every step."),
+    _honoured("memory_breakdown", "Rank 0 prints the memory in use, and its peak, at every step."),
+    _honoured("dump_state", "Rank 0 prints the configuration as it is used."),
+    _honoured("log_level", "The level of the logger ddp_zero.", off=(None,)),
+    _honoured("tensorboard", "A block.", switch="enabled"),
+    _honoured("tensorboard.enabled", "Rank 0 writes learning rate and loss scale for TensorBoard, if it is installed."),
+    _honoured("tensorboard.output_path", "Where to write."),
+    _honoured("tensorboard.job_name", "The folder in it."),
+    _honoured("csv_monitor", "A block.", switch="enabled"),
+    _honoured("csv_monitor.enabled", "Rank 0 writes a CSV file per number: learning rate, loss scale."),
+    _honoured("csv_monitor.output_path", "Where to write."),
+    _honoured("csv_monitor.job_name", "The folder in it."),
+    _refused(
+        "wandb",
+        "Log from the loop: engine.get_lr(), engine.get_global_grad_norm(); or use csv_monitor.",
+        switch="enabled",
+        holds=("enabled", "group", "team", "project"),
+    ),
+    _refused(
+        "comet",
+        "Log from the loop: engine.get_lr(), engine.get_global_grad_norm(); or use csv_monitor.",
+        switch="enabled",
+        holds=(
+            *("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name"),
+            *("experiment_key", "online", "mode"),
+        ),
+    ),
+]
+
+_CHECKPOINTS = [
+    _honoured("checkpoint", "A block.", off=(None,)),
+    _honoured("checkpoint.tag_validation", "What to do if ranks save under different tags: Ignore, Warn or Fail."),
+    _refused(
+        "checkpoint.load_universal",
+        "Load such a checkpoint by the functions of docs/from-deepspeed.md, section Checkpoints.",
+        off=(False,),
+    ),
+    _refused(
+        "checkpoint.use_node_local_storage", "Checkpoints are written to a folder that all ranks share.", off=(False,)
+    ),
+    _no_effect("checkpoint.parallel_write", "Every rank always writes its part.", holds=("pipeline_stage",)),
+    _no_effect("checkpoint.checkpoint_serialization", "The format is that of ddp_zero.checkpoint."),
+    _no_effect(
+        "checkpoint.writer",
+        "The format is that of ddp_zero.checkpoint.",
+        holds=(
+            *("type", "decoupled", "io_buffer_size", "io_buffer_double", "show_statistics", "data_parallel"),
+            "io_multiplier",
+        ),
+        off=(None,),
+    ),
+    _refused(
+        "datastates_ckpt", "Save with ddp_zero.checkpoint.save(..., background=True).", off=(False, None), holds=ANY
+    ),
+]
+
+_STAGE_3 = "It belongs to stage 3, which is refused."
+_NEAREST = (
+    "Parameters are not sharded here. What comes nearest to stage 3 is FSDP2 (torch.distributed.fsdp.fully_shard); "
+    'what comes nearest here is "stage": 2.'
+)
+_NVME = 'Nothing is swapped to disk here. Use "device": "cpu".'
+
+
+_ZERO = [
+    _honoured("zero_optimization", "A block; true means stage 1, false stage 0."),
+    *_inside(
+        "zero_optimization",
+        _honoured("stage", "0: plain DDP; 1: state is sharded; 2: gradients too.", Case((3,), Kind.REFUSED, _NEAREST)),
+        _honoured(
+            "reduce_bucket_size",
+            "The most elements in a bucket of DDP that has more than one parameter. The default of ddp_zero, a "
+            "sixteenth of the model and at most 25 MiB, applies where it is smaller.",
+        ),
+        _honoured("allgather_bucket_size", "The same bound: new parameters travel by the buckets of gradients."),
+        _honoured(
+            "overlap_comm",
+            "true: step inside backward where no gradient has to be awaited. Without it only reductions overlap with "
+            "backward, as always in DDP.",
+        ),
+        _honoured(
+            "contiguous_gradients", "gradient_as_bucket_view of DDP. Stage 2 needs it, so there false has no effect."
+        ),
+        _honoured(
+            "reduce_scatter",
+            "In stage 2 a gradient is sent to its owner only; in stages 0 and 1 DDP reduces to all ranks.",
+            Case((False,), Kind.NO_EFFECT, "In stage 2 a gradient is always sent to its owner only: the same numbers."),
+        ),
+        _honoured("round_robin_gradients", "Every bucket is always spread over all ranks."),
+        _honoured(
+            "ignore_unused_parameters",
+            "true, the default: find_unused_parameters of DDP. false: DDP raises at a parameter without a gradient, "
+            "and saves the search for them.",
+        ),
+        _honoured("elastic_checkpoint", "Every checkpoint can be loaded at any number of ranks."),
+        _honoured(
+            "load_from_fp32_weights",
+            "true, the default: load_checkpoint restores fp32 masters. false: it makes them from the 16-bit weights.",
+        ),
+        _honoured(
+            "compute_grad_norm",
+            "false: without gradient_clipping no norm is computed, and get_global_grad_norm() returns None.",
+        ),
+        _honoured("offload_optimizer", "A block.", off=(None,)),
+        *(
+            _no_effect(f"offload_optimizer.{name}", "It belongs to offloading to NVMe.")
+            for name in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")
+        ),
+        _no_effect("offload_optimizer.cpuadam_cores_perc", "It belongs to DeepSpeed's own Adam for CPUs."),
+        _honoured(
+            "offload_optimizer.device",
+            "cpu: masters and state in CPU memory, stepped there.",
+            Case(("nvme",), Kind.REFUSED, _NVME),
+            off=("none",),
+        ),
+        _no_effect("offload_optimizer.pin_memory", "Memory is pinned where the device can use that."),
+        _no_effect("offload_optimizer.ratio", "All of the state is offloaded.", off=(1.0,)),
+        _refused(
+            "offload_optimizer.super_offload", "Leave it out: state is stepped on the CPU as a whole.", off=(False,)
+        ),
+        _refused(
+            "offload_param",
+            _NEAREST,
+            off=(None,),
+            holds=("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
+        ),
+        _refused("offload_param.device", _NEAREST, off=("none",)),
+        _honoured("cpu_offload", "The old form of offload_optimizer: {device: cpu}.", off=(False, None)),
+        _refused("cpu_offload_param", _NEAREST, off=(False, None)),
+        _no_effect("cpu_offload_use_pin_memory", "Memory is pinned where the device can use that."),
+        _no_effect("allgather_partitions", "Owners send new parameters to all ranks, bucket by bucket."),
+        _no_effect("use_multi_rank_bucket_allreduce", "In stage 2 each owner gets one message per bucket."),
+        _no_effect("sub_group_size", "State is stepped bucket by bucket."),
+        _no_effect("parameter_alignment", "Parameters in flat storage are always aligned, to 64 bytes."),
+        _refused("legacy_stage1", "Leave it out: DeepSpeed refuses it, too.", off=(False,)),
+        _refused(
+            "zenflow",
+            "Leave it out: every step uses all gradients.",
+            off=(None,),
+            holds=(
+                *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload"),
+                *("auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc", "steps_per_epoch"),
+            ),
+        ),
+        _refused(
+            "zero_quantized_gradients",
+            'Gradients are not quantized here. "communication_data_type": "bf16" halves the bytes of fp32 gradients.',
+            off=(False,),
+        ),
+        *(
+            _no_effect(name, _STAGE_3)
+            for name in (
+                *("stage3_prefetch_bucket_size", "prefetch_bucket_size", "stage3_param_persistence_threshold"),
+                *("param_persistence_threshold", "stage3_model_persistence_threshold", "model_persistence_threshold"),
+                *(
+                    "stage3_max_live_parameters",
+                    "max_live_parameters",
+                    "stage3_max_reuse_distance",
+                    "max_reuse_distance",
+                ),
+                *("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
+                *("stage3_gather_fp16_weights_on_model_save", "stage3_module_granularity_threshold"),
+                *("module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params"),
+                *("use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "allgather_sequential"),
+                *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights"),
+                *("memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply"),
+                *("log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory"),
+            )
+        ),
+        _no_effect("leaf_module", _STAGE_3, holds=("classes", "names", "name_suffixes")),
+        *(
+            _refused(f"{name}", "DeepSpeed has removed it. Leave it out.")
+            for name in ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
+        ),
+    ),
+]
+
+_REMOVED = "DeepSpeed has removed it. Leave it out."
+_PARALLEL = "Only data parallelism is sharded here. Build a model that is parallel in other ways with torch itself."
+
+_OTHERS = [
+    _no_effect(
+        "activation_checkpointing",
+        "It configures deepspeed.checkpointing. Use torch.utils.checkpoint in the model.",
+        off=(None,),
+        holds=(
+            *("partition_activations", "partitioned_activations", "number_checkpoints", "cpu_checkpointing"),
+            *("contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile"),
+        ),
+    ),
+    _refused(
+        "flops_profiler",
+        "Use torch.profiler, or torch.utils.flop_counter.FlopCounterMode around a forward pass.",
+        switch="enabled",
+        holds=(
+            *("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed"),
+            "output_file",
+        ),
+    ),
+    _refused(
+        "comms_logger",
+        "Use torch.profiler, where every message has a label ddp_zero::...",
+        switch="enabled",
+        holds=("enabled", "prof_all", "prof_ops", "verbose", "debug"),
+    ),
+    _refused(
+        "autotuning", "Set the sizes by hand; python -m benchmarks.scale predicts time.", switch="enabled", holds=ANY
+    ),
+    _refused(
+        "hybrid_engine",
+        "Generate with engine.module, which always has whole parameters.",
+        switch="enabled",
+        holds=(
+            *("enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"),
+            *("tp_gather_partition_size", "enable_cuda_graph"),
+        ),
+    ),
+    _refused("data_efficiency", "Choose samples in a sampler of your own.", switch="enabled", holds=ANY),
+    _refused("pipeline", _PARALLEL, off=(None,), holds=ANY),
+    _refused("expert_parallel", _PARALLEL, switch="enabled", holds=ANY),
+    _no_effect("tensor_parallel", "With autotp_size 0 or 1 nothing is split.", off=(None,), holds=ANY),
+    _refused("sequence_parallel_size", _PARALLEL, off=(1, None)),
+    _refused("data_parallel_size", "It is the number of ranks. Leave it out.", off=(None,)),
+    _refused("weight_quantization", "Weights are not quantized here.", off=(None,), holds=ANY),
+    _refused("compile.deepcompile", "Use torch.compile on the model, or engine.compile().", off=(False,)),
+    _no_effect(
+        "compile",
+        "It configures DeepCompile.",
+        off=(None,),
+        holds=(
+            *("autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation"),
+            *("offload_activation_pin_memory", "offload_opt_states", "double_buffer", "symmetric_memory", "debug_log"),
+            *("offload_parameters", "sync_before_reduce", "sync_after_reduce", "sync_before_allgather"),
+            *("sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors", "passes"),
+        ),
+    ),
+    _no_effect("timers", "steps_per_print and wall_clock_breakdown say what is logged.", off=(None,), holds=ANY),
+    _no_effect("aio", "Nothing is swapped to disk here.", off=(None,), holds=ANY),
+    _no_effect("disable_python_gc", "Call gc.disable() in the program.", off=(False,)),
+    _no_effect("vocabulary_size", "DeepSpeed only warns about it.", off=(None,)),
+    _no_effect("allgather_size", 'It belongs to the old form "zero_optimization": true.', off=(None,)),
+    _refused("inference", "Use engine.module in evaluation mode.", off=(None,), holds=ANY),
+    *(
+        _refused(name, _REMOVED, off=(None, False), switch=switch, holds=ANY)
+        for name, switch in (
+            *(
+                ("nebula", "enabled"),
+                ("compression_training", ""),
+                ("amp", "enabled"),
+                ("quantize_training", "enabled"),
+            ),
+            *(("sparse_gradients", ""), ("eigenvalue", "enabled"), ("sparse_attention", ""), ("elasticity", "enabled")),
+            *(("graph_harvesting", ""), ("curriculum_learning", "enabled"), ("progressive_layer_drop", "enabled")),
+        )
+    ),
+]
+
+
+SECTIONS: Mapping[str, list[Key]] = {
+    "Batch": _BATCH,
+    "Optimizer and scheduler": _OPTIMIZER,
+    "Precision": _PRECISION,
+    "Reduction": _REDUCTION,
+    "Logging": _LOGGING,
+    "Checkpoints": _CHECKPOINTS,
+    "zero_optimization": _ZERO,
+    "Others": _OTHERS,
+}
+"""The rows by the title of their section."""
+
+TABLE: Mapping[str, Key] = {row.path: row for rows in SECTIONS.values() for row in rows}
 """The rows by path."""
 
 
+# The findings for a document
+
+
+def value_at(document: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    """The value of a key, or the default if it, or a block around it, is missing."""
+    found: Any = document
+    for name in path.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            return default
+        found = found[name]
+    return found
+
+
 def find(document: Mapping[str, Any]) -> list[Finding]:
-    """What becomes of every key of a document, in its order; ``"auto"`` is judged as a value yet to come.
+    """The findings for every key of a document, in its order; ``"auto"`` is judged as a value yet to come.
 
     Raises:
-        ConfigError: for keys that DeepSpeed does not have.
+        ConfigError: for keys that DeepSpeed does not have, with the nearest name for each.
     """
     stage = value_at(document, "zero_optimization.stage", 0)
-    return [_in_context(finding, stage) for finding in judge(document, TABLE)]
+    findings, unknown = list[Finding](), list[str]()
+    for path, value, key in _walk(document, "", None):
+        if key is None:
+            unknown.append(_unknown(path))
+        else:
+            findings.append(Finding(path, value, *(_in_context(path, value, stage) or key.at(value))))
+    if unknown:
+        raise ConfigError("\n".join(["Unknown keys in the DeepSpeed configuration:", *unknown]))
+    return findings
 
 
 def check(document: Mapping[str, Any]) -> list[Finding]:
@@ -36,11 +576,11 @@ def check(document: Mapping[str, Any]) -> list[Finding]:
     wrong = [f"- {one.path} = {one.value!r}: {one.text}" for one in findings if one.kind is Kind.REFUSED]
     if wrong:
         raise ConfigError("\n".join(["Expected a configuration without what is not done here, got:", *wrong]))
-    left = [path for path in autos(document) if not _takes_auto(path)]
+    left = [path for path in autos(document) if path not in TABLE or not TABLE[path].takes_auto]
     if left:
         raise ConfigError(
             f'Expected numbers in place of "auto", got "auto" for {", ".join(left)}. Write the values, or fill them '
-            "with ddp_zero.deepspeed.config.auto.Auto."
+            "with ddp_zero.deepspeed.config.config.Auto."
         )
     return findings
 
@@ -56,17 +596,57 @@ def autos(document: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def _takes_auto(path: str) -> bool:
-    return path in TABLE and TABLE[path].takes_auto
+def nearest(path: str) -> str | None:
+    """The key with the most similar name: among those of the same block first, then among all."""
+    block = path.rpartition(".")[0]
+    siblings, anywhere = dict[str, str](), dict[str, str]()
+    for row in TABLE.values():
+        for known in (row.path, *(f"{row.path}.{name}" for name in row.holds if name not in ANY)):
+            around, _, name = known.rpartition(".")
+            anywhere.setdefault(name, known)
+            if around == block:
+                siblings[name] = known
+    for names, cutoff in ((siblings, 0.6), (anywhere, 0.75)):
+        found = difflib.get_close_matches(path.rpartition(".")[2], names, n=1, cutoff=cutoff)
+        if found:
+            return names[found[0]]
+    return None
 
 
-def _in_context(finding: Finding, stage: object) -> Finding:
-    """What becomes of a key where that depends on more than its own value."""
-    path, value = finding.path, finding.value
+def _walk(block: Mapping[str, Any], prefix: str, owner: Key | None) -> Iterator[tuple[str, Any, Key | None]]:
+    """Every leaf with its row; a block that is judged as a whole counts as one."""
+    for name, value in block.items():
+        path = f"{prefix}{name}"
+        key = None if "." in name else TABLE.get(path)
+        if key is None and owner is not None and (owner.holds == ANY or name in owner.holds):
+            key = Key(path, owner.kind, owner.text)
+        if key is None or not isinstance(value, Mapping):
+            yield path, value, key
+        elif key.switch and value.get(key.switch) in (None, False, 0, "false", "False"):
+            yield path, value, Key(path, Kind.OFF, f"asks for nothing without {key.switch!r}: true")
+            for inner in value:  # keys in no table are errors in a block that is switched off, too
+                if not (f"{path}.{inner}" in TABLE or key.holds == ANY or inner in key.holds):
+                    yield f"{path}.{inner}", value[inner], None
+        elif key.holds == ANY:
+            yield path, value, key
+        else:
+            yield from _walk(value, f"{path}.", key)
+
+
+def _in_context(path: str, value: Any, stage: object) -> tuple[Kind, str] | None:
+    """The effect of a key where that depends on more than its own value."""
     if path == "tensor_parallel" and isinstance(value, Mapping) and value.get("autotp_size", 0) not in (0, 1, None):
-        return Finding(path, value, Kind.REFUSED, "Leave it out: only data parallelism is sharded here.")
+        return Kind.REFUSED, "Leave it out: only data parallelism is sharded here."
     if path == "zero_optimization.contiguous_gradients" and value is False and stage == 2:
-        return Finding(path, value, Kind.NO_EFFECT, "Stage 2 needs gradient_as_bucket_view of DDP.")
+        return Kind.NO_EFFECT, "Stage 2 needs gradient_as_bucket_view of DDP."
     if path == "data_types.grad_accum_dtype" and stage == 2 and value not in (None, "fp32", "float32", "float"):
-        return Finding(path, value, Kind.NO_EFFECT, "Stage 2 always adds up in fp32.")
-    return finding
+        return Kind.NO_EFFECT, "Stage 2 always adds up in fp32."
+    return None
+
+
+def _unknown(path: str) -> str:
+    if path in TABLE:
+        *blocks, name = path.split(".")
+        return f"- {path!r}: expected {name!r} in the block {'.'.join(blocks)!r}, got a key with dots"
+    near = nearest(path)
+    return f"- {path!r}" + (f": did you mean {near!r}?" if near else ", which DeepSpeed 0.19 does not have")

@@ -65,12 +65,14 @@ class TensorBoard:
 
     Args:
         where: a folder for event files, or a writer with ``add_scalar`` such as that of `torch.utils.tensorboard`.
+        prefix: put before the names of scalars.
 
     Raises:
         ImportError: for a folder, if the package ``tensorboard`` is not installed.
     """
 
-    def __init__(self, where: Any) -> None:
+    def __init__(self, where: Any, prefix: str = "ddp_zero/") -> None:
+        self._prefix = prefix
         if hasattr(where, "add_scalar"):
             self._writer = where
             return
@@ -87,7 +89,7 @@ class TensorBoard:
         """Add the scalars of a row."""
         for name, number in row.items():
             if name != "step" and math.isfinite(number):
-                self._writer.add_scalar(f"ddp_zero/{name}", number, int(row["step"]))
+                self._writer.add_scalar(f"{self._prefix}{name}", number, int(row["step"]))
 
     def close(self) -> None:
         """Flush what is not written yet."""

@@ -8,11 +8,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from ddp_zero import DynamicLossScale
-from ddp_zero.deepspeed.build import bucket_cap, sharding_options
-from ddp_zero.deepspeed.config.config import Config
-from ddp_zero.deepspeed.config.keys import ConfigError
-from ddp_zero.deepspeed.config.sections import SchedulerSection
-from ddp_zero.deepspeed.precision import cast, cast_inputs
+from ddp_zero.deepspeed.config.config import Config, SchedulerSection
+from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.deepspeed.engine import cast_inputs
+from ddp_zero.deepspeed.initialization import bucket_cap, cast, sharding_options
 from ddp_zero.deepspeed.schedules import Schedule, build_schedule
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddp_zero.deepspeed.config.config import Config
-from ddp_zero.deepspeed.config.keys import ConfigError
-from ddp_zero.deepspeed.monitor import Monitor, Progress
+from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.deepspeed.monitor import Monitor, Progress, monitor_of
 
 CPU = torch.device("cpu")
 MODULE = "torch.utils.tensorboard"
@@ -32,8 +32,14 @@ class Writer:
         self.flushed = len(self.scalars)
 
 
-def monitor(rank: int = 0, **document: Any) -> Monitor:
-    return Monitor(Config.parse({"train_batch_size": 8, **document}, 2), rank, CPU)
+def asked_for(rank: int, **document: Any) -> Monitor | None:
+    return monitor_of(Config.parse({"train_batch_size": 8, **document}, 2), rank, CPU)
+
+
+def monitor(**document: Any) -> Monitor:
+    found = asked_for(0, **document)
+    assert found is not None
+    return found
 
 
 def after(step: int, loss_scale: float | None = 128.0) -> Progress:
@@ -80,8 +86,8 @@ def test_only_rank_0_writes_and_only_where_it_is_asked_to(
     written: list[Writer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     everything = {"steps_per_print": 1, "memory_breakdown": True, "wall_clock_breakdown": True, "dump_state": True}
-    monitor(1, tensorboard=block(tmp_path), csv_monitor=block(tmp_path), **everything).after_step(after(1))
-    monitor(tensorboard=block(tmp_path, enabled=False), csv_monitor={}).after_step(after(1))
+    assert asked_for(1, tensorboard=block(tmp_path), csv_monitor=block(tmp_path), **everything) is None
+    assert asked_for(0, tensorboard=block(tmp_path, enabled=False), csv_monitor={}) is None
     assert written == []
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
@@ -91,7 +97,7 @@ def test_without_tensorboard_the_error_says_what_to_do(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, MODULE, None)
     with pytest.raises(ConfigError, match=r"got none\. pip install tensorboard, or use csv_monitor"):
         monitor(tensorboard=block(tmp_path))
-    monitor(1, tensorboard=block(tmp_path))
+    assert asked_for(1, tensorboard=block(tmp_path)) is None
 
 
 def test_event_files_of_tensorboard_are_written(tmp_path: Path) -> None:
@@ -104,6 +110,16 @@ def test_event_files_of_tensorboard_are_written(tmp_path: Path) -> None:
     read.Reload()
     assert [(one.step, one.value) for one in read.Scalars("Train/Samples/lr")] == [(8, 0.5), (16, 0.5)]
     assert [(one.step, one.value) for one in read.Scalars("Train/Samples/loss_scale")] == [(8, 128.0), (16, 128.0)]
+
+
+def test_a_csv_file_per_number_goes_on_after_a_restart(tmp_path: Path) -> None:
+    for step in (1, 2):
+        monitor(csv_monitor=block(tmp_path)).after_step(after(step))
+    rows = {file.name: file.read_text().split() for file in (tmp_path / "job").iterdir()}
+    assert rows == {
+        "Train_Samples_lr.csv": ["step,lr", "8,0.5", "16,0.5"],
+        "Train_Samples_loss_scale.csv": ["step,loss_scale", "8,128.0", "16,128.0"],
+    }
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

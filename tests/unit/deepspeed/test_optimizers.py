@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ddp_zero import check_shardable
-from ddp_zero.deepspeed.config.keys import ConfigError
-from ddp_zero.deepspeed.config.sections import OptimizerSection
-from ddp_zero.deepspeed.optimizers import as_groups, choice_of, choose
-from ddp_zero.deepspeed.own_optimizers import METHODS, Lamb, Lion, MuonWithAdam, orthogonalized
+from ddp_zero.deepspeed.config.config import OptimizerSection
+from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.deepspeed.initialization import as_groups, choice_of, choose
+from ddp_zero.deepspeed.optimizers import METHODS, Lamb, Lion, MuonWithAdam, orthogonalized
 
 
 def chosen(name: str, model: nn.Module | None = None, **params: Any) -> Any:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ddp_zero.deepspeed.config.auto import Auto, hidden_size
-from ddp_zero.deepspeed.config.keys import ConfigError
+from ddp_zero.deepspeed.config.config import Auto, hidden_size
+from ddp_zero.deepspeed.config.table import ConfigError
 
 ARGS = SimpleNamespace(
     per_device_train_batch_size=4,

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddp_zero.deepspeed.config.config import Batch, Config
-from ddp_zero.deepspeed.config.document import read, value_at
-from ddp_zero.deepspeed.config.keys import ConfigError, Kind
-from ddp_zero.deepspeed.config.sections import ZeroSection
-from ddp_zero.deepspeed.config.table import ROWS
+from ddp_zero.deepspeed.config.config import Batch, Config, ZeroSection, read
+from ddp_zero.deepspeed.config.table import TABLE, ConfigError, Kind, value_at
 
 
 @pytest.mark.parametrize(
@@ -155,7 +152,7 @@ def test_values_out_of_range_are_refused_and_named(document: dict[str, Any], tol
 _TEXTS = ("type", "output_path", "job_name")
 
 
-@pytest.mark.parametrize("path", [row.path for row in ROWS if row.kind is Kind.HONOURED])
+@pytest.mark.parametrize("path", [row.path for row in TABLE.values() if row.kind is Kind.HONOURED])
 def test_no_honoured_key_takes_nonsense(path: str) -> None:
     """Or it would have no effect."""
     *blocks, name = path.split(".")
@@ -165,7 +162,7 @@ def test_no_honoured_key_takes_nonsense(path: str) -> None:
         document: dict[str, Any] = {"train_batch_size": 8}
         inner = document
         for block in blocks:
-            around = {"enabled": True} if any(f"{block}.enabled" == row.path for row in ROWS) else {}
+            around = {"enabled": True} if f"{block}.enabled" in TABLE else {}
             inner = inner.setdefault(block, around)
         inner[name] = nonsense
         with pytest.raises(ConfigError):

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from ddp_zero.deepspeed.config.keys import ConfigError, Kind, nearest
-from ddp_zero.deepspeed.config.page import listing, render
-from ddp_zero.deepspeed.config.table import ROWS, TABLE, autos, check, find
+from ddp_zero.deepspeed.config.command import listing, render
+from ddp_zero.deepspeed.config.table import SECTIONS, TABLE, ConfigError, Kind, autos, check, find, nearest
 
+ROWS = [row for rows in SECTIONS.values() for row in rows]
 PAGE = Path(__file__).parents[4] / "docs" / "deepspeed-keys.md"
 
 
@@ -117,8 +117,8 @@ def test_auto_must_be_filled_except_where_it_is_a_value() -> None:
 
 
 def test_the_nearest_name_is_one_of_the_table() -> None:
-    assert nearest("zero_optimization.stag", TABLE) == "zero_optimization.stage"
-    assert nearest("qqq", TABLE) is None
+    assert nearest("zero_optimization.stag") == "zero_optimization.stage"
+    assert nearest("qqq") is None
 
 
 def test_the_listing_has_a_line_for_each_key() -> None:

@@ -4,9 +4,11 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from ddp_zero.deepspeed.config.curves import CURVES, OneCycle, build_curve, check_groups
-from ddp_zero.deepspeed.config.keys import ConfigError
+from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.deepspeed.schedules import CURVES, OneCycle, Schedule, build_curve
 
 
 def rates(name: str, iterations: range, base: float = 0.5, **params: Any) -> list[float]:
@@ -94,9 +96,13 @@ def test_one_cycle_moves_the_first_momentum_the_other_way() -> None:
 def test_groups_may_have_rates_of_their_own() -> None:
     curve = build_curve("WarmupLR", {"warmup_max_lr": [1.0, 3.0], "warmup_num_steps": 2, "warmup_type": "linear"})
     assert [curve.lr(1, 0.0, group) for group in (0, 1)] == [0.5, 1.5]
-    check_groups(curve, 2)
+
+    def optimizer(groups: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(groups)], lr=1.0)
+
+    Schedule(optimizer(2), curve)
     with pytest.raises(ConfigError, match="Expected 3 values in warmup_max_lr of WarmupLR"):
-        check_groups(curve, 3)
+        Schedule(optimizer(3), curve)
 
 
 @pytest.mark.parametrize(
