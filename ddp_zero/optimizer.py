@@ -48,9 +48,8 @@ from ddp_zero.core.local.inner import (
     reserve_room,
 )
 from ddp_zero.core.local.live_model import the_ddp_model_in
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors
 from ddp_zero.core.local.placeholders import untouched
-from ddp_zero.core.local.stepped import SteppedTensors
 from ddp_zero.core.offload.placement import residence_for
 from ddp_zero.core.state.load_together import load_together
 from ddp_zero.core.state.shard_dict import ShardDict

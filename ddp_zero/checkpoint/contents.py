@@ -21,7 +21,7 @@ from ddp_zero.checkpoint.manifest import (
     stored_in,
     total_bytes,
 )
-from ddp_zero.core.local.stepped import MASTER_KEY
+from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.boxes import Box, fault
 

@@ -20,7 +20,7 @@ from ddp_zero.checkpoint.folder import sync_folder
 from ddp_zero.checkpoint.foreign.deepspeed_writer import write_universal
 from ddp_zero.checkpoint.manifest import CutTensor, PiecedTensor, StoredTensor, fill, stored_in, total_bytes
 from ddp_zero.checkpoint.tensor_file import pieces, read, verify
-from ddp_zero.core.local.stepped import MASTER_KEY
+from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import memory_of
 from ddp_zero.tools.record.progress import Counted, showing
 from ddp_zero.tools.record.regular_files import open_regular

@@ -364,7 +364,7 @@ def test_only_storage_moves_parameters_and_only_reducer_the_views_of_gradients()
     assert counts == {
         "core.local.storage": 2,
         "core.backward.reducer": 2,
-        "core.local.stepped": 1,
+        "core.local.parameters": 1,
     }  # the last: views of parts
 
 

@@ -58,7 +58,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.regime import Choice, Facts, Regime, choose
 from ddp_zero.core.backward.side_stream import SideStream
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.local.stepped import GradientSource
+from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.join import borrow_gradients
 from ddp_zero.core.step.record import StepRecord, StepRegime

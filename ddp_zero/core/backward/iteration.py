@@ -14,7 +14,7 @@ from ddp_zero.core.backward.gradients import BucketGradients, Gradients
 from ddp_zero.core.backward.reducer import in_backward
 from ddp_zero.core.backward.regime import Choice, Regime
 from ddp_zero.core.backward.side_stream import SideStream
-from ddp_zero.core.local.stepped import GradientSource
+from ddp_zero.core.local.parameters import GradientSource
 from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_options
 from ddp_zero.core.step.sharded_step import ShardedStep
 

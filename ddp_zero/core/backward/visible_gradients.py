@@ -8,9 +8,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.backward.owned_sums import ReduceContext
 from ddp_zero.core.comm.reduction import sum_dtype
+from ddp_zero.core.local.parameters import rounds_to
 from ddp_zero.core.local.parts import whole_of
 from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, on_this_rank
-from ddp_zero.core.local.stepped import rounds_to
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.step.sharded_step import ShardedStep
 

@@ -35,11 +35,10 @@ from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
 from ddp_zero.core.backward.side_stream import SideStream
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, reserve_room
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import report_nonfinite
-from ddp_zero.core.local.stepped import GradientSource, PublishedGradients
 from ddp_zero.core.step.before_forward import wait_before_forward
-from ddp_zero.core.step.decision import AmpState, Decision, Occasion, amp_state, check_unscaled
+from ddp_zero.core.step.decision import AmpState, Decision, Occasion
 from ddp_zero.core.step.join import borrow_gradients, serve_joined
 from ddp_zero.core.step.record import StepRegime
 from ddp_zero.core.step.sharded_step import ShardedStep
@@ -207,14 +206,19 @@ class Engine:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        amp = amp_state(self._joinable, self.decision.loss_scale is not None, self.joins)
+        amp = AmpState.of(self._joinable, self.decision.loss_scale is not None, self.joins)
         hook = self.needed_hook() if self.takes_hook else None
         if hook is not None and hook.step_is_due:
             self._learn_from_first_step(hook, amp)
         if kwargs and self.overlaps and self.why_wait() is None:
             raise TypeError(f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}.")
         if hook is not None and self.overlaps and not (hook.is_waiting or self._has_nothing()):
-            check_unscaled(amp, hook.machine.phase is Phase.STEPPED)
+            if amp is not None and hook.machine.phase is Phase.STEPPED:
+                raise RuntimeError(
+                    "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped "
+                    "already with scaled ones. Use the GradScaler from the first step on, or build the optimizer with "
+                    "loss_scale= or overlap_with_ddp=False."
+                )
             hook.check_joined()
             return loss
         if amp is not None and self.overlaps:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.inner import is_elementwise_class
-from ddp_zero.core.local.stepped import LOW_PRECISION
+from ddp_zero.core.local.parameters import LOW_PRECISION
 from ddp_zero.core.plan.buckets import bucket_mb
 from ddp_zero.core.plan.partitions import AUTO, Exchange, Partition, Setting, choose_partition, partition_named
 from ddp_zero.core.plan.shapes import is_dense

@@ -41,8 +41,7 @@ from torch.optim import (
 )
 
 from ddp_zero.core.local.arguments import check_class
-from ddp_zero.core.local.parameters import ParameterTable
-from ddp_zero.core.local.stepped import SteppedTensors
+from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors
 from ddp_zero.core.offload.placement import tensors_in
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
@@ -177,6 +176,8 @@ class LocalStep:
         self._plain_counters: dict[Any, Any] = {}
         self._shared_counters: dict[Any, Any] = {}
         self._sizes = (0, 0)  # numbers of attributes, and of states, that are known not to hold new counters
+        self._counter_keys: list[Any] = []  # of states that belong to no parameter
+        self._known_states = -1  # how many states there were when these were looked for
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._loss: Any = None
         self._has_closure = False
@@ -212,9 +213,12 @@ class LocalStep:
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
         self._plain_counters = _counters_in(vars(self._inner))
-        self._shared_counters = _counters_in(self._inner.state)
+        state = self._inner.state
+        if len(state) != self._known_states:  # a look at all states takes long
+            self._counter_keys, self._known_states = [k for k in state if not isinstance(k, Tensor)], len(state)
+        self._shared_counters = _counters_in({key: state[key] for key in self._counter_keys if key in state})
         self._counters = self._clone_counters()
-        self._sizes = len(vars(self._inner)), len(self._inner.state)
+        self._sizes = len(vars(self._inner)), len(state)
         return self._loss
 
     def step(self, bucket: int, **kwargs: Any) -> Any:
@@ -248,9 +252,14 @@ class LocalStep:
         """True if the current step has already stepped everything; see ``steps_whole``."""
         return self.steps_whole and bool(self._groups_after)
 
+    @property
+    def has_stepped_nothing(self) -> bool:
+        """Whether this rank owned nothing of the buckets that were stepped so far."""
+        return not self._groups_after
+
     def step_empty(self, **kwargs: Any) -> None:
         """On a rank that owned nothing in this step: step empty groups, so that options change as on all ranks."""
-        if not self._groups_after:
+        if self.has_stepped_nothing:
             self._step_groups([restrict_group(group, ()) for group in self._inner.param_groups], kwargs)
 
     def end(self, **kwargs: Any) -> None:

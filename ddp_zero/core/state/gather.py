@@ -8,9 +8,8 @@ from torch import Tensor
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors, with_masters
 from ddp_zero.core.local.parts import joined
-from ddp_zero.core.local.stepped import SteppedTensors, with_masters
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
 from ddp_zero.core.plan.ownership import Pieces, is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.local.inner import rehearse_load
-from ddp_zero.core.local.stepped import MASTER_KEY
+from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import flatten, specs_in, unflatten
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.shard_of_whole import own_part

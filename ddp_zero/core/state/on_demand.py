@@ -30,7 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import store_of
-from ddp_zero.core.local.stepped import MASTER_KEY, with_masters
+from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
 from ddp_zero.core.plan.ownership import piece_of
 from ddp_zero.core.plan.partition import GroupRank

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.local.inner import fresh_state, rehearse_load
 from ddp_zero.core.local.live_model import LiveModel, by_group, clean
-from ddp_zero.core.local.stepped import with_masters
+from ddp_zero.core.local.parameters import with_masters
 from ddp_zero.core.plan.ownership import home
 from ddp_zero.core.state.gather import gather_cut
 from ddp_zero.core.state.whole_dict import WholeDict, is_index

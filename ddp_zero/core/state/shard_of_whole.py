@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.local.inner import ParamGroup, check_epsilon
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedTensors
 from ddp_zero.core.local.parts import narrowed
-from ddp_zero.core.local.stepped import MASTER_KEY, SteppedTensors
 
 
 def restrict_state_dict(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_zero.core.local.parameters import MASTER_KEY, check_masters, with_masters
 from ddp_zero.core.local.parts import narrowed
-from ddp_zero.core.local.stepped import MASTER_KEY, check_masters, with_masters
 from ddp_zero.core.local.tree import as_bytes, flatten
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.state.gather import gather_state

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.inner import ParamGroup
+from ddp_zero.core.local.parameters import LOW_PRECISION
 from ddp_zero.core.local.placeholders import AbsentGradient, on_this_rank
-from ddp_zero.core.local.stepped import LOW_PRECISION
 from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.options import StepOptions
 

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -109,17 +110,21 @@ class OptionMismatch:
 class CouplingWatch:
     """Compares the values that an optimizer keeps for all parameters, in the steps that `is_looked_at` selects.
 
-    `begin`, `note` after every bucket if it says so, `end`, `check`. Once options were taken over, every step is
-    compared.
+    `begin` from `next_step` on, `note` after every bucket if it says so, `end`, `check`. Once options were taken over,
+    every step is compared.
 
     Args:
         comm: the ranks.
         inner: the optimizer over this rank's parameters.
+
+    Attributes:
+        next_step: the next step in which values may be compared; nothing is to be done before.
     """
 
     def __init__(self, comm: Peers, inner: Optimizer) -> None:
         self._comm = comm
         self._inner = inner
+        self.next_step = 1
         self._is_on = False
         self._has_ended = False
         self._follows = False  # the same on every rank
@@ -128,6 +133,7 @@ class CouplingWatch:
     def begin(self, step: int) -> bool:
         """Begin a step; its number, from 1 up, is the same on every rank. Returns whether values are compared."""
         self._is_on = self._follows or is_looked_at(step)
+        self.next_step = 0 if self._follows else next(later for later in count(step + 1) if is_looked_at(later))
         self._has_ended = False
         self._seen = []
         return self._is_on
@@ -171,7 +177,8 @@ class CouplingWatch:
         if not all(agree) or any(rank[0] for rank in everyone):
             self._raise_first(mine, at_home)
         stale = [place for place, ranks in enumerate(by_place) if not _all_know(ranks)]
-        self._follows |= bool(stale)
+        if stale:
+            self._follows, self.next_step = True, 0
         return bool(stale) and self._take_over({place: by_place[place] for place in stale})
 
     def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> bool:

@@ -15,15 +15,21 @@ If there is nothing to decide, no gradient is read and nothing is sent. If gradi
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ddp_zero.core.local.parameters import (
+    GradientFactors,
+    GradientSource,
+    ParameterTable,
+    ScaledGradients,
+    SteppedTensors,
+)
 from ddp_zero.core.local.placeholders import AbsentGradient
-from ddp_zero.core.local.stepped import GradientFactors, GradientSource, OwnedEdits, ScaledGradients
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import (
@@ -44,10 +50,12 @@ from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.loss_scale import LossScale
 from ddp_zero.options import StepOptions, check_max_grad_norm
 
+_REMEMBERED = 4096  # buckets, for loops that never step
+
 
 @dataclass(frozen=True)
 class AmpState:
-    """The report.
+    """What `torch.amp.GradScaler` reports to an optimizer whose ``step`` it calls even if gradients are not finite.
 
     Attributes:
         scale: what gradients must still be divided by; None if they have been.
@@ -57,53 +65,38 @@ class AmpState:
     scale: Tensor | None
     found_nonfinite: Tensor
 
+    @classmethod
+    def of(cls, optimizer: object, has_loss_scale: bool, joins: bool) -> "AmpState | None":
+        """The report that a `GradScaler` has left on an optimizer before it calls ``step()``; None without one.
 
-def amp_state(optimizer: object, has_loss_scale: bool, joins: bool) -> AmpState | None:
-    """What a `GradScaler` has set on an optimizer before it calls ``step()``; None without one.
+        Args:
+            optimizer: the one that the scaler steps.
+            has_loss_scale: whether it has a loss scale of its own.
+            joins: whether ranks may have run out of inputs.
 
-    Args:
-        optimizer: the one that the scaler steps.
-        has_loss_scale: whether it has a loss scale of its own.
-        joins: whether ranks may have run out of inputs.
-
-    Raises:
-        RuntimeError: if the scaler cannot be followed.
-    """
-    left = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
-    found = left.get("found_inf")
-    if found is None:
-        return None
-    if has_loss_scale:
-        raise RuntimeError(
-            "Expected one loss scale, got loss_scale= of the optimizer and a torch.amp.GradScaler. Use one of them."
-        )
-    if joins:
-        raise RuntimeError(
-            "Expected no torch.amp.GradScaler under Join, got one: a rank that has joined knows nothing of its "
-            "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
-        )
-    return AmpState(left.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
-
-
-def check_unscaled(amp: AmpState | None, has_stepped: bool) -> None:
-    """Check at ``opt.step()`` that no step has used gradients that a `GradScaler` had scaled.
-
-    Raises:
-        RuntimeError: if one has, inside backward.
-    """
-    if amp is not None and has_stepped:
-        raise RuntimeError(
-            "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped already "
-            "with scaled ones. Use the GradScaler from the first step on, or build the optimizer with loss_scale= "
-            "or overlap_with_ddp=False."
-        )
-
-
-_REMEMBERED = 4096  # buckets, for loops that never step
+        Raises:
+            RuntimeError: if the scaler cannot be followed.
+        """
+        left = vars(optimizer)  # not by getattr, which would find attributes of the inner optimizer
+        found = left.get("found_inf")
+        if found is None:
+            return None
+        if has_loss_scale:
+            raise RuntimeError(
+                "Expected one loss scale, got loss_scale= of the optimizer and a torch.amp.GradScaler. Use one of them."
+            )
+        if joins:
+            raise RuntimeError(
+                "Expected no torch.amp.GradScaler under Join, got one: a rank that has joined knows nothing of its "
+                "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
+            )
+        return cls(left.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
 
 
 class NonfiniteProbe:
-    """One sum per bucket and backward pass since the last step: it is not finite if any of the gradients is not.
+    """Records, without waiting for the device, which rank's own gradients were not finite before they were averaged.
+
+    One sum per bucket and backward pass since the last step: it is not finite if any of the gradients is not.
 
     Attributes:
         is_on: False if no step will need the sums; `screen` is not called then.
@@ -146,28 +139,91 @@ def culprit(statements: Sequence[Sequence[int]]) -> int | None:
     return found
 
 
-def suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
-    """1 if the sum of any gradient is not finite, else 0: one fast reading pass, without waiting for the device.
+class _Noted(NamedTuple):
+    """A parameter, and address and version of its gradient at a moment."""
 
-    A sum is not finite if any element is not, but it may also overflow by itself, so the caller must check. Of
-    gradients that are converted for it, one is held at a time.
+    param: Tensor
+    address: int
+    version: int
+
+
+class OwnedEdits:
+    """Gradients that users have changed on their owners, through aliases with version counters of their own.
+
+    In stage 1 every other rank keeps the average. From then on a gradient counts on its owner only: norms are gathered
+    from owners, and of a parameter that is cut each owner takes its own part. Nothing else may change gradients before
+    the step: DDP, for one, would average a changed gradient with the unchanged ones of other ranks.
     """
-    sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-    if not sums:
-        return 0.0
-    return 1.0 - torch.stack([torch.isfinite(total).to(sums[0].device) for total in sums]).all().double()
+
+    def __init__(self) -> None:
+        self._noted: list[_Noted] = []
+
+    def note(self, params: Sequence[Tensor]) -> None:
+        """Gradients are as they should be: from now on any change that is not made through an alias is wrong."""
+        grads = [(param, param.grad) for param in params]
+        self._noted = [_Noted(param, grad.data_ptr(), grad._version) for param, grad in grads if grad is not None]
+
+    def forget(self) -> None:
+        """Forget gradients that were used or dropped."""
+        self._noted = []
+
+    def forget_dropped(self) -> None:
+        """Before a forward pass: forget gradients that were set to None without the optimizer."""
+        self._noted = [noted for noted in self._noted if noted.param.grad is not None]
+
+    @property
+    def are_made(self) -> bool:
+        """Whether gradients may have been changed on their owners alone."""
+        return bool(self._noted)
+
+    def hold(self, table: ParameterTable) -> bool:
+        """As `are_made`, after a check that nothing else has changed gradients since. Alike on every rank.
+
+        Raises:
+            RuntimeError: naming the first parameter whose gradient was changed.
+        """
+        for param, *mark in self._noted:
+            grad = param.grad
+            if grad is not None and [grad.data_ptr(), grad._version] != mark:
+                raise RuntimeError(
+                    "Expected no other change of gradients between opt.owned_gradients() and opt.step(), got one of "
+                    f"{table.label(table.index_of[param])}, by a backward pass, GradScaler.unscale_ or code over "
+                    "param.grad. What opt.owned_gradients() has changed is on its owner only (stage 1), and they would "
+                    "mix it with other ranks' gradients. Call opt.owned_gradients() after them; opt.clip_grad_norm_ "
+                    "and opt.clip_grad_value_ also work after it. To drop gradients, call opt.zero_grad()."
+                )
+        return self.are_made
 
 
-@dataclass(frozen=True)
+class _OwnParts:
+    """Gradients of which a rank sees no more than it owns, since owners may have changed theirs."""
+
+    def __init__(self, source: GradientSource, stepped: SteppedTensors) -> None:
+        self._source = source
+        self._stepped = stepped
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient, 1-D of this rank's part if the parameter is cut."""
+        return self._own(index, self._source.gradient(index))
+
+    def exact(self, index: int) -> Tensor | None:
+        """The same in the dtype of the sum, if that differs."""
+        return self._own(index, self._source.exact(index))
+
+    def _own(self, index: int, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else self._stepped.own_part(index, grad)
+
+
+@dataclass
 class Occasion:
     """When and how a step is taken.
 
     Attributes:
         regime: for the record.
+        source: the gradients.
         deferred_because: for the record.
         waits: whether the step waits for all gradients, so that looking at them delays nothing.
-        amp: what a `GradScaler` has reported; None without one.
-        source: the gradients.
+        amp: the report of a `GradScaler`; None without one.
         may_have_joined: whether ranks may have run out of inputs.
     """
 
@@ -181,7 +237,7 @@ class Occasion:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What all ranks know after the collective; ``is_suspicion``: the sum of finite gradients may have overflowed."""
+    """Known to all ranks after the collective; ``is_suspicion``: the sum of finite gradients may have overflowed."""
 
     nonfinite: bool = False
     is_suspicion: bool = False
@@ -220,13 +276,18 @@ class Decision:
         self.owned_edits = OwnedEdits()
         self.clips_as_torch = False
         self._sharded = sharded
+        self._options_wait = options.why_wait()
+        # whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer
+        self._honours_groups = OWN_LIMIT not in sharded.inner.defaults
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
     def why_wait(self) -> str | None:
         """Why a step needs all gradients before it starts, or None if it does not."""
-        if self._honours_groups and any(group.get(OWN_LIMIT) is not None for group in self._sharded.param_groups):
-            return "max_grad_norm of a parameter group needs the norm of its gradients"
-        return self.options.why_wait()
+        if self._honours_groups:
+            for group in self._sharded.param_groups:
+                if group.get(OWN_LIMIT) is not None:
+                    return "max_grad_norm of a parameter group needs the norm of its gradients"
+        return self._options_wait
 
     def forget(self) -> None:
         """Forget the gradients, which were dropped or used."""
@@ -234,11 +295,6 @@ class Decision:
         self.norms_before_clip = {}
         self.owned_edits.forget()
         self.watch.clear()
-
-    @property
-    def _honours_groups(self) -> bool:
-        """Whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer."""
-        return OWN_LIMIT not in self._sharded.inner.defaults
 
     def take(self, occasion: Occasion, **kwargs: Any) -> Any:
         """Decide, and step unless the decision is against it. A collective if there is anything to decide.
@@ -248,32 +304,41 @@ class Decision:
             **kwargs: handed to the inner optimizer.
 
         Returns:
-            What the inner optimizer returned; None if the step was not taken.
+            The inner optimizer's result; None if the step was not taken.
 
         Raises:
             RuntimeError: on every rank, if gradients are not finite with ``nonfinite="raise"``, or at the smallest
                 loss scale.
         """
-        sharded = self._sharded
-        occasion = replace(occasion, source=self.owned_edits.source(occasion.source, sharded.stepped))
-        inverse, checks = self._inverse_scale(occasion), self._checks_finite(occasion)
-        with sharded.trace.label("decide"):
-            findings = self._look(occasion, inverse, checks)
+        sharded, amp = self._sharded, occasion.amp
+        if self.owned_edits.are_made:
+            occasion.source = _OwnParts(occasion.source, sharded.stepped)
+        checks, limits = self._checks_finite(occasion), self._limits()
+        scale: Number = None if self.loss_scale is None else self.loss_scale.value
+        inverse: Tensor | float | None = self.inverse_scale
+        if amp is not None:
+            scale = amp.scale
+            inverse = None if amp.scale is None else amp.scale.double().reciprocal().float()  # as `GradScaler` rounds
+        findings = _Findings()
+        if checks or limits:
+            with sharded.trace.label("decide"):
+                findings = self._look(occasion, limits, inverse, checks)
         self.watch.is_on |= checks
-        scale = self._scale(occasion)
         if checks and findings.nonfinite:
             with sharded.trace.label("decide"):
                 culprit = self.beyond.culprit(findings.share)
                 if culprit is not None or not findings.is_suspicion:
                     self._do_not_step(occasion, findings, scale, culprit)
                     return None
-        factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
-        source = ScaledGradients(sharded.stepped, occasion.source, factors) if factors else occasion.source
+        source = occasion.source
+        if inverse is not None or findings.coefficients:
+            factors = GradientFactors(inverse, findings.coefficients, sharded.table.groups)
+            source = ScaledGradients(sharded.stepped, source, factors)
         result = sharded.run(source, **kwargs)
         if self.loss_scale is not None:
             self.loss_scale.after_step(has_overflowed=False)
         norm, coefficient = self.clipped if findings.norm is None else (findings.norm, findings.smallest)
-        self._record(
+        sharded.note_step(
             StepRecord(
                 stepped=True,
                 regime=occasion.regime,
@@ -283,20 +348,8 @@ class Decision:
                 scale=scale,
             )
         )
+        self.forget()
         return result
-
-    # Looking
-
-    def _scale(self, occasion: Occasion) -> Number:
-        if occasion.amp is not None:
-            return occasion.amp.scale
-        return None if self.loss_scale is None else self.loss_scale.value
-
-    def _inverse_scale(self, occasion: Occasion) -> Tensor | float | None:
-        """One over the loss scale, rounded to fp32 as `GradScaler` does."""
-        if occasion.amp is not None:
-            return None if occasion.amp.scale is None else occasion.amp.scale.double().reciprocal().float()
-        return self.inverse_scale
 
     @property
     def inverse_scale(self) -> float | None:
@@ -310,30 +363,35 @@ class Decision:
         """Whether norms are in the dtype of gradients: as ``clips_as_torch``, unless steps are in fp32 or scaled."""
         return self.clips_as_torch and self.loss_scale is None and not self._sharded.stepped.masters
 
+    # Looking
+
     def _checks_finite(self, occasion: Occasion) -> bool:
         if occasion.amp is not None:
             return True
         nonfinite = self.options.nonfinite
         return nonfinite != "step" and (nonfinite is not None or occasion.waits or self.why_wait() is not None)
 
-    def _look(self, occasion: Occasion, inverse: Tensor | float | None, checks: bool) -> _Findings:
-        limits = self._limits()
-        if not checks and not limits:
-            return _Findings()
-        sharded, source = self._sharded, occasion.source
+    def _look(
+        self,
+        occasion: Occasion,
+        limits: Mapping[int, tuple[int, ...]],
+        inverse: Tensor | float | None,
+        checks: bool,
+    ) -> _Findings:
+        sharded, source, amp = self._sharded, occasion.source, occasion.amp
         owned = [index for index in sharded.binding.owned() if _is_there(source.gradient(index))]
         norms: dict[int, Tensor] = {}
         flag: Tensor | float = 0.0
         if limits:
             norms = self._norms(owned, source, inverse)
-        elif occasion.amp is None:
+        elif amp is None:
             flag = suspect_nonfinite(_known(sharded.stepped.gradient(index, source)) for index in owned)
-        if occasion.amp is not None:
-            flag = occasion.amp.found_nonfinite.clamp(max=1.0)
+        if amp is not None:
+            flag = amp.found_nonfinite.clamp(max=1.0)
         find = partial(self._find_culprit, source)
         if not limits:
             share = self.beyond.join(Share(flag=self._sum_over_ranks(flag), find=find))
-            return _Findings(bool(share.flag), is_suspicion=occasion.amp is None, share=share)
+            return _Findings(bool(share.flag), is_suspicion=amp is None, share=share)
         every, flags = gather_norms(
             sharded, norms, self.options.norm_type, flag, occasion.may_have_joined, rounds=self.rounds_norms
         )
@@ -342,20 +400,16 @@ class Decision:
         if others:
             flags = flags + (1.0 - torch.isfinite(torch.stack([norm.double() for norm in others])).all().double())
         share = self.beyond.join(Share(self._totals(limits, counted), self.options.norm_type, flags, find))
-        return self._found(limits, share, checks, occasion)
-
-    def _found(
-        self, limits: Mapping[int, tuple[int, ...]], share: Share, checks: bool, occasion: Occasion
-    ) -> _Findings:
         norm, coefficients = share.totals[WHOLE], self._coefficients(limits, share.totals)
         assert norm is not None, "the norm of no gradients is 0"
         if not checks:
             smallest = torch.stack(list(coefficients.values())).min() if coefficients else None
             return _Findings(False, False, norm, smallest, coefficients)
+        # the one place where the host waits for the device
         numbers = [norm, torch.as_tensor(share.flag).to(norm.device), *coefficients.values()]
         norm_read, found, *values = torch.stack([number.double() for number in numbers]).tolist()
         clipping = {group: c for (group, c), value in zip(coefficients.items(), values, strict=True) if value != 1.0}
-        nonfinite = found > 0 or (occasion.amp is None and not math.isfinite(norm_read))
+        nonfinite = found > 0 or (amp is None and not math.isfinite(norm_read))
         return _Findings(nonfinite, False, norm_read, min(values, default=None), clipping, share)
 
     def _norms(self, owned: Sequence[int], source: GradientSource, inverse: Tensor | float | None) -> dict[int, Tensor]:
@@ -429,16 +483,16 @@ class Decision:
     # Not stepping
 
     def _do_not_step(self, occasion: Occasion, findings: _Findings, scale: Number, culprit: Culprit | None) -> None:
-        what = "the norm of all gradients has overflowed" if culprit is None else culprit.found
+        reason = "the norm of all gradients has overflowed" if culprit is None else culprit.found
         at_minimum = self.loss_scale is not None and self.loss_scale.is_at_minimum
         minimum = self.loss_scale.value if self.loss_scale is not None else None
         if self.loss_scale is not None:
             self.loss_scale.after_step(has_overflowed=True)
-        self._record(
+        self._sharded.note_step(
             StepRecord(
                 stepped=False,
                 regime=occasion.regime,
-                reason=what,
+                reason=reason,
                 deferred_because=occasion.deferred_because,
                 nonfinite_parameter=None if culprit is None else culprit.parameter,
                 nonfinite_rank=None if culprit is None else culprit.rank,
@@ -446,15 +500,16 @@ class Decision:
                 scale=scale,
             )
         )
+        self.forget()
         if at_minimum:
             raise RuntimeError(
-                f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {what}. "
+                f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {reason}. "
                 "No rank has stepped. The model diverges, or a smaller minimum is needed: "
                 "loss_scale=DynamicLossScale(minimum=...)."
             )
         if self.options.nonfinite == "raise" and occasion.amp is None:
             raise RuntimeError(
-                f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {what}. No rank has stepped."
+                f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {reason}. No rank has stepped."
             )
 
     def _find_culprit(self, source: GradientSource) -> Culprit | None:
@@ -477,17 +532,21 @@ class Decision:
         name = sharded.table.name(found)
         return Culprit(name, rank, f"the gradient of {name} is not finite{of_rank}")
 
-    def _record(self, record: StepRecord) -> None:
-        self._sharded.note_step(record)
-        self.forget()
+
+def suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
+    """1 if the sum of any gradient is not finite, else 0: one fast reading pass, without waiting for the device.
+
+    A sum is not finite if any element is not, but it may also overflow by itself, so the caller must check. Of
+    gradients that are converted for it, one is held at a time.
+    """
+    sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    if not sums:
+        return 0.0
+    return 1.0 - torch.stack([torch.isfinite(total).to(sums[0].device) for total in sums]).all().double()
 
 
 def _is_there(grad: Tensor | None) -> bool:
-    """Whether a parameter has a gradient.
-
-    Raises:
-        RuntimeError: if a step inside backward has used it up.
-    """
+    """Whether a parameter has a gradient; RuntimeError if a step inside backward has used it up."""
     if isinstance(grad, AbsentGradient):
         grad.refuse()
     return grad is not None

@@ -25,10 +25,9 @@ from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of, is_elementwise, reserve_room
 from ddp_zero.core.local.memory import LARGE_BYTES, FreedMemory, SummedMemory, return_freed_memory
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, ParameterTable, SteppedTensors
 from ddp_zero.core.local.parts import check_can_be_cut
 from ddp_zero.core.local.placeholders import untouched
-from ddp_zero.core.local.stepped import AlignedGradients, GradientSource, SteppedTensors
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.plan.ownership import Pieces, home, is_cut, piece_of
@@ -40,9 +39,17 @@ from ddp_zero.core.step.coupling import CouplingWatch
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.core.step.state_order import State, StateOrder, migrate_state
 
+BUCKET_CAP_BYTES = 25 << 20
+_PACKED_IN_FLIGHT = 2
+_WHOLE = WholeParameters()
+
 
 class StateChanges:
-    """The count.
+    """Counts the changes of this rank's optimizer state, so that a thread can read it without a lock.
+
+    A reader notes the count while no change is under way, reads, and looks again: if no change has begun since, the
+    values it has read are one state. Every rank counts the same changes (steps, loads, moves to new owners), so ranks
+    with equal counts hold shards of one state.
 
     Attributes:
         begun: how many changes have begun.
@@ -60,7 +67,7 @@ class StateChanges:
 
     def begin(self) -> None:
         """The state is about to change; does nothing within a change."""
-        if not self.is_under_way:
+        if self._ended == self.begun:
             self._work = []
             self.begun += 1
 
@@ -68,9 +75,8 @@ class StateChanges:
         """The state has changed, or its change has failed."""
         self._ended = self.begun
 
-    def note_work(self, devices: Iterable[torch.device]) -> None:
+    def note_work(self, accelerators: Iterable[torch.device]) -> None:
         """The current streams of these devices have been given work of the change that is under way."""
-        accelerators = {device for device in devices if device.type != "cpu"}
         self._work += [torch.accelerator.current_stream(device).record_event() for device in accelerators]
 
     def wait_for_work(self) -> None:
@@ -79,25 +85,20 @@ class StateChanges:
             event.synchronize()
 
     @contextmanager
-    def one(self, devices: Iterable[torch.device]) -> Iterator[None]:
+    def one(self, accelerators: Iterable[torch.device]) -> Iterator[None]:
         """A change, or a part of the one that is under way, with work on these devices."""
         is_part = self.is_under_way
         self.begin()
         try:
             yield
         finally:
-            self.note_work(devices)
+            self.note_work(accelerators)
             if not is_part:
                 self.end()
 
 
-BUCKET_CAP_BYTES = 25 << 20
-_PACKED_IN_FLIGHT = 2
-_WHOLE = WholeParameters()
-
-
 class Binding:
-    """A plan and the parameters that it covers.
+    """A plan and the parameters that it covers; notices when the user has moved or frozen them.
 
     Args:
         ranks: the ranks; those of the shard group share the parameters.
@@ -118,6 +119,7 @@ class Binding:
         digest: a number that differs if owners, buckets or the parameters in them differ, or the order in memory of
             parameters that may be cut.
         sync: sends and receives its buckets.
+        accelerators: the devices of the parameters other than the CPU.
     """
 
     plan: ShardPlan
@@ -134,6 +136,7 @@ class Binding:
         self._ranks = ranks
         self._comm = ranks.shard
         self.partition = partition
+        self.cuts = partition.cuts  # whether several ranks may own parts of one parameter
         self._table = table
         self._as_views = as_views
         self._syncs_in_forward = syncs_in_forward
@@ -165,15 +168,7 @@ class Binding:
                 check_can_be_cut(param, self._table.label(index))
         return pieces
 
-    @property
-    def cuts(self) -> bool:
-        """Whether several ranks may own parts of one parameter."""
-        return self.partition.cuts
-
-    @property
-    def owners(self) -> list[GroupRank]:
-        """The owner of each parameter's first element, which is that of all of it unless it is cut."""
-        return list(map(home, self.pieces))
+    # Following DDP and the user
 
     def pieces_for(self, layout: Layout, split: bool, decided: int) -> list[Pieces]:
         """Who is to own what once DDP's buckets are these; see `Partition.assign_by_bucket`."""
@@ -235,67 +230,69 @@ class Binding:
                     [param for param, was, now in zip(params, self._active, active, strict=True) if was and not now]
                 )
             self._active = active
-        elif self._is_settled and self._addresses() == self._bound_addresses:
+        elif self._is_settled and [param.data_ptr() for param in params] == self._bound_addresses:
             return False
         self._is_settled = True
         self._bind(self._table.specs(self._active))
         return True
 
-    def checked_strides(self, strides: list[tuple[int, ...]], may_change: bool) -> list[tuple[int, ...]]:
-        """The strides of parameters now; see `ShardedStep.check_memory_order`.
+    def _bind(self, specs: list[ParameterSpec]) -> None:
+        self._runs: dict[int, list[tuple[tuple[int, ...], SummedMemory]]] = {}  # of flat memory, by bucket
+        if hasattr(self, "sync"):
+            self.sync.left.complete()
+        params, me = self._table.params, self._comm.group_rank
+        self._holdings = _holdings(self.pieces, me)
+        self.plan = self.partition.plan(specs, self.pieces, self._comm.world_size, self.layout, BUCKET_CAP_BYTES)
+        self.digest = self.plan.digest([param.stride() for param in params] if self.cuts else [])
+        self.sync = self._new_sync()
+        reduced = {param for bucket in self.layout or () for param in bucket}
+        followed = self.layout is not None
+        self.not_reduced = [i for i, spec in enumerate(specs) if followed and spec.active and i not in reduced]
+        self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
+        self._bound_addresses = [param.data_ptr() for param in params]
+        self.accelerators = sorted({param.device for param in params if param.device.type != "cpu"}, key=str)
+        owned, buckets = len(self._holdings), len(self.plan.buckets)
+        logger.debug("rank %d owns %d of %d parameters, %d buckets", me, owned, len(params), buckets)
 
-        Args:
-            strides: of parameters when they were last looked at.
-            may_change: whether parameters that are cut may have others, since they have no state yet.
-        """
-        if not self.cuts:
-            return strides
-        found = strides_of(self._table)
-        for index, (now, before) in enumerate(zip(found, strides, strict=True)):
-            if now == before:
-                continue
-            check_can_be_cut(self._table.params[index], self._table.label(index))
-            if is_cut(self.pieces[index]) and not may_change:
-                raise RuntimeError(
-                    f"Expected the elements of {self._table.label(index)} in the order in memory that its state has, "
-                    f"by strides {list(before)}, got strides {list(now)} ({self._comm.name(self._comm.group_rank)}): "
-                    "with partition='elements' ranks share it in that order. Change memory formats before the first "
-                    "step; later, keep opt.state_dict() of before the change, and load it after."
-                )
-        return found
+    def _new_sync(self) -> ParameterSync:
+        plan, params, order = self.plan, self._table.params, self.plan.buckets
+        if not (self._as_views and self._is_settled):
+            packed = PackedStorage(params)
+            return ParameterSync(self._ranks, packed, params, self.digest, order, max_in_flight=_PACKED_IN_FLIGHT)
+        outlasts = self._syncs_in_forward
+        if outlasts and self.layout is not None:
+            order = order[::-1]  # DDP's first bucket has the last layers, which the next forward pass needs last
+        views = ViewStorage(plan, params, self._table.label)
+        return_freed_memory(sum(param.nbytes for param in params))
+        return ParameterSync(self._ranks, views, params, self.digest, order, may_outlast=outlasts)
+
+    # Owned by this rank
+
+    @property
+    def owners(self) -> list[GroupRank]:
+        """The owner of each parameter's first element, which is that of all of it unless it is cut."""
+        return list(map(home, self.pieces))
 
     def owned(self) -> list[int]:
         """Indices of the parameters of which this rank owns anything, dormant ones included."""
-        me = self._comm.group_rank
-        return [index for index, pieces in enumerate(self.pieces) if piece_of(pieces, me) is not None]
+        return list(self._holdings)
 
     def owned_parts(self) -> dict[int, slice]:
         """The elements that this rank owns of each parameter that is cut."""
-        mine = ((index, piece_of(self.pieces[index], self._comm.group_rank)) for index in self.owned())
-        return {
-            index: slice(piece.start, piece.stop)
-            for index, piece in mine
-            if piece is not None and is_cut(self.pieces[index])
-        }
+        return {index: part for index, part in self._holdings.items() if part is not None}
 
     def holdings(self) -> list[tuple[int, slice | None]]:
         """The parameters of which this rank owns anything, and which part of each."""
-        parts = self.owned_parts()
-        return [(index, parts.get(index)) for index in self.owned()]
+        return list(self._holdings.items())
 
     def gained(self, pieces: Sequence[Pieces]) -> list[tuple[int, slice | None]]:
         """What this rank would own with these pieces and does not own now: parameters, and which part of each."""
-        me = self._comm.group_rank
-        found: list[tuple[int, slice | None]] = []
-        for index, (before, after) in enumerate(zip(self.pieces, pieces, strict=True)):
-            new = piece_of(after, me)
-            if new is not None and (new != piece_of(before, me) or is_cut(before) != is_cut(after)):
-                found.append((index, slice(new.start, new.stop) if is_cut(after) else None))
-        return found
+        after = _holdings(pieces, self._comm.group_rank)
+        return [(i, part) for i, part in after.items() if i not in self._holdings or self._holdings[i] != part]
 
     def owns(self, index: int) -> bool:
         """Whether this rank owns anything of a parameter."""
-        return piece_of(self.pieces[index], self._comm.group_rank) is not None
+        return index in self._holdings
 
     def owned_of_bucket(self) -> dict[int, set[Tensor]]:
         """This rank's parameters of each bucket in which it has any."""
@@ -305,6 +302,8 @@ class Binding:
             for index, segment in segments
             if segment.params
         }
+
+    # Memory
 
     def memory_at_rest(self, buckets: Iterable[Bucket], among: Set[int]) -> list[tuple[int, SummedMemory]]:
         """The memory of parameters that are not in flight, to sum, each run with the first parameter in it.
@@ -333,52 +332,19 @@ class Binding:
                 found.append((index, SummedMemory(param.as_strided((param.numel(),), (1,)) if dense else param)))
         return found
 
-    def _bind(self, specs: list[ParameterSpec]) -> None:
-        self._runs: dict[int, list[tuple[tuple[int, ...], SummedMemory]]] = {}  # of flat memory, by bucket
-        if hasattr(self, "sync"):
-            self.sync.left.complete()
-        params = self._table.params
-        ranks = self._comm.world_size
-        self.plan = self.partition.plan(specs, self.pieces, ranks, self.layout, BUCKET_CAP_BYTES)
-        self.digest = self.plan.digest([param.stride() for param in params] if self.cuts else [])
-        self.sync = self._new_sync()
-        reduced = {param for bucket in self.layout or () for param in bucket}
-        followed = self.layout is not None
-        self.not_reduced = [i for i, spec in enumerate(specs) if followed and spec.active and i not in reduced]
-        self._dormant = [index for index, spec in enumerate(specs) if not spec.active]
-        self._bound_addresses = self._addresses()
-        logger.debug(
-            "rank %d owns %d of %d parameters, %d buckets",
-            self._comm.group_rank,
-            len(self.owned()),
-            len(params),
-            len(self.plan.buckets),
-        )
 
-    def _new_sync(self) -> ParameterSync:
-        plan, params, order = self.plan, self._table.params, self.plan.buckets
-        if not (self._as_views and self._is_settled):
-            packed = PackedStorage(params)
-            return ParameterSync(self._ranks, packed, params, self.digest, order, max_in_flight=_PACKED_IN_FLIGHT)
-        outlasts = self._syncs_in_forward
-        if outlasts and self.layout is not None:
-            order = order[::-1]  # DDP's first bucket has the last layers, which the next forward pass needs last
-        views = ViewStorage(plan, params, self._table.label)
-        return_freed_memory(sum(param.nbytes for param in params))
-        return ParameterSync(self._ranks, views, params, self.digest, order, may_outlast=outlasts)
-
-    def _addresses(self) -> list[int]:
-        return [param.data_ptr() for param in self._table.params]
-
-
-def strides_of(table: ParameterTable) -> list[tuple[int, ...]]:
-    """The strides of all parameters, by index; of those in flight too."""
-    with untouched():
-        return [param.stride() for param in table.params]
+def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, slice | None]:
+    """The parameters of which a rank owns anything, and its part of those that are cut."""
+    mine = ((index, held, piece_of(held, rank)) for index, held in enumerate(pieces))
+    return {
+        index: slice(piece.start, piece.stop) if is_cut(held) else None
+        for index, held, piece in mine
+        if piece is not None
+    }
 
 
 class ShardedStep:
-    """What a rank steps and syncs, and in which order.
+    """The step of one rank: its shard of the optimizer, and the order in which it steps and syncs buckets.
 
     `begin`, `StateChanges.begin`, `step_bucket` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`.
 
@@ -391,13 +357,13 @@ class ShardedStep:
         stepped: what the inner optimizer holds for each parameter.
 
     Attributes:
-        ranks: as given.
-        everyone: all of them, with the replicas of the shards.
-        comm: those of them that share the shards.
+        everyone: all ranks, with the replicas of the shards.
+        comm: the ranks that share the shards.
         trace: takes the events.
-        last_step: the record of the last one.
-        leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
+        local_step: drives the inner optimizer.
+        last_step: the record of the last step.
         coupling: detects an optimizer that computes a value from all parameters.
+        leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
         changes: counts what changes the state of this rank, the same on every rank.
         order: in which order states were created.
@@ -422,19 +388,20 @@ class ShardedStep:
         self.binding = binding
         self.inner = inner
         self.stepped = stepped
-        self.last_step: StepRecord | None = None
-        self.leaves_syncs = False
         self._exposed_groups = groups_of(exposed)
-        self.coupling = CouplingWatch(ranks.everyone, inner)
         self.local_step = LocalStep(inner, self._exposed_groups)
-        self.changes = StateChanges()
         self.order = StateOrder()
-        self.in_buckets = False
-        self._steps_elements = is_elementwise(inner)
+        self.changes = StateChanges()
         self.snapshot: State | None = None
+        self.last_step: StepRecord | None = None
+        self.leaves_syncs = self.in_buckets = False
         self.catching: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._strides = strides_of(table)
+        self.coupling = CouplingWatch(ranks.everyone, inner)
+        self._compares = False  # whether this step compares options between buckets and ranks
+        self._steps_elements = is_elementwise(inner)
+        self._strides = _strides_of(table)
         self._freed = FreedMemory()
+        self._sharing_errors = self.trace.label("share_errors")
 
     def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "ShardedStep":
         """A step for copies of both optimizers, over the copied parameters.
@@ -445,12 +412,7 @@ class ShardedStep:
             memo: of `copy.deepcopy`.
         """
         table = ParameterTable(exposed.param_groups)
-        stepped = SteppedTensors(table, self.stepped.has_masters, self.stepped.residence.fresh())
-        for index, stand_in, part in self.stepped.stand_ins():
-            stepped.put(index, copy.deepcopy(stand_in, memo), part)
-        stepped.settle(inner.state)
-        if not self.stepped.are_fresh:
-            stepped.note_versions()
+        stepped = self.stepped.copied(table, inner.state, memo)
         clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
         clone.order = copy.deepcopy(self.order, memo)
         table.norm_order = self.table.norm_order
@@ -458,13 +420,33 @@ class ShardedStep:
         clone.extend(table, clone.binding)
         return clone
 
+    @property
+    def plan(self) -> ShardPlan:
+        """Who owns what, as it is in force."""
+        return self.binding.plan
+
+    @property
+    def left(self) -> PendingSyncs:
+        """What steps that have ended left in flight."""
+        return self.binding.sync.left
+
+    @property
+    def inner_state(self) -> State:
+        """The state of the optimizer over this rank's parameters, by what is stepped."""
+        return self.inner.state
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """The exposed groups."""
+        return self._exposed_groups()
+
     # A step
 
     def run(self, source: GradientSource, **kwargs: Any) -> Any:
         """Step and sync every bucket, after `begin`. Returns the inner optimizer's result for the last one."""
         result = None
         self.changes.begin()
-        for bucket in self.plan.buckets:
+        for bucket in self.binding.plan.buckets:
             result = self.step_bucket(bucket.index, source, **kwargs)
         last = self.end(**kwargs)
         self.raise_errors()
@@ -478,12 +460,14 @@ class ShardedStep:
                 rank owns is no longer its rounded master, or if state was moved away by ``opt.offload_state()``.
         """
         self.snapshot = None
-        self.left.complete()
-        self.table.check_groups(self.param_groups)
-        self.stepped.follow_model()
+        self.binding.sync.left.complete()
+        self.table.check_groups(self._exposed_groups())
+        if self.stepped.has_masters:
+            self.stepped.follow_model()
         self.check_ready()
-        compares = self.coupling.begin(self.comm.round + 1)
-        self.local_step.note = self.coupling.note if compares else None
+        step = self.comm.round + 1
+        self._compares = step >= self.coupling.next_step and self.coupling.begin(step)
+        self.local_step.note = self.coupling.note if self._compares else None
         return self.local_step.begin(closure)
 
     def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
@@ -511,14 +495,15 @@ class ShardedStep:
         """Step these buckets, each when its gradients are where it is stepped, and start their syncs."""
         result, sync = None, self.binding.sync
         for index, source in arrived:
-            indices = self._stepped_with(index)
+            bucket = self.binding.plan.buckets[index]
+            indices = self._stepped_with(bucket)
             if indices and not sync.errors.has_own:  # after an error this rank only sends what it has
                 try:
                     result = self._step_locally(index, indices, source, kwargs)
                 except Exception as error:
                     if not sync.errors.note(error):
                         raise
-            sync.start(self.plan.buckets[index])
+            sync.start(bucket)
         return result
 
     def _step_locally(self, index: int, indices: Sequence[int], source: GradientSource, kwargs: dict[str, Any]) -> Any:
@@ -530,64 +515,20 @@ class ShardedStep:
         with self._labels[index], stepped.lent(indices, source):
             result = self.local_step.step(index, **kwargs)
         if stepped.residence.keeps:
-            self._freed.add(stepped.keep(indices, self.inner_state))
+            self._freed.add(stepped.keep(indices, self.inner.state))
         return result
+
+    def _stepped_with(self, bucket: Bucket) -> Sequence[int]:
+        """The parameters of this rank that the local step of a bucket may change."""
+        if self.local_step.steps_whole:
+            return () if self.local_step.is_done else self.binding.owned()
+        return bucket.segments[self.comm.group_rank].params
 
     def _loads(self, index: int, source: GradientSource) -> list[Load]:
         """What has to travel for the step of a bucket; nothing after an error of this rank."""
-        loads: list[Load] = self._try_locally(lambda: self.stepped.loads(self._stepped_with(index), source)) or []
+        indices = self._stepped_with(self.plan.buckets[index])
+        loads: list[Load] = self._try_locally(lambda: self.stepped.loads(indices, source)) or []
         return loads
-
-    def end(self, **kwargs: Any) -> Any:
-        """Finish the syncs, expose the options that the step changed, note the states that it created.
-
-        Returns:
-            What the inner optimizer returned for the last bucket, if that was stepped only now; else None.
-
-        Raises:
-            RuntimeError: if a peer has gone or the group's time-out passed.
-        """
-        sync = self.binding.sync
-        try:
-            result = self._step_arrived(self.stepped.residence.drain(), kwargs)
-            self.changes.note_work(self._devices_of_plan())  # of all buckets, on the stream that stepped them
-            self._try_locally(lambda: self.local_step.step_empty(**kwargs))
-            has_failed = sync.errors.has_own
-            self.end_syncs()
-        except BaseException:
-            self.abandon()
-            raise
-        if not has_failed:
-            self.local_step.end(**kwargs)
-        self.coupling.end(has_failed)
-        self.order.after_step(self.inner_state, self.stepped.index_of)
-        self.stepped.note_versions()
-        self.changes.end()
-        return result
-
-    def abandon(self) -> None:
-        """End a step that failed, or that a user drops: forget what is in flight."""
-        self.stepped.residence.abandon()
-        self.binding.sync.abandon()
-        self.changes.end()
-
-    def raise_errors(self) -> None:
-        """After `end`: raise on every rank if a local step has failed on any, or if ranks hold different options.
-
-        A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
-        """
-        with self.catching(), self.trace.label("share_errors"):
-            try:
-                if self.coupling.check():
-                    self.local_step.mirror_to_exposed()
-            finally:
-                self.binding.sync.raise_errors()
-
-    def note_step(self, record: StepRecord) -> None:
-        """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
-        number = 1 if self.last_step is None else self.last_step.number + 1
-        self.last_step = replace(record, number=number)
-        self.trace.step_ended(perf_counter_ns(), record.stepped)
 
     def _try_locally(self, step: Callable[[], Any]) -> Any:
         """Do this rank's part of a step, unless an earlier part has failed."""
@@ -601,37 +542,69 @@ class ShardedStep:
                 raise
             return None
 
+    def end(self, **kwargs: Any) -> Any:
+        """Finish the syncs, expose the options that the step changed, note the states that it created.
+
+        Returns:
+            What the inner optimizer returned for the last bucket, if that was stepped only now; else None.
+
+        Raises:
+            RuntimeError: if a peer has gone or the group's time-out passed.
+        """
+        stepped, errors, result = self.stepped, self.binding.sync.errors, None
+        try:
+            if stepped.residence.carries:
+                result = self._step_arrived(stepped.residence.drain(), kwargs)
+            # of all buckets, on the stream that stepped them
+            self.changes.note_work(self.binding.accelerators)
+            if self.local_step.has_stepped_nothing:
+                self._try_locally(lambda: self.local_step.step_empty(**kwargs))
+            has_failed = errors.has_own
+            self.end_syncs()
+        except BaseException:
+            self.abandon()
+            raise
+        if not has_failed:
+            self.local_step.end(**kwargs)
+        if self._compares:
+            self.coupling.end(has_failed)
+        self.order.after_step(self.inner.state, stepped.index_of)
+        if stepped.has_masters:
+            stepped.note_versions()
+        self.changes.end()
+        return result
+
     def end_syncs(self) -> None:
         """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
         self.binding.sync.end_step()
         if not self.leaves_syncs:
-            self.left.complete()
+            self.binding.sync.left.complete()
 
-    @property
-    def plan(self) -> ShardPlan:
-        """Who owns what, as it is in force."""
-        return self.binding.plan
+    def abandon(self) -> None:
+        """End a step that failed, or that a user drops: forget what is in flight."""
+        self.stepped.residence.abandon()
+        self.binding.sync.abandon()
+        self.changes.end()
 
-    @property
-    def left(self) -> PendingSyncs:
-        """What steps that have ended left in flight."""
-        return self.binding.sync.left
+    def raise_errors(self) -> None:
+        """After `end`: raise on every rank if a local step has failed on any, or if ranks hold different options.
 
-    @property
-    def inner_state(self) -> State:
-        """The state of the optimizer over this rank's parameters, by what is stepped."""
-        return self.inner.state
+        A collective in steps whose options are compared. See `ParameterSync.raise_errors` and `CouplingWatch`.
+        """
+        with self.catching(), self._sharing_errors:
+            try:
+                if self._compares and self.coupling.check():
+                    self.local_step.mirror_to_exposed()
+            finally:
+                self.binding.sync.raise_errors()
 
-    @property
-    def param_groups(self) -> list[ParamGroup]:
-        """The exposed groups."""
-        return self._exposed_groups()
+    def note_step(self, record: StepRecord) -> None:
+        """Number the record of a step that was taken, or that was decided against, and keep it as the last."""
+        number = 1 if self.last_step is None else self.last_step.number + 1
+        self.last_step = replace(record, number=number)
+        self.trace.step_ended(perf_counter_ns(), record.stepped)
 
-    def _stepped_with(self, index: int) -> Sequence[int]:
-        """The parameters of this rank that the local step of a bucket may change."""
-        if self.local_step.steps_whole:
-            return () if self.local_step.is_done else self.binding.owned()
-        return self.plan.buckets[index].segments[self.comm.group_rank].params
+    # Whether a step can be taken
 
     def check_ready(self) -> None:
         """Check that a step can be taken; raises RuntimeError with `why_refuse`."""
@@ -645,19 +618,20 @@ class ShardedStep:
                 "Expected optimizer state where it is stepped, got state that opt.offload_state() has moved away "
                 f"({self.comm.name(self.comm.group_rank)}). Call opt.reload_state() before the next backward pass."
             )
-        return self.wrong_master()
+        return self._wrong_master() if self.stepped.has_masters else None
 
     def check_masters(self) -> None:
         """If low-precision parameters may have been written to, check that they are their rounded masters.
 
+        The check is local: a rank may overwrite parameters temporarily.
+
         Raises:
             RuntimeError: naming the first that is not.
         """
-        if (complaint := self.wrong_master()) is not None:
+        if (complaint := self._wrong_master()) is not None:
             raise RuntimeError(complaint)
 
-    def wrong_master(self) -> str | None:
-        """The message of `check_masters`, or None. The check is local: a rank may overwrite parameters temporarily."""
+    def _wrong_master(self) -> str | None:
         if not self.stepped.have_changed():
             return None
         if diverged := self.stepped.diverged():
@@ -670,14 +644,6 @@ class ShardedStep:
         self.stepped.note_versions()
         return None
 
-    # Changes of what is stepped
-
-    def refresh(self, may_talk: bool = True, held: Collection[int] = ()) -> None:
-        """Plan again if a parameter was moved, frozen or unfrozen since the last step; see `Binding.refresh`."""
-        self.check_memory_order()
-        if self.binding.refresh(may_talk, held):
-            self._bind()
-
     def check_memory_order(self) -> None:
         """Check that the elements of parameters that are cut lie in the order in which their states do.
 
@@ -685,7 +651,29 @@ class ShardedStep:
             RuntimeError: naming the first that do not, as after ``model.to(memory_format=...)``; on every rank, since
                 all run the same loop. ValueError if they have gaps.
         """
-        self._strides = self.binding.checked_strides(self._strides, self.order.is_at_birth)
+        if not self.binding.cuts:
+            return
+        found = _strides_of(self.table)
+        for index, (now, before) in enumerate(zip(found, self._strides, strict=True)):
+            if now == before:
+                continue
+            check_can_be_cut(self.table.params[index], self.table.label(index))
+            if is_cut(self.binding.pieces[index]) and not self.order.is_at_birth:
+                raise RuntimeError(
+                    f"Expected the elements of {self.table.label(index)} in the order in memory that its state has, "
+                    f"by strides {list(before)}, got strides {list(now)} ({self.comm.name(self.comm.group_rank)}): "
+                    "with partition='elements' ranks share it in that order. Change memory formats before the first "
+                    "step; later, keep opt.state_dict() of before the change, and load it after."
+                )
+        self._strides = found
+
+    # Changes of what is stepped
+
+    def refresh(self, may_talk: bool = True, held: Collection[int] = ()) -> None:
+        """Plan again if a parameter was moved, frozen or unfrozen since the last step; see `Binding.refresh`."""
+        self.check_memory_order()
+        if self.binding.refresh(may_talk, held):
+            self._bind()
 
     def adopt(self, layout: Sequence[Sequence[int]], pieces: list[Pieces], moves_later: bool) -> None:
         """Take over a layout of buckets, and move state to its new owners. A collective.
@@ -700,20 +688,16 @@ class ShardedStep:
         """
         self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
         self.binding.sync.raise_errors()
-        self._make_room(pieces)
+        if self.stepped.residence.keeps:  # before anything moves: room for what this rank gets
+            with Agreement(self.ranks.everyone, "making room for optimizer state"):
+                gained = self.binding.gained(pieces)
+                reserve_room(self.inner, self.stepped, self.table, gained, has_copies=False)
         with self.change():
             before = self.binding.pieces
             migrate_state(self.ranks, self.table, self.inner_state, self.order, self.stepped, before, pieces)
             self.binding.adopt(layout, pieces, moves_later)
             self.local_step.own(self.stepped.own(self.binding.owned(), self.binding.owned_parts()))
             self._bind()
-
-    def _make_room(self, pieces: Sequence[Pieces]) -> None:
-        """Before state moves to these owners: allocate what this rank gets where room is limited. Then a collective."""
-        if self.stepped.residence.keeps:
-            with Agreement(self.ranks.everyone, "making room for optimizer state"):
-                gained = self.binding.gained(pieces)
-                reserve_room(self.inner, self.stepped, self.table, gained, has_copies=False)
 
     def master_weights(self) -> dict[Tensor, Tensor]:
         """The masters of parameters that this rank owns, by parameter."""
@@ -735,7 +719,7 @@ class ShardedStep:
     def loaded(self, indices: Sequence[int]) -> None:
         """Follow a state dict that the inner optimizer has loaded, with states of these parameters, in this order."""
         self.snapshot = None
-        self._strides = strides_of(self.table)
+        self._strides = _strides_of(self.table)
         self.local_step.mirror_to_exposed()
         self._bind()
         self.order.loaded([self.stepped[index] for index in indices], self.inner_state)
@@ -744,7 +728,7 @@ class ShardedStep:
     def extend(self, table: ParameterTable, binding: Binding) -> None:
         """Take over parameters that were added; existing ones keep their index and their owner."""
         self.snapshot = None
-        self._strides = [*self._strides, *strides_of(table)[len(self._strides) :]]
+        self._strides = [*self._strides, *_strides_of(table)[len(self._strides) :]]
         table.extends(self.table)
         self.table = table
         self.binding = binding
@@ -753,11 +737,7 @@ class ShardedStep:
 
     def change(self) -> AbstractContextManager[None]:
         """A change of the state outside a step; see `StateChanges`."""
-        return self.changes.one(self._devices_of_plan())
-
-    def _devices_of_plan(self) -> set[torch.device]:
-        """The devices of buckets, which are fewer than parameters; a moved parameter has made a new plan."""
-        return {torch.device(bucket.kind.partition("/")[0]) for bucket in self.plan.buckets if bucket.kind}
+        return self.changes.one(self.binding.accelerators)
 
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of
@@ -770,3 +750,9 @@ class ShardedStep:
                 for bucket, params in self.binding.owned_of_bucket().items()
             }
         )
+
+
+def _strides_of(table: ParameterTable) -> list[tuple[int, ...]]:
+    """The strides of all parameters, by index; of those in flight too."""
+    with untouched():
+        return [param.stride() for param in table.params]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise
-from ddp_zero.core.local.stepped import LOW_PRECISION
+from ddp_zero.core.local.parameters import LOW_PRECISION
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb
 from ddp_zero.core.plan.partitions import partition_named
 from ddp_zero.core.plan.shard_plan import ParameterSpec

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from ddp_zero.core.local.inner import ParamGroup, localise_group
-from ddp_zero.core.local.parameters import ParameterTable
-from ddp_zero.core.local.placeholders import absent_gradient
-from ddp_zero.core.local.stepped import (
+from ddp_zero.core.local.parameters import (
     GradientFactors,
     GradientSource,
+    ParameterTable,
     PublishedGradients,
     ScaledGradients,
     SteppedTensors,
     check_masters,
 )
+from ddp_zero.core.local.placeholders import absent_gradient
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

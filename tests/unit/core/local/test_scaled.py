@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.stepped import ALIGNMENT, AlignedGradients
+from ddp_zero.core.local.parameters import ALIGNMENT, AlignedGradients
 
 
 class _Buckets:

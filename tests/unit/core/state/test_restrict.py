@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adafactor, Adam, NAdam, Optimizer
 
 from ddp_zero.core.local.inner import ParamGroup, restrict_group
-from ddp_zero.core.local.parameters import ParameterTable
-from ddp_zero.core.local.stepped import SteppedTensors
+from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors
 from ddp_zero.core.state import shard_of_whole as restrict
 from ddp_zero.core.state.shard_of_whole import restrict_state_dict
 from ddp_zero.core.step.state_order import StateOrder
