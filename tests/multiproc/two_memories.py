@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.offload import placement as host
-from ddp_zero.core.offload.copy_pipeline import Pairs, Passage
+from ddp_zero.core.offload.copy_pipeline import Pairs, Passage, Transfer, Wait
 
 
 class _ToHost:
@@ -55,7 +55,7 @@ class _ToDevice:
         return any(one.data_ptr() < stop and start < one.data_ptr() + one.nbytes for one, _ in self._sources)
 
 
-class StrictTransfer:
+class StrictTransfer(Transfer):
     """Copies between tensors of the host, some of which are taken for those of a device.
 
     Attributes:
@@ -76,13 +76,13 @@ class StrictTransfer:
         with _unguarded():
             return torch.full((nbytes,), 255, dtype=torch.uint8)
 
-    def to_host(self, pairs: Pairs) -> _ToHost:
+    def to_host(self, pairs: Pairs) -> Wait:
         with _unguarded():
-            return _ToHost(self, [(target.detach(), source.detach()) for target, source in pairs])
+            return _ToHost(self, [(target.detach(), source.detach()) for target, source in pairs]).wait
 
-    def to_device(self, pairs: Pairs) -> _ToDevice:
+    def to_device(self, pairs: Pairs) -> Wait:
         with _unguarded():
-            return _ToDevice(self, pairs)
+            return _ToDevice(self, pairs).wait
 
     def is_busy(self, tensor: Tensor) -> bool:
         return any(copies.holds(tensor) for copies in self.busy)

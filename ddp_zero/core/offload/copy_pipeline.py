@@ -15,115 +15,21 @@ used again. What it does depends on nothing but the order of buckets, so all ran
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ddp_zero.core.plan.shapes import is_dense
 
+_ALIGNMENT = 16  # bytes; any dtype can be laid there
+
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Copies: the target and the source of each, of one dtype and number of elements."""
+Wait = Callable[[], object]
+"""Blocks the host until copies that were started are done."""
 
 
-class Copies(Protocol):
-    """Copies that were started."""
-
-    def wait(self) -> None:
-        """Block the host until they are done."""
-
-
-class Transfer(Protocol):
-    """Copies between one device and buffers on the host."""
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """Memory on the host that the device can read and write by itself, 1-D bytes."""
-
-    def to_host(self, pairs: Pairs) -> Copies:
-        """Start copies from the device into a buffer, after what the device was given so far."""
-
-    def to_device(self, pairs: Pairs) -> Copies:
-        """Start copies from a buffer to the device, before what it is given from now on."""
-
-
-class AcceleratorTransfer:
-    """Copies on the accelerator's current stream, through pinned memory. The step inside backward has its own stream.
-
-    Args:
-        device: the accelerator.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """Pinned memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def to_host(self, pairs: Pairs) -> Copies:
-        """Start copies; neighbours in memory travel as one."""
-        return self._started(pairs)
-
-    def to_device(self, pairs: Pairs) -> Copies:
-        """Start copies; neighbours in memory travel as one."""
-        return self._started(pairs)
-
-    @torch.no_grad()
-    def _started(self, pairs: Pairs) -> Copies:
-        for target, source in merged(pairs):
-            target.copy_(source, non_blocking=True)
-        return _Recorded(torch.accelerator.current_stream(self._device).record_event())
-
-
-class _Recorded:
-    """Copies before an event of a stream."""
-
-    def __init__(self, event: torch.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """Block the host until the event has happened."""
-        self._event.synchronize()
-
-
-def merged(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
-    """The same copies in fewer pieces: contiguous tensors that lie end to end on both sides are one.
-
-    Each piece keeps the version counter of its first target only; parameters in flat storage are told of a change by
-    who asks for the copy.
-    """
-    pieces: list[tuple[Tensor, Tensor]] = []
-    for target, source in pairs:
-        if not (target.is_contiguous() and source.is_contiguous()):
-            pieces.append((target, source))
-            continue
-        one, other = _flat(target, target.numel()), _flat(source, source.numel())
-        if pieces and all(_follows(a, b) for a, b in zip(pieces[-1], (one, other), strict=True)):
-            numel = pieces[-1][0].numel() + one.numel()
-            pieces[-1] = (_flat(pieces[-1][0], numel), _flat(pieces[-1][1], numel))
-        else:
-            pieces.append((one, other))
-    return pieces
-
-
-def _flat(tensor: Tensor, numel: int) -> Tensor:
-    return tensor.as_strided((numel,), (1,))
-
-
-def _follows(first: Tensor, second: Tensor) -> bool:
-    """Whether the second of two 1-D tensors begins where the first ends, in the same storage."""
-    return (
-        first.is_contiguous()
-        and first.dim() == 1
-        and first.dtype == second.dtype
-        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        and first.storage_offset() + first.numel() == second.storage_offset()
-    )
-
-
-def transfer_for(device: torch.device) -> Transfer | None:
-    """How to copy between the host and a device; None for the CPU, whose memory is the host's."""
-    return None if device.type == "cpu" else AcceleratorTransfer(device)
+# Order
 
 
 @dataclass(frozen=True)
@@ -161,7 +67,7 @@ Action = AwaitBack | CopyToHost | AwaitHost | StepAndCopyBack
 
 
 class Schedule:
-    """Decides what happens when a bucket arrives.
+    """Decides, in plain ints, what happens when a bucket arrives; see [Note: order of copies].
 
     Args:
         buffers: how many there are, at least 1. With one nothing overlaps; from two on the copy of a bucket overlaps
@@ -178,7 +84,7 @@ class Schedule:
         self._next = 0
 
     def arrive(self, bucket: int) -> list[Action]:
-        """What to do when the gradients of a bucket are there, after all that was returned before was done."""
+        """The actions once the gradients of a bucket are there, after all that was returned before was done."""
         buffer, self._next = self._next, (self._next + 1) % self.buffers
         actions: list[Action] = []
         if buffer in self._going:
@@ -191,17 +97,16 @@ class Schedule:
         return actions
 
     def drain(self) -> list[Action]:
-        """What to do at the end of a step. Copies back may be under way when it is over."""
+        """The actions at the end of a step. Copies back may be under way when it is over."""
         actions: list[Action] = []
         while self._coming:
             actions += self._step_oldest()
         return actions
 
     def abandon(self) -> list[Action]:
-        """What to do after an error: no bucket is stepped, and no buffer is in use afterwards."""
-        busy = self._going | {buffer for _, buffer in self._coming}
+        """The waits after an error: no bucket is stepped, and no buffer is in use afterwards."""
         waits: list[Action] = [AwaitHost(bucket, buffer) for bucket, buffer in self._coming]
-        waits += [AwaitBack(buffer) for buffer in sorted(busy & self._going)]
+        waits += [AwaitBack(buffer) for buffer in sorted(self._going)]
         self._coming.clear()
         self._going.clear()
         return waits
@@ -212,17 +117,88 @@ class Schedule:
         return [AwaitHost(bucket, buffer), StepAndCopyBack(bucket, buffer)]
 
 
-_ALIGNMENT = 16  # bytes; any dtype can be laid there
+# Copies
+
+
+class Transfer:
+    """Copies between an accelerator and pinned buffers on the host, each way on the accelerator's current stream.
+
+    The step inside backward has a stream of its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Memory on the host that the device can read and write by itself, 1-D bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def to_host(self, pairs: Pairs) -> Wait:
+        """Start copies from the device into a buffer, after the work that the device was given so far."""
+        return self._start(pairs)
+
+    def to_device(self, pairs: Pairs) -> Wait:
+        """Start copies from a buffer to the device, before the work that it is given from now on."""
+        return self._start(pairs)
+
+    @torch.no_grad()
+    def _start(self, pairs: Pairs) -> Wait:
+        for target, source in merged(pairs):
+            target.copy_(source, non_blocking=True)
+        return torch.accelerator.current_stream(self._device).record_event().synchronize
+
+
+def transfer_for(device: torch.device) -> Transfer | None:
+    """Copies between the host and a device; None for the CPU, whose memory is the host's."""
+    return None if device.type == "cpu" else Transfer(device)
+
+
+def merged(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
+    """The same copies in fewer pieces: contiguous tensors that lie end to end on both sides are one.
+
+    Each piece keeps the version counter of its first target only; parameters in flat storage are told of a change by
+    the caller.
+    """
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for target, source in pairs:
+        if not (target.is_contiguous() and source.is_contiguous()):
+            pieces.append((target, source))
+            continue
+        one, other = _flat(target, target.numel()), _flat(source, source.numel())
+        if pieces and all(_follows(a, b) for a, b in zip(pieces[-1], (one, other), strict=True)):
+            numel = pieces[-1][0].numel() + one.numel()
+            pieces[-1] = (_flat(pieces[-1][0], numel), _flat(pieces[-1][1], numel))
+        else:
+            pieces.append((one, other))
+    return pieces
+
+
+def _flat(tensor: Tensor, numel: int) -> Tensor:
+    return tensor.as_strided((numel,), (1,))
+
+
+def _follows(first: Tensor, second: Tensor) -> bool:
+    """Whether the second of two 1-D tensors begins where the first ends, in the same storage."""
+    return (
+        first.is_contiguous()
+        and first.dim() == 1
+        and first.dtype == second.dtype
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.storage_offset() + first.numel() == second.storage_offset()
+    )
+
+
+# Buckets on the way
 
 
 @dataclass(frozen=True)
 class Load:
-    """What has to travel for the step of one parameter.
+    """The tensors that travel for the step of one parameter.
 
     Attributes:
         index: the parameter.
-        gradient: as reduced, in the shape of what is stepped.
-        value: the parameter, or this rank's part of it, if what is stepped is a copy of it; None for a master.
+        gradient: as reduced, in the shape of the stepped tensor.
+        value: the parameter, or this rank's part of it, if the stepped tensor is a copy of it; None for a master.
         stepped: the tensor that the inner optimizer steps.
     """
 
@@ -233,11 +209,7 @@ class Load:
 
 
 class Arrived:
-    """Gradients that have arrived where they are stepped; a source of gradients for the step of a bucket.
-
-    Args:
-        gradients: by parameter index.
-    """
+    """Gradients that have arrived where they are stepped, by parameter index; a source of gradients for a bucket."""
 
     def __init__(self, gradients: dict[int, Tensor]) -> None:
         self._gradients = gradients
@@ -254,34 +226,40 @@ class Arrived:
 class _Buffer:
     """Memory that a bucket travels through, first one way and then the other.
 
-    Attributes:
-        memory: 1-D bytes.
-        copies: those under way.
-        loads: what the bucket that is coming has sent.
-        windows: the gradient and the value of each load in the memory.
+    ``windows`` are the gradient and the value of each load of the bucket that is coming, in the memory.
     """
 
     memory: Tensor | None = None
-    copies: Copies | None = None
+    copies: Wait | None = None  # under way
     loads: Sequence[Load] = ()
     windows: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
-    def room(self, nbytes: int, transfer: Transfer) -> Tensor:
-        """So much memory at least; what was there before is lost."""
+    def wait(self) -> None:
+        """Wait for the copies under way."""
+        wait, self.copies = self.copies, None
+        if wait is not None:
+            wait()
+
+    def lay_out(self, likes: Sequence[Tensor], transfer: Transfer) -> list[Tensor]:
+        """Windows for these tensors, in their shapes; end to end, so that neighbours stay neighbours."""
+        if not likes:
+            return []
+        nbytes = needed_bytes([(like.numel(), like.element_size()) for like in likes])
         if self.memory is None or self.memory.numel() < nbytes:
             self.memory = None  # not two at once
             self.memory = transfer.buffer(nbytes)
-        return self.memory
-
-    def wait(self) -> None:
-        """Wait for the copies under way."""
-        copies, self.copies = self.copies, None
-        if copies is not None:
-            copies.wait()
+        windows, end = [], 0
+        for like in likes:
+            start = end + -end % like.element_size()
+            end = start + like.nbytes
+            run = self.memory[start:end].view(like.dtype)
+            is_whole = is_dense(like.shape, like.stride())
+            windows.append(run.as_strided(like.shape, like.stride()) if is_whole else run.view(like.shape))
+        return windows
 
 
 class Passage:
-    """The buffers of one device and what is in them.
+    """The buffers of one device, and the buckets in them.
 
     Args:
         transfer: copies between host and device.
@@ -296,33 +274,21 @@ class Passage:
 
     def arrive(self, bucket: int, loads: Callable[[], Sequence[Load]]) -> Iterator[tuple[int, Arrived]]:
         """See `Residence.arrive`. The loads are asked for when there is a buffer for them."""
-        for action in self._schedule.arrive(bucket):
-            if isinstance(action, AwaitBack):
-                self._buffers[action.buffer].wait()
-            elif isinstance(action, CopyToHost):
-                self._send(self._buffers[action.buffer], loads())
-            elif isinstance(action, AwaitHost):
-                self._buffers[action.buffer].wait()
-            else:
-                yield from self._stepped(action)
+        yield from self._carry_out(self._schedule.arrive(bucket), loads)
 
     def drain(self) -> Iterator[tuple[int, Arrived]]:
         """See `Residence.drain`."""
-        for action in self._schedule.drain():
-            if isinstance(action, StepAndCopyBack):
-                yield from self._stepped(action)
-            else:
-                self._buffers[action.buffer].wait()
+        yield from self._carry_out(self._schedule.drain(), tuple)
 
     def show(self, pairs: Pairs) -> None:
         """Start copies of stepped tensors to the parameters, through the buffer of the bucket that is being stepped.
 
         Args:
-            pairs: memory of a parameter, and what was stepped for it.
+            pairs: memory of a parameter, and the tensor that was stepped for it.
         """
         buffer = self._current
         assert buffer is not None, "within the step of a bucket"
-        windows = _laid_out([target for target, _ in pairs], buffer, self._transfer)
+        windows = buffer.lay_out([target for target, _ in pairs], self._transfer)
         torch._foreach_copy_(windows, [stepped for _, stepped in pairs])  # rounded on the host
         targets = [target for target, _ in pairs]
         buffer.copies = self._transfer.to_device(list(zip(targets, windows, strict=True)))
@@ -333,7 +299,7 @@ class Passage:
         return self._current is not None
 
     def abandon(self) -> None:
-        """Wait for what is under way, which may still write, and forget it."""
+        """Wait for copies under way, which may still write, and forget them."""
         self._schedule.abandon()
         self._current = None
         for buffer in self._buffers:
@@ -345,11 +311,23 @@ class Passage:
         """Bytes of all buffers."""
         return sum(buffer.memory.numel() for buffer in self._buffers if buffer.memory is not None)
 
+    def _carry_out(
+        self, actions: Sequence[Action], loads: Callable[[], Sequence[Load]]
+    ) -> Iterator[tuple[int, Arrived]]:
+        for action in actions:
+            buffer = self._buffers[action.buffer]
+            if isinstance(action, CopyToHost):
+                self._send(buffer, loads())
+            elif isinstance(action, StepAndCopyBack):
+                yield from self._stepped(action.bucket, buffer)
+            else:
+                buffer.wait()
+
     @torch.no_grad()
     def _send(self, buffer: _Buffer, loads: Sequence[Load]) -> None:
         values = [load.value for load in loads if load.value is not None]
         sources = [*(load.gradient for load in loads), *values]
-        targets = _laid_out(sources, buffer, self._transfer)
+        targets = buffer.lay_out(sources, self._transfer)
         of_values = iter(targets[len(loads) :])
         buffer.loads = loads
         buffer.windows = [
@@ -360,14 +338,13 @@ class Passage:
             buffer.copies = self._transfer.to_host(list(zip(targets, sources, strict=True)))
 
     @torch.no_grad()
-    def _stepped(self, action: StepAndCopyBack) -> Iterator[tuple[int, Arrived]]:
-        buffer = self._buffers[action.buffer]
+    def _stepped(self, bucket: int, buffer: _Buffer) -> Iterator[tuple[int, Arrived]]:
         loads, windows = buffer.loads, buffer.windows
         for load, (_, value) in zip(loads, windows, strict=True):
             if value is not None:
                 load.stepped.copy_(value)
         self._current = buffer
-        yield action.bucket, Arrived({load.index: window for load, (window, _) in zip(loads, windows, strict=True)})
+        yield bucket, Arrived({load.index: window for load, (window, _) in zip(loads, windows, strict=True)})
         self._current = None
         buffer.loads, buffer.windows = (), []
 
@@ -378,18 +355,3 @@ def needed_bytes(sizes: Sequence[tuple[int, int]]) -> int:
     for numel, itemsize in sizes:
         end = end + -end % itemsize + numel * itemsize
     return end + -end % _ALIGNMENT
-
-
-def _laid_out(likes: Sequence[Tensor], buffer: _Buffer, transfer: Transfer) -> list[Tensor]:
-    """Windows of a buffer for these tensors, in their shapes; end to end, so that neighbours stay neighbours."""
-    if not likes:
-        return []
-    memory = buffer.room(needed_bytes([(like.numel(), like.element_size()) for like in likes]), transfer)
-    windows, end = [], 0
-    for like in likes:
-        start = end + -end % like.element_size()
-        end = start + like.nbytes
-        run = memory[start:end].view(like.dtype)
-        is_whole = is_dense(like.shape, like.stride())
-        windows.append(run.as_strided(like.shape, like.stride()) if is_whole else run.view(like.shape))
-    return windows

@@ -14,6 +14,8 @@ from ddp_zero.core.offload.copy_pipeline import Load, Passage, transfer_for
 from ddp_zero.core.offload.mapped_file import Shelf
 from ddp_zero.options import Offload
 
+_HOST = torch.device("cpu")
+
 
 class Residence:
     """With the parameters: masters and states are on their devices, and nothing travels.
@@ -31,12 +33,7 @@ class Residence:
         return False
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a stepped tensor, with a copy of this value.
-
-        Args:
-            value: on any device.
-            dtype: of the result.
-            device: of the parameter.
+        """Memory for a stepped tensor of a parameter on ``device``, with a copy of this value.
 
         Raises:
             RuntimeError: if there is no room.
@@ -44,12 +41,7 @@ class Residence:
         return value.detach().to(device, dtype, copy=True)
 
     def place(self, value: Tensor, device: torch.device) -> Tensor:
-        """A tensor of a state where states live; the tensor itself if it is there already.
-
-        Args:
-            value: on any device.
-            device: of the parameter.
-        """
+        """A tensor of a state, of a parameter on ``device``, where states live; itself if it is there already."""
         return value.to(device)
 
     def keep(self, states: Iterable[Any]) -> int:
@@ -57,18 +49,10 @@ class Residence:
         return 0
 
     def reserve(self, likes: Iterable[Tensor]) -> None:
-        """Make sure that there will be room for such tensors.
-
-        Raises:
-            RuntimeError: if there is none.
-        """
+        """Make sure that there will be room for such tensors, or raise RuntimeError."""
 
     def check(self) -> None:
-        """Before a step: check that what lives here can still be reached.
-
-        Raises:
-            RuntimeError: if not.
-        """
+        """Before a step: check that the memory can still be reached, or raise RuntimeError."""
 
     # On the way: in the order of buckets, which is the same on every rank
 
@@ -81,7 +65,7 @@ class Residence:
             bucket: its index.
             device: of its parameters.
             source: of its gradients, where it is stepped with the parameters.
-            loads: what has to travel; asked for once, if it does.
+            loads: the tensors that have to travel; asked for once, if any do.
         """
         yield bucket, source
 
@@ -90,17 +74,11 @@ class Residence:
         return iter(())
 
     def show(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy stepped tensors to parameters, rounded.
-
-        Args:
-            pairs: memory of a parameter, and what was stepped for it.
-        """
+        """Copy stepped tensors to parameters, rounded; pairs of a parameter's memory and its stepped tensor."""
         torch._foreach_copy_([target for target, _ in pairs], [stepped for _, stepped in pairs])
 
     def abandon(self) -> None:
-        """Forget what is on the way."""
-
-    # Information
+        """Forget buckets that are on the way."""
 
     def fresh(self) -> "Residence":
         """One of the same kind for a copy of an optimizer."""
@@ -111,11 +89,10 @@ class Residence:
         return []
 
 
-_HOST = torch.device("cpu")
-
-
 class OnHost(Residence):
-    """On the host. Masters and states are there, and copies of parameters that have no master.
+    """``offload="cpu"``: parameters on an accelerator are stepped on the host; those on the CPU where they are.
+
+    Masters and states are on the host, and copies of parameters that have no master.
 
     Args:
         buffers: pinned buffers per device.
@@ -166,7 +143,7 @@ class OnHost(Residence):
             target.copy_(stepped)
 
     def abandon(self) -> None:
-        """Forget what is on the way."""
+        """Forget buckets that are on the way."""
         for passage in self._all():
             passage.abandon()
 
@@ -187,36 +164,6 @@ class OnHost(Residence):
 
     def _all(self) -> list[Passage]:
         return [passage for passage in self._passages.values() if passage is not None]
-
-
-def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A state with its tensors moved, however nested; mappings and lists are changed in place.
-
-    Tensors without dimensions, such as step counters, stay: optimizers read them on the host, and they are small.
-    """
-    if isinstance(value, Tensor):
-        return move(value) if value.dim() else value
-    if isinstance(value, dict):
-        for key, item in value.items():
-            value[key] = moved(item, move)
-    elif isinstance(value, list):
-        value[:] = [moved(item, move) for item in value]
-    elif type(value) is tuple:
-        return tuple(moved(item, move) for item in value)
-    return value
-
-
-def tensors_in(value: Any) -> Iterable[Tensor]:
-    """The tensors with dimensions in a state, however nested."""
-    if isinstance(value, Tensor):
-        if value.dim():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 class OnDisk(OnHost):
@@ -266,7 +213,7 @@ class OnDisk(OnHost):
         self._shelf.check()
 
     def fresh(self) -> Residence:
-        """Another one, with a file of its own in the same folder."""
+        """A copy with a file of its own in the same folder."""
         return OnDisk(self._num_buffers, self._shelf.folder)
 
     def describe(self) -> list[str]:
@@ -276,14 +223,37 @@ class OnDisk(OnHost):
 
 
 def residence_for(given: Offload | str | None) -> Residence:
-    """Where what is stepped lives with these options.
-
-    Raises:
-        RuntimeError: if no file can be made in the folder.
-    """
+    """The residence of stepped tensors with these options; RuntimeError if no file can be made in the folder."""
     offload = Offload.of(given)
     if offload is None:
         return Residence()
     if offload.folder is None:
         return OnHost(offload.buffers)
     return OnDisk(offload.buffers, Path(offload.folder))
+
+
+def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """A state with its tensors moved, however nested; mappings and lists are changed in place.
+
+    Tensors without dimensions, such as step counters, stay: optimizers read them on the host, and they are small.
+    """
+    if isinstance(value, Tensor):
+        return move(value) if value.dim() else value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = moved(item, move)
+    elif isinstance(value, list):
+        value[:] = [moved(item, move) for item in value]
+    elif type(value) is tuple:
+        return tuple(moved(item, move) for item in value)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors with dimensions in a state, however nested."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)

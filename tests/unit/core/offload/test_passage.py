@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.core.offload.copy_pipeline import AcceleratorTransfer, Load, Passage, merged, needed_bytes, transfer_for
+from ddp_zero.core.offload.copy_pipeline import Load, Passage, Transfer, merged, needed_bytes, transfer_for
 from ddp_zero.core.offload.placement import OnHost
 from tests.multiproc.two_memories import StrictTransfer, taken_for_a_device
 
@@ -90,14 +90,14 @@ def test_the_stand_in_notices_a_read_before_the_wait_and_a_write_before_the_devi
     buffer = transfer.buffer(12).view(torch.float32)
     copies = transfer.to_host([(buffer, torch.ones(3))])
     assert buffer.isnan().all()
-    copies.wait()
+    copies()
     assert buffer.tolist() == [1.0] * 3
     back = transfer.to_device([(torch.zeros(3), buffer)])
     with pytest.raises(AssertionError, match="from which the device may still read"):
         transfer.to_host([(buffer, torch.ones(3))])
     buffer.zero_()
     with pytest.raises(AssertionError, match="written while the device reads"):
-        back.wait()
+        back()
 
 
 def test_copies_of_neighbours_are_one() -> None:
@@ -114,7 +114,7 @@ def test_copies_of_neighbours_are_one() -> None:
 
 def test_only_accelerators_need_copies() -> None:
     assert transfer_for(torch.device("cpu")) is None
-    assert isinstance(transfer_for(torch.device("cuda", 0)), AcceleratorTransfer)
+    assert isinstance(transfer_for(torch.device("cuda", 0)), Transfer)
 
 
 def test_a_bucket_on_the_cpu_comes_after_those_on_the_way_and_is_stepped_where_it_is() -> None:
