@@ -13,9 +13,10 @@ from ddp_zero.core.backward.gradients import CommHook
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.engine.engine import INTERLEAVED_LAG
-from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, grouped, own_options
+from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, grouped
 from ddp_zero.core.local.live_model import the_ddp_model_in
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
+from ddp_zero.options import PartitionName
 
 
 def hook_with_zero_step(
@@ -55,7 +56,7 @@ def hook_with_zero_step_interleaved(
     return engine_of(zero).build_hook(ddp, hook, split=shard_buckets, lag=INTERLEAVED_LAG)
 
 
-_OTHER_NAMES = ("process_group", "overlap_with_ddp")
+_RENAMED = {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}
 """Options of the optimizer that go by another name here, or are the model's."""
 
 
@@ -70,7 +71,7 @@ def build_with_hook(  # noqa: D417  # arguments that are those of shard_optimize
     interleaved: bool | None = None,
     shard_buckets: bool = True,
     parameters_as_bucket_view: bool = True,
-    partition: str = "auto",
+    partition: PartitionName = "auto",
     **options: Any,
 ) -> ZeroRedundancyOptimizer:
     """Build a sharded optimizer over a DDP model's named parameters, and its hook, and register that on the model.
@@ -86,62 +87,46 @@ def build_with_hook(  # noqa: D417  # arguments that are those of shard_optimize
         ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer` does.
     """
     model = the_ddp_model_in(ddp)
-    hooks: dict[str, Any] = {"hook": hook, "hook_state": hook_state, "interleaved": interleaved}
-    hooks["shard_buckets"] = shard_buckets
-    options["partition"] = partition
-    zero = _build(model, hooks, optimizer_class, params, overlap, parameters_as_bucket_view, options)
-    zero.attach(model, **hooks)
-    return zero
-
-
-def options_of_hook() -> list[str]:
-    """The names of the options that `build_with_hook` takes, without those of an optimizer class."""
-    own = [name for name in inspect.signature(build_with_hook).parameters if name not in ("ddp", "params", "options")]
-    taken = own_options(ZeroRedundancyOptimizer.__init__)
-    return [*own, *(name for name in taken if name not in (*own, *_OTHER_NAMES))]
-
-
-def _build(
-    ddp: DistributedDataParallel,
-    hooks: dict[str, Any],
-    optimizer_class: Callable[..., Optimizer],
-    params: ParamsT | Grouping | None,
-    overlap: bool,
-    parameters_as_bucket_view: bool,
-    options: dict[str, Any],
-) -> ZeroRedundancyOptimizer:
-    """Build the optimizer over groups with the model's parameter names."""
-    device = next((param.device for param in ddp.parameters()), None)
-    with Agreement(Communicator(ddp.process_group, device=device), "shard_optimizer"):
-        _check_hooks(**hooks)
+    device = next((param.device for param in model.parameters()), None)
+    with Agreement(Communicator(model.process_group, device=device), "shard_optimizer"):
+        if hook is not None and not callable(hook):
+            raise TypeError(f"Expected hook to be a communication hook or None, got {hook!r:.80}.")
+        check_flags(interleaved=False if interleaved is None else interleaved, shard_buckets=shard_buckets)
         check_flags(overlap=overlap)
-        _check_options(options, optimizer_class)
-        named = list(ddp.named_parameters())
+        for name, remedy in _RENAMED.items():
+            if name in options:
+                raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy}")
+        check_class(optimizer_class)
+        known = options_of_hook()
+        check_known([name for name in options if name not in known], optimizer_class, known)
+        named = list(model.named_parameters())
         groups = named if params is None else grouped(named, params) if callable(params) else params
     zero = ZeroRedundancyOptimizer(
         groups,
         optimizer_class,
-        process_group=ddp.process_group,
+        process_group=model.process_group,
         overlap_with_ddp=overlap,
         parameters_as_bucket_view=parameters_as_bucket_view,
+        partition=partition,
         **options,
     )
     sharded_of(zero).table.learn_names(named)
+    zero.attach(model, hook=hook, hook_state=hook_state, interleaved=interleaved, shard_buckets=shard_buckets)
     return zero
 
 
-def _check_hooks(hook: object, hook_state: object, interleaved: object, shard_buckets: object) -> None:
-    """Check the arguments for the hook."""
-    if hook is not None and not callable(hook):
-        raise TypeError(f"Expected hook to be a communication hook or None, got {hook!r:.80}.")
-    check_flags(interleaved=False if interleaved is None else interleaved, shard_buckets=shard_buckets)
+def door_parameters() -> dict[str, inspect.Parameter]:
+    """The parameters of `build_with_hook`, and the options of `ZeroRedundancyOptimizer` that it hands on."""
+    own, of_class = (dict(inspect.signature(one).parameters) for one in (build_with_hook, ZeroRedundancyOptimizer))
+    del own["options"]
+    handed_on = {
+        name: one if name == "defaults" else one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, one in of_class.items()
+        if name not in (*own, *_RENAMED)
+    }
+    return {**own, **handed_on}
 
 
-def _check_options(options: dict[str, Any], optimizer_class: Callable[..., Optimizer]) -> None:
-    """Check that no option is misspelt, or passed to `shard_optimizer` under a different name."""
-    for name, remedy in {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}.items():
-        if name in options:
-            raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy}")
-    check_class(optimizer_class)
-    taken = own_options(ZeroRedundancyOptimizer.__init__)
-    check_known([name for name in options if name not in taken], optimizer_class, options_of_hook())
+def options_of_hook() -> list[str]:
+    """The names of the options that `build_with_hook` takes, without those of an optimizer class."""
+    return [name for name in door_parameters() if name not in ("ddp", "params", "defaults")]

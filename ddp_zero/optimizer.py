@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ from ddp_zero.core.step.join import ZeroJoinHook, refuse_replicas
 from ddp_zero.core.step.sharded_step import Binding, ShardedStep
 from ddp_zero.core.step.state_order import State
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.options import Offload, StepOptions
+from ddp_zero.options import Nonfinite, Offload, PartitionName, StepOptions, Sync
 from ddp_zero.tools.insight.stats import Stats
 
 
@@ -157,14 +157,14 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         gradient_predivide_factor: float | None = None,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
-        nonfinite: str | None = None,
+        nonfinite: Nonfinite | None = None,
         loss_scale: DynamicLossScale | float | None = None,
         master_weights: bool = False,
-        sync: str = "step",
+        sync: Sync = "step",
         accumulate_in_fp32: bool = False,
-        partition: str = "parameters",
+        partition: PartitionName = "parameters",
         shard_group: ProcessGroup | None = None,
-        offload: Offload | str | None = None,
+        offload: Offload | Literal["cpu"] | None = None,
         **defaults: Any,
     ) -> None:
         params = list(params) if isinstance(params, Iterator) else params

@@ -2,12 +2,17 @@
 
 import os
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from ddp_zero.loss_scale import LARGEST, SMALLEST, DynamicLossScale, check_number
 
-NONFINITE = ("skip", "raise", "step")
-SYNC = ("step", "forward")
-PLACES = ("cpu", "disk")
+Nonfinite = Literal["skip", "raise", "step"]
+Sync = Literal["step", "forward"]
+PartitionName = Literal["auto", "parameters", "elements"]
+Place = Literal["cpu", "disk"]
+NONFINITE: tuple[str, ...] = get_args(Nonfinite)
+SYNC: tuple[str, ...] = get_args(Sync)
+PLACES: tuple[str, ...] = get_args(Place)
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Offload:
         ValueError: for another place, a missing folder or one that is not used, or fewer than one buffer.
     """
 
-    to: str = "cpu"
+    to: Place = "cpu"
     folder: str | os.PathLike[str] | None = field(default=None, repr=False, compare=False)
     buffers: int = 3
 
@@ -57,24 +62,12 @@ class Offload:
             return given
         if not isinstance(given, str):
             raise TypeError(f"Expected offload to be 'cpu', a ddp_zero.Offload or None, got {given!r:.80}.")
-        return cls(given)
+        return cls(given)  # type: ignore[arg-type]  # checked there
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step treats the gradients that it is taken from.
-
-    Attributes:
-        max_grad_norm: clip the norm of all gradients to this; None: do not.
-        norm_type: order of the p-norm; ``inf`` for the largest absolute value.
-        nonfinite: what to do about gradients that are not finite: ``"skip"`` the step, ``"raise"``, or ``"step"`` as if
-            they were; None: skip where the step waits for all gradients anyway, else step.
-        loss_scale: the factor that ``opt.scale`` multiplies the loss by, a number or a policy; None: no loss scale.
-        master_weights: whether fp16 and bf16 parameters are stepped in fp32.
-        accumulate_in_fp32: whether averages of several backward passes add up in fp32 in stage 1, as in stage 2.
-        sync: when to wait for parameters that other ranks have stepped: at the end of the ``"step"``, or at the first
-            use of each, as in the next ``"forward"`` pass.
-        offload: where state and the step are, or the place alone; None: with the parameters.
+    """How a step treats the gradients that it is taken from; `ZeroRedundancyOptimizer` documents each option.
 
     Raises:
         TypeError: for a value of the wrong type.
@@ -83,10 +76,10 @@ class StepOptions:
 
     max_grad_norm: float | None = None
     norm_type: float = 2.0
-    nonfinite: str | None = None
+    nonfinite: Nonfinite | None = None
     loss_scale: DynamicLossScale | float | None = None
     master_weights: bool = False
-    sync: str = "step"
+    sync: Sync = "step"
     accumulate_in_fp32: bool = False
     offload: Offload | str | None = None
 

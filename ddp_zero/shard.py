@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
 from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, is_parallel
 from ddp_zero.core.plan.global_names import GlobalNames
 from ddp_zero.core.plan.partitions import AUTO
-from ddp_zero.ddp_hooks import build_with_hook
+from ddp_zero.ddp_hooks import build_with_hook, door_parameters
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.options import Offload
+from ddp_zero.options import Nonfinite, Offload, PartitionName, Sync
 
 if TYPE_CHECKING:
     from ddp_zero.parallel.optimizer import ParallelOptimizer
@@ -45,14 +45,14 @@ def shard_optimizer(
     gradient_predivide_factor: float | None = None,
     max_grad_norm: float | None = None,
     norm_type: float = 2.0,
-    nonfinite: str | None = None,
+    nonfinite: Nonfinite | None = None,
     loss_scale: DynamicLossScale | float | None = None,
     master_weights: bool = False,
-    sync: str = "step",
+    sync: Sync = "step",
     accumulate_in_fp32: bool = False,
-    partition: str = "auto",
+    partition: PartitionName = "auto",
     shard_group: ProcessGroup | None = None,
-    offload: Offload | str | None = None,
+    offload: Offload | Literal["cpu"] | None = None,
     mesh: None = None,
     data_parallel_group: None = None,
     **defaults: Any,
@@ -95,30 +95,7 @@ def shard_optimizer(
 
 
 def shard_optimizer(  # noqa: D417  # options that are those of the class are documented there
-    ddp: nn.Module,
-    optimizer_class: Callable[..., Optimizer],
-    params: ParamsT | Grouping | None = None,
-    *,
-    stage: int = 1,
-    overlap: bool = True,
-    hook: CommHook | None = None,
-    hook_state: Any = None,
-    interleaved: bool | None = None,
-    shard_buckets: bool = True,
-    parameters_as_bucket_view: bool = True,
-    grad_comm_dtype: torch.dtype | None = None,
-    gradient_predivide_factor: float | None = None,
-    max_grad_norm: float | None = None,
-    norm_type: float = 2.0,
-    nonfinite: str | None = None,
-    loss_scale: DynamicLossScale | float | None = None,
-    master_weights: bool = False,
-    sync: str = "step",
-    accumulate_in_fp32: bool = False,
-    partition: str = "auto",
-    shard_group: ProcessGroup | None = None,
-    offload: Offload | str | None = None,
-    **defaults: Any,
+    ddp: nn.Module, optimizer_class: Callable[..., Optimizer], params: Any = None, **options: Any
 ) -> "ZeroRedundancyOptimizer | ParallelOptimizer":
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
 
@@ -148,12 +125,15 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
         TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an unknown option.
         ValueError: for several DDP models, a model that does not fit, or as `ZeroRedundancyOptimizer`.
     """
-    given = dict(locals())
-    options = {**given.pop("defaults"), **given}
     asked = {name: value for name in PARALLEL_OPTIONS if (value := options.pop(name, None)) is not None}
     if asked or is_parallel(params, ddp):
-        return _over_more_dimensions(options.pop("ddp"), **_given(options), **asked)
-    return build_with_hook(**options)
+        return _over_more_dimensions(ddp, optimizer_class, params, **_given(options), **asked)
+    return build_with_hook(ddp, optimizer_class, params, **options)
+
+
+shard_optimizer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # every option, for `help()`
+    list(door_parameters().values()), return_annotation="ZeroRedundancyOptimizer | ParallelOptimizer"
+)
 
 
 def wrap(
@@ -221,14 +201,16 @@ def _cuts(
     return division.cuts
 
 
-def _over_more_dimensions(model: nn.Module, **options: Any) -> "ParallelOptimizer":
+def _over_more_dimensions(
+    model: nn.Module, optimizer_class: Callable[..., Optimizer], params: Any, **options: Any
+) -> "ParallelOptimizer":
     """A `ParallelOptimizer`, imported only where there is one: it loads torch's distributed tensors."""
     from ddp_zero.parallel.optimizer import ParallelOptimizer
 
-    return ParallelOptimizer(model, **options)
+    return ParallelOptimizer(model, optimizer_class, params, **options)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that differ from their defaults, which are not the same for all members of a `ParallelOptimizer`."""
-    defaults = {name: one.default for name, one in inspect.signature(shard_optimizer).parameters.items()}
-    return {name: value for name, value in options.items() if name not in defaults or defaults[name] is not value}
+    known = door_parameters()
+    return {name: value for name, value in options.items() if name not in known or known[name].default is not value}

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero import deepspeed as ours
 from ddp_zero.deepspeed.config.table import ConfigError
+from ddp_zero.options import PartitionName
 from tests.multiproc.harness import Cases, Setup
 
 case = Cases(timeout=240)
@@ -375,7 +376,9 @@ def _weights_are_saved_as_they_are_or_in_fp32(setup: Setup) -> None:
 @case(2)
 def _whole_values_of_what_is_sharded(setup: Setup) -> None:
     """Of masters, gradients and state, as the unsharded optimizer has them."""
-    for stage, dtype, partition in ((1, BF16, None), (2, BF16, None), (2, FP32, "elements"), (1, FP32, None)):
+    modes: tuple[tuple[int, torch.dtype, PartitionName | None], ...]
+    modes = (1, BF16, None), (2, BF16, None), (2, FP32, "elements"), (1, FP32, None)
+    for stage, dtype, partition in modes:
         engine = start_with(stage, dtype, partition)
         plain = Plain(Net(), dtype, stage, 1, 1.0)
         batches = list(data(setup.rank, 3, dtype))
@@ -398,7 +401,7 @@ def _whole_values_of_what_is_sharded(setup: Setup) -> None:
         _set_values(setup, engine)
 
 
-def start_with(stage: int, dtype: torch.dtype, partition: str | None) -> ours.Engine:
+def start_with(stage: int, dtype: torch.dtype, partition: PartitionName | None) -> ours.Engine:
     if partition is None:
         return start(config(stage, dtype))
     model = Net()

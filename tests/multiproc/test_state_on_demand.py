@@ -26,6 +26,7 @@ from torch.optim import AdamW
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.state.frames import receive_tree, send_tree
 from ddp_zero.core.state.listener import NAME
+from ddp_zero.options import Sync
 from tests.multiproc.cases import (
     LargestLiveBytes,
     Twins,
@@ -166,13 +167,14 @@ def _a_rank_that_computes_sleeps_or_loads_answers(setup: Setup) -> None:
 
 @case(2, 4)
 def _masters_and_a_loss_scale(setup: Setup) -> None:
-    for overlap, sync in ((False, "step"), (False, "forward")):
+    syncs: tuple[Sync, ...] = ("step", "forward")
+    for sync in syncs:
         model = DistributedDataParallel(build_model().to(torch.bfloat16), gradient_as_bucket_view=True)
         opt = shard_optimizer(
             model,
             AdamW,
             lr=0.1,
-            overlap=overlap,
+            overlap=False,
             sync=sync,
             master_weights=True,
             loss_scale=DynamicLossScale(),

@@ -712,7 +712,7 @@ def _refused(setup: Setup) -> None:
     with pytest.raises(ValueError, match=r"Expected parameters_as_bucket_view=True with sync='forward'"):
         shard_optimizer(ddp, AdamW, sync="forward", parameters_as_bucket_view=False)
     with pytest.raises(ValueError, match=r"Expected sync to be one of \('step', 'forward'\), got 'later'"):
-        shard_optimizer(ddp, AdamW, sync="later")
+        shard_optimizer(ddp, AdamW, **{"sync": "later"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="step options"):
         shard_optimizer(ddp, AdamW, sync="forward" if setup.rank else "step")
     alone = ZeroRedundancyOptimizer(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_zero.loss_scale import DynamicLossScale
-from ddp_zero.options import NONFINITE, Offload, StepOptions, check_max_grad_norm
+from ddp_zero.options import NONFINITE, Nonfinite, Offload, StepOptions, check_max_grad_norm
 
 
 def test_by_default_nothing_is_asked_of_a_step_and_it_does_not_wait() -> None:
@@ -107,7 +107,7 @@ def test_a_norm_type_that_is_not_above_0_is_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [None, *NONFINITE])
-def test_gradients_that_are_not_finite_are_skipped_raised_or_stepped(value: str | None) -> None:
+def test_gradients_that_are_not_finite_are_skipped_raised_or_stepped(value: Nonfinite | None) -> None:
     assert StepOptions(nonfinite=value).nonfinite == value
 
 
@@ -143,19 +143,19 @@ def test_a_loss_scale_of_another_type_is_refused_and_the_usual_one_is_named(valu
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "step"])
-def test_a_dynamic_loss_scale_overflows_on_purpose_so_its_steps_must_be_skipped(nonfinite: str) -> None:
+def test_a_dynamic_loss_scale_overflows_on_purpose_so_its_steps_must_be_skipped(nonfinite: Nonfinite) -> None:
     with pytest.raises(ValueError, match=r"^Expected nonfinite='skip' with a dynamic loss_scale, .* got ") as raised:
         StepOptions(nonfinite=nonfinite, loss_scale=DynamicLossScale())
     assert repr(nonfinite) in str(raised.value)
 
 
 @pytest.mark.parametrize("nonfinite", [None, *NONFINITE])
-def test_a_loss_scale_that_never_changes_contradicts_nothing(nonfinite: str | None) -> None:
+def test_a_loss_scale_that_never_changes_contradicts_nothing(nonfinite: Nonfinite | None) -> None:
     assert StepOptions(nonfinite=nonfinite, loss_scale=128.0).nonfinite == nonfinite
 
 
 @pytest.mark.parametrize("nonfinite", [None, "skip"])
-def test_a_dynamic_loss_scale_goes_with_skipping(nonfinite: str | None) -> None:
+def test_a_dynamic_loss_scale_goes_with_skipping(nonfinite: Nonfinite | None) -> None:
     assert StepOptions(nonfinite=nonfinite, loss_scale=DynamicLossScale()).why_wait() is not None
 
 
