@@ -15,7 +15,7 @@ BOUNDS = {
     "stage 1 interleaved: a further bucket": (15, 45, 80),
     "stage 2 interleaved: `opt.step()` after it": (15, 25, 60),
     "stage 2 interleaved: backward of 4 buckets": (38, 300, 550),
-    "`opt.step()` standalone": (29, 110, 250),
+    "`opt.step()` standalone": (20, 80, 200),
     "`state_dict()`": (18, 160, 430),
 }
 

@@ -412,12 +412,7 @@ class Engine:
 
 
 def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
-    """See `ZeroRedundancyOptimizer.add_param_group`.
-
-    Args:
-        engine: of the optimizer.
-        add: adds the group to the exposed ones.
-    """
+    """See `ZeroRedundancyOptimizer.add_param_group`."""
     sharded, hook = engine.sharded, engine.hook
     exposed, inner = sharded.param_groups, sharded.inner
     groups_before = len(exposed), len(inner.param_groups)

@@ -58,9 +58,6 @@ def attribute_of_inner(optimizer: HasEngine, name: str) -> Any:
 def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the inner optimizer on every rank. A collective.
 
-    Returns:
-        The method's result on this rank.
-
     Raises:
         RuntimeError: inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on
             another rank. What it had written by then is the same on all ranks.
@@ -109,13 +106,7 @@ def _check_between_steps(hook: OverlapHook | None, name: str) -> None:
 
 
 def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) -> None:
-    """Send parameters to all ranks if any rank has written to its own. A collective.
-
-    Args:
-        sharded: the step.
-        written: owned parameters, or their masters, that were written to on this rank.
-        has_state: whether this rank has any state, which the method may have created.
-    """
+    """Send parameters to all ranks if any rank has written to its own. A collective."""
     stepped, params = sharded.stepped, sharded.table.params
     stepped.show(written)
     travel = {param for bucket in sharded.plan.buckets for one in bucket.segments for param in one.params}

@@ -102,11 +102,6 @@ def first_device(params: object) -> torch.device | None:
 def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], library: Iterable[str]) -> None:
     """Check that an option unknown to an optimizer class is not a misspelt option of this library.
 
-    Args:
-        options: names of the options for the class.
-        optimizer_class: the class.
-        library: the names of this library's own options.
-
     Raises:
         TypeError: naming the closest option, or the function that takes it.
     """

@@ -190,11 +190,7 @@ class LocalStep:
         }
 
     def own(self, stepped: Mapping[Tensor, Tensor]) -> None:
-        """Change which parameters this rank owns; the caller moves their state and then calls `bind`.
-
-        Args:
-            stepped: for each owned parameter the tensor that the inner optimizer steps for it.
-        """
+        """Change which parameters this rank owns; the caller moves their state and then calls `bind`."""
         for exposed, group in zip(self._exposed(), self._inner.param_groups, strict=True):
             owned = restrict_group(exposed, stepped)
             owned["params"] = [stepped[param] for param in owned["params"]]
@@ -223,9 +219,6 @@ class LocalStep:
 
     def step(self, bucket: int, **kwargs: Any) -> Any:
         """Step this rank's parameters of one bucket, if it owns any there.
-
-        Returns:
-            What the inner optimizer's ``step`` returned, or None.
 
         Raises:
             RuntimeError: if the inner optimizer evaluates the closure more than once in a step, or stepped parameters
@@ -396,12 +389,6 @@ def build_inner(
 ) -> Optimizer:
     """Build the optimizer over this rank's parameters: one group per exposed group, empty ones too.
 
-    Args:
-        optimizer_class: builds the optimizer.
-        param_groups: the exposed groups.
-        stepped: for each parameter that this rank owns, the tensor that is stepped for it.
-        defaults: options for ``optimizer_class``.
-
     Raises:
         TypeError: if the result is not an optimizer, or the class does not know one of the options.
     """
@@ -420,12 +407,6 @@ def check_epsilon(
 
     ``eps[0]`` of None, the default, means the resolution of the first parameter with a gradient, for the whole list
     that a step is given: here the parameters of one bucket, which have one dtype; unsharded, the whole group.
-
-    Args:
-        inner: any optimizer.
-        groups: its groups with their options, in the order of the exposed groups.
-        table: the parameters.
-        stepped: the tensor that is stepped for each of them.
 
     Raises:
         ValueError: naming the group and two of its parameters.
@@ -449,10 +430,6 @@ def check_epsilon(
 def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
     """Check that a torch optimizer accepts a state dict, on stand-ins without memory; other classes are not checked.
 
-    Args:
-        inner: the optimizer; not changed.
-        state_dict: with tensors on the meta device.
-
     Raises:
         ValueError: if it does not, with its error.
     """
@@ -472,12 +449,7 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def fresh_state(inner: Optimizer, stepped: torch.Tensor) -> dict[str, Any]:
-    """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place.
-
-    Args:
-        inner: the optimizer; not changed.
-        stepped: one of its tensors.
-    """
+    """The state that an optimizer's first step creates for a tensor, found by stepping zeros in its place."""
     group = next(group for group in inner.param_groups if any(stepped is one for one in group["params"]))
     return _stepped_once(inner, group, torch.nn.Parameter(torch.zeros_like(stepped)))
 
@@ -549,12 +521,7 @@ def reserve_room(
 
 
 def options_on_host(optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for an optimizer that is stepped on the host instead of an accelerator: fused, unless they say how.
-
-    Args:
-        optimizer_class: builds the optimizer.
-        options: the user's for all groups.
-    """
+    """Options for an optimizer that is stepped on the host instead of an accelerator: fused, unless they say how."""
     says_how = any(options.get(name) is not None for name in ("fused", "foreach")) or any(
         options.get(name) for name in ("capturable", "differentiable")
     )
@@ -571,11 +538,6 @@ def loaded_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults:
 
     As with torch's ``load_state_dict``, an option that the group has gained since it was saved is gone. One that the
     class has gained since keeps its value.
-
-    Args:
-        group: as it is.
-        options: as saved.
-        defaults: of the class.
     """
     gained = group_options(group).keys() - options.keys() - defaults.keys()
     return {**{key: value for key, value in group.items() if key not in gained}, **options}

@@ -36,11 +36,7 @@ _LINE_WORDS = 8  # a cache line of 64 bytes
 
 
 class SummedMemory:
-    """Some memory, prepared for `bit_sums`.
-
-    Args:
-        memory: any tensor, which stays where it is.
-    """
+    """Some memory, prepared for `bit_sums`."""
 
     @torch.no_grad()
     def __init__(self, memory: Tensor) -> None:

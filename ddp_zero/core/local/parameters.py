@@ -302,11 +302,7 @@ class GradientSource(Protocol):
 
 
 class PublishedGradients:
-    """Gradients in ``param.grad``, summed in the dtype of their parameters.
-
-    Args:
-        params: all parameters, by index.
-    """
+    """Gradients in ``param.grad``, summed in the dtype of their parameters."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
@@ -321,11 +317,6 @@ class PublishedGradients:
 
 class SteppedTensors:
     """The tensors that the inner optimizer holds: parameters, or what stands in for them, masters and parts.
-
-    Args:
-        table: the parameters.
-        has_masters: True if low-precision parameters have masters.
-        residence: where stand-ins that are copies live.
 
     Attributes:
         has_masters, residence: as given.
@@ -484,13 +475,7 @@ class SteppedTensors:
         return self.residence.keep([*(state[stepped] for stepped, _ in owned if stepped in state), masters])
 
     def copied(self, table: ParameterTable, state: Mapping[Any, Any], memo: dict[int, Any]) -> "SteppedTensors":
-        """What a copied optimizer steps, in memory of the same kind; its states were copied to that of tensors.
-
-        Args:
-            table: the copied parameters.
-            state: of the copied inner optimizer.
-            memo: of `copy.deepcopy`.
-        """
+        """What a copied optimizer steps, in memory of the same kind; its states were copied to that of tensors."""
         clone = SteppedTensors(table, self.has_masters, self.residence.fresh())
         for index, stand_in in self._stand_ins.items():
             held = copy.deepcopy(stand_in, memo)
@@ -701,13 +686,7 @@ class GradientFactors:
 
 
 class ScaledGradients:
-    """Gradients as the step uses them: in the dtype of the stepped tensor, times its factors.
-
-    Args:
-        stepped: the tensors that are stepped.
-        source: the gradients.
-        factors: the factors to multiply them by.
-    """
+    """Gradients as the step uses them: in the dtype of the stepped tensor, times its factors."""
 
     def __init__(self, stepped: SteppedTensors, source: GradientSource, factors: GradientFactors) -> None:
         self._stepped = stepped
@@ -724,11 +703,7 @@ class ScaledGradients:
 
 
 class AlignedGradients:
-    """Gradients that begin where memory that is allocated does, as DDP's own do: products of matrices round by that.
-
-    Args:
-        source: the gradients, in buckets.
-    """
+    """Gradients that begin where memory that is allocated does, as DDP's own do: products of matrices round by that."""
 
     def __init__(self, source: GradientSource) -> None:
         self._source = source

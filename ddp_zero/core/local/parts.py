@@ -22,13 +22,7 @@ def run_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def part_of(value: Tensor, param: Tensor, part: slice) -> Tensor:
-    """The elements of a part, 1-D; a view if the value's strides are those of the parameter.
-
-    Args:
-        value: of the parameter's shape.
-        param: determines the order of elements.
-        part: which of them.
-    """
+    """The elements of a part, 1-D; a view if the value's strides are those of the parameter."""
     if value.stride() != param.stride():
         value = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
     return run_of(value.detach())[part]
@@ -57,14 +51,7 @@ Part = slice | None
 
 
 def narrowed(state: Mapping[Any, Any], param: Tensor, have: Part, want: slice) -> dict[Any, Any]:
-    """The state of a part of a parameter.
-
-    Args:
-        state: of the parameter, or of a larger part.
-        param: the parameter.
-        have: what the state is of.
-        want: what it is to be of. Tensors are views where possible.
-    """
+    """The state of the part ``want`` of a parameter, from that of ``have``; tensors are views where possible."""
     return {key: narrowed_value(value, param, have, want) for key, value in state.items()}
 
 

@@ -206,12 +206,7 @@ _CHECK = (
 
 
 def _advice(function: str, is_target: bool) -> str:
-    """The way to do with this optimizer what a torch function would have done with the gradient.
-
-    Args:
-        function: its name.
-        is_target: whether its first argument is the gradient, or a list with it: what functions in place change.
-    """
+    """The way to do with this optimizer what a torch function would have done with the gradient."""
     if "norm" in function:
         return _NORM
     if function in ("isfinite", "isnan", "isinf"):
@@ -306,14 +301,7 @@ class AbsentGradient(Tensor):
 
 
 def absent_gradient(param: Tensor, consumed: bool, reason: str, part: Tensor | None = None) -> AbsentGradient:
-    """Make an `AbsentGradient` for a parameter.
-
-    Args:
-        param: determines shape, dtype and device.
-        consumed: see `AbsentGradient`.
-        reason: the message of the error.
-        part: see `AbsentGradient`.
-    """
+    """Make an `AbsentGradient` for a parameter."""
     filler = float("nan") if param.is_floating_point() else 0
     element = torch.full((), filler, dtype=param.dtype, device=param.device)
     absent = _absent_of(element, param.shape)

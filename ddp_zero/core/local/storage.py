@@ -51,10 +51,6 @@ class ParameterStorage(Protocol):
 class Block:
     """Memory of parameters. Building it moves them there.
 
-    Args:
-        indices: the parameters, in this order.
-        params: all parameters, by index.
-
     Attributes:
         indices: as given.
         tensor: 1-D, the parameters at aligned places, zeros between them. It lives as long as any of their windows.

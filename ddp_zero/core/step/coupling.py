@@ -48,12 +48,7 @@ def values_in(holder: Mapping[Any, Any], prefix: str = "") -> Values:
 
 
 def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tuple[GroupIndex, Values]]:
-    """Values of groups with a gradient and, if there is such a group, of the optimizer and those that it wraps.
-
-    Args:
-        optimizer: its attributes, and state under string keys, are read.
-        groups: the groups that it has stepped, with their parameters.
-    """
+    """Values of groups with a gradient and, if there is such a group, of the optimizer and those that it wraps."""
     stepped = [place for place, group in enumerate(groups) if any(param.grad is not None for param in group["params"])]
     for place in stepped:
         yield place, values_in(options_of(groups[place]))
@@ -112,10 +107,6 @@ class CouplingWatch:
 
     `begin` from `next_step` on, `note` after every bucket if it says so, `end`, `check`. Once options were taken over,
     every step is compared.
-
-    Args:
-        comm: the ranks.
-        inner: the optimizer over this rank's parameters.
 
     Attributes:
         next_step: the next step in which values may be compared; nothing is to be done before.

@@ -69,11 +69,6 @@ class AmpState:
     def of(cls, optimizer: object, has_loss_scale: bool, joins: bool) -> "AmpState | None":
         """The report that a `GradScaler` has left on an optimizer before it calls ``step()``; None without one.
 
-        Args:
-            optimizer: the one that the scaler steps.
-            has_loss_scale: whether it has a loss scale of its own.
-            joins: whether ranks may have run out of inputs.
-
         Raises:
             RuntimeError: if the scaler cannot be followed.
         """
@@ -250,10 +245,6 @@ class _Findings:
 class Decision:
     """Takes whole steps for an optimizer.
 
-    Args:
-        sharded: the step.
-        options: the user's.
-
     Attributes:
         loss_scale: the built-in one, or None.
         watch: knows which rank's own gradients were not finite.
@@ -298,13 +289,6 @@ class Decision:
 
     def take(self, occasion: Occasion, **kwargs: Any) -> Any:
         """Decide, and step unless the decision is against it. A collective if there is anything to decide.
-
-        Args:
-            occasion: when and how.
-            **kwargs: handed to the inner optimizer.
-
-        Returns:
-            The inner optimizer's result; None if the step was not taken.
 
         Raises:
             RuntimeError: on every rank, if gradients are not finite with ``nonfinite="raise"``, or at the smallest

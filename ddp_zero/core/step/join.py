@@ -86,11 +86,7 @@ def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
 
 
 class BorrowedGradients:
-    """On a joined rank, for one step: gradients from a rank that still trains.
-
-    Args:
-        grads: of what this rank owns, by index.
-    """
+    """On a joined rank, for one step: gradients from a rank that still trains."""
 
     def __init__(self, grads: Mapping[int, torch.Tensor | None]) -> None:
         self._grads = grads

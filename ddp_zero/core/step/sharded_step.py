@@ -100,13 +100,6 @@ class StateChanges:
 class Binding:
     """A plan and the parameters that it covers; notices when the user has moved or frozen them.
 
-    Args:
-        ranks: the ranks; those of the shard group share the parameters.
-        table: the parameters.
-        as_views: whether parameters move into flat storage (``parameters_as_bucket_view``).
-        syncs_in_forward: whether a sync may outlast its step, which needs flat storage.
-        partition: how parameters are divided among ranks.
-
     Raises:
         ValueError: for a parameter that cannot be cut, if the partition cuts any.
 
@@ -309,10 +302,6 @@ class Binding:
         """The memory of parameters that are not in flight, to sum, each run with the first parameter in it.
 
         A large parameter is a run of its own.
-
-        Args:
-            buckets: of the plan.
-            among: indices of the parameters to include.
         """
         left, params = self.sync.left, self._table.params
         found: list[tuple[int, SummedMemory]] = []
@@ -347,14 +336,6 @@ class ShardedStep:
     """The step of one rank: its shard of the optimizer, and the order in which it steps and syncs buckets.
 
     `begin`, `StateChanges.begin`, `step_bucket` of each bucket in plan order, `end`, `raise_errors`; or `begin`, `run`.
-
-    Args:
-        ranks: the ranks.
-        table: the parameters.
-        binding: the plan, attached to them.
-        inner: the optimizer over this rank's parameters.
-        exposed: the optimizer that the user sees, with all parameters; only its groups are read.
-        stepped: what the inner optimizer holds for each parameter.
 
     Attributes:
         everyone: all ranks, with the replicas of the shards.
@@ -404,13 +385,7 @@ class ShardedStep:
         self._sharing_errors = self.trace.label("share_errors")
 
     def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "ShardedStep":
-        """A step for copies of both optimizers, over the copied parameters.
-
-        Args:
-            exposed: the copy that the user sees.
-            inner: the copy over this rank's parameters.
-            memo: of `copy.deepcopy`.
-        """
+        """A step for copies of both optimizers, over the copied parameters."""
         table = ParameterTable(exposed.param_groups)
         stepped = self.stepped.copied(table, inner.state, memo)
         clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
