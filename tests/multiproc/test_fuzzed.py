@@ -155,6 +155,24 @@ def _what_ddp_does_not_reduce_is_not_taken_for_an_average(setup: Setup) -> None:
 
 
 @case(2, 3)
+def _what_ddp_reduces_for_another_optimizer_is_not_counted(setup: Setup) -> None:
+    """DDP reduces as many parameters as the optimizer has, but not the same: its owner's own gradient moved one."""
+
+    def middle(model: nn.Module) -> Any:
+        return [model.get_parameter("1.weight"), model.get_parameter("1.bias")]
+
+    for zero_options in ({}, {"overlap_with_ddp": False}):
+        both = Both(groups=middle, zero_options=zero_options, lr=0.1)
+        both.module.get_parameter("1.weight").requires_grad_(False)
+        both.wrap()
+        both.opt = ZeroRedundancyOptimizer(middle(both.module), AdamW, **both.zero_options, lr=0.1)
+        both.register()
+        both.module.get_parameter("1.weight").requires_grad_(True)
+        both.refuses(setup, r"Expected averaged gradients, got this rank's own for .*: DDP does not reduce it")
+        del both
+
+
+@case(2, 3)
 def _what_all_ranks_average_by_hand_is_taken(setup: Setup) -> None:
     both = Both(lr=0.1)
     extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]

@@ -58,7 +58,7 @@ class ForwardPasses:
         self._models: list[weakref.ref[DistributedDataParallel]] = []
         self._backwards: list[_Backwards] = []
         self._handles: list[RemovableHandle] = []
-        self._reduces = 0  # how many parameters
+        self._reduces: int | None = None  # how many of the optimizer's parameters
         self.last_is_local = False
         self.is_scheduled = False
         self.checks: list[Callable[[], None]] = []
@@ -107,13 +107,18 @@ class ForwardPasses:
         self._models.clear()
         self._handles.clear()
 
-    def learn_count(self) -> None:
-        """Count what the models reduce, at a moment that is the same on every rank: later, garbage dies at any time."""
-        self._reduces = sum(count_reduced(model) for ref in self._models if (model := ref()) is not None)
+    def learn_count(self, params: Sequence[Tensor]) -> None:
+        """Count which of these the models reduce, at a moment that is the same on every rank: later, garbage dies.
+
+        DDP tells how many parameters it reduces, not which: all others that it may reduce are taken to be among them.
+        """
+        own, models = set(params), [model for ref in self._models if (model := ref()) is not None]
+        others = [param for model in models for _, param in reduced_parameters(model) if param not in own]
+        self._reduces = sum(map(count_reduced, models)) - len(others) if models else None
 
     def reduces_fewer_than(self, count: int) -> bool:
-        """Whether the models of the first step, if any was known, reduce fewer parameters than this."""
-        return 0 < self._reduces < count
+        """Whether the models of the first step, if any was known, reduce fewer of the parameters than this."""
+        return self._reduces is not None and self._reduces < count
 
     def forget(self) -> None:
         """Forget the last pass, after its gradients were used or dropped."""

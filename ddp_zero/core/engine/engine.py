@@ -276,7 +276,7 @@ class Engine:
         found = self.find_models()
         if self._is_first_step:  # the same on every rank, unlike when a model is found again
             self._is_first_step = False
-            self.passes.learn_count()
+            self.passes.learn_count(sharded.table.params)
             self.passes.last_is_local |= found  # assumed, since their last passes were not seen
         sharded.begin(closure)
         if hook is not None:
