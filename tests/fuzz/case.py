@@ -71,6 +71,24 @@ class Ddp:
 
 
 @dataclass(frozen=True)
+class Second:
+    """An optimizer over the parameters that the first one leaves out: in stage 2 there is none.
+
+    Attributes:
+        name: of the class with its options.
+        is_sharded: whether ours shards it; else it is torch's own on both sides.
+        leads: whether it steps before the first one.
+        zero: who drops gradients: ``"each"`` its own, the ``"model"`` all of them, or only the ``"first"`` its own, so
+            that those of the second add up.
+    """
+
+    name: str = "SGD"
+    is_sharded: bool = True
+    leads: bool = False
+    zero: str = "each"
+
+
+@dataclass(frozen=True)
 class Optim:
     """The optimizer class, by its name in `tests.multiproc.cases`, and its groups.
 
@@ -78,13 +96,16 @@ class Optim:
         name: of the class with its options.
         groups: ``"one"``; ``"decay"``, which reorders parameters; ``"alternate"`` with another lr.
         named: whether parameters are given with names.
-        held_out: how many parameters are left for ``add_param_group``.
+        held_out: how many parameters are left for ``add_param_group`` or for a second optimizer; one that takes only
+            matrices leaves all else to the second.
+        second: the optimizer that steps those that are held out, or None.
     """
 
     name: str = "SGD"
     groups: str = "one"
     named: bool = False
     held_out: int = 0
+    second: Second | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +117,7 @@ class Mode:
         loss_scale: a number, ``"dynamic"`` or None.
         group_clip: ``max_grad_norm`` of the last group.
         forgets_hook: whether the hook that overlap and stage 2 need is not registered.
+        partition: ``"parameters"``, ``"elements"``, or ``"auto"``, which must not change a bit either way.
         shard_ranks: of a shard group; None: no groups.
     """
 
@@ -224,11 +246,6 @@ class Case:
     def steps_inside(self) -> bool:
         """Whether steps are taken inside backward."""
         return self.mode.overlap and not self.waits
-
-    @property
-    def changes_memory_format(self) -> bool:
-        """Whether parameters get other strides after DDP has built its buckets."""
-        return any(isinstance(op, Do) and op.name == "memory_format" for op in self.program)
 
     @property
     def has_hook(self) -> bool:

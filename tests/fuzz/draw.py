@@ -3,8 +3,16 @@
 import random
 from dataclasses import replace
 
-from tests.fuzz.case import Case, Ddp, Do, Fault, Loop, Mode, Model, Op, Optim, Train
-from tests.fuzz.draw_program import draw_program, is_plain, may_restart
+from tests.fuzz.case import Case, Ddp, Do, Fault, Loop, Mode, Model, Op, Optim, Second, Train
+from tests.fuzz.draw_program import (
+    draw_program,
+    is_plain,
+    may_accumulate_in_low_precision,
+    may_add_up,
+    may_change_memory_format,
+    may_have_second,
+    may_restart,
+)
 
 OPTIMIZERS = (
     *("SGD", "SGD momentum", "SGD maximize foreach", "Adam", "Adam tensor lr", "AdamW foreach", "AdamW fused"),
@@ -13,6 +21,7 @@ OPTIMIZERS = (
 )
 OWN_OPTIMIZERS = ("toy coupled", "toy schedule-free", "toy schedule-free", "toy picky")
 MATRICES_ONLY = ("Muon",)
+SECOND_OPTIMIZERS = ("SGD", "SGD momentum", "Adam", "AdamW foreach", "RMSprop", "AdamW fused")
 ELEMENTWISE = (*OPTIMIZERS[: OPTIMIZERS.index("Adafactor")], "toy schedule-free")
 _COMMON = ("SGD momentum", "Adam", "AdamW foreach", "AdamW fused", "Adam tensor lr")
 _SCHEDULERS = ("ExponentialLR", "StepLR", "CosineAnnealingLR", "LambdaLR", "OneCycleLR")
@@ -51,20 +60,20 @@ def draw(seed: int, ranks: int) -> Case:
 
 
 def _with_groups(case: Case) -> Case:
-    """A part of the cases on four ranks and more, except those with Join, which is refused then, has shard groups.
+    """A part of the cases, except those with Join, which is refused then, has shard groups; of one rank if need be.
 
     Drawn from numbers of its own, so that nothing else depends on it.
     """
     rng = random.Random(f"ddp_zero groups {case.seed} {case.ranks}")
     sizes = [size for size in range(1, case.ranks) if case.ranks % size == 0]
     joins = any(isinstance(op, Do) and op.name == "join" for op in case.program)
-    if case.ranks < 4 or joins or rng.random() < 0.6:
+    if joins or rng.random() < (0.6 if len(sizes) > 1 else 0.95):
         return case
     return replace(case, mode=replace(case.mode, shard_ranks=rng.choice(sizes)))
 
 
 def _with_more(case: Case) -> Case:
-    """Perhaps `attach`, forks and restarts from checkpoints with either partition.
+    """Perhaps `attach`, forks, restarts with another partition and other ranks, a second optimizer, memory formats.
 
     Drawn from numbers of its own, so that nothing else depends on it.
     """
@@ -74,13 +83,46 @@ def _with_more(case: Case) -> Case:
     if case.fault is not None or case.ddp.compiled is not None:
         return case
     program = list(case.program)
+    if rng.random() < 0.15 and may_have_second(case):
+        case = _with_second(rng, case)
     if rng.random() < 0.08:
         _insert(rng, program, Do("fork", compares=False))
+    changes_format = may_change_memory_format(case) and rng.random() < 0.5
+    if changes_format:
+        _insert(rng, program, Do("memory_format", (rng.randrange(2),)))
     if may_restart(case) and rng.random() < 0.2:
         adds_norms = case.mode.stage == 2 and (case.mode.clips or case.loop.clip is not None)
         may_cut = case.optim.name in ELEMENTWISE and not adds_norms
-        _insert(rng, program, Do("restart", (rng.choice(["parameters", "elements" if may_cut else "parameters"]),)))
+        partition = rng.choice(["parameters", "elements" if may_cut else "auto", "auto"])
+        _insert(
+            rng, program, Do("restart", ("parameters" if changes_format else partition, rng.randint(1, case.ranks)))
+        )
+    if may_accumulate_in_low_precision(case):
+        program = [_accumulating(rng, op) for op in program]
     return replace(case, program=tuple(program))
+
+
+def _with_second(rng: random.Random, case: Case) -> Case:
+    """A second optimizer over what the first leaves out."""
+    scales, refuses = case.loop.scaler, any(op.expects is not None for op in case.program)
+    adds_up = may_add_up(case) and not scales
+    second = Second(
+        name=rng.choice(SECOND_OPTIMIZERS[: -1 if scales else None]),
+        is_sharded=rng.random() < 0.7,
+        leads=scales or (rng.random() < 0.4 and not refuses),  # scaler.update() comes after both
+        zero=rng.choice(["each", "each", "model", "first" if adds_up else "each"]),
+    )
+    if case.optim.name in MATRICES_ONLY and rng.random() < 0.8:
+        case = replace(case, model=replace(case.model, bias=True, norm="layer" if not case.model.norm else None))
+    optim = replace(case.optim, held_out=rng.choice([1, 2]), second=second)
+    return replace(case, optim=optim)
+
+
+def _accumulating(rng: random.Random, op: Op) -> Op:
+    """A plain iteration, perhaps with `accumulate`."""
+    if not (is_plain(op) and isinstance(op, Train)) or op.passes != ("last",) or op.closure or rng.random() > 0.2:
+        return op
+    return replace(op, passes=("accumulate",) * rng.choice([1, 2]) + ("last",))
 
 
 def _insert(rng: random.Random, program: list[Op], op: Op) -> None:
@@ -91,11 +133,12 @@ def _insert(rng: random.Random, program: list[Op], op: Op) -> None:
 
 
 def _with_cuts(case: Case) -> Case:
-    """Perhaps cut parameters, made larger; with random numbers of its own, so that all else stays as it was drawn."""
+    """Perhaps cut parameters, made larger, or the choice left to ``"auto"``; with random numbers of its own."""
     rng = random.Random(f"cuts {case.seed} {case.ranks}")
     adds_norms = case.mode.stage == 2 and (case.mode.clips or case.loop.clip is not None)  # rounded part by part
     if rng.random() >= _CUT or case.optim.name not in ELEMENTWISE or adds_norms:
-        return case
+        partition = rng.choice(["parameters", "parameters", "auto"])
+        return replace(case, mode=replace(case.mode, partition=partition))
     inner = tuple(4 * width for width in case.model.widths[1:-1])
     widths = (case.model.widths[0], *inner, case.model.widths[-1])
     return replace(case, mode=replace(case.mode, partition="elements"), model=replace(case.model, widths=widths))

@@ -125,7 +125,7 @@ def _may_overflow(drawing: _Drawing) -> bool:
 
 def _passes(drawing: _Drawing) -> tuple[str, ...]:
     case = drawing.case
-    if _rounds_otherwise(case) or case.ddp.static_graph or case.ddp.compiled:
+    if rounds_otherwise(case) or case.ddp.static_graph or case.ddp.compiled:
         return ("last",)
     if drawing.chance(0.06):
         return ("no_sync", "last") if drawing.chance(0.7) else ("no_sync", "no_sync", "last")
@@ -137,7 +137,7 @@ def _passes(drawing: _Drawing) -> tuple[str, ...]:
     return ("last",)
 
 
-def _rounds_otherwise(case: Case) -> bool:
+def rounds_otherwise(case: Case) -> bool:
     """DDP without a hook rounds otherwise where gradients are kept in its buckets: see docs/limits.md."""
     is_power = case.ranks & (case.ranks - 1) == 0
     ours_has_hook = case.mode.stage == 1 and case.ddp.hook is None
@@ -146,7 +146,7 @@ def _rounds_otherwise(case: Case) -> bool:
 
 def _zero(drawing: _Drawing, passes: tuple[str, ...]) -> str:
     case = drawing.case
-    if case.mode.stage == 2 or _rounds_otherwise(case) or not drawing.has_trained or passes != ("last",):
+    if case.mode.stage == 2 or rounds_otherwise(case) or not drawing.has_trained or passes != ("last",):
         return "none"
     if drawing.chance(0.12):
         return "zeros"
@@ -296,9 +296,52 @@ def is_plain(op: Op) -> bool:
     return isinstance(op, Train) and (op.passes[-1], op.zero, op.expects) == ("last", "none", None) and op.steps
 
 
+def may_have_second(case: Case) -> bool:
+    """Whether a second optimizer may step some of the parameters, on either side alike.
+
+    Not where stage 2 wants every parameter, and not where the first decides for itself what the second would have to
+    follow: the loss is scaled by it, or it skips a step.
+    """
+    mode, scales = case.mode, case.mode.loss_scale is not None
+    skips = any(isinstance(op, Train) and op.nonfinite is not None for op in case.program)
+    refuses = any(op.expects is not None for op in case.program)
+    alone = (refuses and case.loop.scaler) or (skips and not case.loop.scaler)
+    return mode.stage == 1 and not (case.optim.held_out or scales or alone)
+
+
+def may_add_up(case: Case) -> bool:
+    """Whether some gradients may stay from one iteration to the next, on either side alike."""
+    blows = any(isinstance(op, Do) and op.name == "exception" for op in case.program)
+    return not (blows or rounds_otherwise(case))
+
+
+def may_change_memory_format(case: Case) -> bool:
+    """Whether there is a right reference after a change.
+
+    Plain DDP is wrong after it without views, and with a hook: then the reference is wrapped again, whose norms add up
+    gradients in the new order of memory, ours in that of DDP's buckets. Cut parameters refuse a change. Overlap has DDP
+    build its final buckets a little earlier, so that three ranks and more may add up elements in another order.
+    """
+    mode, ddp = case.mode, case.ddp
+    is_right = ddp.gradient_as_bucket_view and ddp.hook is None and not rounds_otherwise(case)
+    takes_norms = mode.clips or case.loop.clip is not None
+    has_groups = mode.shard_ranks is not None
+    wraps_again = mode.stage == 2 and (case.ranks > 2 or case.model.has_low_precision or has_groups)
+    places_count = case.ranks > 2 and mode.stage == 1 and mode.overlap
+    is_exact = is_right and not places_count and not (takes_norms and wraps_again)
+    return case.model.kind == "conv" and is_exact and mode.partition == "parameters"
+
+
+def may_accumulate_in_low_precision(case: Case) -> bool:
+    """Whether the reference can add up averages as stage 2 does, and stage 1 rounds as DDP does."""
+    is_scaled = case.mode.loss_scale is not None or case.loop.scaler
+    in_low_precision = case.model.has_low_precision or case.mode.masters
+    return in_low_precision and not (is_scaled or case.ddp.static_graph or rounds_otherwise(case))
+
+
 def may_restart(case: Case) -> bool:
     """Whether a new optimizer can go on from a checkpoint in the middle, and the reference beside it."""
-    keeps_more = case.mode.masters or case.mode.loss_scale == "dynamic" or case.optim.held_out
+    gains_group = case.optim.held_out and case.optim.second is None
     names = {op.name for op in case.program if isinstance(op, Do)}
     refuses = any(op.expects is not None for op in case.program)
-    return case.loop.calls_step and not keeps_more and not refuses and not names & {"freeze", "prehook", "join"}
+    return case.loop.calls_step and not gains_group and not refuses and not names & {"freeze", "prehook", "join"}

@@ -24,20 +24,27 @@ def train(side: Side, op: Train, memory: Memory) -> None:
             return side.backward("last", 0, uses, factor)
 
         side.step(closure)
+        side.step_second()
     else:
         for number, kind in enumerate(op.passes):
             side.backward(kind, number, uses, factor)
         side.passes_are_over(op.passes)
         for action in op.middle:
             act(side, action, memory, sees_output=not side.case.steps_inside)
-        if op.steps and _calls_step(side):
-            side.step()
+        if op.steps:
+            step_both(side)
     for action in op.after:
         act(side, action, memory)
     if side.scheduler is not None and op.schedules:
         side.scheduler.step()
 
 
-def _calls_step(side: Side) -> bool:
-    """A loop that never calls ``step()`` is one of ours alone."""
-    return side.case.loop.calls_step or not side.is_ours
+def step_both(side: Side) -> None:
+    """Both optimizers' steps; a loop that never calls the first one's ``step()`` is one of ours alone."""
+    second = side.case.optim.second
+    if second is not None and second.leads:
+        side.step_second()
+    if side.case.loop.calls_step or not side.is_ours:
+        side.step()
+    if second is not None and not second.leads:
+        side.step_second()

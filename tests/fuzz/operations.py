@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from ddp_zero import checkpoint
+from ddp_zero import ZeroRedundancyOptimizer, checkpoint
 from tests.fuzz.actions import act, evaluate
 from tests.fuzz.case import Do
 from tests.fuzz.compare import check_equal, check_models, check_options
-from tests.fuzz.iteration import train
-from tests.fuzz.net import Blown
-from tests.fuzz.ours import Ours, Pair
+from tests.fuzz.iteration import step_both, train
+from tests.fuzz.net import Blown, build_net
+from tests.fuzz.ours import Ours, Pair, loss_scale
 from tests.fuzz.plain import Plain
-from tests.fuzz.sides import Memory, Side
+from tests.fuzz.sides import Memory, Side, first_ranks, optimizer_options
+from tests.fuzz.toys import find_optimizer
 
 Steps = tuple[Callable[[], Any], Callable[[], Any]]
 """What the reference does, and what ours does."""
@@ -132,16 +133,21 @@ def _deepcopy(side: Side, op: Do, memory: Memory) -> None:
 def _memory_format(side: Side, op: Do, memory: Memory) -> None:
     side.zero_grad()
     side.net.to(memory_format=torch.channels_last if op.args[0] % 2 else torch.contiguous_format)  # type: ignore[call-overload]
+    if isinstance(side, Plain) and side.has_hook:
+        buffers = [buffer.clone() for buffer in side.net.buffers()]
+        side.wrap_again(is_new=False)  # with a hook plain DDP mixes up gradients after such a change
+        for buffer, before in zip(side.net.buffers(), buffers, strict=True):
+            buffer.copy_(before)  # a new DDP model has those of rank 0
 
 
 def _join(side: Side, op: Do, memory: Memory) -> None:
-    joinables: list[Any] = [side.ddp, side.optimizer] if isinstance(side, Ours) else [side.ddp]
-    with Join(joinables):
+    second, leads = side.second, side.case.optim.second is not None and side.case.optim.second.leads
+    steps = [second, side.optimizer] if leads else [side.optimizer, second]
+    with Join([side.ddp, *(one for one in steps if isinstance(one, ZeroRedundancyOptimizer))]):
         for number in range(op.args[side.place.rank]):
             side.zero_grad()
             side.backward("last", number, True, 1.0)
-            if side.case.loop.calls_step or not isinstance(side, Ours):
-                side.step()
+            step_both(side)
     side.seen.clear()
     if isinstance(side, Plain):
         side.is_stale = op.args[side.place.rank] < max(op.args)
@@ -199,7 +205,12 @@ def _checkpoint_load(pair: Pair, op: Do, memory: Memory) -> Steps:
         for buffer in pair.plain.net.buffers():
             dist.broadcast(buffer, 0)  # a checkpoint has those of rank 0
 
-    return load_plain, (lambda: checkpoint.load(_folder(ours), ours.ddp, ours.optimizer))
+    def load() -> None:
+        checkpoint.load(_folder(ours), ours.ddp, ours.optimizer)
+        ours.load_second(saved)
+        ours.zero_grad()  # a load drops those of its own optimizer
+
+    return load_plain, load
 
 
 def _fork(pair: Pair, op: Do, memory: Memory) -> Steps:
@@ -218,8 +229,12 @@ def _restart(pair: Pair, op: Do, memory: Memory) -> Steps:
     plain, ours = pair.plain, pair.ours
 
     def again() -> None:
+        masters = [master.detach().clone() for master in plain.masters.values()]
         plain.wrap_again(is_new=True)
         plain.load(memory)
+        with torch.no_grad():
+            for master, before in zip(plain.masters.values(), masters, strict=True):
+                master.copy_(before)
         for buffer in plain.net.buffers():
             dist.broadcast(buffer, 0)  # a checkpoint has those of rank 0
 
@@ -228,10 +243,28 @@ def _restart(pair: Pair, op: Do, memory: Memory) -> Steps:
         checkpoint.save(folder, ours.ddp, ours.optimizer)
         mode = replace(ours.case.mode, partition=op.args[0])
         ours.case = replace(ours.case, mode=mode)
+        if op.args[1] < dist.get_world_size():
+            folder = _through_fewer_ranks(ours, folder, op.args[1])
         ours.wrap_again(is_new=True)
         checkpoint.load(folder, ours.ddp, ours.optimizer)
+        ours.load_second(memory)
 
     return again, from_checkpoint
+
+
+def _through_fewer_ranks(ours: Ours, folder: Path, size: int) -> Path:
+    """Load on the first ranks alone and save there; returns where."""
+    group, there = first_ranks(size), folder.with_suffix(".between")
+    if dist.get_rank() < size:
+        fewer, case = copy.copy(ours), ours.case
+        fewer.net = build_net(case)
+        groups, one = fewer.groups(list(fewer.net.named_parameters())), find_optimizer(case.optim.name)
+        own: dict[str, Any] = {"master_weights": case.mode.masters, "loss_scale": loss_scale(case.mode.loss_scale)}
+        optimizer = ZeroRedundancyOptimizer(groups, one.build, process_group=group, **own, **optimizer_options(case))
+        checkpoint.load(folder, fewer.net, optimizer)
+        checkpoint.save(there, fewer.net, optimizer)
+    dist.barrier()
+    return there
 
 
 def _folder(side: Side) -> Path:
@@ -245,26 +278,26 @@ def _consolidate(pair: Pair, op: Do, memory: Memory) -> Steps:
         to = op.args[0] % dist.get_world_size()
         ours.optimizer.consolidate_state_dict(to=to)
         if dist.get_rank() == to and not plain.is_stale:
-            check_state(plain, ours)
+            check_state(plain.optimizer, ours.optimizer)
 
     return _nothing, consolidate
 
 
-def check_state(plain: Plain, ours: Ours) -> None:
+def check_state(one: Any, other: Any) -> None:
     """See that a consolidated state dict is the plain optimizer's.
 
     Raises:
         Difference: if not.
     """
-    expected, actual = plain.optimizer.state_dict(), ours.optimizer.state_dict()
+    expected, actual = one.state_dict(), other.state_dict()
     check_equal(expected["state"], actual["state"], "state")
-    check_options(plain.optimizer, ours.optimizer)
+    check_options(one, other)
     indices = [[group["params"] for group in one["param_groups"]] for one in (expected, actual)]
     check_equal(indices[0], indices[1], "indices of the groups")
 
 
 def _state_dict_before_the_first_step(pair: Pair, op: Do, memory: Memory) -> Steps:
-    return _nothing, (lambda: check_state(pair.plain, pair.ours))
+    return _nothing, (lambda: check_state(pair.plain.optimizer, pair.ours.optimizer))
 
 
 def _owned(pair: Pair, op: Do, memory: Memory) -> Steps:
@@ -281,10 +314,13 @@ def _finish(pair: Pair, op: Do, memory: Memory) -> Steps:
         check_equal(pair.plain.average, pair.ours.average, "the average over time")
         if pair.plain.case.mode.masters:
             return
-        for rank in range(dist.get_world_size()):
-            pair.ours.optimizer.consolidate_state_dict(to=rank)
-        if not pair.plain.is_stale:
-            check_state(pair.plain, pair.ours)
+        optimizers = [(pair.plain.optimizer, pair.ours.optimizer), (pair.plain.second, pair.ours.second)]
+        for one, other in optimizers:
+            if isinstance(other, ZeroRedundancyOptimizer):
+                for rank in range(dist.get_world_size()):
+                    other.consolidate_state_dict(to=rank)
+            if one is not None and not pair.plain.is_stale:
+                check_state(one, other)
 
     return _nothing, look
 
@@ -301,3 +337,6 @@ _ON_PAIR: dict[str, Callable[[Pair, Do, Memory], Steps]] = {
     "owned": _owned,
     "finish": _finish,
 }
+
+OPERATIONS = {*_ON_SIDE, *_ON_PAIR}
+"""Names of all that is done between iterations."""

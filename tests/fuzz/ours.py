@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_zero import (
     DynamicLossScale,
@@ -44,9 +45,9 @@ class Ours(Side):
         if self.place.injects == "lr":
             options["lr"] = options.get("lr", 0.01) * (1 + 2.0**-22)
         own: dict[str, Any] = {"stage": mode.stage, "sync": mode.sync, "parameters_as_bucket_view": mode.views}
-        own |= {} if mode.partition == "parameters" else {"partition": mode.partition}
+        own["partition"] = mode.partition
         own |= {"max_grad_norm": mode.max_grad_norm, "norm_type": mode.norm_type, "nonfinite": mode.nonfinite}
-        own |= {"master_weights": mode.masters, "loss_scale": _loss_scale(mode.loss_scale)}
+        own |= {"master_weights": mode.masters, "loss_scale": loss_scale(mode.loss_scale)}
         own["shard_group"] = shard_group(mode.shard_ranks)
         build = find_optimizer(case.optim.name).build
         hook = None if case.ddp.hook is None else _unnamed(HOOKS[case.ddp.hook])
@@ -69,6 +70,15 @@ class Ours(Side):
         groups = self.groups(list(self.net.named_parameters()))
         self.optimizer = ZeroRedundancyOptimizer(groups, build, overlap_with_ddp=mode.overlap, **own, **options)
         self._register()
+
+    def second_of(self, params: list[Tensor], build: Callable[..., Optimizer], options: dict[str, Any]) -> Any:
+        case, mode = self.case, self.case.mode
+        assert case.optim.second is not None
+        if not case.optim.second.is_sharded:
+            return super().second_of(params, build, options)
+        own: dict[str, Any] = {"sync": mode.sync, "parameters_as_bucket_view": mode.views, "partition": mode.partition}
+        group = shard_group(mode.shard_ranks)
+        return ZeroRedundancyOptimizer(params, build, shard_group=group, **own, **options)
 
     def _register(self) -> None:
         case, mode = self.case, self.case.mode
@@ -136,22 +146,24 @@ class Ours(Side):
     def wrap_again(self, is_new: bool) -> None:
         if not is_new:
             self.optimizer.reset()
-            self.optimizer.zero_grad()
+            self.zero_grad()
             self.wrap()
             self._register()
             return
         scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
         del self.optimizer, self.ddp, self.call, self.scheduler
+        self.second = None
         for param in self.params:
             param.grad = None
         self.wrap()
         self.build_optimizer()
+        self.build_second()
         self.scheduler = self.build_scheduler()
         if scheduler is not None:
             self.scheduler.load_state_dict(scheduler)
 
     def copy_all(self) -> None:
-        self.net, self.optimizer = copy.deepcopy((self.net, self.optimizer))
+        self.net, self.optimizer, self.second = copy.deepcopy((self.net, self.optimizer, self.second))
         for param in self.params:
             param.grad = None
         self.scheduler = rebound(self)
@@ -159,7 +171,8 @@ class Ours(Side):
         self._register()
 
 
-def _loss_scale(scale: float | str | None) -> DynamicLossScale | float | None:
+def loss_scale(scale: float | str | None) -> DynamicLossScale | float | None:
+    """The built-in loss scale of a case."""
     if scale == "dynamic":
         return DynamicLossScale(initial=FIRST_SCALE, growth_interval=INTERVAL)
     assert not isinstance(scale, str)
@@ -176,6 +189,7 @@ class Pair:
 
     def remember(self, name: str) -> None:
         """Keep what both can load."""
-        state = copy.deepcopy(self.plain.optimizer.state_dict())
-        model = {key: value.detach().clone() for key, value in self.plain.net.state_dict().items()}
-        self.memories[name] = Memory(model, state)
+        plain = self.plain
+        model = {key: value.detach().clone() for key, value in plain.net.state_dict().items()}
+        second = None if plain.second is None else copy.deepcopy(plain.second.state_dict())
+        self.memories[name] = Memory(model, copy.deepcopy(plain.optimizer.state_dict()), second)

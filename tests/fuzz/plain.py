@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from tests.fuzz.case import Case
 from tests.fuzz.net import Net
-from tests.fuzz.sides import FIRST_SCALE, HOOKS, INTERVAL, Place, Side, note_gradients, optimizer_options, rebound
+from tests.fuzz.sides import (
+    FIRST_SCALE,
+    HOOKS,
+    INTERVAL,
+    Place,
+    Side,
+    note_gradients,
+    optimizer_options,
+    rebound,
+)
 from tests.fuzz.toys import find_optimizer
 from tests.multiproc.cases import SumByGroup, _unnamed, sum_in_rank_order
 
@@ -26,6 +35,8 @@ class Plain(Side):
 
     Attributes:
         masters: by parameter, the fp32 copies that are stepped.
+        sums: by the parameter's position, of averaged gradients.
+        exact: by parameter, the sums before they were rounded to its dtype.
         loss_scale: the built-in one, by hand.
         is_stale: whether other ranks have stepped more often, under Join.
     """
@@ -33,6 +44,7 @@ class Plain(Side):
     def __init__(self, case: Case, place: Place, net: Net) -> None:
         self.masters: dict[Tensor, nn.Parameter] = {}
         self.sums: dict[int, Tensor] = {}
+        self.exact: dict[Tensor, Tensor] = {}
         scale = case.mode.loss_scale
         self.loss_scale = FIRST_SCALE if isinstance(scale, str) else scale
         self.good_steps = 0
@@ -43,18 +55,30 @@ class Plain(Side):
 
     def wrap(self) -> None:
         super().wrap()
+        if (hook := self._hook()) is not None:
+            self.ddp.register_comm_hook(None, hook)
+
+    def _hook(self) -> Any:
+        """The hook of the case, or the one that adds up gradients as stage 2 does; None: DDP reduces by itself."""
         case = self.case
         if case.ddp.hook is not None:
-            self.ddp.register_comm_hook(None, _unnamed(HOOKS[case.ddp.hook]))
-        elif case.mode.stage == 2 and case.mode.shard_ranks is not None:
-            self.ddp.register_comm_hook(None, SumByGroup(case.mode.shard_ranks).average)
-        elif case.mode.stage == 2 and (self.place.world_size > 2 or case.model.has_low_precision):
-            self.ddp.register_comm_hook(None, sum_in_rank_order)
+            return _unnamed(HOOKS[case.ddp.hook])
+        if case.mode.stage == 2 and case.mode.shard_ranks is not None:
+            return SumByGroup(case.mode.shard_ranks).average
+        if case.mode.stage == 2 and (self.place.world_size > 2 or case.model.has_low_precision):
+            return sum_in_rank_order
+        return None
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether DDP reduces by a hook."""
+        return self._hook() is not None
 
     def build_optimizer(self) -> None:
         self.masters = {}
         if self.case.mode.masters:
-            low = [param for param in self.params if param.dtype in _LOW]
+            held = {param for _, param in self.held_out()} if self.case.optim.second is not None else set()
+            low = [param for param in self.params if param.dtype in _LOW and param not in held]
             self.masters = {
                 param: nn.Parameter(param.detach().float(), requires_grad=param.requires_grad) for param in low
             }
@@ -76,10 +100,10 @@ class Plain(Side):
         return loss
 
     def _collect(self) -> None:
-        """Stage 2 adds up averages."""
+        """Stage 2 adds up averages, those of low precision in fp32."""
         for index, param in enumerate(self.params):
             if param.grad is not None:
-                grad = param.grad.clone()
+                grad = param.grad.float() if param.dtype in _LOW else param.grad.clone()
                 self.sums[index] = self.sums[index] + grad if index in self.sums else grad
                 param.grad = None
 
@@ -88,7 +112,8 @@ class Plain(Side):
             self._collect()
             params = self.params
             for index, total in self.sums.items():
-                params[index].grad = total
+                params[index].grad = total.to(params[index].dtype)
+                self.exact[params[index]] = total
             self.sums.clear()
         note_gradients(self)
 
@@ -106,7 +131,8 @@ class Plain(Side):
             closure()
         loop = self.case.loop
         for param, master in self.masters.items():
-            master.grad = None if param.grad is None else param.grad.float()
+            master.grad = None if param.grad is None else self.exact.get(param, param.grad.float())
+        self.exact.clear()
         if loop.scaler and (loop.unscales or loop.clip is not None):
             self.scaler.unscale_(self.optimizer)
         if loop.clip is not None:
@@ -231,12 +257,14 @@ class Plain(Side):
         scheduler = self.scheduler.state_dict() if self.scheduler is not None else None
         self.wrap()
         self.build_optimizer()
+        self.build_second()
         self.scheduler = self.build_scheduler()
         if scheduler is not None:
             self.scheduler.load_state_dict(scheduler)
 
     def copy_all(self) -> None:
-        self.net, self.optimizer, masters = copy.deepcopy((self.net, self.optimizer, list(self.masters.items())))
+        kept = (self.net, self.optimizer, self.second, list(self.masters.items()))
+        self.net, self.optimizer, self.second, masters = copy.deepcopy(kept)
         self.masters = dict(masters)
         for param in self.params:
             param.grad = None

@@ -144,6 +144,8 @@ class Runner:
             check_models(plain.net, ours.net)
             if not plain.is_stale:
                 check_options(plain.optimizer, ours.optimizer)
+                if plain.second is not None:
+                    check_options(plain.second, ours.second)
         self._moved |= any(not torch.equal(p, s) for p, s in zip(plain.params, self._start, strict=True))
 
 

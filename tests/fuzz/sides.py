@@ -30,9 +30,8 @@ HOOKS: dict[str, Any] = {
 _DECAY = 0.1
 
 
-_shard_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]" = (
-    weakref.WeakKeyDictionary()
-)
+_Groups = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup | None]]
+_shard_groups, _first_ranks = _Groups(), _Groups()
 
 
 def shard_group(size: int | None) -> dist.ProcessGroup | None:
@@ -44,6 +43,15 @@ def shard_group(size: int | None) -> dist.ProcessGroup | None:
         group = dist.new_group(list(range(start, start + size)))
         if start <= dist.get_rank() < start + size:
             known[size] = group
+    return known[size]
+
+
+def first_ranks(size: int) -> dist.ProcessGroup | None:
+    """The group of the first ranks, made once per job; None elsewhere. A collective when it is made."""
+    known = _first_ranks.setdefault(dist.distributed_c10d._get_default_group(), {})
+    if size not in known:
+        group = dist.new_group(list(range(size)))
+        known[size] = group if dist.get_rank() < size else None
     return known[size]
 
 
@@ -63,10 +71,11 @@ class Place:
 
 @dataclass
 class Memory:
-    """What both sides load: the state of the model and of the plain optimizer at some moment."""
+    """What both sides load: the state of the model and of the plain optimizers at some moment."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
+    second: dict[str, Any] | None = None
 
 
 class Side:
@@ -76,12 +85,14 @@ class Side:
         seen: what is compared besides the models: names and values.
         op: the number of the operation that runs.
         average: of the parameters over time.
+        second: the optimizer of the parameters that are held out, or None.
     """
 
     is_ours = False
     ddp: DistributedDataParallel
     call: Callable[..., Any]
     optimizer: Any
+    second: Any = None
 
     def __init__(self, case: Case, place: Place, net: Net) -> None:
         self.case = case
@@ -93,6 +104,7 @@ class Side:
         self.scaler = torch.amp.GradScaler("cpu", enabled=case.loop.scaler, **SCALER)
         self.wrap()
         self.build_optimizer()
+        self.build_second()
         self.scheduler = self.build_scheduler()
 
     # Building
@@ -104,11 +116,9 @@ class Side:
         if cap is not None:
             from_the_start = case.ddp.caps_first and ddp_takes("bucket_cap_mb_list")
             options = {"bucket_cap_mb_list": [cap]} if from_the_start else {"bucket_cap_mb": cap}
-        # plain DDP with views steps from misplaced gradients after a change of memory format (torch 2.13.0)
-        can_view = self.is_ours or not case.changes_memory_format
         self.ddp = DistributedDataParallel(
             self.net,
-            gradient_as_bucket_view=case.ddp.gradient_as_bucket_view and can_view,
+            gradient_as_bucket_view=case.ddp.gradient_as_bucket_view,
             find_unused_parameters=case.ddp.find_unused_parameters,
             static_graph=case.ddp.static_graph,
             broadcast_buffers=case.ddp.broadcast_buffers,
@@ -121,6 +131,17 @@ class Side:
     def build_optimizer(self) -> None:
         """A new optimizer over the network, registered where it needs to be."""
         raise NotImplementedError
+
+    def build_second(self) -> None:
+        """A second optimizer over what the first one leaves out, if the case has one."""
+        second, params = self.case.optim.second, [self.stepped(param) for _, param in self.held_out()]
+        if second is not None and params:
+            one = find_optimizer(second.name)
+            self.second = self.second_of(params, one.build, copy.deepcopy(one.options))
+
+    def second_of(self, params: list[Tensor], build: Callable[..., Optimizer], options: dict[str, Any]) -> Any:
+        """The second optimizer."""
+        return build(params, **options)
 
     def stepped(self, param: Tensor) -> Tensor:
         """What the optimizer holds for a parameter."""
@@ -150,9 +171,11 @@ class Side:
         return [{"params": members, **own} for members, own in parts]
 
     def held_out(self) -> list[tuple[str, Tensor]]:
-        """The parameters that ``add_param_group`` brings later."""
-        trainable: list[tuple[str, Tensor]] = list(self.net.named_parameters())
-        count = min(self.case.optim.held_out, len(trainable) - 1)
+        """The parameters that ``add_param_group`` brings later, or that a second optimizer steps."""
+        optim, trainable = self.case.optim, list[tuple[str, Tensor]](self.net.named_parameters())
+        if optim.second is not None and find_optimizer(optim.name).matrices_only:
+            return [(name, param) for name, param in trainable if param.dim() != 2]
+        count = min(optim.held_out, len(trainable) - 1)
         return trainable[len(trainable) - count :] if count else []
 
     def build_scheduler(self) -> Any:
@@ -208,7 +231,15 @@ class Side:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero gradients, those of parameters that are in no group yet too."""
+        second = self.case.optim.second
+        if second is not None and second.zero == "model":
+            self.net.zero_grad(set_to_none)
+            return
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if second is not None:
+            if self.second is not None and second.zero == "each":
+                self.second.zero_grad(set_to_none=set_to_none)
+            return
         for _, param in self.held_out():
             if not any(param is member for group in self.optimizer.param_groups for member in group["params"]):
                 param.grad = None
@@ -216,6 +247,13 @@ class Side:
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Take the step as the loop does."""
         raise NotImplementedError
+
+    def step_second(self) -> None:
+        """Take the second optimizer's step, if there is one."""
+        if self.second is not None:
+            if self.case.loop.scaler and (self.case.loop.unscales or self.case.loop.clip is not None):
+                self.scaler.unscale_(self.second)
+            self.scaler.step(self.second)
 
     def clip(self, kind: str, limit: float) -> None:
         """Clip in the loop."""
@@ -233,6 +271,12 @@ class Side:
         self.net.load_state_dict(memory.model)
         self.has_written()
         self.optimizer.load_state_dict(copy.deepcopy(memory.optimizer))
+        self.load_second(memory)
+
+    def load_second(self, memory: Memory) -> None:
+        """Load the second optimizer, if there is one."""
+        if self.second is not None:
+            self.second.load_state_dict(copy.deepcopy(memory.second))
 
     def wrap_again(self, is_new: bool) -> None:
         """After an exception: a new DDP, and a new optimizer if everything was dropped."""

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.fuzz.__main__ import Tally, fuzz
-from tests.fuzz.case import Case, Ddp, Fault, Mode, Train
+from tests.fuzz.case import Case, Ddp, Do, Fault, Mode, Train
 from tests.fuzz.draw import MATRICES_ONLY, OPTIMIZERS, draw
+from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.pool import Pool
 from tests.multiproc import cases
 
@@ -42,6 +43,30 @@ def test_every_optimizer_is_drawn() -> None:
     assert set(OPTIMIZERS) == {case.name for case in cases.OPTIMIZERS}
     assert set(MATRICES_ONLY) == {case.name for case in cases.OPTIMIZERS if case.matrices_only}
     assert {draw(seed, 2).optim.name for seed in range(2000)} >= set(OPTIMIZERS)
+
+
+def test_every_operation_and_option_is_drawn() -> None:
+    drawn, partitions = [draw(seed, 4) for seed in range(3000)], ("parameters", "elements", "auto")
+    names = {op.name for one in drawn for op in one.program if isinstance(op, Do)}
+    assert names == OPERATIONS
+    restarts = {op.args for one in drawn for op in one.program if isinstance(op, Do) and op.name == "restart"}
+    assert restarts >= {
+        (partition, ranks) for partition in ("parameters", "elements", "auto") for ranks in (1, 2, 3, 4)
+    }
+    assert {one.mode.via for one in drawn} == {"shard_optimizer", "hooks", "attach"}
+    in_groups = {(one.mode.stage, one.mode.partition) for one in drawn if one.mode.shard_ranks in (1, 2)}
+    assert in_groups == {(stage, name) for stage in (1, 2) for name in partitions}
+    seconds = [one.optim.second for one in drawn if one.optim.second is not None]
+    assert {(second.is_sharded, second.zero) for second in seconds} >= {
+        (True, "each"),
+        (True, "first"),
+        (False, "model"),
+    }
+    assert any(one.mode.masters and one.mode.stage == 2 and _accumulates(one) for one in drawn)
+
+
+def _accumulates(one: Case) -> bool:
+    return any(isinstance(op, Train) and "accumulate" in op.passes for op in one.program)
 
 
 def test_a_learning_rate_that_is_off_by_an_ulp_is_found() -> None:
