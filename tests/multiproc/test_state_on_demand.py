@@ -519,7 +519,7 @@ def _asks_after(setup: Setup, ending: str) -> float | None:
     dist.all_gather_object(pids, os.getpid())
     if setup.rank == 1:
         if ending == "stuck in a step":
-            with mock.patch.object(sharded.order, "after_step", side_effect=lambda *_: time.sleep(60)):
+            with mock.patch.object(sharded.changes, "end", side_effect=partial(time.sleep, 60)):
                 twins.train(setup, 1)
         if ending == "killed":
             kill_this_process()

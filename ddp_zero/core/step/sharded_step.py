@@ -543,7 +543,9 @@ class ShardedStep:
             self.local_step.end(**kwargs)
         if self._compares:
             self.coupling.end(has_failed)
-        self.order.after_step(self.inner.state, stepped.index_of)
+        self.order.step += 1
+        if self.inner.state.keys() != self.order.births.keys():
+            self.order.note_new(self.inner.state, stepped.index_of)
         if stepped.has_masters:
             stepped.note_versions()
         self.changes.end()

@@ -25,35 +25,37 @@ class StateOrder:
     each notes when its states were born and the gathered ones are sorted by that. States are keyed by what is stepped.
 
     Attributes:
+        step: how many steps were taken.
+        births: when each state was created.
         is_at_birth: True until a step begins or state is loaded: at most the states that construction creates exist.
             The same on every rank.
         is_as_built: True if, in addition, no parameters were added and no state dict was loaded, not even an empty one.
     """
 
     def __init__(self) -> None:
-        self._births: dict[Tensor, Birth] = {}
-        self._step = 0
+        self.births: dict[Tensor, Birth] = {}
+        self.step = 0
         self.is_at_birth = True
         self.is_as_built = True
 
     def after_step(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
         """Note the states that a step, or a method of the inner class, has created."""
-        self._step += 1
+        self.step += 1
         self.note_new(state, index_of)
 
     def note_new(self, state: Mapping[Any, Any], index_of: Callable[[Tensor], int]) -> None:
         """Note the states that are new since the last call; some optimizers create theirs at construction."""
-        if state.keys() == self._births.keys():
+        if state.keys() == self.births.keys():
             return
         keys = [key for key in state if isinstance(key, Tensor)]
-        self._births = {key: self._births.get(key) or (self._step, index_of(key)) for key in keys}
+        self.births = {key: self.births.get(key) or (self.step, index_of(key)) for key in keys}
 
     def loaded(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
         """Forget all births; states are now in the order of the state dict, given by what is stepped."""
         self.is_at_birth = self.is_at_birth and not stepped
         self.is_as_built = False
         position = {key: place for place, key in enumerate(stepped)}
-        self._births = {key: (self._step, position[key]) for key in state if key in position}
+        self.births = {key: (self.step, position[key]) for key in state if key in position}
 
     def sorted(self, state: State) -> State:
         """A state in the unsharded order; states that belong to no parameter first."""
@@ -63,15 +65,15 @@ class StateOrder:
 
     def of(self, param: Tensor, index: int = 0) -> Birth:
         """Creation key of a state: (step, place within the step). Uses the current step if the state has none."""
-        return self._births.get(param, (self._step, index))
+        return self.births.get(param, (self.step, index))
 
     def give(self, param: Tensor) -> Birth:
         """Forget a state that moves to another rank; returns its creation key."""
-        return self._births.pop(param)
+        return self.births.pop(param)
 
     def take(self, param: Tensor, birth: Birth) -> None:
         """Note a state that has arrived from another rank."""
-        self._births[param] = birth
+        self.births[param] = birth
 
 
 def migrate_state(

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 CAPACITY = 4096
 """Of the ring of a process; a power of two."""
 _PENDING = 4096  # intervals on a device whose ends nobody has asked for
+SAMPLED = 64  # see `Recorder.when_ended`
 
 
 class _Current(threading.local):
@@ -220,7 +221,7 @@ class Recorder:
         ended_at, began_at: when these two were, by `time.perf_counter_ns`.
         skipped: steps that were not taken.
         clock: for work on a device; None: the host's time is what counts.
-        when_ended: called at the end of each step, or None.
+        when_ended: called at the end of the first three steps and of every `SAMPLED`-th, or None.
     """
 
     def __init__(self) -> None:
@@ -292,7 +293,7 @@ class Recorder:
         self.skipped += not stepped
         self.before, self.at_end = self.at_end, self.totals.copy()
         self.began_at, self.ended_at = self.ended_at, now
-        if self.when_ended is not None:
+        if self.when_ended is not None and ((ended := self.step - 1) <= 3 or ended % SAMPLED == 0):
             self.when_ended()
 
     def on_device(self) -> list["Interval"]:
