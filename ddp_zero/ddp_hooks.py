@@ -1,4 +1,4 @@
-"""What connects an optimizer to one DDP model: hook builders with torch's signatures, an optimizer with its hook."""
+"""Hook builders with torch's signatures, and an optimizer built with its hook on a DDP model."""
 
 import inspect
 from collections.abc import Callable
@@ -128,5 +128,5 @@ def door_parameters() -> dict[str, inspect.Parameter]:
 
 
 def options_of_hook() -> list[str]:
-    """The names of the options that `build_with_hook` takes, without those of an optimizer class."""
+    """The names of the options that `build_with_hook` takes, without options of an optimizer class."""
     return [name for name in door_parameters() if name not in ("ddp", "params", "defaults")]

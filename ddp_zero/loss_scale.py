@@ -14,7 +14,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**127  # the range in which fp32 has a scale a
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """How a loss scale follows the gradients.
+    """The policy by which a loss scale follows the gradients.
 
     Attributes:
         initial: the first scale.
@@ -84,12 +84,12 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether it follows the gradients."""
+        """True if it follows the gradients."""
         return self._policy is not None
 
     @property
     def is_at_minimum(self) -> bool:
-        """Whether the next overflow cannot lower it."""
+        """True if the next overflow cannot lower it."""
         return self._policy is not None and self._patience <= 1 and self.value <= self._policy.minimum
 
     def state_dict(self) -> dict[str, float]:

@@ -168,7 +168,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         params = list(params) if isinstance(params, Iterator) else params
-        group = process_group if is_group(process_group) else None  # what is no group is refused below, by all
+        group = process_group if is_group(process_group) else None  # anything else is refused below, by all ranks
         ranks = arrange(group, shard_group, first_device(params))
         Joinable.__init__(self)
         with Agreement(ranks.everyone, "building ZeroRedundancyOptimizer") as agreement:
@@ -244,7 +244,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
     @property
     def needs_hook(self) -> bool:
-        """Whether these options need a DDP communication hook that was not built yet; `attach` builds it."""
+        """True if these options need a DDP communication hook that was not built yet; `attach` builds it."""
         return self._engine.needs_hook
 
     def attach(  # noqa: D417  # options that are those of shard_optimizer are documented there
@@ -333,10 +333,10 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     def accumulate(self) -> AbstractContextManager[None]:
         """Within this context backward passes only average gradients; the step is left to a later one.
 
-        In stage 2 a rank keeps only the sums of what it owns; ``ddp.no_sync()`` keeps gradients of full size but sends
-        nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
+        In stage 2 a rank keeps only the sums of the gradients that it owns; ``ddp.no_sync()`` keeps gradients of full
+        size but sends nothing meanwhile. Without overlap no backward pass steps, in this context or outside.
 
-        Stage 2 averages each pass on its own and adds up the averages, those of fp16 and bf16 in fp32. Stage 1 averages
+        Stage 2 averages each pass on its own and adds up the averages, fp16 and bf16 ones in fp32. Stage 1 averages
         what ``param.grad`` holds, in its dtype, as DDP does without ``no_sync()``; with ``accumulate_in_fp32`` it adds
         up averages as stage 2 does. Last bits differ from ``ddp.no_sync()``, which adds up each rank's own gradients
         and averages once; that also works here, and matches DDP bit for bit.
@@ -356,7 +356,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         """As `torch.nn.utils.clip_grad_norm_`, between backward and step. A collective in stage 2.
 
         With overlap it must be called from the first step on; then all steps wait for ``opt.step()``. Norms of fp16
-        and bf16 gradients are fp32; norms of scaled gradients are those of the unscaled ones.
+        and bf16 gradients are fp32; norms of scaled gradients are the norms of the unscaled ones.
 
         Args:
             max_norm: the largest norm.
@@ -393,10 +393,10 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     def owned_gradients(self) -> Mapping[Tensor, Tensor]:
         """The averaged gradients that this rank steps, by parameter, to read and to change in place before the step.
 
-        Each is what the step uses: of the parameter's shape, or 1-D of this rank's part of one that is cut; fp32 where
-        a master is stepped by a sum in fp32; times the loss scale, before ``max_grad_norm``. Call it on every rank, as
-        `clip_grad_norm_` from the first step on, and again after each backward pass. Owners in different shard groups
-        must make the same changes.
+        Each is the tensor that the step uses: of the parameter's shape, or 1-D of this rank's part of one that is cut;
+        fp32 where a master is stepped by a sum in fp32; times the loss scale, before ``max_grad_norm``. Call it on
+        every rank, as `clip_grad_norm_` from the first step on, and again after each backward pass. Owners in different
+        shard groups must make the same changes.
 
         Raises:
             RuntimeError: if gradients were used by a step inside backward or not averaged; under Join. In stage 1 a
@@ -435,7 +435,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
     @property
     def loss_scale(self) -> float | None:
-        """What `scale` multiplies by now; None without ``loss_scale=``."""
+        """The current loss scale; None without ``loss_scale=``."""
         scale = self._engine.decision.loss_scale
         return None if scale is None else scale.value
 
@@ -482,7 +482,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
     @property  # type: ignore[override]
     def state(self) -> State:
-        """Per-parameter state of what this rank owns, keyed by parameter: that of the local optimizer.
+        """Per-parameter state of this rank's shard, keyed by parameter: the state of the local optimizer.
 
         With master weights, which are in ``master_weights``, a new dict at each access.
         """
@@ -524,7 +524,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         return self._whole.pack(super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
-        """Load the unsharded optimizer's state dict, of which this rank keeps what it owns. A collective.
+        """Load the unsharded optimizer's state dict; this rank keeps the state of its shard. A collective.
 
         Args:
             state_dict: from the plain optimizer, from torch's ZeroRedundancyOptimizer or from this one, at any number
@@ -576,7 +576,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     # Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` runs on ranks that have joined; see `ddp_zero.core.step.join`.
+        """The hook that `torch.distributed.algorithms.Join` runs on ranks that have joined; see `core.step.join`.
 
         Raises:
             NotImplementedError: with a shard group.
@@ -629,5 +629,5 @@ def engine_of(optimizer: ZeroRedundancyOptimizer) -> Engine:
 
 
 def sharded_of(optimizer: ZeroRedundancyOptimizer) -> ShardedStep:
-    """The sharded step of an optimizer: the door for packages that read or move what is sharded."""
+    """The sharded step of an optimizer: the door for packages that read or move sharded state."""
     return optimizer._engine.sharded

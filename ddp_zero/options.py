@@ -1,4 +1,4 @@
-"""What a step does besides the local optimizer, and where: frozen, validated options."""
+"""Frozen, validated options of a step: clipping, loss scale, sync, place of state."""
 
 import os
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ PLACES: tuple[str, ...] = get_args(Place)
 
 @dataclass(frozen=True)
 class Offload:
-    """Where optimizer state, fp32 masters and the step are, if not with the parameters.
+    """The place of optimizer state, fp32 masters and the step, if not with the parameters.
 
     Attributes:
         to: ``"cpu"``: in the host's memory, for parameters on an accelerator; parameters on the CPU are stepped as
@@ -67,7 +67,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step treats the gradients that it is taken from; `ZeroRedundancyOptimizer` documents each option.
+    """The treatment of gradients by a step; `ZeroRedundancyOptimizer` documents each option.
 
     Raises:
         TypeError: for a value of the wrong type.

@@ -187,7 +187,7 @@ def _cuts(
     group: ProcessGroup | None,
     options: Mapping[str, Any],
 ) -> bool:
-    """Whether the optimizer will cut parameters; of options that it refuses, whatever."""
+    """True if the optimizer will cut parameters; of options that it refuses, whatever."""
     division = partition_for(
         options.get("partition", AUTO),
         optimizer_class,

@@ -15,7 +15,7 @@ BOUNDS = {
     "stage 1 interleaved: a further bucket": (15, 45, 80),
     "stage 2 interleaved: `opt.step()` after it": (15, 25, 60),
     "stage 2 interleaved: backward of 4 buckets": (38, 300, 550),
-    "`opt.step()` standalone": (20, 80, 200),
+    "`opt.step()` standalone": (18, 78, 195),
     "`state_dict()`": (18, 160, 430),
 }
 

@@ -1,1 +1,1 @@
-"""When a step is taken, and what the façade hands on."""
+"""The engine of the optimizer: when a step is taken, and the work behind its methods."""

@@ -6,7 +6,7 @@ A step, on every rank alike:
 2. plan and bind again if parameters were moved, frozen or unfrozen since the last step;
 3. under Join, send gradients to ranks that have run out of inputs;
 4. if options require it, decide whether to step and by which factors to multiply gradients;
-5. for each bucket in plan order: step what this rank owns of it, start its sync;
+5. for each bucket in plan order: step this rank's segment of it, start its sync;
 6. finish all syncs; expose the options that the step changed.
 
 If the step was taken inside backward, ``step()`` only joins the iteration.
@@ -156,7 +156,7 @@ class Engine:
 
     @property
     def takes_hook(self) -> bool:
-        """Whether the optimizer needs a communication hook."""
+        """True if the optimizer needs a communication hook."""
         return self.overlaps or self.is_partitioned or self.decision.options.accumulate_in_fp32
 
     @property
@@ -171,12 +171,12 @@ class Engine:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether gradients are sharded."""
+        """True if gradients are sharded."""
         return self._reduction is not None
 
     @property
     def joins(self) -> bool:
-        """Whether ranks may have run out of inputs."""
+        """True if ranks may have run out of inputs."""
         return bool(self._joinable._join_config.enable)
 
     def needed_hook(self) -> OverlapHook:

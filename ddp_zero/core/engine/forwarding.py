@@ -1,6 +1,6 @@
 """Public methods and attributes of the inner class, such as ``train()`` and ``eval()`` of schedule-free optimizers.
 
-A method of the inner optimizer acts on what this rank owns. So a call is a collective: every rank makes it, with the
+A method of the inner optimizer acts on this rank's shard. So a call is a collective: every rank makes it, with the
 options of the exposed groups, and if it has written to parameters on any rank, all are sent as after a step.
 """
 
@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -26,14 +26,7 @@ from ddp_zero.core.step.sharded_step import ShardedStep
 _SAFE = (Phase.REST, Phase.WAITING)
 
 
-class HasEngine(Protocol):
-    """What `attribute_of_inner` needs of an optimizer."""
-
-    optim: Optimizer
-    _engine: Engine
-
-
-def attribute_of_inner(optimizer: HasEngine, name: str) -> Any:
+def attribute_of_inner(optimizer: Any, name: str) -> Any:
     """A public attribute of the inner optimizer; its methods become collectives.
 
     Raises:
@@ -88,7 +81,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
         except Exception as error:
             outcome.set_exception(error)
         sharded.local_step.mirror_to_exposed()
-        sharded.order.after_step(inner.state, sharded.stepped.index_of)  # behind those of earlier steps
+        sharded.order.after_step(inner.state, sharded.stepped.index_of)  # behind the states of earlier steps
         written = [index for index, mark in _marks(sharded).items() if mark != before[index]]
         _share_written(sharded, written, has_state=any(inner.state.values()))
     with Agreement(sharded.everyone, doing):

@@ -1,4 +1,4 @@
-"""What users do with gradients between backward and the step: accumulate, clip, read and change them."""
+"""Gradients between backward and the step: accumulated, clipped, read and changed by users."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -102,7 +102,7 @@ def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iter
             clipped.clamp_(-limit, limit)
         return
     limit /= scale
-    for scaled in grads:  # what has overflowed has to show in the step, which lowers the scale
+    for scaled in grads:  # an overflow has to show in the step, which lowers the scale
         scaled.copy_(torch.where(scaled.isfinite(), scaled.clamp(-limit, limit), scaled))
 
 

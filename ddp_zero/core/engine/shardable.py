@@ -106,7 +106,7 @@ def _is_plain(option: Any) -> bool:
 
 
 _refusals: dict[tuple[type, str], str | None] = {}
-"""What `check_unknown` has found, by class and options."""
+"""Answers of `check_unknown`, by class and options."""
 
 
 class _Trial:

@@ -1,4 +1,4 @@
-"""What one rank holds, and its local step: parameters, groups, masters, trees of values.
+"""The shard of one rank, and its local step: parameters, groups, masters, trees of values.
 
 Imports `plan` and nothing that communicates.
 """

@@ -18,7 +18,7 @@ Grouping = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
 PARALLEL_OPTIONS = ("mesh", "data_parallel_dim", "pipeline_dim", "data_parallel_group", "global_names")
 """Options of an optimizer whose ranks do not all hold the same parameters: see `ddp_zero.parallel`."""
 PARALLEL_KEYS = ("process_group", "sharded_over")
-"""What its parameter groups may have besides options of a class."""
+"""Keys of its parameter groups besides options of a class."""
 PARALLEL_DOOR = (
     "Call ddp_zero.shard_optimizer(model, AdamW, groups, mesh=..., data_parallel_dim=...), with groups as a list: it "
     "returns a ddp_zero.parallel.ParallelOptimizer."
@@ -125,7 +125,7 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
 
 
 def is_parallel(params: object, model: object) -> bool:
-    """Whether groups in a list name the ranks of their parameters, or a model has distributed tensors."""
+    """True if groups in a list name the ranks of their parameters, or a model has distributed tensors."""
     groups = [one for one in params if isinstance(one, Mapping)] if isinstance(params, list | tuple) else []
     if any(key in group for group in groups for key in PARALLEL_KEYS):
         return True

@@ -1,6 +1,6 @@
 """The inner optimizer: which classes can be sharded, how one is built over a rank's parameters, and its step by bucket.
 
-The inner optimizer knows nothing about buckets. Its ``param_groups`` are what the user sees in ``opt.optim``: one per
+The inner optimizer knows nothing about buckets. Its ``param_groups`` are the groups of ``opt.optim``: one per
 exposed group, with this rank's parameters only. To step a bucket, those lists are swapped for copies that hold the
 bucket's parameters; `torch.optim.Optimizer.step` walks whatever ``self.param_groups`` holds.
 
@@ -71,12 +71,12 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
 
 
 def is_elementwise(inner: Optimizer) -> bool:
-    """Whether an optimizer is known to step each element by itself."""
+    """True if an optimizer is known to step each element by itself."""
     return type(inner) in _known
 
 
 def is_elementwise_class(optimizer_class: object) -> bool:
-    """Whether a class builds such optimizers; not known of other functions that build one."""
+    """True if a class builds such optimizers; not known of other functions that build one."""
     return isinstance(optimizer_class, type) and optimizer_class in _known
 
 
@@ -247,7 +247,7 @@ class LocalStep:
 
     @property
     def has_stepped_nothing(self) -> bool:
-        """Whether this rank owned nothing of the buckets that were stepped so far."""
+        """True if this rank owned nothing of the buckets that were stepped so far."""
         return not self._groups_after
 
     def step_empty(self, **kwargs: Any) -> None:
@@ -490,7 +490,7 @@ def reserve_room(
     *,
     has_copies: bool = True,
 ) -> None:
-    """Where room is limited: allocate it for the states of parameters before they are stepped.
+    """Allocate limited room for the states of parameters before they are stepped.
 
     Classes that hold another optimizer, or cannot step zeros, get theirs when their states exist.
 

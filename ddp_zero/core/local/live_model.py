@@ -101,7 +101,7 @@ class LiveModel:
         return entry if isinstance(entry, Tensor) and not is_extra(name) else None
 
     def box(self, name: str) -> Box | None:
-        """Which elements of a value are here, for a model of which ranks hold parts; None: all."""
+        """The elements of a value that this rank holds; None: all."""
         return None
 
     def load_extra(self, states: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ def ddp_models_in(model: nn.Module) -> dict[str, DistributedDataParallel]:
 
 
 def the_ddp_model_in(model: object) -> DistributedDataParallel:
-    """The one DDP model that a module is or holds, within wrappers such as those of `torch.compile` or Fabric.
+    """The one DDP model that a module is or holds, within wrappers such as `torch.compile` or Fabric.
 
     Raises:
         TypeError: if there is none.
@@ -205,7 +205,7 @@ class Placed:
     """A tensor that a rank holds, and its place in the whole.
 
     Attributes:
-        part: what the rank holds, a plain tensor in the memory that the model uses.
+        part: the rank's tensor, a plain one in the memory that the model uses.
         shape: of the whole tensor.
         box: which of its elements the rank holds.
         home: see `ddp_zero.core.plan.global_layout.Entry`.
@@ -221,7 +221,7 @@ class PartModel(LiveModel):
     """As `LiveModel`, with the names and shapes of the whole model.
 
     Args:
-        model: what this rank holds; DDP models inside it leave no trace in names.
+        model: the modules of this rank; DDP models inside it leave no trace in names.
         placed: the parameters of the optimizer, as the model has them.
         names: of the values in the whole model; None: as they are.
         home: of values that no parameter of the optimizer is near to.
@@ -299,7 +299,7 @@ class PartModel(LiveModel):
         return Statement(entries, self.trainable, self.aliases, buffers, groups)
 
     def _is_loose(self, name: str) -> bool:
-        """Whether a value is a parameter in no group: ranks may hold different ones without anything showing it."""
+        """True if a value is a parameter in no group: ranks may hold different ones without anything showing it."""
         return isinstance(self._given[name], nn.Parameter) and name not in self._in_optimizer
 
     def _place(self, name: str, entry: Any, placed: Mapping[Tensor, Placed]) -> Placed:
@@ -312,7 +312,7 @@ class PartModel(LiveModel):
 
 
 class _Homes:
-    """Whose values are whose: that of parameters of the optimizer, and of values near them."""
+    """The home of each value: of the optimizer's parameters, and of values near them."""
 
     def __init__(self, known: Mapping[str, str], otherwise: str) -> None:
         self._known = known
@@ -339,7 +339,7 @@ def box_of(tensor: Any, label: str) -> Box:
     """The elements of a distributed tensor that this rank holds.
 
     Raises:
-        NotImplementedError: for one of which it holds several parts.
+        NotImplementedError: for one that it holds several parts of.
     """
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:

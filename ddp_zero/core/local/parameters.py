@@ -4,10 +4,10 @@ A parameter's *index* is its position when the groups are walked in order, as in
 modules refer to parameters by index; this one holds the tensors.
 
 A *master* is an fp32 copy of an fp16 or bf16 parameter on the rank that owns it. The model computes with the parameter,
-and the parameter is what is sent; the step reads and writes the master, so that updates smaller than the parameter's
+and sends the parameter; the step reads and writes the master, so that updates smaller than the parameter's
 resolution add up instead of being rounded away. See Micikevicius et al., "Mixed Precision Training", 2018.
 
-A *part* is what this rank owns of a parameter that is cut: a 1-D window of the parameter's memory, or a master of that.
+A *part* is this rank's share of a parameter that is cut: a 1-D window of the parameter's memory, or its master.
 
 A parameter that is *away* is stepped in different memory than its own, see `ddp_zero.core.offload`: what the inner
 optimizer holds is a copy, into which its value is copied before each step, or a master.
@@ -226,7 +226,7 @@ class ParameterTable:
 
 
 def _check_not_parallel(position: int, group: Mapping[str, Any]) -> None:
-    """Refuse what only `ddp_zero.parallel` takes, and what a plain optimizer would silently ignore or not share."""
+    """Refuse groups for `ddp_zero.parallel`, whose keys a plain optimizer would silently ignore."""
     found = next((f"{key}=" for key in PARALLEL_KEYS if key in group), None)
     if found is None and any(hasattr(param, "device_mesh") for param in group["params"]):
         found = "a distributed tensor (DTensor)"
@@ -289,12 +289,12 @@ MASTER_KEY = "master_weight"
 
 
 class GradientSource(Protocol):
-    """Where a step finds gradients, by parameter index."""
+    """The gradients of a step, by parameter index."""
 
     def gradient(self, index: int) -> Tensor | None:
         """The gradient in the parameter's dtype; None if the parameter has no gradient.
 
-        In the parameter's shape, or 1-D of what this rank owns of a parameter that is cut.
+        In the parameter's shape, or 1-D of this rank's part of a parameter that is cut.
         """
 
     def exact(self, index: int) -> Tensor | None:
@@ -316,7 +316,7 @@ class PublishedGradients:
 
 
 class SteppedTensors:
-    """The tensors that the inner optimizer holds: parameters, or what stands in for them, masters and parts.
+    """The tensors that the inner optimizer holds: parameters, or stand-ins for them: masters, copies and parts.
 
     Attributes:
         has_masters, residence: as given.
@@ -364,15 +364,15 @@ class SteppedTensors:
         return {index: held for index, held in self._stand_ins.items() if self.wants_master(index)}
 
     def wants_master(self, index: int) -> bool:
-        """Whether the owner of a parameter keeps a master of it."""
+        """True if the owner of a parameter keeps a master of it."""
         return self.has_masters and self._table.params[index].dtype in LOW_PRECISION
 
     def is_away(self, index: int) -> bool:
-        """Whether a parameter is stepped in different memory than its own."""
+        """True if a parameter is stepped in different memory than its own."""
         return self.residence.is_away(self._table.params[index].device)
 
     def is_copied(self, index: int) -> bool:
-        """Whether the owner of a parameter steps a copy of it, away or as a master, instead of its memory."""
+        """True if the owner of a parameter steps a copy of it, away or as a master, instead of its memory."""
         return self.wants_master(index) or self.is_away(index)
 
     def dtype_of(self, index: int) -> torch.dtype:
@@ -399,11 +399,11 @@ class SteppedTensors:
         return {self._table.params[index]: self[index] for index in kept}
 
     def has_stand_in(self, index: int, part: slice | None) -> bool:
-        """Whether something stands in for a parameter, or a part of it, on the rank that owns it."""
+        """True if something stands in for a parameter, or a part of it, on the rank that owns it."""
         return part is not None or self.is_copied(index)
 
     def like(self, index: int, part: slice | None) -> Tensor:
-        """What would be stepped for a parameter or a part of it, without memory."""
+        """A tensor without memory, like the one that would be stepped for a parameter or a part of it."""
         whole = torch.empty_like(self._table.params[index], dtype=self.dtype_of(index), device="meta")
         return whole if part is None else part_of(whole, whole, part)
 
@@ -448,16 +448,12 @@ class SteppedTensors:
         if part is not None:
             self._parts[index] = part
 
-    def stand_ins(self) -> list[tuple[int, Tensor, slice | None]]:
-        """Every stand-in as parameter index, tensor, and owned range."""
-        return [(index, held, self._parts.get(index)) for index, held in self._stand_ins.items()]
-
     def extend(self, table: ParameterTable) -> None:
         """Use a table to which parameters were added; existing parameters keep their index."""
         self._table = table
 
     def own_part(self, index: int, value: Tensor) -> Tensor:
-        """What this rank steps of a value that has the shape of the parameter, or is of that part already."""
+        """This rank's part of a value that has the shape of the parameter, or is of that part already."""
         part, param = self._parts.get(index), self._table.params[index]
         is_whole = part is not None and value.shape == param.shape  # a part has fewer elements
         return part_of(value, param, part) if is_whole and part is not None else value
@@ -475,7 +471,7 @@ class SteppedTensors:
         return self.residence.keep([*(state[stepped] for stepped, _ in owned if stepped in state), masters])
 
     def copied(self, table: ParameterTable, state: Mapping[Any, Any], memo: dict[int, Any]) -> "SteppedTensors":
-        """What a copied optimizer steps, in memory of the same kind; its states were copied to that of tensors."""
+        """The stepped tensors of a copied optimizer, in memory of the same kind."""
         clone = SteppedTensors(table, self.has_masters, self.residence.fresh())
         for index, stand_in in self._stand_ins.items():
             held = copy.deepcopy(stand_in, memo)
@@ -490,7 +486,7 @@ class SteppedTensors:
     # A step
 
     def loads(self, indices: Sequence[int], source: GradientSource) -> list[Load]:
-        """What has to travel for a step of these parameters, which are away: gradients, and values without a master."""
+        """The tensors that travel for a step of parameters that are away: gradients, and values without a master."""
         found = []
         for index in indices:
             grad = self._as_reduced(index, source)
@@ -529,7 +525,7 @@ class SteppedTensors:
                 stepped.grad = grad
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
-        """The gradient of what is stepped for a parameter, in its shape and dtype; None if there is no gradient."""
+        """The gradient of the stepped tensor, in its shape and dtype; None if there is no gradient."""
         grad = self.whole_gradient(index, source)
         return None if grad is None else self.own_part(index, grad)
 
@@ -555,7 +551,7 @@ class SteppedTensors:
 
     @torch.no_grad()
     def follow_values(self) -> None:
-        """Copy parameters to what stands in for them away, for code that steps them without gradients."""
+        """Copy parameters to their stand-ins elsewhere, for code that steps them without gradients."""
         for index, held in self._stand_ins.items():
             if self.is_away(index) and not self.wants_master(index):
                 held.copy_(self.own_part(index, self._table.params[index].detach()))
@@ -566,7 +562,7 @@ class SteppedTensors:
 
     @torch.no_grad()
     def show(self, indices: Iterable[int]) -> None:
-        """Copy what is stepped for these parameters to them, rounded."""
+        """Copy the stepped tensors of these parameters to them, rounded."""
         copied = [index for index in indices if index in self._stand_ins and self.is_copied(index)]
         params = {index: self._table.params[index] for index in copied}
         if copied:
@@ -632,7 +628,7 @@ def with_masters(state: Mapping[Any, Any], stepped: SteppedTensors) -> dict[Any,
 
 
 def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
-    """Check that masters, such as those of a checkpoint, round to the model's parameters.
+    """Check that masters, such as a checkpoint's, round to the model's parameters.
 
     Raises:
         ValueError: naming the first parameter whose master does not.
@@ -722,6 +718,6 @@ def _aligned(grad: Tensor | None) -> Tensor | None:
 
 
 def _times(grad: Tensor, factor: Tensor | float) -> Tensor:
-    """The product in the gradient's dtype and on its device, where a 0-d gradient would take those of the factor."""
+    """The product in the gradient's dtype and on its device; a 0-d gradient alone would take the factor's."""
     factor = factor.to(grad.device) if isinstance(factor, Tensor) else factor
     return (grad * factor).to(grad.dtype)

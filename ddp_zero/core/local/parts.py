@@ -2,7 +2,7 @@
 
 Parameters that are cut are dense, so this order is a function of shape and strides: the same on every rank.
 
-A tensor in a state is *per element* if it has the shape of what is stepped: the parameter's, or that of its 1-D part.
+A tensor in a state is *per element* if it has the shape of the stepped tensor: the parameter, or its 1-D part.
 Everything else, such as a step counter, is equal for all parts.
 """
 

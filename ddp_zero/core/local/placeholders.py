@@ -258,13 +258,13 @@ class AbsentGradient(Tensor):
         return absent.refuse(_advice(func.__name__, is_target))
 
     def zero_part(self) -> None:
-        """Count that it was set to zero, and set to zero what this rank has of it."""
+        """Count that it was set to zero, and zero this rank's part of it."""
         self.zeroed += 1
         if self.part is not None:
             self.part.zero_()
 
     def moved(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a function of `_MOVES` makes of it: an absent gradient in a different dtype or place.
+        """The result of a function of `_MOVES`: an absent gradient in a different dtype or place.
 
         Raises:
             RuntimeError: for a memory format, if this rank has a part: its elements would have a different order.
@@ -324,7 +324,7 @@ def is_present(grad: Tensor | None) -> bool:
 
 
 def on_this_rank(grad: Tensor) -> Tensor | None:
-    """What this rank has of a gradient: all of it, its part of one that is cut, or nothing."""
+    """This rank's part of a gradient: all of it, its own elements if it is cut, or None."""
     return grad.part if isinstance(grad, AbsentGradient) else grad
 
 

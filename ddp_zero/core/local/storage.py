@@ -42,7 +42,7 @@ class ParameterStorage(Protocol):
         """The segment tensors of a bucket if they are the parameters' memory, which is never copied; else None."""
 
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
-        """Make what was received visible in the parameters of the other owners."""
+        """Copy received segments to the parameters of the other owners."""
 
     def blocks_of(self, bucket: Bucket) -> "Sequence[Block]":
         """The memory that parameters of a bucket share; none if each has memory of its own."""
@@ -165,7 +165,7 @@ class ViewStorage:
         return None if any(flat.is_packed for flat in flats) else [flat.room() for flat in flats]
 
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
-        """Unpack what the other owners sent packed."""
+        """Unpack the segments of the other owners that were sent packed."""
         for rank, (flat, tensor) in enumerate(zip(self._flats[bucket.index], segments, strict=True)):
             if rank != group_rank:
                 flat.unpack(tensor)
@@ -211,7 +211,7 @@ class _FlatSegment:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it travels without its gaps, which costs a copy."""
+        """True if it travels without its gaps, which costs a copy."""
         return bool(self._windows)
 
     @torch.no_grad()
@@ -225,7 +225,7 @@ class _FlatSegment:
 
     @torch.no_grad()
     def unpack(self, segment: Tensor) -> None:
-        """Put what was received into the parameters, unless they live in it."""
+        """Copy a received segment into the parameters, unless they live in it."""
         if not self._windows:
             return
         parts = segment.split([window.numel() for window in self._windows])
@@ -258,7 +258,7 @@ class PackedStorage:
 
     @torch.no_grad()
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
-        """Unpack what the other owners sent."""
+        """Unpack the segments of the other owners."""
         for segment, tensor in zip(bucket.segments, segments, strict=True):
             if segment.owner != group_rank and segment.params and self._alias(segment) is None:
                 torch._foreach_copy_(self._windows(segment), self._views(segment, tensor))

@@ -178,7 +178,7 @@ def _flat(tensor: Tensor, numel: int) -> Tensor:
 
 
 def _follows(first: Tensor, second: Tensor) -> bool:
-    """Whether the second of two 1-D tensors begins where the first ends, in the same storage."""
+    """True if the second of two 1-D tensors begins where the first ends, in the same storage."""
     return (
         first.is_contiguous()
         and first.dim() == 1
@@ -295,7 +295,7 @@ class Passage:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a bucket is being stepped."""
+        """True if a bucket is being stepped."""
         return self._current is not None
 
     def abandon(self) -> None:

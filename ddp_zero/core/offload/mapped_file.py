@@ -47,7 +47,7 @@ class Shelf:
             ) from error
         weakref.finalize(self, self._file.close)
         self._size = 0  # of the file: all of it is allocated
-        self._free: list[tuple[int, int]] = []  # offset and size of what is not mapped
+        self._free: list[tuple[int, int]] = []  # offset and size of ranges that are not mapped
         self._extents: dict[int, int] = {}  # address to size
         self._addresses: list[int] = []
         self._small: tuple[ctypes.Array[ctypes.c_char] | None, int] = (None, 0)  # the open one, and how full it is
@@ -70,7 +70,7 @@ class Shelf:
         return flat.as_strided(like.shape, strides)
 
     def reserve(self, nbytes: Sequence[int]) -> None:
-        """Allocate what tensors of these sizes will need, beside what is in use.
+        """Allocate room for tensors of these sizes, beside the room in use.
 
         Raises:
             RuntimeError: if the disk is full; nothing is allocated then.
@@ -80,7 +80,7 @@ class Shelf:
             self._grow(missing)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the shelf."""
+        """True if a tensor is on the shelf."""
         address = tensor.untyped_storage().data_ptr()
         place = bisect_right(self._addresses, address) - 1
         return place >= 0 and address < self._addresses[place] + self._extents[self._addresses[place]]

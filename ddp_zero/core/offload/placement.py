@@ -1,4 +1,4 @@
-"""Where masters, optimizer state and copies of parameters live: with the parameters, on the host, or in files.
+"""The memory of masters, optimizer state and copies of parameters: with the parameters, on the host, or in files.
 
 `Residence` is the place beside the parameters, which does nothing; `OnHost` and `OnDisk` override it.
 """
@@ -29,7 +29,7 @@ class Residence:
     carries = False
 
     def is_away(self, device: torch.device) -> bool:
-        """Whether parameters on this device are stepped as copies elsewhere."""
+        """True if parameters on this device are stepped as copies elsewhere."""
         return False
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -85,7 +85,7 @@ def _evaluates(module: nn.Module) -> bool:
 
 
 def _is_ddp_of_compiled_parts(module: nn.Module) -> bool:
-    """Whether a DDP model has compiled parts; runs before every forward pass, where ``modules()`` would be slower."""
+    """True if a DDP model has compiled parts; runs before every forward pass, where ``modules()`` would be slower."""
     parts: list[nn.Module | None] = [module] if isinstance(module, DistributedDataParallel) else []
     for part in parts:
         if part is not None:

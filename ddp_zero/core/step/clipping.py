@@ -3,7 +3,7 @@
 A parameter's gradient is whole on its owner. Each owner computes the norms of its own gradients, all ranks get all of
 them, and each combines them in the order of the model's parameters, as torch's
 ``clip_grad_norm_(model.parameters())`` does on one rank: to the same bits if all gradients have one dtype. (With
-several, torch combines norms dtype by dtype, and those of fp16 and bf16 in that dtype; here they are fp32.)
+several, torch combines norms dtype by dtype, fp16 and bf16 norms in that dtype; here they are fp32.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ WHOLE, COMMON = -2, -1
 
 @dataclass(frozen=True)
 class Culprit:
-    """Whose gradient was not finite.
+    """The parameter, and if known the rank, whose gradient was not finite.
 
     Attributes:
         parameter: its name.
@@ -45,7 +45,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Share:
-    """What the data-parallel ranks of one optimizer have found in their gradients, the same on all of them.
+    """Norms and flags of the gradients of one optimizer, the same on all of its data-parallel ranks.
 
     Attributes:
         totals: norms by `WHOLE`, `COMMON` or the position of a group with its own limit; None without a gradient.
@@ -67,7 +67,7 @@ class Beyond:
     """
 
     def counts(self, index: int) -> bool:
-        """Whether a parameter adds to norms here, and not on another rank that holds the same."""
+        """True if a parameter adds to norms here, and not on another rank that holds the same."""
         return True
 
     def join(self, share: Share) -> Share:
@@ -75,7 +75,7 @@ class Beyond:
         return share
 
     def culprit(self, share: Share) -> Culprit | None:
-        """Whose gradient was not finite, after a joined share says that one was. A collective."""
+        """The culprit, after a joined share says that a gradient was not finite. A collective."""
         return share.find()
 
 
@@ -149,7 +149,7 @@ def gather_norms(
 
 
 def _joined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of a gradient in fp64, from those of its parts, or from one rank that has all of it.
+    """The norm of a gradient in fp64, from the norms of its parts, or from one rank that has all of it.
 
     The latter is returned as it is, to the bit.
     """
@@ -233,7 +233,7 @@ def clip_gradients(
 
 
 def _present(grad: Tensor) -> Tensor:
-    """What this rank has of a gradient.
+    """This rank's part of a gradient.
 
     Raises:
         RuntimeError: if that is nothing.

@@ -28,7 +28,7 @@ from ddp_zero.core.local.inner import ParamGroup, options_of
 from ddp_zero.core.plan.partition import GroupRank
 
 GroupIndex = int | None
-"""Where a value is kept: in the group of that number, or outside of groups."""
+"""The number of the group that holds a value, or None for one outside of groups."""
 Values = dict[str, str]
 """Values by name, as text: equal texts are equal values."""
 
@@ -36,7 +36,7 @@ _ALWAYS, _EVERY = 8, 1000
 
 
 def is_looked_at(step: int) -> bool:
-    """Whether values are compared after a step: the first 8, every power of two, every thousandth."""
+    """True if values are compared after a step: the first 8, every power of two, every thousandth."""
     return step <= _ALWAYS or step & (step - 1) == 0 or step % _EVERY == 0
 
 
@@ -144,7 +144,7 @@ class CouplingWatch:
         """Compare values after the step. A collective in the steps that are compared, unless they were not taken.
 
         Returns:
-            True if options of this rank were changed to those of the ranks that have stepped their groups.
+            True if options of this rank were replaced by the options of ranks that have stepped their groups.
 
         Raises:
             RuntimeError: on every rank, if a value differs between buckets or between ranks.
@@ -173,7 +173,7 @@ class CouplingWatch:
         return bool(stale) and self._take_over({place: by_place[place] for place in stale})
 
     def _take_over(self, stale: Mapping[int, Sequence[Sequence[int]]]) -> bool:
-        """Take options of groups of which this rank has stepped nothing from the first rank that has. A collective."""
+        """Copy options of groups that this rank has not stepped from the first rank that has. A collective."""
         groups, me = self._inner.param_groups, self._comm.group_rank
         shown = self._comm.all_gather_text(json.dumps({place: counters_in(groups[place]) for place in stale}))
         changed = [place for place, ranks in stale.items() if not ranks[me][0]]
@@ -214,12 +214,12 @@ def _merged(seen: Sequence[OptionSnapshot]) -> dict[GroupIndex, Values]:
 
 
 def _agree(statements: Sequence[Sequence[int]]) -> bool:
-    """Whether all ranks that report values report the same."""
+    """True if all ranks that report values report the same."""
     return len({digest for speaks, digest in statements if speaks}) <= 1
 
 
 def _all_know(statements: Sequence[Sequence[int]]) -> bool:
-    """Whether ranks that have stepped nothing of a group hold the same numbers there as those that have."""
+    """True if ranks that have stepped nothing of a group hold the same numbers there as ranks that have."""
     known = {digest for speaks, _, digest in statements if speaks}
     return not known or {digest for _, _, digest in statements} == known
 

@@ -1,6 +1,6 @@
 """Decides, once all gradients have arrived, whether a step is taken and by which factors it multiplies gradients.
 
-1. *look*: each rank reads the gradients of what it owns: their norms if anything is clipped, else only whether they are
+1. *look*: each rank reads the gradients of its shard: their norms if anything is clipped, else only whether they are
    finite;
 2. one small collective, after which all ranks have the same numbers;
 3. *decide*: skip, raise or step; all ranks decide alike, by the same numbers;
@@ -168,7 +168,7 @@ class OwnedEdits:
 
     @property
     def are_made(self) -> bool:
-        """Whether gradients may have been changed on their owners alone."""
+        """True if gradients may have been changed on their owners alone."""
         return bool(self._noted)
 
     def hold(self, table: ParameterTable) -> bool:
@@ -191,7 +191,7 @@ class OwnedEdits:
 
 
 class _OwnParts:
-    """Gradients of which a rank sees no more than it owns, since owners may have changed theirs."""
+    """Gradients restricted to the parts that this rank owns, since owners may have changed theirs."""
 
     def __init__(self, source: GradientSource, stepped: SteppedTensors) -> None:
         self._source = source
@@ -344,7 +344,7 @@ class Decision:
 
     @property
     def rounds_norms(self) -> bool:
-        """Whether norms are in the dtype of gradients: as ``clips_as_torch``, unless steps are in fp32 or scaled."""
+        """True if norms are in the dtype of gradients: as ``clips_as_torch``, unless steps are in fp32 or scaled."""
         return self.clips_as_torch and self.loss_scale is None and not self._sharded.stepped.masters
 
     # Looking
@@ -530,7 +530,7 @@ def suspect_nonfinite(grads: Iterable[Tensor]) -> Tensor | float:
 
 
 def _is_there(grad: Tensor | None) -> bool:
-    """Whether a parameter has a gradient; RuntimeError if a step inside backward has used it up."""
+    """True if a parameter has a gradient; RuntimeError if a step inside backward has used it up."""
     if isinstance(grad, AbsentGradient):
         grad.refuse()
     return grad is not None

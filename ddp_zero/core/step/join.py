@@ -1,7 +1,7 @@
-"""Uneven inputs: what a rank that has run out of them does while the others still train.
+"""Uneven inputs: ranks that have run out of inputs keep stepping their shards while other ranks train.
 
 Under `torch.distributed.algorithms.Join` a rank that has joined still owns parameters. DDP lets it take part in the
-reductions with zeros but throws the result away, so it has no gradients for what it owns. Here a rank that still trains
+reductions with zeros but throws the result away, so it has no gradients for its shard. Here a rank that still trains
 sends it the averaged gradients, and its group options with them (the joined rank's schedulers have stopped). Then it
 steps and syncs like all other ranks. Without Join none of this runs.
 """
@@ -26,7 +26,7 @@ class ZeroJoinHook(JoinHook):
 
     Args:
         optimizer: the one on which Join sets whether it is active.
-        step: steps what this rank owns with gradients from a rank that still trains, and syncs.
+        step: steps this rank's shard with gradients from a rank that still trains, and syncs.
     """
 
     def __init__(self, optimizer: Joinable, step: Callable[[], None]) -> None:

@@ -62,7 +62,7 @@ class StepRecord:
 
     @property
     def loss_scale(self) -> float | None:
-        """What gradients were divided by, None without a loss scale. Waits for the device."""
+        """The divisor of gradients, None without a loss scale. Waits for the device."""
         return _read(self.scale)
 
     def __str__(self) -> str:

@@ -1,9 +1,10 @@
 """One optimizer step over a plan: all buckets in one go, or bucket by bucket as backward delivers them.
 
 Owners are decided once, when parameters arrive, and never change: a trained parameter's state stays where it is.
-Which parameters travel, and in which bucket, depends on what a step can change. It is decided again when a parameter is
-frozen or unfrozen, but not when a gradient is dropped: ranks may drop one at different times. A frozen parameter for
-which no rank had a gradient at that moment has an owner but does not travel until it is trainable or gets a gradient.
+Which parameters travel, and in which bucket, depends on which ones a step can change. It is decided again when a
+parameter is frozen or unfrozen, but not when a gradient is dropped: ranks may drop one at different times. A frozen
+parameter for which no rank had a gradient at that moment has an owner but does not travel until it is trainable or gets
+a gradient.
 """
 
 import copy
@@ -164,7 +165,7 @@ class Binding:
     # Following DDP and the user
 
     def pieces_for(self, layout: Layout, split: bool, decided: int) -> list[Pieces]:
-        """Who is to own what once DDP's buckets are these; see `Partition.assign_by_bucket`."""
+        """The owners of all parameters once DDP's buckets are these; see `Partition.assign_by_bucket`."""
         ranks = self._comm.world_size
         return self.partition.assign_by_bucket(self.plan.specs, self.pieces, ranks, layout, split, decided)
 
@@ -263,7 +264,7 @@ class Binding:
 
     @property
     def owners(self) -> list[GroupRank]:
-        """The owner of each parameter's first element, which is that of all of it unless it is cut."""
+        """The owner of each parameter's first element, and so of all of it unless it is cut."""
         return list(map(home, self.pieces))
 
     def owned(self) -> list[int]:
@@ -279,12 +280,12 @@ class Binding:
         return list(self._holdings.items())
 
     def gained(self, pieces: Sequence[Pieces]) -> list[tuple[int, slice | None]]:
-        """What this rank would own with these pieces and does not own now: parameters, and which part of each."""
+        """Parameters, and the part of each, that this rank would own with these pieces and does not own now."""
         after = _holdings(pieces, self._comm.group_rank)
         return [(i, part) for i, part in after.items() if i not in self._holdings or self._holdings[i] != part]
 
     def owns(self, index: int) -> bool:
-        """Whether this rank owns anything of a parameter."""
+        """True if this rank owns anything of a parameter."""
         return index in self._holdings
 
     def owned_of_bucket(self) -> dict[int, set[Tensor]]:
@@ -397,17 +398,17 @@ class ShardedStep:
 
     @property
     def plan(self) -> ShardPlan:
-        """Who owns what, as it is in force."""
+        """The plan in force."""
         return self.binding.plan
 
     @property
     def left(self) -> PendingSyncs:
-        """What steps that have ended left in flight."""
+        """Parameter syncs that outlast the step that has started them."""
         return self.binding.sync.left
 
     @property
     def inner_state(self) -> State:
-        """The state of the optimizer over this rank's parameters, by what is stepped."""
+        """The state of the inner optimizer, by stepped tensor."""
         return self.inner.state
 
     @property
@@ -446,7 +447,7 @@ class ShardedStep:
         return self.local_step.begin(closure)
 
     def step_bucket(self, index: int, source: GradientSource, **kwargs: Any) -> Any:
-        """Step what this rank owns of a bucket and start its sync.
+        """Step this rank's segment of a bucket and start its sync.
 
         If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
         in this step and sends what it has; `raise_errors` follows `end`.
@@ -459,7 +460,7 @@ class ShardedStep:
                 device = torch.device(self.plan.buckets[index].kind.partition("/")[0] or "cpu")
                 arrived = residence.arrive(index, device, source, partial(self._loads, index, source))
             result = self._step_arrived(arrived, kwargs)
-            if self.local_step.steps_whole:  # with the gradients of this bucket, which are those of all
+            if self.local_step.steps_whole:  # the gradients of this bucket are all gradients
                 result = self._step_arrived(residence.drain(), kwargs) or result
         except BaseException:
             self.abandon()
@@ -500,7 +501,7 @@ class ShardedStep:
         return bucket.segments[self.comm.group_rank].params
 
     def _loads(self, index: int, source: GradientSource) -> list[Load]:
-        """What has to travel for the step of a bucket; nothing after an error of this rank."""
+        """The tensors that travel for the step of a bucket; none after an error of this rank."""
         indices = self._stepped_with(self.plan.buckets[index])
         loads: list[Load] = self._try_locally(lambda: self.stepped.loads(indices, source)) or []
         return loads
@@ -644,7 +645,7 @@ class ShardedStep:
                 )
         self._strides = found
 
-    # Changes of what is stepped
+    # Changes of the shard
 
     def refresh(self, may_talk: bool = True, held: Collection[int] = ()) -> None:
         """Plan again if a parameter was moved, frozen or unfrozen since the last step; see `Binding.refresh`."""
@@ -665,7 +666,7 @@ class ShardedStep:
         """
         self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
         self.binding.sync.raise_errors()
-        if self.stepped.residence.keeps:  # before anything moves: room for what this rank gets
+        if self.stepped.residence.keeps:  # before anything moves: room for the state that this rank gets
             with Agreement(self.ranks.everyone, "making room for optimizer state"):
                 gained = self.binding.gained(pieces)
                 reserve_room(self.inner, self.stepped, self.table, gained, has_copies=False)

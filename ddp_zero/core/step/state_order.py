@@ -22,7 +22,7 @@ class StateOrder:
     """The order in which the unsharded optimizer would have created its per-parameter states.
 
     `torch.optim` keeps states in the order of creation: by step, then by parameter index. A rank sees only its own, so
-    each notes when its states were born and the gathered ones are sorted by that. States are keyed by what is stepped.
+    each notes when its states were born and the gathered ones are sorted by that. States are keyed by stepped tensor.
 
     Attributes:
         step: how many steps were taken.
@@ -51,7 +51,7 @@ class StateOrder:
         self.births = {key: self.births.get(key) or (self.step, index_of(key)) for key in keys}
 
     def loaded(self, stepped: Sequence[Tensor], state: Mapping[Any, Any]) -> None:
-        """Forget all births; states are now in the order of the state dict, given by what is stepped."""
+        """Forget all births; states are now in the order of the state dict, given as stepped tensors."""
         self.is_at_birth = self.is_at_birth and not stepped
         self.is_as_built = False
         position = {key: place for place, key in enumerate(stepped)}
@@ -142,7 +142,7 @@ def _part(piece: Piece | None, pieces: Pieces) -> slice | None:
 
 @dataclass
 class _Held:
-    """What a rank holds for a parameter or a part of it: master, when its state was created, state."""
+    """The optimizer state of a parameter or a part of it on one rank: master, birth, state."""
 
     master: Tensor | None
     birth: Birth | None
@@ -157,7 +157,7 @@ class _Held:
         return cls(master, order.give(key) if is_there else None, state.pop(key) if is_there else None)
 
     def of(self, param: Tensor, have: slice | None, want: slice, is_cut: bool) -> "_Held":
-        """What belongs to some of the elements."""
+        """The share of some of the elements."""
         if not is_cut:
             return self
         master = narrowed_value(self.master, param, have, want)
