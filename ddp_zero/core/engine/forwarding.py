@@ -42,7 +42,7 @@ def attribute_of_inner(optimizer: Any, name: str) -> Any:
 
     @functools.wraps(value)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = _call_inner(optimizer._engine, value, args, kwargs)
+        result = _call_inner(vars(optimizer)["_engine"], value, args, kwargs)
         return optimizer if result is optimizer.optim else result
 
     return call
