@@ -1,8 +1,9 @@
 """The collectives that NCCL has natively, run on Gloo: equal segments by padding, where that adds at most an eighth."""
 
 import copy
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_zero import wrap
 from ddp_zero.core.comm import communicator, exchange
@@ -26,8 +28,15 @@ case = Cases()
 @contextmanager
 def as_on_nccl() -> Iterator[dict[str, int]]:
     """Communicators that believe in NCCL; yields how often each collective was called meanwhile."""
-    counts = {"gather": 0, "scatter": 0, "broadcast": 0}
+    counts = {"gather": 0, "scatter": 0, "broadcast": 0, "average": 0}
+    native = exchange.reduce_scatter_native
     built = Communicator.__init__
+
+    def scatter(output: Tensor, whole: Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+        if op == dist.ReduceOp.AVG:  # which Gloo does not have: as NCCL does
+            counts["average"] += 1
+            whole.mul_(1.0 / dist.get_world_size())
+        return native(output, whole, **options)
 
     def build(comm: Communicator, *args: Any, **options: Any) -> None:
         built(comm, *args, **options)
@@ -40,10 +49,14 @@ def as_on_nccl() -> Iterator[dict[str, int]]:
 
         return call
 
+    natives: dict[str, Any] = {
+        "all_gather_native": counting("gather", exchange.all_gather_native),
+        "reduce_scatter_native": counting("scatter", scatter),
+    }
     with (
         mock.patch.object(Communicator, "__init__", build),
-        mock.patch.object(exchange, "all_gather_native", counting("gather", exchange.all_gather_native)),
-        mock.patch.object(exchange, "reduce_scatter_native", counting("scatter", exchange.reduce_scatter_native)),
+        mock.patch.multiple(exchange, **natives),
+        mock.patch.multiple(communicator, **natives),
         mock.patch.object(dist, "broadcast", counting("broadcast", dist.broadcast)),
     ):
         yield counts
@@ -69,7 +82,27 @@ def _segments_of_similar_size_are_padded(setup: Setup) -> None:
         found.wait("the test")
         assert torch.equal(total, torch.full((sizes[setup.rank],), float(sum(10 * setup.rank + r for r in ranks))))
         assert comm.sent_bytes == 2 * 4 * 101 * (setup.world_size - 1)
-    assert counts == {"gather": 1, "scatter": 1, "broadcast": 0}
+    assert counts == {"gather": 1, "scatter": 1, "broadcast": 0, "average": 0}
+
+
+@case(2, 3)
+def _equal_segments_that_adjoin_are_moved_in_place(setup: Setup) -> None:
+    with as_on_nccl() as counts:
+        comm, sizes = Communicator(None), [64] * setup.world_size
+        memory = torch.cat(_segments(sizes, setup.rank))
+        mine = list(memory.split(64))
+        comm.start_exchange(mine, (0,)).wait("the test")
+        assert memory.tolist() == [11.0 * owner for owner in range(setup.world_size) for _ in range(64)]
+        whole = torch.cat(_segments(sizes, setup.rank))
+        parts = list(whole.split(64))
+        assert comm.sum_room_numel(whole.device, sizes) == 0
+        assert comm.averages(parts) is (setup.world_size == 2)
+        found, total = comm.start_sum(whole, parts, whole.new_empty(0), averages=comm.averages(parts))
+        found.wait("the test")
+        assert total.data_ptr() == parts[setup.rank].data_ptr()
+        expected = float(sum(10 * setup.rank + rank for rank in range(setup.world_size)))
+        assert total.tolist() == [expected / (2 if setup.world_size == 2 else 1)] * 64
+    assert counts == {"gather": 1, "scatter": 1, "broadcast": 0, "average": int(setup.world_size == 2)}
 
 
 @case(2)
@@ -78,7 +111,7 @@ def _segments_that_differ_much_are_broadcast(setup: Setup) -> None:
         mine = _segments([100, 10], setup.rank)
         Communicator(None).start_exchange(mine, (0,)).wait("the test")
         assert [float(segment[0]) for segment in mine] == [0.0, 11.0]
-    assert counts == {"gather": 0, "scatter": 0, "broadcast": 2}
+    assert counts == {"gather": 0, "scatter": 0, "broadcast": 2, "average": 0}
 
 
 @case(2)
@@ -118,6 +151,44 @@ def _the_one_line_cuts_parameters_where_that_is_right(setup: Setup) -> None:
             same = 0.0 if setup.world_size == 2 else 1e-5  # at four ranks sums have another order
             for one, other in zip(plain.module.parameters(), ddp.module.parameters(), strict=True):
                 torch.testing.assert_close(other, one, rtol=same, atol=same)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts what copies memory, where it is called by this library."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("copy_", "cat", "clone", "_foreach_copy_", "_to_copy", "stack"):
+            frames = [f"{frame.name} in {frame.filename}" for frame in traceback.extract_stack()]
+            ours = [frame for frame in frames if "/ddp_zero/" in frame]
+            self.found += [f"{name}: {ours[-1]}"] if ours else []
+        return func(*args, **(kwargs or {}))
+
+
+@case(2)
+def _a_bucket_is_one_collective_each_way_and_no_copy(setup: Setup) -> None:
+    modes: list[dict[str, Any]] = [{}, {"interleaved": False}, {"sync": "forward"}]
+    with as_on_nccl() as counts:
+        for options in modes:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 128), nn.Tanh(), nn.Linear(128, 96), nn.Tanh(), nn.Linear(96, 3))
+            ddp, opt = wrap(model, AdamW, ddp={"bucket_cap_mb": CAP}, stage=2, lr=1e-2, foreach=True, **options)
+            for number, (inputs, targets) in enumerate(batches(setup.rank, 6)):
+                buckets, before, copies = opt._engine.sharded.binding.plan.buckets, dict(counts), _Copies()
+                with copies if number == 5 else nullcontext():
+                    loss_of(ddp, inputs, targets).backward()
+                    opt.step()
+                    opt.zero_grad()
+            opt.finish_sync()
+            assert len(buckets) > 1
+            assert all(bucket.is_even for bucket in buckets)
+            moved = [counts[name] - before[name] for name in ("scatter", "average", "gather")]
+            assert moved == [len(buckets)] * 3
+            assert copies.found == []
 
 
 @case.each

@@ -114,9 +114,7 @@ class ScratchLayout:
         self.index = bucket.index
         self.params = params
         self.indices = [table.index_of[param] for param in params]
-        self.numel = sum(param.numel() for param in params)
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.nbytes = self.numel * self.dtype.itemsize
         self.on_stream = side.running(self.device)
         self.windows: dict[Tensor, Window] = {}
         self.ranges: list[tuple[int, int]] = []
@@ -134,6 +132,8 @@ class ScratchLayout:
             if param not in self.windows:
                 self.windows[param] = Window.of(param, start)
                 start += param.numel()
+        self.numel = start
+        self.nbytes = start * self.dtype.itemsize
         self.starts = [(param, window.offset * self.dtype.itemsize) for param, window in self.windows.items()]
         self.waiting = sharded.trace.label("wait_reduce", bucket.index)
         own = bucket.segments[sharded.comm.group_rank]
@@ -264,7 +264,9 @@ class ReducedSegment:
         start, stop = layout.ranges[comm.group_rank]
         wire, factor = flat, workshop.factor
         travels_smaller = options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize
-        if (travels_smaller or not scales_late(comm, flat)) and factor != 1.0:
+        parts = [flat[begin:end] for begin, end in layout.ranges]
+        averages = workshop.sharded.ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
+        if (travels_smaller or not (averages or scales_late(comm, flat))) and factor != 1.0:
             flat.mul_(factor)
             factor = 1.0
         if options.comm_dtype is not None and travels_smaller:
@@ -292,7 +294,8 @@ class ReducedSegment:
             total = self._reduction.wait()
             if workshop.late_factor != 1.0:
                 total.mul_(workshop.late_factor)
-            if total.dtype != layout.dtype:
+            was_summed_wide = workshop.comm.has_direct_messages(layout.device) or workshop.late_factor != 1.0
+            if total.dtype != layout.dtype and was_summed_wide:
                 total.copy_(total.to(layout.dtype))  # rounded as DDP's average; several add up in fp32
             for index in self.owned if workshop.carried else ():
                 carried = workshop.carried.pop(index, None)

@@ -33,8 +33,11 @@ from ddp_zero.core.comm.exchange import (
     Messages,
     PaddedGather,
     Pending,
+    adjoining,
+    all_gather_native,
     gather_directly,
     lost,
+    reduce_scatter_native,
     start_broadcasts,
     start_padded_sum,
     started,
@@ -200,9 +203,17 @@ class Communicator:
             received = {peer: [segments[peer].detach()] for peer in self.peers()}
             return Messages(self, {peer: [mine] for peer in received}, received).post
         nbytes = padded_size([segment.nbytes for segment in segments])
+        whole = adjoining(raw) if self.has_native_collectives(device) else None
+        if whole is not None:
+            return partial(self._start_gather, whole, raw[self.group_rank])
         if nbytes is not None and self.has_native_collectives(device):
             return partial(self._start_padded_gather, raw, nbytes, device)
         return partial(self._start_broadcasts, raw)
+
+    def _start_gather(self, whole: Tensor, mine: Tensor, subject: tuple[int, ...]) -> InFlight:
+        self.count(*[mine.nbytes * (self.world_size - 1)] * 2)
+        work = all_gather_native(whole, mine, group=self.process_group, async_op=True)
+        return Exchange([(lambda: "every rank", work)], [whole])
 
     def _start_padded_gather(
         self, raw: Sequence[Tensor], nbytes: int, device: torch.device, subject: tuple[int, ...]
@@ -301,13 +312,27 @@ class Communicator:
     def sum_room_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
         """Elements of room that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
         numel = padded_size(sizes)
-        return (len(sizes) + 1) * numel if numel is not None and self.has_native_collectives(device) else 0
+        if numel is None or len(set(sizes)) == 1 or not self.has_native_collectives(device):
+            return 0
+        return (len(sizes) + 1) * numel
 
-    def start_sum(self, whole: Tensor, parts: Sequence[Tensor], room: Tensor) -> tuple[Exchange, Tensor]:
+    def averages(self, parts: Sequence[Tensor]) -> bool:
+        """True if `start_sum` can average with the bits of DDP, which multiplies by 1/N and then sums.
+
+        NCCL multiplies by 1/N what it sends. If N is a power of two the products are exact, so that no rounding depends
+        on the dtype in which it holds 1/N, nor on whether it fuses product and sum.
+        """
+        is_even, ranks = len({part.numel() for part in parts}) == 1, self.world_size
+        return is_even and ranks & (ranks - 1) == 0 and self._backends.get(parts[0].device.type) == "nccl"
+
+    def start_sum(
+        self, whole: Tensor, parts: Sequence[Tensor], room: Tensor, averages: bool = False
+    ) -> tuple[Exchange, Tensor]:
         """Where messages are not direct, start a sum over ranks, of which this rank needs its own part.
 
-        A reduce-scatter of padded parts where `sum_room_numel` has room for them. Otherwise a reduce to each owner, in
-        place, on a backend of native collectives, and an all-reduce on others.
+        Equal parts, as `CutParameters` lays them out, are reduce-scattered in place; padded ones where `sum_room_numel`
+        has room for them. Otherwise a reduce to each owner, in place, on a backend of native collectives, and an
+        all-reduce on others.
 
         The caller owns all memory, and keeps it until the stream on which it has waited is done with it.
 
@@ -315,11 +340,17 @@ class Communicator:
             whole: 1-D, destroyed.
             parts: windows of ``whole``, one per rank in rank order, of any sizes.
             room: `sum_room_numel` elements, of the dtype of ``whole``.
+            averages: divide by the number of ranks; see `averages`.
 
         Returns:
             The sum in flight, and the tensor that will hold this rank's part of it.
         """
         mine = parts[self.group_rank]
+        if len({part.numel() for part in parts}) == 1 and self.has_native_collectives(whole.device):
+            self.count(*[mine.nbytes * (self.world_size - 1)] * 2)
+            op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+            work = reduce_scatter_native(mine, whole, op=op, group=self.process_group, async_op=True)
+            return Exchange([(lambda: "every rank", work)], [whole]), mine
         if self.sum_room_numel(whole.device, [part.numel() for part in parts]):
             numel = room.numel() // (self.world_size + 1)
             self.count(*[(self.world_size - 1) * numel * mine.element_size()] * 2)

@@ -270,6 +270,18 @@ def start_broadcasts(group: ProcessGroup, raw: Sequence[Tensor], name: Callable[
     return works
 
 
+def adjoining(segments: Sequence[Tensor]) -> Tensor | None:
+    """The memory of 1-D segments of one size that lie one after the other, as one tensor; else None."""
+    first, numel = segments[0], segments[0].numel()
+    starts = range(first.storage_offset(), first.storage_offset() + numel * len(segments), max(1, numel))
+    memory = first.untyped_storage().data_ptr()
+    lie_so = (
+        one.numel() == numel and one.storage_offset() == start and one.untyped_storage().data_ptr() == memory
+        for one, start in zip(segments, starts, strict=False)
+    )
+    return first.as_strided((numel * len(segments),), (1,)) if numel and all(lie_so) else None
+
+
 class PaddedGather:
     """An all-gather of segments of equal size, which were padded for it; see `padded_size`.
 

@@ -170,7 +170,7 @@ class SegmentReduction:
             self._sum = parts[comm.group_rank]
             self._in_flight = comm.start_ring_sum(parts, room, factor, (*subject, _REDUCE))
         elif not comm.has_direct_messages(whole.device):
-            self._in_flight, self._sum = comm.start_sum(whole, parts, room)
+            self._in_flight, self._sum = comm.start_sum(whole, parts, room, averages=factor != 1.0)
         else:
             self._sum = out
             self._direct = DirectSum(comm, parts, out, room, limit, factor)

@@ -45,16 +45,16 @@ def partition_for(
     Raises:
         ValueError: for a value that is none of the three.
     """
-    if asked != AUTO:
-        return partition_named(asked)
-    is_sharded = comm.world_size > 1 and bool(params)
     trained = sum(param.nbytes for param in params if param.requires_grad)
+    exchange = _exchange(comm, params[0].device, trained) if params and comm.world_size > 1 else "direct"
+    if asked != AUTO:
+        return partition_named(asked, exchange == "native")
     return choose_partition(
         Setting(
             optimizer=getattr(optimizer_class, "__name__", repr(optimizer_class)),
             is_elementwise=is_elementwise_class(optimizer_class),
             world_size=comm.world_size,
-            exchange=_exchange(comm, params[0].device, trained) if is_sharded else "direct",
+            exchange=exchange,
             stage=stage,
             overlaps=overlaps,
             clips=norm_type != float("inf") and any(limit is not None for limit in limits),

@@ -10,6 +10,8 @@ parameters of their own size.
 With `ViewStorage` the segment tensors are windows of the blocks, and a sync copies nothing. With `PackedStorage` the
 user's storage is left alone: a segment is packed before it is sent and unpacked when it has arrived.
 
+A bucket of even parts, see [Note: even parts], has one block, in which one collective gathers it.
+
 A block has gaps. Every parameter starts at a multiple of 64 bytes, as a tensor with memory of its own does,
 because matrix products round differently at other offsets. The gaps are sent if they are at most 0.5% of the segment;
 otherwise (small parameters of odd sizes) the segment is packed end to end.
@@ -51,6 +53,9 @@ class ParameterStorage(Protocol):
 class Block:
     """Memory of parameters. Building it moves them there.
 
+    Args:
+        places: where each parameter begins, and where the memory ends; None: at aligned places.
+
     Attributes:
         indices: as given.
         tensor: 1-D, the parameters at aligned places, zeros between them. It lives as long as any of their windows.
@@ -58,10 +63,12 @@ class Block:
     """
 
     @torch.no_grad()
-    def __init__(self, indices: Sequence[int], params: Sequence[Tensor]) -> None:
+    def __init__(self, indices: Sequence[int], params: Sequence[Tensor], places: Sequence[int] | None = None) -> None:
         members = [params[index] for index in indices]
         numels = [param.numel() for param in members]
-        *offsets, end = aligned_offsets(numels, members[0].itemsize if members else 1, _ALIGNMENT)
+        if places is None:
+            places = aligned_offsets(numels, members[0].itemsize if members else 1, _ALIGNMENT)
+        *offsets, end = places
         like = members[0] if members else torch.empty(0)
         self._end = end
         self.indices = tuple(indices)
@@ -143,6 +150,11 @@ class ViewStorage:
         self._blocks: list[list[Block]] = []
         self._flats: list[list[_FlatSegment]] = []
         for bucket in plan.buckets:
+            if bucket.is_even:
+                block = _block_of_even_parts(bucket, params)
+                self._blocks.append([block])
+                self._flats.append([_FlatSegment(segment, block) for segment in bucket.segments])
+                continue
             groups = _connected(bucket)
             blocks = [Block(indices, params) for _, indices in groups]
             self._blocks.append(blocks)
@@ -175,6 +187,12 @@ class ViewStorage:
         return self._blocks[bucket.index]
 
 
+def _block_of_even_parts(bucket: Bucket, params: Sequence[Tensor]) -> Block:
+    """The memory of a bucket whose segments one collective gathers in place."""
+    starts, end = bucket.starts, sum(segment.numel for segment in bucket.segments)
+    return Block(list(starts), params, [*starts.values(), end])
+
+
 def _connected(bucket: Bucket) -> list[tuple[list[Segment], list[int]]]:
     """Consecutive segments that share a parameter, and all parameters of these, in the order of ranks."""
     groups: list[tuple[list[Segment], dict[int, None]]] = []
@@ -204,8 +222,12 @@ class _FlatSegment:
         begin, end = (places[0][0], places[-1][1]) if places else (0, 0)
         is_in_order = all(one <= other for (_, one), (other, _) in pairwise(places))
         self._numel = segment.numel
-        self._tensor: Tensor = block.tensor[begin:end]
         self._windows: list[Tensor] = []  # of the parameters, if they are packed
+        if segment.is_even:
+            begin = segment.owner * segment.numel
+            self._tensor: Tensor = block.tensor[begin : begin + segment.numel]
+            return
+        self._tensor = block.tensor[begin:end]
         if not is_in_order or (end - begin - segment.numel) * _LARGEST_GAPS > segment.numel:
             self._windows = [block.tensor[start:stop] for start, stop in places]
 
@@ -246,7 +268,7 @@ class PackedStorage:
     @torch.no_grad()
     def segments_to_sync(self, bucket: Bucket, group_rank: GroupRank) -> list[Tensor]:
         """This rank's segment packed, and receive buffers for the others; at most one bucket's bytes in total."""
-        segments = [self._room_for(segment) for segment in bucket.segments]
+        segments = self._rooms_for(bucket)
         own = bucket.segments[group_rank]
         if own.params and self._alias(own) is None:
             torch._foreach_copy_(self._views(own, segments[group_rank]), self._windows(own))
@@ -279,10 +301,18 @@ class PackedStorage:
 
     def _alias(self, segment: Segment) -> Tensor | None:
         """The segment tensor, if it needs no copy."""
-        if len(segment.params) != 1:
+        if len(segment.params) != 1 or segment.is_even:  # whose end may lie behind the parameter
             return None
         window = _window(self._params[segment.params[0]].detach(), *segment.ranges[0])
         return window.as_strided((segment.numel,), (1,)) if window.is_contiguous() else None
+
+    def _rooms_for(self, bucket: Bucket) -> list[Tensor]:
+        """The segment tensors: windows of one memory if they are even, as one collective gathers them in place."""
+        if not bucket.is_even:
+            return [self._room_for(segment) for segment in bucket.segments]
+        like, numel = self._params[bucket.segments[0].params[0]], bucket.segments[0].numel
+        room = torch.empty(numel * len(bucket.segments), dtype=like.dtype, device=like.device)
+        return list(room.split(numel))
 
     def _room_for(self, segment: Segment) -> Tensor:
         alias = self._alias(segment)

@@ -7,28 +7,47 @@ the N - 1 boundaries; all others stay whole. Three parameters of 200, 100 and 50
     elements    0         200    300                        800
     parameters  [   p0    |  p1  |            p2            ]
     owners      [ rank 0: p0, p1, p2[0:128] | rank 1: p2[128:500] ]
+
+[Note: even parts]
+Native collectives move parts of one size. For them parameters lie at multiples of `GRAIN` elements, so that a cut after
+any multiple of it is allowed, and parts are exactly equal, gaps and the end of the last one included:
+
+    elements    0        200 256 356 384          448                  896
+    parameters  [   p0   | . | p1 | . |            p2          | ..... ]
+    owners      [ rank 0: p0, p1, p2[0:64]        | rank 1: p2[64:500] ]
+
+The gradients and the parameters of a bucket lie in memory like this, so that it is summed by one reduce-scatter and
+sent by one all-gather, both in place. Where gaps would add more than an eighth, parts are cut as above.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ddp_zero.core.plan.ownership import Piece, Pieces, whole
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, ShardPlan, cut, segments_of
+from ddp_zero.core.plan.shapes import aligned_offsets
+from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan, cut, segments_of
 
 GRAIN = 64
 """Elements: at least the widest vector of any kernel."""
 
 
 class CutParameters:
-    """The plan of ``partition="elements"``; see `ddp_zero.core.plan.partitions.Partition`."""
+    """The plan of ``partition="elements"``; see `ddp_zero.core.plan.partitions.Partition`.
+
+    Args:
+        why: the reason for it, if it was chosen.
+        is_native: whether parts are to be even, for native collectives; see [Note: even parts].
+    """
 
     name = "elements"
     cuts = True
 
-    def __init__(self, why: str = "") -> None:
+    def __init__(self, why: str = "", is_native: bool = False) -> None:
         self.why = why
+        self._is_native = is_native
 
     def assign(
         self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
@@ -38,7 +57,7 @@ class CutParameters:
         for active in (True, False):
             members = [index for index in range(len(decided), len(specs)) if specs[index].active is active]
             for run in _runs(members, specs, cap):
-                _assign(run, specs, world_size, assigned)
+                self._assign(run, specs, world_size, assigned)
         return assigned
 
     def assign_by_bucket(
@@ -53,7 +72,7 @@ class CutParameters:
         """Cut each DDP bucket; ``split`` has no effect, since each part is one message anyway."""
         assigned = list(pieces)
         for bucket in layout[decided:]:
-            _assign(sorted(bucket), specs, world_size, assigned)
+            self._assign(sorted(bucket), specs, world_size, assigned)
         return assigned
 
     def plan(
@@ -69,7 +88,7 @@ class CutParameters:
         rest = [index for index, spec in enumerate(specs) if spec.active and index not in reduced]
         members = [sorted(bucket) for bucket in layout or ()] + _runs(rest, specs, cap)
         buckets = [
-            Bucket(index, specs[params[0]].kind if params else "", segments_of(params, specs, pieces, world_size))
+            Bucket(index, specs[params[0]].kind if params else "", self._segments(params, specs, pieces, world_size))
             for index, params in enumerate(members)
         ]
         return ShardPlan(world_size, tuple(specs), tuple(pieces), tuple(buckets))
@@ -84,9 +103,28 @@ class CutParameters:
     ) -> Bucket:
         """A bucket that is in no plan, cut anew: its parts lie end to end, whoever owns them later."""
         anew = list(pieces)
-        _assign([param for param in sorted(params) if specs[param].active], specs, world_size, anew)
+        self._assign([param for param in sorted(params) if specs[param].active], specs, world_size, anew)
         kind = specs[params[0]].kind if params else ""
-        return Bucket(index, kind, segments_of(sorted(params), specs, anew, world_size))
+        return Bucket(index, kind, self._segments(sorted(params), specs, anew, world_size))
+
+    def _assign(
+        self, params: Sequence[int], specs: Sequence[ParameterSpec], world_size: int, assigned: list[Pieces]
+    ) -> None:
+        numels = [specs[param].numel for param in params]
+        even = _EvenParts.of(numels, world_size) if self._is_native else None
+        found = cut_evenly(numels, world_size) if even is None else even.pieces
+        for param, pieces in zip(params, found, strict=True):
+            assigned[param] = pieces
+
+    def _segments(
+        self, params: Sequence[int], specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int
+    ) -> tuple[Segment, ...]:
+        """The parts of a bucket; end to end where the pieces were cut in a different bucket, or must not be even."""
+        active = [param for param in params if specs[param].active]
+        even = _EvenParts.of([specs[param].numel for param in active], world_size) if self._is_native else None
+        if even is None or even.pieces != [pieces[param] for param in active]:
+            return segments_of(params, specs, pieces, world_size)
+        return even.segments(active)
 
 
 def cut_evenly(numels: Sequence[int], world_size: int) -> list[Pieces]:
@@ -128,9 +166,56 @@ def _owner_at(bounds: Sequence[int], position: int) -> GroupRank:
     return GroupRank(min(bisect_right(bounds, position) - 1, len(bounds) - 2))
 
 
-def _assign(params: Sequence[int], specs: Sequence[ParameterSpec], world_size: int, assigned: list[Pieces]) -> None:
-    for param, pieces in zip(params, cut_evenly([specs[param].numel for param in params], world_size), strict=True):
-        assigned[param] = pieces
+@dataclass(frozen=True)
+class _EvenParts:
+    """The parts of a bucket that are exactly equal; see [Note: even parts].
+
+    Attributes:
+        starts: where each parameter begins.
+        pieces: of each parameter.
+        numel: elements of a part.
+        world_size: number of ranks.
+    """
+
+    starts: list[int]
+    pieces: list[Pieces]
+    numel: int
+    world_size: int
+
+    @classmethod
+    def of(cls, numels: Sequence[int], world_size: int) -> "_EvenParts | None":
+        """The parts of parameters with these numbers of elements; None if gaps add more than an eighth."""
+        *starts, end = aligned_offsets(numels, 1, GRAIN)
+        part = -(-end // (world_size * GRAIN)) * GRAIN
+        if not end or 8 * part * world_size > 9 * sum(numels):
+            return None
+        pieces = []
+        for start, numel in zip(starts, numels, strict=True):
+            last = min(max(start, start + numel - 1) // part, world_size - 1)
+            owners = range(min(start // part, last), last + 1)
+            bounds = [0, *(part * rank - start for rank in owners[1:]), numel]
+            held = zip(owners, pairwise(bounds), strict=True)
+            pieces.append(tuple(Piece(GroupRank(rank), *elements) for rank, elements in held))
+        return cls(starts, pieces, part, world_size)
+
+    def segments(self, params: Sequence[int]) -> tuple[Segment, ...]:
+        """One segment per rank, of these parameters."""
+        held: list[list[tuple[int, int, tuple[int, int]]]] = [[] for _ in range(self.world_size)]
+        for param, start, pieces in zip(params, self.starts, self.pieces, strict=True):
+            for piece in pieces:
+                offset = start + piece.start - piece.owner * self.numel
+                held[piece.owner].append((param, offset, (piece.start, piece.stop)))
+        return tuple(
+            Segment(
+                GroupRank(rank),
+                tuple(param for param, _, _ in members),
+                tuple(offset for _, offset, _ in members),
+                self.numel,
+                tuple(elements for _, _, elements in members),
+                is_even=True,
+            )
+            for rank, members in enumerate(held)
+        )
 
 
 def _runs(members: Iterable[int], specs: Sequence[ParameterSpec], cap: int) -> list[list[int]]:

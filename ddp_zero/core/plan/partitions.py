@@ -145,13 +145,13 @@ class WholeParameters:
         return plan_bucket(index, params, specs, list(map(home, pieces)), world_size)
 
 
-def partition_named(name: object) -> Partition:
-    """The partition of this name.
+def partition_named(name: object, is_native: bool = False) -> Partition:
+    """The partition of this name, with even parts for native collectives.
 
     Raises:
         ValueError: for a different name.
     """
-    for known in (WholeParameters(), CutParameters()):
+    for known in (WholeParameters(), CutParameters(is_native=is_native)):
         if name == known.name:
             return known
     raise ValueError(f"Expected partition to be 'parameters' or 'elements', got {name!r}.")
@@ -204,7 +204,9 @@ def choose_partition(setting: Setting) -> Partition:
         "native": "each bucket is one reduce-scatter and one all-gather of equal segments",
         "ring": f"a ring of {setting.world_size} ranks is as slow as its largest segment",
     }[setting.exchange]
-    return CutParameters(f"{setting.optimizer} steps each element by itself, and {gain}")
+    return CutParameters(
+        is_native=setting.exchange == "native", why=f"{setting.optimizer} steps each element by itself, and {gain}"
+    )
 
 
 def _reasons_for_whole_parameters(setting: Setting) -> list[tuple[bool, str]]:

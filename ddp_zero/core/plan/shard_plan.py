@@ -48,7 +48,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Segment:
-    """What one rank owns of one bucket: parameters or pieces of them, end to end, in one message.
+    """What one rank owns of one bucket: parameters or pieces of them in one message, end to end unless it is even.
 
     Attributes:
         owner: the rank that steps these parameters and sends them.
@@ -56,6 +56,7 @@ class Segment:
         offsets: where each parameter starts in the segment, in elements.
         numel: length of the segment, in elements.
         ranges: which elements of each parameter it holds: start and stop.
+        is_even: whether it has gaps that make all segments of the bucket equally long; see [Note: even parts].
     """
 
     owner: GroupRank
@@ -63,6 +64,12 @@ class Segment:
     offsets: tuple[int, ...]
     numel: int
     ranges: tuple[tuple[int, int], ...]
+    is_even: bool = False
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each parameter ends in the segment."""
+        return [at + stop - start for at, (start, stop) in zip(self.offsets, self.ranges, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,22 @@ class Bucket:
     index: int
     kind: str
     segments: tuple[Segment, ...]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether its segments are equally long and lie one after the other; see [Note: even parts]."""
+        return self.segments[0].is_even
+
+    @property
+    def starts(self) -> dict[int, int]:
+        """Where each of its parameters begins if its segments lie one after the other, by index."""
+        found: dict[int, int] = {}
+        begin = 0
+        for segment in self.segments:
+            for param, offset, (first, _) in zip(segment.params, segment.offsets, segment.ranges, strict=True):
+                found.setdefault(param, begin + offset - first)
+            begin += segment.numel
+        return found
 
 
 @dataclass(frozen=True)
@@ -116,7 +139,7 @@ class ShardPlan:
 
     def digest(self, *more: object) -> int:
         """A 63-bit hash that differs if two plans differ in anything that is sent, or in ``more``."""
-        layout = [(bucket.kind, [segment.params for segment in bucket.segments]) for bucket in self.buckets]
+        layout = [(bucket.kind, [(one.params, one.is_even) for one in bucket.segments]) for bucket in self.buckets]
         pieces = [[(piece.owner, piece.stop) for piece in pieces] for pieces in self.pieces]
         text = repr((self.world_size, pieces, [(spec.numel, spec.kind) for spec in self.specs], layout, more))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -132,7 +155,9 @@ class ShardPlan:
                     f"{bucket.index}, rank {segment.owner}."
                 )
             ends = [0, *accumulate(stop - start for start, stop in segment.ranges)]
-            if list(segment.offsets) != ends[:-1] or segment.numel != ends[-1]:
+            if segment.is_even:
+                self._check_even(bucket, segment)
+            elif list(segment.offsets) != ends[:-1] or segment.numel != ends[-1]:
                 raise ValueError(
                     f"Expected the parameters of bucket {bucket.index}, rank {segment.owner} end to end at "
                     f"{ends[:-1]}, got {list(segment.offsets)} and length {segment.numel}."
@@ -141,6 +166,16 @@ class ShardPlan:
         for segment in bucket.segments:
             for param, held in zip(segment.params, segment.ranges, strict=True):
                 self._check_member(bucket, segment, param, held)
+
+    def _check_even(self, bucket: Bucket, segment: Segment) -> None:
+        starts, ends = segment.offsets, [0, *segment.ends]
+        overlaps = any(start < end for start, end in zip((*starts, segment.numel), ends, strict=True))
+        if overlaps or any(one.numel != segment.numel for one in bucket.segments):
+            raise ValueError(
+                f"Expected the parameters of bucket {bucket.index}, rank {segment.owner} one after the other in "
+                f"segments of one length, got offsets {list(starts)}, ends {ends[1:]} and lengths "
+                f"{[one.numel for one in bucket.segments]}."
+            )
 
     def _check_count(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
         found = Counter(param for segment in bucket.segments for param in segment.params)
