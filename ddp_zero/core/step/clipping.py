@@ -128,12 +128,9 @@ def gather_norms(
             owned_by[piece.owner].append(index)
     size = max(map(len, owned_by))
     device = next(iter(norms.values())).device if norms else table.accelerator()
-    absent = torch.full((), _NO_GRADIENT, dtype=torch.float64, device=device)
-    shown = [
-        norms[index].to(device, torch.float64) if index in norms else absent for index in owned_by[comm.group_rank]
-    ]
-    shown += [absent] * (size - len(shown))
-    mine = torch.stack([torch.full_like(absent, 0.0) + flag, *shown])
+    mine = torch.full((size + 1,), _NO_GRADIENT, dtype=torch.float64, device=device)
+    mine[0] = flag
+    _write_norms(mine[1:], [norms.get(index) for index in owned_by[comm.group_rank]])
     gathered = torch.stack(comm.all_gather_tensor(mine))
     has_gradient = None
     if may_have_joined or any(param.grad is None for param in table.params):
@@ -144,8 +141,19 @@ def gather_norms(
             if has_gradient is None or has_gradient[rank][place]:
                 found.setdefault(index, []).append(gathered[rank, place])
     whole = {index: _joined(found[index], norm_type) for index in sharded.table.norm_order if index in found}
-    dtypes = [_norm_dtype(param, rounds) for param in table.params]
-    return {index: norm.to(dtypes[index]) for index, norm in whole.items()}, gathered[:, 0].sum()
+    dtypes = {index: _norm_dtype(table.params[index], rounds) for index in whole}
+    for dtype in set(dtypes.values()):  # one operation for all of a dtype
+        members = [index for index, of in dtypes.items() if of == dtype]
+        whole |= zip(members, torch.stack([whole[index] for index in members]).to(dtype).unbind(), strict=True)
+    return whole, gathered[:, 0].sum()
+
+
+def _write_norms(places: Tensor, norms: Sequence[Tensor | None]) -> None:
+    """Write norms to their places, those of one dtype in one operation; a place without a norm stays as it is."""
+    for dtype in {norm.dtype for norm in norms if norm is not None}:
+        absent = torch.full((), _NO_GRADIENT, dtype=dtype, device=places.device)
+        shown = [absent if norm is None or norm.dtype != dtype else norm.to(places.device) for norm in norms]
+        places[: len(norms)] = torch.maximum(places[: len(norms)], torch.stack(shown))
 
 
 def _joined(parts: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -227,8 +235,8 @@ def clip_gradients(
     assert total is not None, "the norm of no gradients is 0"
     check(total)
     coefficient = coefficient_of(total, max_norm)
-    for grad in grads.values():
-        grad.mul_(coefficient.to(grad.device))
+    for device in {grad.device for grad in grads.values()}:
+        torch._foreach_mul_([grad for grad in grads.values() if grad.device == device], coefficient.to(device))
     return total, coefficient, norms
 
 
