@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
@@ -274,6 +275,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
     # A step
 
+    @_disable_dynamo  # within torch.compile it runs as it is: process groups cannot be traced
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step this rank's parameters and receive the others from their owners. A collective.
 

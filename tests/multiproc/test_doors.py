@@ -85,6 +85,21 @@ def _wrap_hands_options_to_ddp_and_refuses_what_is_wrapped(setup: Setup) -> None
         ddp_zero.wrap(build_model(), AdamW, learning_rate=1.0)
 
 
+@case(2)
+def _a_step_within_torch_compile_runs_as_it_is(setup: Setup) -> None:
+    for stage in (1, 2):
+        expected = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+        reference = AdamW(expected.parameters(), **OPTIONS)
+        ddp, opt = ddp_zero.wrap(build_model(), AdamW, stage=stage, **OPTIONS)
+        step = torch.compile(opt.step, backend="eager")
+        for inputs, targets in batches(setup.rank, 3):
+            for model, take in ((expected, reference.step), (ddp, step)):
+                loss_of(model, inputs, targets).backward()
+                take()
+                model.zero_grad()
+        assert_equal_models(expected.module, ddp.module, f"stage {stage}")
+
+
 # sync="forward" and checkpoints
 
 

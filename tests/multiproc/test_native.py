@@ -140,7 +140,9 @@ def _the_one_line_cuts_parameters_where_that_is_right(setup: Setup) -> None:
         with as_on_nccl() if backend == "nccl" else mock.patch.object(communicator, "RING_BYTES", 0):
             ddp, opt = wrap(model, AdamW, ddp={"bucket_cap_mb": CAP}, lr=1e-2, **options)
             assert f'partition="auto" is "{kept}" here: ' in opt.explain()
+            comm = opt._engine.sharded.comm
             assert opt._engine.sharded.binding.cuts is (kept == "elements")
+            assert (comm.gathering_group is not comm.process_group) is (backend == "nccl")
             for inputs, targets in batches(setup.rank, 5):
                 for one, optimizer in ((plain, reference), (ddp, opt)):
                     loss_of(one, inputs, targets).backward()

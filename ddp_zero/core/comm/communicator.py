@@ -107,6 +107,7 @@ class Communicator:
         trace: as given.
         control_bytes: bytes sent to report to peers how a step went; see `StepErrors`.
         round: number of steps synced or abandoned so far; part of a message's tag.
+        gathering_group: the process group on which native collectives send parameters; see `ranks.arrange`.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Communicator:
                 "torch.distributed.init_process_group() first; a single process can use it with world_size=1."
             )
         self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
+        self.gathering_group = self.process_group
         self.group_rank = GroupRank(dist.get_rank(self.process_group))
         if self.group_rank < 0:
             raise RuntimeError(
@@ -212,19 +214,19 @@ class Communicator:
 
     def _start_gather(self, whole: Tensor, mine: Tensor, subject: tuple[int, ...]) -> InFlight:
         self.count(*[mine.nbytes * (self.world_size - 1)] * 2)
-        work = all_gather_native(whole, mine, group=self.process_group, async_op=True)
+        work = all_gather_native(whole, mine, group=self.gathering_group, async_op=True)
         return Exchange([(lambda: "every rank", work)], [whole])
 
     def _start_padded_gather(
         self, raw: Sequence[Tensor], nbytes: int, device: torch.device, subject: tuple[int, ...]
     ) -> InFlight:
         self.count(nbytes * (self.world_size - 1), nbytes * (self.world_size - 1))
-        return PaddedGather(self.process_group, raw, nbytes, device)
+        return PaddedGather(self.gathering_group, raw, nbytes, device)
 
     def _start_broadcasts(self, raw: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
         mine = raw[self.group_rank].nbytes
         self.count(mine * (self.world_size - 1), sum(part.nbytes for part in raw) - mine)
-        return Exchange(start_broadcasts(self.process_group, raw, self.name), raw)
+        return Exchange(start_broadcasts(self.gathering_group, raw, self.name), raw)
 
     # Messages between pairs of ranks
 

@@ -84,6 +84,10 @@ class Ranks:
 def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device: torch.device | None = None) -> Ranks:
     """The ranks of an optimizer. A collective of the group if there is a shard group, which builds those across.
 
+    On a backend of native collectives also a collective that builds a second process group over the ranks that share
+    the state, for parameters: a group runs its collectives one after the other, so that on a single one the all-gather
+    of a bucket would delay the reduction of the next.
+
     Args:
         group: everyone; None for the default group.
         shard_group: the ranks that share one copy of the state with this one; None for everyone.
@@ -96,7 +100,7 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
     """
     everyone = Communicator(group, next_generation(group), device=device)
     if shard_group is None:
-        return Ranks.alone(everyone)
+        return _with_own_group_for_parameters(Ranks.alone(everyone), device)
     with Agreement(everyone, "arranging shard groups"):
         if not is_group(shard_group):
             check_group(shard_group, "shard_group")
@@ -106,10 +110,36 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
     stated = [json.loads(text) for text in everyone.all_gather_text(json.dumps(mine))]
     groups = ShardGroups.of(dist.get_process_group_ranks(everyone.process_group), stated)
     if len(groups.groups) == 1:
-        return Ranks.alone(everyone)
+        return _with_own_group_for_parameters(Ranks.alone(everyone), device)
     across = _group_across(everyone, shard_group, groups)
     shard = Communicator(shard_group, next_generation(shard_group), "shard rank", everyone.trace, device)
     return Ranks(everyone, shard, Communicator(across, next_generation(across), "replica", everyone.trace, device))
+
+
+def _with_own_group_for_parameters(ranks: Ranks, device: torch.device | None) -> Ranks:
+    """Let parameters travel on a process group of their own, the one of earlier optimizers if all ranks have one.
+
+    Every rank issues the collectives of both groups from one thread, in the order of the plan, as NCCL requires of
+    communicators that are used concurrently. Without it where torch would not name the group alike on all ranks.
+    """
+    comm = ranks.shard
+    if device is None or comm.world_size == 1 or not comm.has_native_collectives(device):
+        return ranks
+    reference = _for_parameters.get(comm.process_group)
+    found, is_whole_job = None if reference is None else reference(), comm.world_size == dist.get_world_size()
+    facts = comm.all_gather_ints([int(found is not None), len(dist.distributed_c10d._world.pg_names)])
+    if found is None or not all(is_known for is_known, _ in facts):
+        if not is_whole_job and len({count for _, count in facts}) > 1:
+            return ranks
+        found = dist.new_group(
+            dist.get_process_group_ranks(comm.process_group),
+            timeout=comm.time_out,
+            backend=str(dist.get_backend_config(comm.process_group)),
+            use_local_synchronization=not is_whole_job,
+        )
+        _for_parameters[comm.process_group] = weakref.ref(found)
+    comm.gathering_group = found
+    return ranks
 
 
 def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:
@@ -156,6 +186,9 @@ def _check_same_count(everyone: Communicator) -> None:
             "of groups on every rank, or use the default group for DDP and the optimizer."
         )
 
+
+_for_parameters: weakref.WeakKeyDictionary[ProcessGroup, "weakref.ref[ProcessGroup]"] = weakref.WeakKeyDictionary()
+"""Process groups for parameters, by that of their ranks, for further optimizers; weakly, as below."""
 
 _Across = dict[tuple[int, ...], "weakref.ref[ProcessGroup]"]
 _known: weakref.WeakKeyDictionary[ProcessGroup, _Across] = weakref.WeakKeyDictionary()
