@@ -235,6 +235,7 @@ class Mode:
             return ZeroRedundancyOptimizer(
                 ddp.parameters(), torch.optim.AdamW, process_group=ddp.process_group, lr=LR, fused=True, **options
             )
+        options = {"partition": "parameters", **options}
         opt: ZeroRedundancyOptimizer = shard_optimizer(ddp, torch.optim.AdamW, lr=LR, fused=True, **options)
         return opt
 
@@ -297,6 +298,12 @@ MODES = [
     Mode("stage 1, cut parameters", {"partition": "elements"}),
     Mode("stage 2, cut parameters", {"stage": 2, "partition": "elements"}),
     Mode('stage 2, cut parameters, `sync="forward"`', {"stage": 2, "partition": "elements", "sync": "forward"}),
+    Mode('stage 2, `partition="auto"`', {"stage": 2, "partition": "auto"}),
+    Mode(
+        'stage 2, bf16 with masters, `partition="auto"`',
+        {**MASTERS, "stage": 2, "partition": "auto"},
+        dtype=torch.bfloat16,
+    ),
     Mode("stage 1, offload", {"offload": "cpu"}),
     Mode("stage 2, offload", {"stage": 2, "offload": "cpu"}),
     Mode("stage 2, offload to disk", {"stage": 2, "offload": "disk"}),

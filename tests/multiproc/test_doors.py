@@ -100,6 +100,17 @@ def _a_step_within_torch_compile_runs_as_it_is(setup: Setup) -> None:
         assert_equal_models(expected.module, ddp.module, f"stage {stage}")
 
 
+@case(2)
+def _a_step_within_a_cuda_graph_is_refused(setup: Setup) -> None:
+    twins = build_twins(OPTIMIZERS[0])
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        mock.patch.object(twins.opt._engine.sharded, "_may_be_captured", True),
+        pytest.raises(NotImplementedError, match="CUDA graphs do not support a sharded step"),
+    ):
+        twins.opt.step()
+
+
 # sync="forward" and checkpoints
 
 

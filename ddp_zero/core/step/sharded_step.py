@@ -381,6 +381,7 @@ class ShardedStep:
         self.coupling = CouplingWatch(ranks.everyone, inner)
         self._compares = False  # whether this step compares options between buckets and ranks
         self._steps_elements = is_elementwise(inner)
+        self._may_be_captured = any(param.device.type == "cuda" for param in table.params)
         self._strides = _strides_of(table)
         self._freed = FreedMemory()
         self._sharing_errors = self.trace.label("share_errors")
@@ -435,6 +436,12 @@ class ShardedStep:
             RuntimeError: if the parameters in the exposed groups are not those that are sharded, if one that this
                 rank owns is no longer its rounded master, or if state was moved away by ``opt.offload_state()``.
         """
+        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "CUDA graphs do not support a sharded step: in each step Python decides which buffers buckets lie in "
+                "and what ranks agree on, which a replay would skip. Capture forward passes alone, or use the plain "
+                "optimizer."
+            )
         self.snapshot = None
         self.binding.sync.left.complete()
         self.table.check_groups(self._exposed_groups())
