@@ -61,11 +61,13 @@ class OnDemand:
         self._sharded = sharded
         comm = sharded.comm
         self._time_out = comm.time_out.total_seconds()
+        peers: list[Address] = []
+        self._stay = Stay(peers, self._time_out)  # before anybody can ask
         mine = listen(self, _store_host(comm), self._time_out).encode()
         block = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         assert len(block) == BLOCK_BYTES, "as many bytes on every rank"
         self._addresses = [Address.decode(bytes(one.tolist())) for one in comm.all_gather_tensor(block)]
-        self._stay = Stay([self._addresses[peer] for peer in comm.peers()], self._time_out)
+        peers += [self._addresses[peer] for peer in comm.peers()]
 
     def stay_after(self, owner: object) -> None:
         """Go on answering when the owner is gone, or the script has ended, until no rank can ask any more."""

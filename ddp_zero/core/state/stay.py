@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from ddp_zero.core.state.address import Address
 from ddp_zero.core.state.caller import call
@@ -23,7 +22,8 @@ UNTIL = "until"
 """Key of a request that is answered, by the end of the connection, when the rank leaves."""
 
 _LOOK_SECONDS, _LOOKS = 1.0, 5
-_WAITING_IN = ("torch/distributed", "torch/autograd", "ddp_zero/comm", "ddp_zero/backward")
+WAITING_IN = ("torch.distributed", "torch.autograd", "ddp_zero.core.comm", "ddp_zero.core.backward")
+"""Packages whose code waits for other ranks."""
 
 
 class Stay:
@@ -99,6 +99,6 @@ def _leave_at_the_end() -> None:
 def _waiting_at() -> tuple[int, int] | None:
     """Where the script waits for other ranks, as a frame and the instruction in it; None if it does not."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None or not any(part in Path(frame.f_code.co_filename).as_posix() for part in _WAITING_IN):
+    if frame is None or not frame.f_globals.get("__name__", "").startswith(WAITING_IN):
         return None
     return id(frame), frame.f_lasti
