@@ -18,7 +18,7 @@ from benchmarks.race.contestants import MODES
 from benchmarks.race.launch import ROOT, run_ranks
 from benchmarks.race.measuring import WARM_UP, Job, Measured
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
-from ddp_zero.tools.timeline.command import main as timeline
+from ddp_zero.tools.timeline import main as timeline
 
 IMAGES = ROOT / "docs" / "images"
 TIMELINES = {

@@ -1,6 +1,6 @@
 """ZeRO stages 1 and 2 for plain PyTorch DistributedDataParallel: state and gradients sharded, the numbers unchanged."""
 
-import ddp_zero.tools.check.needs  # noqa: F401  # first: it says what is missing
+import ddp_zero.tools.needs  # noqa: F401  # first: it says what is missing
 from ddp_zero.core.backward.overlap_machine import OverlapStatus, Phase
 from ddp_zero.core.engine.shardable import check_shardable
 from ddp_zero.core.local.inner import elementwise
@@ -10,7 +10,7 @@ from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
 from ddp_zero.options import Offload
 from ddp_zero.shard import shard_optimizer, wrap
-from ddp_zero.tools.estimate.estimate import estimate
+from ddp_zero.tools.estimate import estimate
 from ddp_zero.tools.record.flight import record_to
 
 __all__ = [

@@ -28,7 +28,6 @@ from ddp_zero.core.engine.gradient_access import (
     full_grad,
     owned_gradients,
 )
-from ddp_zero.core.engine.introspection import Introspection
 from ddp_zero.core.engine.partition_choice import partition_for
 from ddp_zero.core.engine.shardable import check_unknown
 from ddp_zero.core.local.arguments import (
@@ -62,6 +61,7 @@ from ddp_zero.core.step.sharded_step import Binding, ShardedStep
 from ddp_zero.core.step.state_order import State
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.options import Nonfinite, Offload, PartitionName, StepOptions, Sync
+from ddp_zero.tools.insight.introspection import Introspection
 from ddp_zero.tools.insight.stats import Stats
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.step import sharded_step as binding
-from ddp_zero.core.step.report import state_bytes
+from ddp_zero.tools.insight.stats import state_bytes
 from tests.multiproc.cases import (
     Groups,
     OptimizerCase,

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, shard_optimizer
-from ddp_zero.core.step.report import state_bytes
+from ddp_zero.tools.insight.stats import state_bytes
 from tests.multiproc.cases import (
     OPTIMIZERS,
     OptimizerCase,

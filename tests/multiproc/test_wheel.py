@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ddp_zero
-from ddp_zero.tools.check.report import RUN
+from ddp_zero.tools.check import RUN
 
 pytest.importorskip("hatchling", reason="the wheel is built by hatchling, which the extra [test] installs")
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import ddp_zero
-from ddp_zero.tools.check.report import RUN
+from ddp_zero.tools.check import RUN
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 torch.manual_seed(0)

@@ -36,17 +36,18 @@ FLOORS = {
     "core.step": 5,
     "core.backward": 6,
     "core.state": 7,
-    "tools.insight": 7,
     "tools.check": 8,
+    "tools.needs": 8,
     "tools.estimate": 8,
     "core.engine": 8,
-    "front": 9,
-    "tools.monitor": 10,
-    "parallel": 10,
-    "checkpoint": 11,
-    "doors": 11,
-    "deepspeed": 12,
-    "integrations": 13,
+    "tools.insight": 9,
+    "front": 10,
+    "tools.monitor": 11,
+    "parallel": 11,
+    "checkpoint": 12,
+    "doors": 12,
+    "deepspeed": 13,
+    "integrations": 14,
 }
 """The rooms. Files at the root: `options` and `loss_scale`, the ground; `shard` and what imports it, the doors; and
 every other one, the front.
@@ -55,15 +56,15 @@ Imports between them go down.
 """
 
 ROOFS = {"core", "tools"}
-"""Packages that hold rooms, and nothing of their own."""
+"""Packages that hold rooms, and nothing of their own; a room is a folder, or one file."""
 
 FRAMEWORKS = {
     "integrations.transformers": {"transformers", "accelerate"},
     "integrations.accelerate": {"accelerate"},
     "integrations.lightning": {"lightning"},
-    "tools.timeline.drawing": {"matplotlib"},
+    "tools.timeline": {"matplotlib"},
     "tools.record.progress": {"tqdm"},
-    "tools.estimate.picture": {"matplotlib"},
+    "tools.estimate": {"matplotlib"},
 }
 """What a file may import besides torch."""
 
@@ -247,9 +248,10 @@ def violations(look: Callable[[str], object]) -> dict[str, object]:
 # Who imports whom
 
 
-def test_every_folder_is_a_room_and_the_core_has_at_most_eight() -> None:
+def test_every_folder_and_every_file_under_a_roof_is_a_room_and_the_core_has_at_most_eight() -> None:
     folders = {path.parent.relative_to(PACKAGE).as_posix().replace("/", ".") for path in FILES.values()}
-    assert folders - {"."} == (set(FLOORS) | ROOFS) - {"ground", "front", "doors"}
+    alone = {name for name, path in FILES.items() if path.parent.name in ROOFS and path.name != "__init__.py"}
+    assert folders - {"."} | alone == (set(FLOORS) | ROOFS) - {"ground", "front", "doors"}
     assert len([room for room in FLOORS if room.startswith("core.")]) <= 8
 
 
@@ -269,7 +271,7 @@ def test_imports_have_no_cycles() -> None:
 
 def test_an_init_of_a_package_holds_a_docstring_only() -> None:
     """Importing a low file must not import the whole of its package. The others are what their users import."""
-    users = {"__init__", "checkpoint", "deepspeed", "launch", "tools.monitor", "parallel"}
+    users = {"__init__", "checkpoint", "deepspeed", "launch", "parallel"}
     inits = {name for name, path in FILES.items() if path.name == "__init__.py"} - users
     assert {name for name in inits if not ast.get_docstring(read(name)) or len(read(name).body) > 1} == set()
 
@@ -401,7 +403,7 @@ def names_of_modules_taken(package: str, tree: ast.Module) -> set[str]:
 def test_no_function_takes_the_name_of_a_module() -> None:
     """Else ``import ddp_zero.x as m`` gives the function, and ``ddp_zero.x.y`` is not found."""
     packages = [name for name, path in FILES.items() if path.name == "__init__.py"]
-    assert len(packages) > 20
+    assert len(packages) > 15
     assert {name: taken for name in packages if (taken := names_of_modules_taken(name, read(name)))} == {}
 
 

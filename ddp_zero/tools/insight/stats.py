@@ -1,20 +1,22 @@
-"""``opt.stats()``: what a step took, sent and held, as one flat dict of numbers."""
+"""``opt.stats()``: times, bytes and memory of steps, as one flat dict of numbers."""
 
 import math
+import resource
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from time import perf_counter_ns
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.local.placeholders import on_this_rank, untouched
+from ddp_zero.core.plan.shard_plan import ShardPlan
 from ddp_zero.core.step.record import Number
-from ddp_zero.core.step.report import imbalance
-from ddp_zero.tools.insight import memory
-from ddp_zero.tools.insight.device_clock import StreamClock, has_streams
-from ddp_zero.tools.insight.optimizer_parts import OptimizerParts
 from ddp_zero.tools.record import flight
 from ddp_zero.tools.record.recorder import Interval, Recorder
 
@@ -34,33 +36,33 @@ class Stats:
     """The numbers of one optimizer. Reading them neither communicates nor waits for a device.
 
     Args:
-        running: the optimizer.
+        engine: the optimizer.
     """
 
-    def __init__(self, running: OptimizerParts) -> None:
-        self._running = running
-        self._recorder: Recorder = running.sharded.trace
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._recorder: Recorder = engine.sharded.trace
         self._peaks: dict[str, int] = {}
         self._device = OnDevice()
         self._norm = ReadLater()
         self._began = perf_counter_ns()
-        device = running.sharded.table.accelerator()
+        device = engine.sharded.table.accelerator()
         if has_streams(device):
             self._recorder.clock = StreamClock(device)
         if self._recorder.when_ended is None:  # a copy of an optimizer shares its recorder
             self._recorder.when_ended = _weakly(self._sample_memory)
-        everyone = running.sharded.everyone
+        everyone = engine.sharded.everyone
         members = [everyone.global_rank(rank) for rank in (everyone.group_rank, *everyone.peers())]
         flight.identify(members[0], members, _time_out_of(everyone))
 
     def read(self) -> dict[str, float]:
         """The numbers; see `ZeroRedundancyOptimizer.stats`."""
-        running, recorder = self._running, self._recorder
+        engine, recorder = self._engine, self._recorder
         self._device.add(recorder.on_device())
         totals, last = dict(recorder.totals), difference(recorder.at_end, recorder.before)
         on_host = recorder.clock is None
         in_all = seconds(totals) if on_host else self._device.total()
-        sharded, record = running.sharded, running.sharded.last_step
+        sharded, record = engine.sharded, engine.sharded.last_step
         now, began = recorder.ended_at, recorder.began_at or self._began
         numbers: dict[str, float] = {
             "step": 0 if record is None else record.number,
@@ -79,12 +81,12 @@ class Stats:
         return numbers | self._memory()
 
     def _memory(self) -> dict[str, float]:
-        now = memory.parts(self._running)
+        now = memory_parts(self._engine)
         self._note_peaks(now)
-        hook = self._running.hook
+        hook = self._engine.hook
         if hook is not None:
             self._note_peaks({"buffer_bytes": hook.gradients.buffer_bytes()[1]})
-        in_use, most = memory.of_process(self._running.sharded.table.accelerator())
+        in_use, most = process_memory(self._engine.sharded.table.accelerator())
         peaks = {f"peak_{name}": self._peaks[name] for name in now}
         return {**now, "used_bytes": in_use, **peaks, "peak_used_bytes": most}
 
@@ -96,11 +98,34 @@ class Stats:
 
     def note_memory(self) -> None:
         """Look at the memory of every part, for its peak."""
-        self._note_peaks(memory.parts(self._running))
+        self._note_peaks(memory_parts(self._engine))
 
     def _note_peaks(self, now: Mapping[str, int]) -> None:
         for name, nbytes in now.items():
             self._peaks[name] = max(self._peaks.get(name, 0), nbytes)
+
+
+def _time_out_of(comm: Communicator) -> float:
+    """In seconds; 0 for a backend that does not say."""
+    try:
+        return comm.time_out.total_seconds()
+    except (AttributeError, RuntimeError):
+        return 0.0
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        """Call the method, if its object is alive."""
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+# Time
 
 
 def difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
@@ -171,21 +196,131 @@ class ReadLater:
         return self._known
 
 
-def _time_out_of(comm: Communicator) -> float:
-    """In seconds; 0 for a backend that does not say."""
-    try:
-        return comm.time_out.total_seconds()
-    except (AttributeError, RuntimeError):
-        return 0.0
+class Mark(NamedTuple):
+    """An event on a stream; ``is_beside``: on another one than the device's default stream."""
+
+    event: torch.Event
+    is_beside: bool
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    reference = weakref.WeakMethod(method)
+def has_streams(device: torch.device) -> bool:
+    """Whether `StreamClock` can measure time on a device."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "default_stream")
 
-    def call() -> None:
-        """Call the method, if its object is alive."""
-        alive = reference()
-        if alive is not None:
-            alive()
 
-    return call
+class StreamClock:
+    """Marks the current stream of a device. Nothing here waits for the device.
+
+    Args:
+        device: an accelerator that `has_streams`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+
+    def mark(self) -> Mark:
+        """An event behind everything that was issued to the current stream so far."""
+        current = torch.accelerator.current_stream(self._device)
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(current)
+        return Mark(event, current != self._module.default_stream(self._device))
+
+    def seconds(self, begun: Mark, ended: Mark) -> float | None:
+        """The time between two marks, or None if the device has not passed both yet."""
+        if not (begun.event.query() and ended.event.query()):
+            return None
+        return float(begun.event.elapsed_time(ended.event)) * 1e-3
+
+    def is_beside(self, mark: Mark) -> bool:
+        """Whether the mark is on a stream other than the device's default one, as the step inside backward is."""
+        return mark.is_beside
+
+
+# Memory
+
+
+def memory_parts(engine: Engine) -> dict[str, int]:
+    """Bytes now: parameters, masters, state, gradients, and buffers that buckets share.
+
+    Parameters count whole, gradients as far as they are on this rank.
+    """
+    sharded = engine.sharded
+    gradients = 0
+    with untouched():
+        params = list(sharded.table.params)
+        for grad in (param.grad for param in params):
+            held = None if grad is None else on_this_rank(grad)
+            gradients += 0 if held is None else held.numel() * held.element_size()
+        parameters = sum(param.numel() * param.element_size() for param in params)
+    buffers = 0 if engine.hook is None else engine.hook.gradients.buffer_bytes()[0]
+    return {
+        "parameter_bytes": parameters,
+        "master_bytes": state_bytes(dict(sharded.stepped.masters)),
+        "state_bytes": state_bytes(sharded.inner_state),
+        "gradient_bytes": gradients,
+        "buffer_bytes": buffers,
+    }
+
+
+def process_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes in use and at most: allocated on an accelerator, or resident in the process; 0 where that is unknown."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return 0, most
+    now = int(statm.read_text().split()[1]) * resource.getpagesize()
+    return now, max(now, most)
+
+
+def state_bytes(state: Mapping[Any, Any]) -> int:
+    """Bytes of all tensors in an optimizer's state, however nested."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(state))
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """The tensors in nested mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+# Balance
+
+
+class Share(NamedTuple):
+    """One rank's part of a plan: its parameters, whole or in part, their elements and bytes, and trainable bytes."""
+
+    parameters: int
+    elements: int
+    nbytes: int
+    trained: int
+
+
+def share_of(plan: ShardPlan, rank: int) -> Share:
+    """One rank's part of a plan."""
+    parameters = elements = nbytes = trained = 0
+    for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
+        for piece in pieces:
+            if piece.owner == rank:
+                numel = piece.stop - piece.start
+                size = numel * spec.nbytes // spec.numel if numel else 0
+                parameters += 1
+                elements += numel
+                nbytes += size
+                trained += size if spec.active else 0
+    return Share(parameters, elements, nbytes, trained)
+
+
+def imbalance(plan: ShardPlan) -> float:
+    """The largest share of trainable bytes over the mean share, 1.0 if there are none."""
+    trained = [share_of(plan, rank).trained for rank in range(plan.world_size)]
+    return max(trained) * plan.world_size / sum(trained) if any(trained) else 1.0

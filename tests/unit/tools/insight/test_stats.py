@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ddp_zero.tools.insight.agreement import diverged
+from ddp_zero.tools.insight.introspection import diverged
 from ddp_zero.tools.insight.stats import EXPOSED, OnDevice, ReadLater, difference, seconds
 from ddp_zero.tools.record.recorder import Interval
 

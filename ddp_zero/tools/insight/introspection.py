@@ -1,19 +1,24 @@
 """What a `ZeroRedundancyOptimizer` says of itself: its place among the ranks, its numbers, its plan as text or page."""
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ddp_zero.core.backward.overlap_machine import OverlapStatus, Phase
 from ddp_zero.core.engine.engine import Engine
+from ddp_zero.core.local.memory import digest
+from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.plan.partition import GlobalRank, GroupRank
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.core.step.sharded_step import ShardedStep
-from ddp_zero.tools.insight.agreement import check_agreement
-from ddp_zero.tools.insight.explain import explain, owner_of
-from ddp_zero.tools.insight.page import write_page
+from ddp_zero.tools.insight.explain import explain, write_page
 from ddp_zero.tools.insight.stats import Stats
+
+_SHOWN = 5  # parameters that differ, in a message
 
 
 class Introspection:
@@ -52,7 +57,30 @@ class Introspection:
             RuntimeError: on every rank, naming the parameters and the ranks that hold another value than most; under
                 Join.
         """
-        check_agreement(self._engine)
+        sharded = self._sharded
+        if self._engine.joins:
+            raise RuntimeError(
+                "Expected to be outside Join, got opt.check_agreement() inside it: ranks that have joined would not "
+                "take part. Call it after the Join context."
+            )
+        sharded.left.complete()
+        everyone, table = sharded.everyone, sharded.table
+        device = table.accelerator()
+        mine = torch.stack([digest(param.detach()).to(device) for param in table.params])
+        found = diverged([theirs.tolist() for theirs in everyone.all_gather_tensor(mine)])
+        if not found:
+            return
+        shown = "; ".join(
+            f"{table.label(index)} on " + ", ".join(everyone.name(GroupRank(rank)) for rank in ranks)
+            for index, ranks in list(found.items())[:_SHOWN]
+        )
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        tied = " Two ranks cannot tell which of them is right." if everyone.world_size == 2 else ""
+        raise RuntimeError(
+            f"Expected the same parameters on every rank, got {len(found)} of {len(table)} that differ from what most "
+            f"ranks hold: {shown}{more}.{tied} Some code has changed parameters on some ranks only, or memory is "
+            "faulty: load a checkpoint on all ranks."
+        )
 
     def explain(self, html: str | os.PathLike[str] | None = None) -> str:
         """What each rank owns, how balanced it is and what a step sends, as text. Never communicates.
@@ -71,7 +99,17 @@ class Introspection:
         Raises:
             ValueError: for a parameter that is not in the optimizer, or that several ranks share.
         """
-        return owner_of(self._engine, param)
+        sharded = self._sharded
+        index = sharded.table.index_of.get(param)
+        if index is None:
+            raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+        pieces, comm = sharded.binding.pieces[index], sharded.comm
+        if is_cut(pieces):
+            shared = ", ".join(f"{comm.name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
+            raise ValueError(f"Expected {sharded.table.label(index)} to have one owner, got several: {shared}.")
+        owner = sharded.everyone.place_of(comm.global_rank(home(pieces)))
+        assert owner is not None, "a shard group is part of everyone"
+        return owner
 
     @property
     def overlap_status(self) -> OverlapStatus:
@@ -128,3 +166,22 @@ class Introspection:
     def shard_group(self) -> ProcessGroup:
         """The group over whose ranks state is sharded: ``process_group`` if none was given."""
         return self._sharded.comm.process_group
+
+
+def diverged(digests: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Ranks whose value differs from that of most ranks, by parameter.
+
+    Args:
+        digests: for each rank, in rank order, a number per parameter.
+
+    Returns:
+        For each parameter on which ranks do not agree, the ranks in a minority. If there is no single majority, all
+        ranks but those that agree with the lowest one.
+    """
+    found = {}
+    for index, numbers in enumerate(zip(*digests, strict=True)):
+        usual, _ = max(Counter(numbers).items(), key=lambda item: item[1])  # the first of several: the lowest rank's
+        others = [rank for rank, number in enumerate(numbers) if number != usual]
+        if others:
+            found[index] = others
+    return found

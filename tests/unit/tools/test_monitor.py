@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_zero.tools.monitor import Csv, JsonLines, TensorBoard
-from ddp_zero.tools.monitor.passes import Passes
-from ddp_zero.tools.monitor.sinks import sink_for
-from ddp_zero.tools.monitor.text import breakdown, means, memory_line
+from ddp_zero.tools.monitor import Csv, JsonLines, Passes, TensorBoard, breakdown, means, memory_line, sink_for
 from ddp_zero.tools.record.recorder import Recorder
 
 
@@ -28,16 +25,21 @@ def test_means_are_those_of_the_steps_between_two_readings() -> None:
 def test_the_breakdown_has_the_words_of_deepspeed() -> None:
     seconds = {"forward": 0.010, "backward": 0.030, "wait_reduce": 0.004, "local_step": 0.005, "decide": 0.0005}
     seconds |= {"wait_sync": 0.002, "wait_errors": 0.0, "share_errors": 0.001}
-    assert breakdown(1, 200, seconds) == (
+    mean = {f"mean_{phase}_s": number for phase, number in seconds.items()}
+    assert breakdown(1, 200, mean) == (
         "[Rank 1] step 200, time (ms) | fwd: 10.00 | bwd: 30.00 | bwd_inner: 26.00 | bwd_allreduce: 4.00 | "
         "step: 8.50 | step_inner: 5.00 | step_allgather: 3.00"
     )
-    assert "| bwd_inner: 19.00 |" in breakdown(1, 200, {**seconds, "inside_backward": 0.007})
+    assert "| bwd_inner: 19.00 |" in breakdown(1, 200, mean, is_inside=True), "5 ms of step and 2 of waits are in it"
 
 
 def test_a_line_of_memory_is_in_mib() -> None:
-    line = memory_line(0, 3, "backward", {"used_bytes": 3 << 20, "state_bytes": 1 << 19})
-    assert line == "[Rank 0] step 3, after backward, memory (MiB) | used: 3.00 | state: 0.50"
+    parts = ("used", "peak_used", "parameter", "master", "state", "gradient", "buffer")
+    line = memory_line(0, 3, "backward", {f"{part}_bytes": 0 for part in parts} | {"used_bytes": 3 << 20, "step": 3})
+    assert line == (
+        "[Rank 0] step 3, after backward, memory (MiB) | used: 3.00 | peak_used: 0.00 | parameter: 0.00 | "
+        "master: 0.00 | state: 0.00 | gradient: 0.00 | buffer: 0.00"
+    )
 
 
 def test_files_are_appended_to_and_other_columns_refused(tmp_path: Path) -> None:

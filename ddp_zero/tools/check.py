@@ -1,12 +1,16 @@
-"""What this torch and this machine can do of what the library relies on, found by trying and not by version numbers.
+"""``python -m ddp_zero``: versions, and what works on this machine. Never initializes a process group.
 
-DDP's reducer is observed in one process, with torch's fake process group: it sends nothing and is not registered.
+What the library relies on is found by trying and not by version numbers. DDP's reducer is observed in one process, with
+torch's fake process group: it sends nothing and is not registered.
 """
 
+import json
 import math
+import platform
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import asdict, dataclass
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
@@ -20,17 +24,35 @@ from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from ddp_zero.core.local.memory import find_trim
 from ddp_zero.core.state.listener import open_port
 
+FRAMEWORKS = ("transformers", "accelerate", "lightning")
+
+RUN = {
+    "torch": ("2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0"),
+    "Python": ("3.10", "3.11", "3.12", "3.13", "3.14"),
+    "system": ("Linux",),
+}
+"""With what the tests, or the core of them, have passed; docs/status.md has the outcomes."""
+
+COMBINATIONS = (("gloo", "cpu", True), ("gloo", "cuda", False), ("nccl", "cuda", False))
+"""A backend, a device, and whether the tests have been run with them."""
+
+_MARK = {True: "yes", False: "no", None: "?"}
+
+
+# Probes
+
+
+class NotTried(Exception):
+    """A probe could not be made here, which says nothing about what it looks for."""
+
+
+class Failed(Exception):
+    """A probe was made, and what it looks for is not so."""
+
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether one thing works.
-
-    Attributes:
-        name: of the thing.
-        works: None if it could not be tried.
-        means: what that means for a user.
-        detail: what was found, or the error.
-    """
+    """Whether one thing works; None if it could not be tried."""
 
     name: str
     works: bool | None
@@ -40,13 +62,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Probe:
-    """Something to try.
+    """Something to try, and what it means for a user that it works, or not.
 
-    Attributes:
-        name: of the thing.
-        look: tries it, and returns what it found; raises `NotTried` if it cannot try, anything else if it fails.
-        if_works: what it means for a user that it works.
-        if_not: and that it does not.
+    ``look`` returns a detail; it raises `NotTried` if it cannot try, and anything else if it fails.
     """
 
     name: str
@@ -64,14 +82,6 @@ class Probe:
             return Finding(self.name, False, self.if_not, str(error))
         except Exception as error:  # whatever an unknown version of torch raises is a finding
             return Finding(self.name, False, self.if_not, f"{type(error).__name__}: {error}")
-
-
-class NotTried(Exception):
-    """A probe could not be made here, which says nothing about what it looks for."""
-
-
-class Failed(Exception):
-    """A probe was made, and what it looks for is not so."""
 
 
 def _require(holds: bool, problem: str) -> None:
@@ -238,9 +248,7 @@ PROBES = (
 )
 
 
-def find(probes: Sequence[Probe] = PROBES) -> list[Finding]:
-    """Try everything. Raises nothing, communicates nothing."""
-    return [probe.run() for probe in probes]
+# The report
 
 
 def backends() -> Mapping[str, bool]:
@@ -255,3 +263,126 @@ def devices() -> Mapping[str, int]:
     if accelerator is not None:
         found[accelerator.type] = torch.accelerator.device_count()
     return found
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A backend and a type of device: whether they are here, and whether the tests have been run with them."""
+
+    backend: str
+    device: str
+    is_here: bool
+    was_run: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is printed.
+
+    Attributes:
+        versions: of this library, Python, torch, the system and the frameworks; None for one that is not installed.
+        backends: of `torch.distributed`, and whether this build of torch has them.
+        devices: how many there are, by type.
+        findings: of `PROBES`.
+        combinations: see `COMBINATIONS`.
+        not_run: in what this machine differs from those that the tests have been run on.
+        problem: why the library cannot work here; None if it can.
+    """
+
+    versions: Mapping[str, str | None]
+    backends: Mapping[str, bool]
+    devices: Mapping[str, int]
+    findings: Sequence[Finding]
+    combinations: Sequence[Combination]
+    not_run: Sequence[str]
+    problem: str | None
+
+    def as_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps({"works": self.problem is None, **asdict(self)}, indent=2)
+
+    def as_text(self) -> str:
+        """The report for people."""
+        lines = [f"{name} {version or 'not installed'}" for name, version in self.versions.items()]
+        lines += ["", "backends: " + ", ".join(f"{name} {_MARK[here]}" for name, here in self.backends.items())]
+        lines += ["devices: " + ", ".join(f"{name} ({count})" for name, count in self.devices.items())]
+        lines += ["", "What this torch and this machine can do:"]
+        lines += [f"  {_MARK[one.works]:3} {one.name}: {one.means} [{one.detail}]" for one in self.findings]
+        lines += ["", "What the tests of ddp_zero have been run with:"]
+        for one in self.combinations:
+            here = "here" if one.is_here else "not here"
+            lines.append(f"  {_MARK[one.was_run]:3} {one.backend} on {one.device} ({here})")
+        lines += [f"  no  {difference}" for difference in self.not_run]
+        works = "ddp_zero can work here." if self.problem is None else f"ddp_zero cannot work here. {self.problem}"
+        return "\n".join([*lines, "", works])
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of what is installed under this name, without importing it; None if nothing is."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def problem_of(available: Mapping[str, bool]) -> str | None:
+    """Why the library cannot work with these backends; None if it can."""
+    if available["gloo"] or available["nccl"]:
+        return None
+    return (
+        "Expected a PyTorch built with Gloo or NCCL, got one with neither: its process groups cannot send tensors. "
+        "Install a build that has one of them."
+    )
+
+
+def differences(versions: Mapping[str, str | None]) -> list[str]:
+    """In what these versions differ from those that the tests have been run with."""
+    return [
+        f"{name} {versions[name]} (run: {', '.join(run)})"
+        for name, run in RUN.items()
+        if not any(_is_of(str(versions[name]), release) for release in run)
+    ]
+
+
+def _is_of(version: str, release: str) -> bool:
+    """Whether a version is this release, or a build of it: 2.13.0+cpu is of 2.13.0, and 3.11.4 of 3.11."""
+    return version == release or version.startswith((f"{release}.", f"{release}+", f"{release} "))
+
+
+def report(version: str, probes: Sequence[Probe] = PROBES) -> Report:
+    """Look at this machine. Initializes no process group and imports no framework.
+
+    Args:
+        version: of this library.
+        probes: what to try.
+    """
+    versions = {
+        "ddp_zero": version,
+        "Python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        **{name: version_of(name) for name in FRAMEWORKS},
+    }
+    available, present = backends(), devices()
+    return Report(
+        versions=versions,
+        backends=available,
+        devices=present,
+        findings=[probe.run() for probe in probes],
+        combinations=[
+            Combination(backend, device, available[backend] and device in present, was_run)
+            for backend, device, was_run in COMBINATIONS
+        ],
+        not_run=differences(versions),
+        problem=problem_of(available),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m ddp_zero check [--json]``. Returns 0 if the library can work here, else 1."""
+    parser = ArgumentParser(prog="python -m ddp_zero check", description="Versions, and what works on this machine.")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    options = parser.parse_args(arguments)
+    found = report(version_of("ddp_zero") or "not installed")
+    print(found.as_json() if options.json else found.as_text())
+    return 0 if found.problem is None else 1

@@ -1,7 +1,7 @@
 """What this library cannot do without in PyTorch; `ddp_zero` imports this file first, so that the error says why.
 
 Nothing here looks at a version number: what is there is used. What can be done without is asked where it is used
-(`ddp_takes`), and tried by `probes`.
+(`ddp_takes`), and tried by `check`.
 """
 
 import warnings

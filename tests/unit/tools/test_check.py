@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_zero
-from ddp_zero.tools.check import report
-from ddp_zero.tools.check.probes import PROBES, NotTried, Probe, find
+from ddp_zero.tools import check
+from ddp_zero.tools.check import PROBES, NotTried, Probe
 from tests.versions import rows_of
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -24,9 +24,9 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_says_the_same_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main(["--json"]) == 0
+    assert check.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert report.main([]) == 0
+    assert check.main([]) == 0
     text = capsys.readouterr().out
     assert found["works"] is True
     assert found["problem"] is None
@@ -39,12 +39,13 @@ def test_it_says_the_same_as_text_and_as_json(capsys: pytest.CaptureFixture[str]
 
 
 def test_everything_that_the_library_relies_on_is_there_in_the_torch_that_it_is_tested_with() -> None:
-    assert {one.name: (one.works, one.detail) for one in find() if not one.works} == {}
+    found = [probe.run() for probe in PROBES]
+    assert {one.name: (one.works, one.detail) for one in found if not one.works} == {}
     assert not dist.is_initialized()
 
 
 def test_as_a_program_it_names_frameworks_without_importing_them_and_leaves_no_process_group(tmp_path: Path) -> None:
-    for name in report.FRAMEWORKS:
+    for name in check.FRAMEWORKS:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
         (tmp_path / f"{name}-7.8.dist-info").mkdir()
         (tmp_path / f"{name}-7.8.dist-info" / "METADATA").write_text(
@@ -61,25 +62,25 @@ def test_as_a_program_it_names_frameworks_without_importing_them_and_leaves_no_p
     assert (ended.stderr, ended.returncode) == ("", 0)
     versions = json.loads(ended.stdout)["versions"]
     assert versions["ddp_zero"] == ddp_zero.__version__
-    assert [versions[name] for name in report.FRAMEWORKS] == ["7.8", "7.8", "7.8"]
+    assert [versions[name] for name in check.FRAMEWORKS] == ["7.8", "7.8", "7.8"]
 
 
 def test_without_a_backend_it_says_why_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "mpi")
-    assert report.main(["--json"]) == 1
+    assert check.main(["--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["works"] is False
     assert "neither" in found["problem"]
     assert not any(one["is_here"] for one in found["combinations"])
-    assert report.main([]) == 1
+    assert check.main([]) == 1
     assert "cannot work here. Expected a PyTorch built with Gloo or NCCL, got" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_one_backend_is_enough(backend: str) -> None:
-    assert report.problem_of({"gloo": False, "nccl": False, backend: True}) is None
+    assert check.problem_of({"gloo": False, "nccl": False, backend: True}) is None
 
 
 def test_without_torch_distributed_the_import_says_so() -> None:
@@ -111,7 +112,8 @@ def failing(error: Exception) -> Probe:
 
 
 def test_a_probe_that_fails_is_a_finding_and_one_that_cannot_be_made_is_not() -> None:
-    broken, unknown = find((failing(AttributeError("no such name")), failing(NotTried("no fake group"))))
+    broken = failing(AttributeError("no such name")).run()
+    unknown = failing(NotTried("no fake group")).run()
     assert (broken.works, broken.means, broken.detail) == (
         False,
         "use something else",
@@ -123,7 +125,7 @@ def test_a_probe_that_fails_is_a_finding_and_one_that_cannot_be_made_is_not() ->
 
 def test_without_the_fake_process_group_nothing_is_claimed_of_the_reducer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
-    works = {one.name: one.works for one in find()}
+    works = {probe.name: probe.run().works for probe in PROBES}
     assert set(works.values()) == {True, None}
     assert {name for name, found in works.items() if found} == {"returning freed memory", "listening for other ranks"}
 
@@ -140,7 +142,7 @@ def does_nothing(*_: object, **__: object) -> None:
     pass
 
 
-HERE = "ddp_zero.tools.check.probes."
+HERE = "ddp_zero.tools.check."
 BREAKS = {
     "callbacks at the end of backward": (f"{HERE}after_the_reducer", lambda callback: callback()),
     "gradients as views of buckets": (f"{HERE}DistributedDataParallel", copies_gradients),
@@ -174,7 +176,7 @@ def test_an_accelerator_is_counted_and_makes_its_combinations_ones_of_this_machi
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name in ("gloo", "nccl"))
-    found = report.report("1", ())
+    found = check.report("1", ())
     assert found.devices == {"cpu": 1, "cuda": 2}
     assert [(one.backend, one.device, one.was_run) for one in found.combinations if one.is_here] == [
         ("gloo", "cpu", True),
@@ -184,11 +186,11 @@ def test_an_accelerator_is_counted_and_makes_its_combinations_ones_of_this_machi
 
 
 def test_versions_are_those_of_the_tests_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "RUN", {"torch": ("2.8.0", "2.13.0"), "Python": ("3.11",), "system": ("Linux",)})
+    monkeypatch.setattr(check, "RUN", {"torch": ("2.8.0", "2.13.0"), "Python": ("3.11",), "system": ("Linux",)})
     same: dict[str, str | None] = {"torch": "2.13.0+cpu", "Python": "3.11.4", "system": "Linux 6.1 x86_64"}
-    assert report.differences(same) == []
+    assert check.differences(same) == []
     other: dict[str, str | None] = {"torch": "2.13.01", "Python": "3.1", "system": "Darwin 23 arm64"}
-    assert report.differences(other) == [
+    assert check.differences(other) == [
         "torch 2.13.01 (run: 2.8.0, 2.13.0)",
         "Python 3.1 (run: 3.11)",
         "system Darwin 23 arm64 (run: Linux)",
@@ -196,8 +198,8 @@ def test_versions_are_those_of_the_tests_or_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_absent_framework_has_no_version() -> None:
-    assert report.version_of("torch") is not None
-    assert report.version_of("a-distribution-that-is-not-there") is None
+    assert check.version_of("torch") is not None
+    assert check.version_of("a-distribution-that-is-not-there") is None
 
 
 def test_the_pages_say_the_same_of_what_was_run() -> None:
@@ -205,12 +207,12 @@ def test_the_pages_say_the_same_of_what_was_run() -> None:
     assert "torch 2.13.0 (CPU build), Python 3.11, Gloo, Linux" in limits
     rows = rows_of((ROOT / "docs" / "status.md").read_text())
     assert all(row.works for row in rows), "list what does not work in docs/limits.md, not as run"
-    assert {row.torch.partition("+")[0] for row in rows} | {"2.13.0"} == set(report.RUN["torch"])
-    assert {".".join(row.python.split(".")[:2]) for row in rows} | {"3.11"} == set(report.RUN["Python"])
+    assert {row.torch.partition("+")[0] for row in rows} | {"2.13.0"} == set(check.RUN["torch"])
+    assert {".".join(row.python.split(".")[:2]) for row in rows} | {"3.11"} == set(check.RUN["Python"])
     project = (ROOT / "pyproject.toml").read_text()
-    assert f'dependencies = ["torch>={report.RUN["torch"][0]}"]' in project
+    assert f'dependencies = ["torch>={check.RUN["torch"][0]}"]' in project
     classifiers = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
-    assert tuple(classifiers) == report.RUN["Python"]
-    was_run = {(backend, device) for backend, device, run in report.COMBINATIONS if run}
+    assert tuple(classifiers) == check.RUN["Python"]
+    was_run = {(backend, device) for backend, device, run in check.COMBINATIONS if run}
     assert was_run == {("gloo", "cpu")}
     assert "Nothing has been run on a GPU or with NCCL" in limits

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon
 
 import ddp_zero
 from ddp_zero import Offload, estimate
-from ddp_zero.tools.estimate.estimate import Estimates
+from ddp_zero.tools.estimate import Estimates
 
 MIB = 1 << 20
 BUFFERS = 28 + 7 + 3.5
@@ -167,7 +167,7 @@ def test_a_mode_by_its_name() -> None:
 
 
 def test_the_command_prints_the_table_and_the_fewest_ranks() -> None:
-    command = [sys.executable, "-m", "ddp_zero", "estimate", "tests.unit.tools.estimate.test_estimate:tower"]
+    command = [sys.executable, "-m", "ddp_zero", "estimate", "tests.unit.tools.test_estimate:tower"]
     result = subprocess.run(
         [*command, "--ranks", "4", "--memory", "0.1GiB", "--dtype", "bfloat16", "--device", "cpu"],
         cwd=Path(ddp_zero.__file__).parents[1],
@@ -195,7 +195,7 @@ def test_the_command_prints_the_table_and_the_fewest_ranks() -> None:
 def test_the_command_says_what_is_wrong(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ddp_zero.tools.estimate.command import main
+    from ddp_zero.tools.estimate import main
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(arguments) == 1
@@ -205,7 +205,7 @@ def test_the_command_says_what_is_wrong(
 def test_without_matplotlib_the_command_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ddp_zero.tools.estimate.command import main
+    from ddp_zero.tools.estimate import main
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "matplotlib", None)

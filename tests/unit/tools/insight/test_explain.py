@@ -2,7 +2,8 @@ import torch
 
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
-from ddp_zero.core.step.report import describe_shards, draw_buckets, state_bytes
+from ddp_zero.tools.insight.explain import describe_shards, draw_buckets
+from ddp_zero.tools.insight.stats import state_bytes
 
 
 def make_plan(numels: list[int], owners: list[int], world_size: int, frozen: tuple[int, ...] = ()) -> ShardPlan:

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddp_zero.tools.timeline.command import main
-from ddp_zero.tools.timeline.iteration import iterations_in, minus, union
-from ddp_zero.tools.timeline.trace import Range, ranges_of, read_trace
+from ddp_zero.tools.timeline import Range, iterations_in, main, minus, ranges_of, read_trace, union
 
 
 def event(name: str, begin: float, end: float, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,671 @@
+"""How much memory a rank will need, by part and in every mode side by side, before anything is allocated.
+
+`estimate` is `ddp_zero.estimate`; ``python -m ddp_zero estimate MODULE:FUNCTION`` prints what it finds.
+"""
+
+import importlib
+import sys
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_zero.core.backward.scratch_buffers import BufferPool, pools_for
+from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
+from ddp_zero.core.comm.reduction import received_window
+from ddp_zero.core.comm.ring import ring_room_numel
+from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
+from ddp_zero.core.local.parameters import LOW_PRECISION
+from ddp_zero.core.offload.mapped_file import shelf_bytes
+from ddp_zero.core.offload.placement import tensors_in
+from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
+from ddp_zero.core.plan.ownership import is_cut, piece_of
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.plan.partitions import partition_named
+from ddp_zero.core.plan.shapes import padded_size
+from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
+from ddp_zero.options import Offload
+
+PACKED_IN_FLIGHT = 2
+"""Buckets of which a sync without flat storage holds copies."""
+SUMS_IN_FLIGHT = 2
+"""Buckets whose sums in fp32 exist at once where a step follows each reduction."""
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_MOST_RANKS = 1 << 12
+_SHARED = ("masters", "state", "sums in fp32", "state of a bucket, host")
+"""Parts that shrink with the number of ranks, as do the gradients that stage 2 keeps."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory of the rank that needs most, in one mode.
+
+    Attributes:
+        mode: its name.
+        ranks: number of ranks.
+        device: bytes by part where the parameters are.
+        host: bytes by part on the host, if state is offloaded from an accelerator; else empty. A rank on the CPU has
+            one memory: its host counts in ``device``.
+        disk: bytes by part in files.
+    """
+
+    mode: str
+    ranks: int
+    device: dict[str, int]
+    host: dict[str, int]
+    disk: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes where the parameters are."""
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to train.
+
+    Attributes:
+        name: for people.
+        stage: 0 for DDP with the unsharded optimizer.
+        waits: whether the step needs all gradients.
+        steps_buckets: whether the plan follows DDP's buckets.
+        partition: how parameters are divided.
+        offload: None, "cpu" or "disk".
+    """
+
+    name: str
+    stage: int
+    waits: bool = False
+    steps_buckets: bool = True
+    partition: str = "parameters"
+    offload: str | None = None
+
+
+_MODES = (
+    Mode("DDP", 0),
+    Mode("stage 1", 1, waits=True, steps_buckets=False),
+    Mode("stage 1, inside backward", 1),
+    Mode("stage 2, inside backward", 2),
+    Mode("stage 2, after backward", 2, waits=True),
+)
+
+
+class Estimates(Sequence[Estimate]):
+    """Estimates of every mode. ``str`` of it is a table in Markdown, in MiB.
+
+    Args:
+        at: computes one, by mode and number of ranks.
+        modes: the modes.
+        ranks: number of ranks.
+    """
+
+    def __init__(self, at: Callable[[Mode, int], Estimate], modes: Sequence[Mode], ranks: int) -> None:
+        self._at = at
+        self._modes = modes
+        self.ranks = ranks
+        self._found = [at(mode, ranks) for mode in modes]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, place: Any) -> Any:
+        """An estimate by its place, or by the name of its mode."""
+        if isinstance(place, str):
+            names = [one.mode for one in self._found]
+            if place not in names:
+                raise KeyError(f"Expected one of the modes {names}, got {place!r}.")
+            return self._found[names.index(place)]
+        return self._found[place]
+
+    def fewest_ranks(self, memory: int) -> dict[str, int | None]:
+        """The smallest number of ranks at which each mode fits, by its name; None if none does.
+
+        Args:
+            memory: bytes for what is estimated: leave room for activations, and for what PyTorch itself needs.
+        """
+        return {mode.name: self._fewest(mode, memory) for mode in self._modes}
+
+    def _fewest(self, mode: Mode, memory: int) -> int | None:
+        fits = 1
+        while (found := self._at(mode, fits)).total > memory:
+            shrinks = [*_SHARED, *(["gradients"] if mode.stage == 2 else [])]
+            least = sum(nbytes for part, nbytes in found.device.items() if part not in shrinks)
+            if mode.stage == 0 or least > memory or fits >= _MOST_RANKS:
+                return None
+            fits *= 2
+        return next(n for n in range(max(1, fits // 2), fits + 1) if self._at(mode, n).total <= memory)
+
+    def __str__(self) -> str:
+        parts = list(dict.fromkeys(part for one in self._found for part in one.device))
+        hosts = list(dict.fromkeys(part for one in self._found for part in one.host))
+        has_disk = any(one.disk for one in self._found)
+        heads = [*parts, "total", *(f"{part} (host)" for part in hosts), *(["disk"] if has_disk else [])]
+        rows = [f"| MiB per rank, {self.ranks} ranks | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
+        for one in self._found:
+            sizes = [*(one.device.get(part, 0) for part in parts), one.total]
+            sizes += [one.host.get(part, 0) for part in hosts]
+            sizes += [sum(one.disk.values())] if has_disk else []
+            shown = (f"{nbytes / _MIB:,.1f}" if nbytes else "0" for nbytes in sizes)
+            rows.append(f"| {one.mode} | {' | '.join(shown)} |")
+        return "\n".join(rows)
+
+    def plot(self, path: str | Path, ranks: Sequence[int] | None = None) -> None:
+        """Draw the parts of each mode, and with ``ranks`` how they shrink. Needs matplotlib (``ddp_zero[plot]``).
+
+        Args:
+            path: of the picture; its suffix decides the format.
+            ranks: numbers of ranks for a second panel.
+
+        Raises:
+            ModuleNotFoundError: without matplotlib.
+        """
+        try:
+            import matplotlib.figure
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("Expected matplotlib for a plot, got none. Install ddp_zero[plot].") from error
+        panels = 2 if ranks else 1
+        size = (7.2 * panels, 1.6 + 0.42 * len(self))
+        figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        for axis in axes:
+            axis.spines[["top", "right"]].set_visible(False)
+        self._draw_parts(axes[0])
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, fontsize=8, frameon=False
+        )
+        if ranks:
+            self._draw_totals(axes[1], ranks)
+        figure.savefig(path, dpi=110)
+
+    def _draw_parts(self, axis: Any) -> None:
+        left = [0.0] * len(self)
+        for number, part in enumerate(dict.fromkeys(part for one in self._found for part in one.device)):
+            widths = [one.device.get(part, 0) / _GIB for one in self._found]
+            axis.barh(range(len(self)), widths, left=left, label=part, color=f"C{number}")
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        for place, total in enumerate(left):
+            axis.text(total, place, f" {total:.1f}", va="center", fontsize=8)
+        axis.set_yticks(range(len(self)), [one.mode for one in self._found])
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1.12 * max(left))
+        axis.set_xlabel(f"GiB on the rank that needs most, {self.ranks} ranks")
+
+    def _draw_totals(self, axis: Any, ranks: Sequence[int]) -> None:
+        for mode in self._modes:
+            axis.plot(ranks, [self._at(mode, n).total / _GIB for n in ranks], marker=".", label=mode.name)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ranks, list(map(str, ranks)))
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("ranks")
+        axis.set_ylabel("GiB")
+        axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+
+
+def estimate(  # noqa: D417  # options that are those of the class are documented there
+    model: nn.Module,
+    optimizer_class: Callable[..., Optimizer],
+    *,
+    ranks: int,
+    stage: int | None = None,
+    partition: str | None = None,
+    master_weights: bool = False,
+    offload: Offload | str | None = None,
+    device: str | torch.device | None = None,
+    bucket_cap_mb: float | None = None,
+    wrapped: bool = False,
+    gradient_as_bucket_view: bool = True,
+    parameters_as_bucket_view: bool = True,
+    **options: Any,
+) -> Estimates:
+    """How much memory a rank needs for parameters, gradients and state: by part, in every mode, of the rank with most.
+
+    Nothing is allocated: the model may be on the meta device. Activations, and what PyTorch and the process need, are
+    not part of it.
+
+    Args:
+        model: the model, not wrapped.
+        optimizer_class: the class to shard.
+        ranks: number of ranks that share the state.
+        stage: 0, which is DDP with the unsharded optimizer, 1 or 2; None: all.
+        partition: ``"parameters"`` or ``"elements"``; None: both, if the optimizer steps each element by itself.
+        master_weights, offload: see `ZeroRedundancyOptimizer`; each mode is estimated with and without offload.
+        device: where the model is to be trained; None: where it is, and an accelerator for one on the meta device.
+        bucket_cap_mb: of `DistributedDataParallel`; None: 25, or the library's own choice if ``wrapped``.
+        wrapped: whether `ddp_zero.wrap` builds the DDP model.
+        gradient_as_bucket_view: of `DistributedDataParallel`.
+        parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
+        **options: for ``optimizer_class``.
+
+    Raises:
+        TypeError: for arguments of the wrong type, or options that the class does not accept.
+        ValueError: for a stage, a partition or a number of ranks that there is not.
+    """
+    _check(model, ranks, stage)
+    check_can_be_sharded(optimizer_class)
+    params = list(model.parameters())
+    states = StateBytes(optimizer_class, options)
+    place = _place(params, device)
+    offloaded = Offload.of(offload)
+    training = _Training(
+        params=params,
+        specs=[
+            ParameterSpec(one.numel(), one.nbytes, f"{place}/{one.dtype}", active=one.requires_grad) for one in params
+        ],
+        states=states,
+        on_accelerator=place != "cpu",
+        model_buffers=sum(buffer.nbytes for buffer in model.buffers()),
+        masters=master_weights,
+        flat=parameters_as_bucket_view,
+        views=gradient_as_bucket_view,
+        pinned_buffers=0 if offloaded is None else offloaded.buffers,
+        bucket_cap_mb=bucket_cap_mb,
+        wrapped=wrapped,
+    )
+    modes = _modes(stage, _partitions(partition, states), None if offloaded is None else offloaded.to)
+    return Estimates(training.at, modes, ranks)
+
+
+def _check(model: object, ranks: object, stage: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected a module, got {type(model).__name__}.")
+    if type(ranks) is not int:
+        raise TypeError(f"Expected ranks to be an int, got {ranks!r}.")
+    if ranks < 1:
+        raise ValueError(f"Expected at least 1 rank, got {ranks}.")
+    if stage not in (None, 0, 1, 2):
+        raise ValueError(f"Expected stage 0, 1, 2 or None, got {stage!r}.")
+
+
+def _place(params: Sequence[nn.Parameter], device: str | torch.device | None) -> str:
+    found = params[0].device if device is None and params else torch.device(device or "cpu")
+    return "accelerator" if found.type == "meta" else found.type
+
+
+def _partitions(given: str | None, states: "StateBytes") -> list[str]:
+    """The partition asked for, or all that the optimizer allows."""
+    if given is not None:
+        return [partition_named(given).name]
+    try:
+        check_elementwise(states.optimizer)
+    except TypeError:
+        return ["parameters"]
+    return ["parameters", "elements"]
+
+
+def _modes(stage: int | None, partitions: Sequence[str], offload: str | None) -> list[Mode]:
+    """The modes of a stage, or of all; without offload, then with it if that is asked for."""
+    found = []
+    for mode in _MODES:
+        if stage is not None and mode.stage != stage:
+            continue
+        for partition in partitions if mode.stage else ("parameters",):
+            for place in dict.fromkeys((None, offload)) if mode.stage else (None,):
+                cut = ", cut" if partition == "elements" else ""
+                name = mode.name + cut + (f", offload {place}" if place else "")
+                found.append(replace(mode, name=name, partition=partition, offload=place))
+    return sorted(found, key=lambda mode: mode.offload is not None)
+
+
+# What is trained
+
+
+class StateBytes:
+    """Sizes of the state tensors of one optimizer class, by what a step of tensors without memory creates.
+
+    Args:
+        optimizer_class: builds the optimizer.
+        options: for it.
+
+    Raises:
+        TypeError: for options that the class does not accept.
+    """
+
+    def __init__(self, optimizer_class: Callable[..., Optimizer], options: dict[str, Any]) -> None:
+        plain = {key: False if key in ("fused", "foreach") else value for key, value in options.items()}
+        self.optimizer = optimizer_class([nn.Parameter(torch.empty(1, 1, device="meta"))], **plain)
+        self._known: dict[Any, tuple[int, ...]] = {}  # each shape is stepped once
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+        """Bytes of each state tensor of a parameter with this shape and dtype."""
+        if (shape, dtype) not in self._known:
+            stepped = torch.empty(shape, dtype=dtype, device="meta")
+            state = state_like(self.optimizer, self.optimizer.param_groups[0], stepped)
+            self._known[shape, dtype] = tuple(tensor.nbytes for tensor in tensors_in(state))
+        return self._known[shape, dtype]
+
+
+class _Part(NamedTuple):
+    """Elements of a parameter; all of them, in its shape, unless it is cut."""
+
+    param: int
+    numel: int
+    is_cut: bool
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The parameters of a model, and the options that all modes have in common."""
+
+    params: Sequence[Tensor]
+    specs: Sequence[ParameterSpec]
+    states: StateBytes
+    on_accelerator: bool
+    model_buffers: int
+    masters: bool
+    flat: bool
+    views: bool
+    pinned_buffers: int
+    bucket_cap_mb: float | None
+    wrapped: bool
+
+    def at(self, mode: Mode, ranks: int) -> Estimate:
+        """The needs of the rank that owns most."""
+        plan = None if mode.stage == 0 else self._plan(mode, ranks)
+        device, host, disk = _Rank(self, mode, plan, 0 if plan is None else _owner_of_most(plan)).needs()
+        if self.model_buffers:
+            device["buffers of the model"] = self.model_buffers
+        return Estimate(mode.name, ranks, device, host, disk)
+
+    def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
+        partition, specs = partition_named(mode.partition), list(self.specs)
+        pieces = partition.assign(specs, [], ranks, CAP_BYTES)
+        if not mode.steps_buckets:
+            return partition.plan(specs, pieces, ranks, None, CAP_BYTES)
+        reduced = [index for index, spec in enumerate(specs) if spec.active]
+        trained, kinds = [specs[index].nbytes for index in reduced], [specs[index].kind for index in reduced]
+        caps = [FIRST_CAP_BYTES, CAP_BYTES]
+        if self.bucket_cap_mb is not None:
+            caps = [int(self.bucket_cap_mb * _MIB)]
+        elif self.wrapped:
+            caps = [int(bucket_mb(trained, ranks, cuts=mode.partition == "elements") * _MIB)]
+        layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
+        pieces = partition.assign_by_bucket(specs, pieces, ranks, layout, True, 0)
+        return partition.plan(specs, pieces, ranks, layout, CAP_BYTES)
+
+    def is_low(self, index: int) -> bool:
+        """Whether the parameter is of low precision."""
+        return self.params[index].dtype in LOW_PRECISION
+
+    def has_master(self, index: int) -> bool:
+        """Whether its owner keeps an fp32 master of it."""
+        return self.masters and self.is_low(index)
+
+    def itemsize(self, index: int) -> int:
+        """Bytes per element."""
+        return self.params[index].element_size()
+
+    def state_of(self, part: _Part) -> tuple[int, ...]:
+        """Bytes of each state tensor."""
+        param = self.params[part.param]
+        dtype = torch.float32 if self.has_master(part.param) else param.dtype
+        return self.states.of((part.numel,) if part.is_cut else tuple(param.shape), dtype)
+
+    def masters_of(self, parts: Sequence[_Part]) -> list[int]:
+        """Bytes of the master of each part that has one."""
+        return [4 * part.numel for part in parts if self.has_master(part.param)]
+
+
+def _owner_of_most(plan: ShardPlan) -> int:
+    """The rank that owns most bytes that a step can change; of several the one with the largest part of a bucket."""
+    owned, largest = [0] * plan.world_size, [0] * plan.world_size
+    for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
+        for piece in pieces if spec.active and spec.numel else ():
+            owned[piece.owner] += (piece.stop - piece.start) * spec.nbytes // spec.numel
+    for bucket in plan.buckets:
+        for segment in bucket.segments:
+            largest[segment.owner] = max(largest[segment.owner], segment.numel)
+    return max(range(plan.world_size), key=lambda rank: (owned[rank], largest[rank]))
+
+
+# What a rank needs
+
+
+class _Rank:
+    """The memory of one rank in one mode; ``plan`` is None without sharding."""
+
+    def __init__(self, training: _Training, mode: Mode, plan: ShardPlan | None, rank: int) -> None:
+        self._training = training
+        self._mode = mode
+        self._plan = plan
+        self._rank = rank
+        segments = [] if plan is None else [bucket.segments[rank] for bucket in plan.buckets]
+        self._segments = [self._parts_of(segment) for segment in segments] or [[]]
+
+    def needs(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """Bytes by part on the device, on the host and on a disk."""
+        training, mode = self._training, self._mode
+        owned = self._owned()
+        states = [nbytes for part in owned for nbytes in training.state_of(part)]
+        masters = training.masters_of(owned if self._plan is None else self._owned(frozen_too=True))
+        device = {
+            "parameters": sum(spec.nbytes for spec in training.specs),
+            "masters": sum(masters),
+            "state": sum(states),
+        }
+        host: dict[str, int] = {}
+        disk: dict[str, int] = {}
+        copies = [training.itemsize(index) * n for index, n, _ in owned if not training.has_master(index)]
+        if not training.on_accelerator:
+            copies = []
+        if mode.offload == "disk":
+            device |= {"masters": 0, "state": 0}
+            disk["state"] = shelf_bytes(masters + copies) + shelf_bytes(states)
+            host["state of a bucket"] = max(self._state_and_masters(parts) for parts in self._segments)
+        elif mode.offload == "cpu" and training.on_accelerator:
+            device |= {"masters": 0, "state": 0}
+            host |= {"masters": sum(masters), "copies": sum(copies), "state": sum(states)}
+        if mode.offload is not None and training.on_accelerator and self._plan is not None:
+            host["pinned"] = training.pinned_buffers * max(self._traffic(parts) for parts in self._segments)
+        device |= self._gradients(owned)
+        device["gradient under way"] = max((spec.nbytes for spec in training.specs if spec.active), default=0)
+        if self._plan is not None and not training.flat:
+            device["sync"] = sum(sorted(map(self._bytes_of, self._plan.buckets))[-PACKED_IN_FLIGHT:])
+        if not training.on_accelerator:
+            device |= {f"{part}, host": nbytes for part, nbytes in host.items()}
+            host = {}
+        return {part: nbytes for part, nbytes in device.items() if nbytes}, host, disk
+
+    def _gradients(self, owned: Sequence[_Part]) -> dict[str, int]:
+        training, mode, plan = self._training, self._mode, self._plan
+        whole = sum(spec.nbytes for spec in training.specs if spec.active)
+        if mode.stage < 2 or plan is None:
+            return {"gradients": whole, "buckets": 0 if training.views else whole}
+        shown = sum(training.itemsize(index) * numel for index, numel, _ in owned) if mode.waits else 0
+        sums = [sum(4 * numel for index, numel, _ in parts if training.is_low(index)) for parts in self._segments]
+        in_fp32 = sum(sums if mode.waits else sorted(sums)[-SUMS_IN_FLIGHT:])
+        filled = [bucket for bucket in plan.buckets if any(segment.params for segment in bucket.segments)]
+        firsts = [next(one.params[0] for one in bucket.segments if one.params) for bucket in filled]
+        buckets = [
+            _BucketSizes([one.numel for one in bucket.segments], training.itemsize(first), training.is_low(first))
+            for bucket, first in zip(filled, firsts, strict=True)
+        ]
+        shared = buffer_bytes(buckets, self._rank, training.on_accelerator)
+        return {"gradients": shown, "sums in fp32": in_fp32, "buckets": shared}
+
+    def _owned(self, *, frozen_too: bool = False) -> list[_Part]:
+        """The parts that the rank steps, or owns."""
+        specs = self._training.specs
+        counts = [index for index, spec in enumerate(specs) if spec.active or frozen_too]
+        if self._plan is None:
+            return [_Part(index, specs[index].numel, is_cut=False) for index in counts]
+        pieces = [(index, self._plan.pieces[index]) for index in counts]
+        mine = [(index, piece_of(of_all, GroupRank(self._rank)), is_cut(of_all)) for index, of_all in pieces]
+        return [_Part(index, piece.stop - piece.start, cut) for index, piece, cut in mine if piece is not None]
+
+    def _parts_of(self, segment: Segment) -> list[_Part]:
+        assert self._plan is not None, "segments are those of a plan"
+        ranges = zip(segment.params, segment.ranges, strict=True)
+        return [_Part(index, stop - start, is_cut(self._plan.pieces[index])) for index, (start, stop) in ranges]
+
+    def _bytes_of(self, bucket: Bucket) -> int:
+        parts = [part for segment in bucket.segments for part in self._parts_of(segment)]
+        return sum(part.numel * self._training.itemsize(part.param) for part in parts)
+
+    def _traffic(self, parts: Sequence[_Part]) -> int:
+        """Bytes of a segment's gradients, and of its parameters without a master."""
+        training, total = self._training, 0
+        for index, numel, _ in parts:
+            itemsize = training.itemsize(index)
+            if training.has_master(index):
+                total += numel * (4 if self._mode.stage == 2 else itemsize)  # stage 2 sums low precision in fp32
+            else:
+                total += numel * 2 * itemsize
+        return total
+
+    def _state_and_masters(self, parts: Sequence[_Part]) -> int:
+        """Bytes that one bucket's step brings into memory."""
+        states = sum(nbytes for part in parts for nbytes in self._training.state_of(part))
+        return states + sum(self._training.masters_of(parts))
+
+
+# Buffers that the buckets of stage 2 share
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class _BucketSizes:
+    """One bucket of stage 2: elements that each rank owns, and bytes of one; of low precision, sums are in fp32."""
+
+    slices: Sequence[int]
+    itemsize: int
+    is_low: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.slices) * self.itemsize
+
+    def received_bytes(self, rank: int, on_accelerator: bool) -> int:
+        """Bytes that a reduction needs besides the bucket."""
+        world_size = len(self.slices)
+        if world_size == 1:
+            return 0
+        if on_accelerator:
+            padded = padded_size(self.slices)
+            return 0 if padded is None else self.itemsize * padded * (world_size + 1)
+        if world_size >= RING_RANKS and self.nbytes >= RING_BYTES and not self.is_low:
+            return ring_room_numel(self.slices, self.itemsize) * self.itemsize
+        window = received_window(self.slices[rank], world_size, sum(self.slices))
+        return window * (world_size - 1) * self.itemsize
+
+
+def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: bool) -> int:
+    """Bytes that a rank needs to fill, reduce and receive buckets, from the second iteration on.
+
+    Found by lending buffers as an iteration does.
+
+    Args:
+        buckets: in the order in which they are reduced.
+        rank: the rank.
+        on_accelerator: whether NCCL reduces them; else Gloo does.
+    """
+    scratches, rooms = pools_for([bucket.nbytes for bucket in buckets], SideStream())
+    last = [_lend_and_return(scratches, bucket.nbytes) for bucket in buckets]
+    received = [bucket.received_bytes(rank, on_accelerator) for bucket in buckets]
+    reduced: list[torch.Tensor] = []
+    for place, bucket in enumerate(buckets):
+        filled = scratches.lend(bucket.nbytes, _META, like=last[place])  # while the one before is being reduced
+        for earlier in reduced:
+            scratches.give_back(earlier)
+        reduced = [filled]
+        if received[place]:
+            _lend_and_return(rooms, received[place])
+    return scratches.statistics.most_bytes + rooms.statistics.most_bytes
+
+
+def _lend_and_return(pool: BufferPool, nbytes: int) -> torch.Tensor:
+    buffer = pool.lend(nbytes, _META)
+    pool.give_back(buffer)
+    return buffer
+
+
+# The command
+
+_PROGRAM = "python -m ddp_zero estimate"
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "GB": 10**9, "MB": 10**6}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table, and what else was asked for."""
+    options = _parser().parse_args(arguments)
+    try:
+        with torch.device("meta"):
+            model = _built(options.model)
+        kind: Any = getattr(torch.optim, options.optimizer, None)
+        if kind is None:
+            raise ValueError(f"Expected the name of a class in torch.optim, got {options.optimizer!r}.")
+        if options.dtype is not None:
+            model = model.to(getattr(torch, options.dtype))
+        found = estimate(
+            model,
+            kind,
+            ranks=options.ranks,
+            stage=options.stage,
+            partition=options.partition,
+            master_weights=options.master_weights,
+            offload=Offload("disk", folder=".") if options.offload == "disk" else options.offload,
+            device=options.device,
+            bucket_cap_mb=options.bucket_cap_mb,
+            wrapped=options.wrapped,
+        )
+        memory = None if options.memory is None else _bytes(options.memory)
+        if options.plot is not None:
+            found.plot(options.plot, [2**power for power in range(8)])
+    except (TypeError, ValueError, ImportError, AttributeError, OSError) as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    print(found)
+    if memory is not None:
+        print(f"\nfewest ranks at which {options.memory} suffice:")
+        for mode, ranks in found.fewest_ranks(memory).items():
+            print(f"{mode}: {'none' if ranks is None else ranks}")
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog=_PROGRAM,
+        description="Memory per rank of a model, before anything is allocated.",
+        formatter_class=ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", help="MODULE:FUNCTION that returns a module; it is called on the meta device")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--optimizer", default="AdamW", help="a class in torch.optim")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2), help="only this one; 0 is DDP")
+    parser.add_argument("--partition", choices=("parameters", "elements"), help="only this one")
+    parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
+    parser.add_argument("--master-weights", action="store_true")
+    parser.add_argument("--offload", choices=("cpu", "disk"))
+    parser.add_argument("--device", default="cuda", help="where the model is to be trained: cpu, cuda, ...")
+    parser.add_argument("--bucket-cap-mb", type=float, help="of DistributedDataParallel")
+    parser.add_argument("--wrapped", action="store_true", help="ddp_zero.wrap chooses the buckets")
+    parser.add_argument("--memory", help="such as 80GiB: print the fewest ranks at which that suffices")
+    parser.add_argument("--plot", type=Path, help="a picture (needs matplotlib)")
+    return parser
+
+
+def _built(name: str) -> nn.Module:
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"Expected MODULE:FUNCTION, got {name!r}.")
+    sys.path.insert(0, "")
+    built = getattr(importlib.import_module(module), function)()
+    if not isinstance(built, nn.Module):
+        raise TypeError(f"Expected {name} to return a module, got {type(built).__name__}.")
+    return built
+
+
+def _bytes(text: str) -> int:
+    for unit, size in _UNITS.items():
+        if text.endswith(unit) and text.removesuffix(unit).strip().replace(".", "", 1).isdigit():
+            return int(float(text.removesuffix(unit)) * size)
+    raise ValueError(f"Expected an amount of memory such as 80GiB, with one of the units {list(_UNITS)}, got {text!r}.")
