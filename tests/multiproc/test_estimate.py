@@ -40,7 +40,7 @@ def trained(
 ) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
     """After three steps and one backward pass more, where gradients wait for the step."""
     ddp = DistributedDataParallel(build(dtype), gradient_as_bucket_view=True, bucket_cap_mb=CAP)
-    opt = shard_optimizer(ddp, AdamW, lr=1e-3, **options)
+    opt = shard_optimizer(ddp, AdamW, lr=1e-3, **({"partition": "parameters"} | options))
     before = [param.detach().clone() for param in ddp.parameters()]
     generator = torch.Generator().manual_seed(setup.rank)
     for step in range(4):
@@ -143,7 +143,7 @@ def _models_of_any_size_with_one_bucket_or_several(setup: Setup) -> None:
         torch.manual_seed(0)
         model = build_one().to(dtype)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
-        opt = shard_optimizer(ddp, AdamW, stage=2, lr=1e-3, **options)
+        opt = shard_optimizer(ddp, AdamW, stage=2, lr=1e-3, **({"partition": "parameters"} | options))
         first = next(layer for layer in model if isinstance(layer, nn.Linear | nn.Unflatten))
         inputs = torch.randn(3, 64 if isinstance(first, nn.Unflatten) else first.in_features).to(dtype)
         for step in range(4):

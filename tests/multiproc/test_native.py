@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_zero import wrap
 from ddp_zero.core.comm import communicator, exchange
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.engine import partition_choice
 from tests.multiproc.cases import assert_overlapped, at_stage, batches, build_overlapped_twins, loss_of, optimizer_case
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.test_elements import CAP, CUT, large_model
@@ -60,6 +61,13 @@ def as_on_nccl() -> Iterator[dict[str, int]]:
         mock.patch.object(dist, "broadcast", counting("broadcast", dist.broadcast)),
     ):
         yield counts
+
+
+@contextmanager
+def as_if_large() -> Iterator[None]:
+    """Models and buckets of any size are taken for large ones."""
+    with mock.patch.object(communicator, "RING_BYTES", 0), mock.patch.object(partition_choice, "RING_BYTES", 0):
+        yield
 
 
 def _segments(sizes: list[int], rank: int) -> list[Tensor]:
@@ -129,15 +137,15 @@ def _training_has_the_same_numbers(setup: Setup) -> None:
 
 @case(2, 4)
 def _the_one_line_cuts_parameters_where_that_is_right(setup: Setup) -> None:
-    """By default: equal parts on NCCL and around rings, whole parameters in a direct exchange; the numbers of DDP."""
-    expected = {"nccl": "elements", "gloo": "elements" if setup.world_size >= 4 else "parameters"}
+    """By default: equal parts on NCCL, around rings and in a direct exchange, unless tiny; the numbers of DDP."""
+    expected = {"nccl": "elements", "gloo": "elements", "gloo, tiny": "parameters"}
     modes: list[dict[str, Any]] = [{}, {"stage": 2}, {"stage": 2, "max_grad_norm": 0.1}]
     for backend, options in product(expected, modes):
         kept = "parameters" if "max_grad_norm" in options else expected[backend]
         model = large_model()
         plain = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True, bucket_cap_mb=CAP)
         reference = AdamW(plain.parameters(), lr=1e-2)
-        with as_on_nccl() if backend == "nccl" else mock.patch.object(communicator, "RING_BYTES", 0):
+        with as_on_nccl() if backend == "nccl" else as_if_large() if backend == "gloo" else nullcontext():
             ddp, opt = wrap(model, AdamW, ddp={"bucket_cap_mb": CAP}, lr=1e-2, **options)
             assert f'partition="auto" is "{kept}" here: ' in opt.explain()
             comm = opt._engine.sharded.comm

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.communicator import RING_BYTES, Communicator
 from ddp_zero.core.local.inner import is_elementwise_class
 from ddp_zero.core.local.parameters import LOW_PRECISION
 from ddp_zero.core.plan.buckets import bucket_mb
@@ -55,6 +55,7 @@ def partition_for(
             is_elementwise=is_elementwise_class(optimizer_class),
             world_size=comm.world_size,
             exchange=exchange,
+            is_small=exchange == "direct" and trained < RING_BYTES,
             stage=stage,
             overlaps=overlaps,
             clips=norm_type != float("inf") and any(limit is not None for limit in limits),

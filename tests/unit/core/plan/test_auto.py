@@ -17,7 +17,8 @@ NATIVE = Setting("AdamW", is_elementwise=True, world_size=8, exchange="native")
         ({"stage": 2}, "elements", "one reduce-scatter and one all-gather"),
         ({"world_size": 2}, "elements", "one reduce-scatter and one all-gather"),
         ({"exchange": "ring"}, "elements", "a ring of 8 ranks is as slow as its largest segment"),
-        ({"exchange": "direct", "world_size": 2}, "parameters", "from rank to rank"),
+        ({"exchange": "direct", "world_size": 2}, "elements", "no rank waits"),
+        ({"exchange": "direct", "is_small": True}, "parameters", "less than 1 MiB"),
         ({"exchange": "broadcast"}, "parameters", "owner by owner"),
         ({"is_elementwise": False, "optimizer": "Muon"}, "parameters", "Muon is not known to step each element"),
         ({"world_size": 1}, "parameters", "a single rank"),
@@ -38,5 +39,5 @@ def test_the_choice(changed: dict[str, Any], expected: str, why: str) -> None:
 
 
 def test_the_first_reason_is_given() -> None:
-    everything = replace(NATIVE, is_elementwise=False, world_size=1, are_dense=False, exchange="direct")
+    everything = replace(NATIVE, is_elementwise=False, world_size=1, are_dense=False, is_small=True)
     assert "not known" in choose_partition(everything).why
