@@ -46,6 +46,7 @@ WIRE_2 = _STAGE_2 + "test_a_step_sends_2_n_minus_1_nths_of_the_parameter_bytes"
 STAGE_2 = _STAGE_2 + "test_stage_2"
 OWNED_GRADIENTS = _HERE + "test_owned_gradients.py::test_owned_gradients"
 ELEMENTS = _HERE + "test_elements.py::test_elements"
+NATIVE = _HERE + "test_native.py::test_native"
 EIGHT = _HERE + "test_elements.py::test_eight_ranks_share_one_large_parameter_within_two_percent"
 CHECKPOINTS_OF_PARTS = _HERE + "test_elements.py::test_checkpoints_fit_any_partition_and_any_number_of_ranks"
 _FORWARD = _HERE + "test_sync_forward.py::"
@@ -134,6 +135,16 @@ FEATURES: list[tuple[str, str, str]] = [
     ("... a partial norm of the gradients is refused, with the remedy", YES, STAGE_2),
     ("Gradients changed element by element: `opt.owned_gradients()`, `opt.clip_grad_value_()`", YES, OWNED_GRADIENTS),
     ('`partition="elements"`: cut parameters in both stages, bit-equal, with the plain state dict', YES, ELEMENTS),
+    (
+        '... `partition="auto"`: equal parts where they shorten a step and change no bit',
+        YES,
+        NATIVE,
+    ),
+    (
+        "... a reduce-scatter and an all-gather per bucket, without a copy, as on NCCL (run on Gloo)",
+        YES,
+        NATIVE,
+    ),
     ("... state and messages within 2% of 1/8 where one parameter is 90% of the model", YES, EIGHT),
     (
         "... checkpoints that either partition and the plain optimizer load at any number of ranks",
