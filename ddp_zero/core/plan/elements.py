@@ -128,15 +128,7 @@ class CutParameters:
 
 
 def cut_evenly(numels: Sequence[int], world_size: int) -> list[Pieces]:
-    """Cut parameters that lie end to end into one part per rank.
-
-    Args:
-        numels: elements of each parameter.
-        world_size: number of ranks.
-
-    Returns:
-        The pieces of each parameter. Parts differ from their mean by at most `GRAIN` elements.
-    """
+    """Cut parameters that lie end to end into one part per rank; parts differ by at most `GRAIN` from their mean."""
     ends = [0, *accumulate(numels)]
     bounds = [_nearest_cut(ends, ends[-1] * rank // world_size) for rank in range(world_size)] + [ends[-1]]
     found = []

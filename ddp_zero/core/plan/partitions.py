@@ -37,14 +37,7 @@ class Partition(Protocol):
     def assign(
         self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
     ) -> list[Pieces]:
-        """The pieces of all parameters; those of the first ones are decided already.
-
-        Args:
-            specs: one per parameter.
-            decided: pieces of the first parameters.
-            world_size: number of ranks.
-            cap: bytes of a bucket.
-        """
+        """The pieces of all parameters, in buckets of ``cap`` bytes; those of the first ones are decided already."""
 
     def assign_by_bucket(
         self,
@@ -55,16 +48,7 @@ class Partition(Protocol):
         split: bool,
         decided: int,
     ) -> list[Pieces]:
-        """The pieces of all parameters once DDP's buckets are known.
-
-        Args:
-            specs: one per parameter.
-            pieces: as they are now; a parameter in no bucket keeps its own.
-            world_size: number of ranks.
-            layout: DDP's buckets.
-            split: whether a bucket is spread over ranks.
-            decided: number of leading buckets that keep their pieces, because their gradients are already being sent.
-        """
+        """The pieces of all parameters once DDP's buckets are known; see `owners_by_bucket`."""
 
     def plan(
         self, specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int, layout: Layout | None, cap: int

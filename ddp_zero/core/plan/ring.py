@@ -46,18 +46,12 @@ class RingSchedule:
 
 
 def sum_schedule(sizes: Sequence[int], rank: int, chunk: int) -> RingSchedule:
-    """The schedule of a sum: a rank adds its own part to each chunk that it receives.
-
-    Args:
-        sizes: elements of each rank's segment.
-        rank: the rank.
-        chunk: elements of a chunk, at least 1.
-    """
+    """The schedule of a sum: a rank adds its own part to each chunk that it receives."""
     return _schedule(sizes, rank - 1, chunk)
 
 
 def gather_schedule(sizes: Sequence[int], rank: int, chunk: int) -> RingSchedule:
-    """The schedule of a gather; arguments as for `sum_schedule`."""
+    """The schedule of a gather."""
     return _schedule(sizes, rank, chunk)
 
 

@@ -29,11 +29,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def padded_size(sizes: Sequence[int]) -> int | None:
-    """The size of segments that are all made as large as the largest one; None if that adds more than an eighth.
-
-    Args:
-        sizes: of each rank's segment, in any unit.
-    """
+    """The size of segments that are all made as large as the largest one; None if that adds more than an eighth."""
     largest = max(sizes)
     return largest if 8 * largest * len(sizes) <= 9 * sum(sizes) else None
 

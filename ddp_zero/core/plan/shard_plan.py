@@ -213,12 +213,7 @@ def plan_standalone(
     The owners are given; this decides only which bucket each parameter is in. Each rank's parameters of a kind are
     cut into the same number of runs of about the same size, and run *k* of every rank makes bucket *k*.
 
-    Args:
-        specs: one per parameter.
-        owners: one per parameter.
-        world_size: number of ranks.
-        bucket_cap_bytes: upper bound on the average size of the buckets of a kind, at least 1. A single bucket can
-            exceed it: parameters are never cut.
+    The cap bounds the average size of the buckets of a kind. A single bucket can exceed it: parameters are never cut.
 
     Raises:
         ValueError: if the cap is less than 1 or the arguments contradict each other.
@@ -256,12 +251,7 @@ def plan_for_ddp(
 ) -> ShardPlan:
     """Build one bucket per DDP bucket, at the same index, then buckets of active parameters that DDP does not reduce.
 
-    Args:
-        specs: one per parameter.
-        owners: one per parameter.
-        world_size: number of ranks.
-        layout: parameter indices of each DDP bucket, without those of other optimizers, so a bucket may be empty.
-        bucket_cap_bytes: cap for the buckets that DDP does not reduce, see `plan_standalone`.
+    The layout is without parameters of other optimizers, so a bucket may be empty.
     """
     reduced = {param for bucket in layout for param in bucket}
     outside = [replace(spec, active=spec.active and param not in reduced) for param, spec in enumerate(specs)]
@@ -276,15 +266,7 @@ def plan_for_ddp(
 def plan_bucket(
     index: int, params: Sequence[int], specs: Sequence[ParameterSpec], owners: Sequence[GroupRank], world_size: int
 ) -> Bucket:
-    """Build the bucket for one of DDP's: its active parameters, in one segment per rank.
-
-    Args:
-        index: the bucket's.
-        params: parameter indices, of one kind, in any order; possibly none.
-        specs: one per parameter of the optimizer.
-        owners: one per parameter of the optimizer.
-        world_size: number of ranks.
-    """
+    """Build the bucket for one of DDP's: its active parameters, in one segment per rank."""
     segments = segments_of(sorted(params), specs, whole_pieces(specs, owners), world_size)
     return Bucket(index, specs[params[0]].kind if params else "", segments)
 
@@ -315,13 +297,8 @@ def owners_by_bucket(
 ) -> list[GroupRank]:
     """Assign the parameters of each DDP bucket, carrying the loads from bucket to bucket.
 
-    Args:
-        sizes: one per parameter.
-        owners: the current owners; a parameter in no bucket keeps its owner.
-        world_size: number of ranks.
-        layout: parameter indices of each DDP bucket.
-        split: if True, sorted greedy inside each bucket; if False, a whole bucket goes to the least loaded rank.
-        decided: number of leading buckets that keep their owners, because their gradients are already being sent.
+    Sorted greedy inside each bucket if ``split``, else a whole bucket goes to the least loaded rank. A parameter in no
+    bucket keeps its owner, as do those in the first ``decided`` buckets, whose gradients are already being sent.
     """
     assigned = list(owners)
     loads = [0] * world_size
@@ -347,13 +324,7 @@ def _segment(owner: GroupRank, params: Sequence[int], pieces: Sequence[Pieces]) 
 
 
 def cut(sizes: Sequence[int], items: Sequence[int], num_runs: int) -> list[list[int]]:
-    """Cut items, in order, into runs of about equal size: an item goes to the run that holds its middle.
-
-    Args:
-        sizes: of each item, in any unit.
-        items: what is cut; none is divided.
-        num_runs: how many runs, of which some may be empty.
-    """
+    """Cut items, in order, into runs of about equal size: an item goes to the run that holds its middle."""
     runs: list[list[int]] = [[] for _ in range(num_runs)]
     total = max(1, sum(sizes))
     start = 0
