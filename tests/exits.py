@@ -1,0 +1,198 @@
+"""Ends jobs of two ranks over and over, several at once as the load, and counts the exits that are not ordinary.
+
+    python -m tests.exits --each 200
+
+A rank trains a few steps, calls ``destroy_process_group()`` and returns from its main program, so that the interpreter
+and the C++ libraries tear down as in a user's script. Ranks are forked from a process that has imported torch and has
+no threads; ``--fresh`` starts an interpreter for each instead.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what a first step imports, before ranks are forked
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero import shard_optimizer
+
+_STEPS = 5
+_TIMEOUT = 180.0  # seconds after which an exit counts as a hang
+
+
+def _mixed_model() -> nn.Module:
+    """Linear layers of two dtypes: DDP builds buckets of each."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.float64)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(inputs).double())
+
+    return Mixed()
+
+
+def _plain_model() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+
+
+def _reduce_in_python(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    future: torch.futures.Future[Any] = work.get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+def _train_with_hook(build: Callable[[], nn.Module], static_graph: bool = False) -> None:
+    ddp = DistributedDataParallel(build(), static_graph=static_graph, bucket_cap_mb=0.0003)
+    ddp.register_comm_hook(None, _reduce_in_python)
+    _train(ddp, torch.optim.AdamW(ddp.parameters(), foreach=False))
+
+
+def _train_sharded(build: Callable[[], nn.Module], static_graph: bool = False, **options: Any) -> None:
+    ddp = DistributedDataParallel(
+        build(), static_graph=static_graph, bucket_cap_mb=0.0003, gradient_as_bucket_view=True
+    )
+    _train(ddp, shard_optimizer(ddp, torch.optim.AdamW, foreach=False, **options))
+
+
+def _train(ddp: nn.Module, opt: Any) -> None:
+    for _ in range(_STEPS):
+        ddp(torch.randn(4, 8)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def _train_both() -> None:
+    """DDP with a hook in Python and a sharded optimizer in one script, as where the abort was seen."""
+    _train_with_hook(_mixed_model, static_graph=True)
+    _train_sharded(_mixed_model, static_graph=True, interleaved=True)
+
+
+MODES: dict[str, Callable[[], None]] = {
+    "DDP with a Python hook": lambda: _train_with_hook(_plain_model),
+    "DDP with a Python hook, static graph, two dtypes": lambda: _train_with_hook(_mixed_model, static_graph=True),
+    "stage 1 standalone": lambda: _train_sharded(_plain_model, overlap=False),
+    "stage 1 overlapped": lambda: _train_sharded(_plain_model, interleaved=False),
+    "stage 1 interleaved": lambda: _train_sharded(_plain_model, interleaved=True),
+    "stage 1, static graph, two dtypes": lambda: _train_sharded(_mixed_model, static_graph=True),
+    "stage 2": lambda: _train_sharded(_plain_model, stage=2),
+    "stage 2, static graph, two dtypes": lambda: _train_sharded(_mixed_model, static_graph=True, stage=2),
+    "stage 2, sync in forward": lambda: _train_sharded(_plain_model, stage=2, sync="forward"),
+    "stage 2, elements": lambda: _train_sharded(_plain_model, stage=2, partition="elements"),
+    "both in one script, static graph, two dtypes": _train_both,
+}
+
+
+def _be_a_rank(mode: str, rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=(Path(folder) / "rendezvous").as_uri(),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=_TIMEOUT / 2),
+    )
+    MODES[mode]()
+    dist.destroy_process_group()
+
+
+class _EndAsRank(Exception):
+    """Unwinds a forked process to the end of its main program, where it is a rank."""
+
+
+def _fork_rank(mode: str, rank: int, folder: str) -> int:
+    child = os.fork()
+    if child:
+        return child
+    log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    raise _EndAsRank(mode, rank, folder)
+
+
+def _fresh_rank(mode: str, rank: int, folder: str) -> int:
+    with (Path(folder) / f"rank-{rank}.log").open("wb") as log:
+        command = [sys.executable, "-m", "tests.exits", "--rank", str(rank), "--mode", mode, "--folder", folder]
+        return subprocess.Popen(command, stdout=log, stderr=log).pid
+
+
+def _wait(processes: list[int]) -> list[str]:
+    """The outcome of each process; kills those that have not ended in time."""
+    deadline, outcomes = time.monotonic() + _TIMEOUT, dict[int, str]()
+    while len(outcomes) < len(processes):
+        for process in processes:
+            if process not in outcomes and (ended := os.waitpid(process, os.WNOHANG))[0]:
+                code = os.waitstatus_to_exitcode(ended[1])
+                outcomes[process] = "ordinary" if code == 0 else f"code {code}"
+        if time.monotonic() > deadline:
+            for process in processes:
+                if process not in outcomes:
+                    os.kill(process, signal.SIGKILL)
+                    os.waitpid(process, 0)
+                    outcomes[process] = "hung"
+        time.sleep(0.02)
+    return [outcomes[process] for process in processes]
+
+
+def _count(each: int, at_once: int, modes: list[str], start: Callable[[str, int, str], int]) -> bool:
+    """Prints a line per mode. Returns whether every exit was ordinary."""
+    all_ordinary = True
+    for mode in modes:
+        begun, counts, told = time.monotonic(), Counter[str](), list[str]()
+        for first in range(0, each, 2 * at_once):
+            folders = [tempfile.mkdtemp() for _ in range(min(at_once, (each - first + 1) // 2))]
+            processes = [start(mode, rank, folder) for folder in folders for rank in range(2)]
+            for at, outcome in enumerate(_wait(processes)):
+                counts[outcome] += 1
+                if outcome != "ordinary":
+                    log = Path(folders[at // 2]) / f"rank-{at % 2}.log"
+                    told.append(f"    rank {at % 2}, {outcome}: {log.read_text(errors='replace')[-2000:]}")
+            for folder in folders:
+                shutil.rmtree(folder)
+        found = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+        print(f"{mode}: {found} ({time.monotonic() - begun:.0f} s)", *told, sep="\n", flush=True)
+        all_ordinary &= set(counts) == {"ordinary"}
+    return all_ordinary
+
+
+def main() -> int:
+    """Count exits, or be one rank of a job. Returns 1 if an exit was not ordinary."""
+    parser = argparse.ArgumentParser(prog="python -m tests.exits", description=__doc__.split("\n")[0])
+    parser.add_argument("--each", type=int, default=200, help="exits of each mode, two of each job")
+    parser.add_argument("--at-once", type=int, default=6, help="jobs side by side")
+    parser.add_argument("--mode", action="append", choices=MODES, help="default: all of them")
+    parser.add_argument("--fresh", action="store_true", help="an interpreter for each rank, instead of forks")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        _be_a_rank(given.mode[0], given.rank, given.folder)
+        return 0
+    start = _fresh_rank if given.fresh else _fork_rank
+    try:
+        return not _count(given.each, given.at_once, given.mode or list(MODES), start)
+    except _EndAsRank as rank:
+        job = rank.args
+    _be_a_rank(*job)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
