@@ -26,6 +26,7 @@ import torch
 import torch._dynamo  # what a first step imports, before ranks are forked
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import shard_optimizer
@@ -43,7 +44,8 @@ def _mixed_model() -> nn.Module:
             self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.float64)
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(inputs).double())
+            outputs: torch.Tensor = self.second(self.first(inputs).double())
+            return outputs
 
     return Mixed()
 
@@ -52,10 +54,11 @@ def _plain_model() -> nn.Module:
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
 
 
-def _reduce_in_python(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _reduce_in_python(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     future: torch.futures.Future[Any] = work.get_future()
-    return future.then(lambda done: done.value()[0])
+    reduced: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
+    return reduced
 
 
 def _train_with_hook(build: Callable[[], nn.Module], static_graph: bool = False) -> None:

@@ -222,6 +222,11 @@ FEATURES: list[tuple[str, str, str]] = [
         YES,
         LOST,
     ),
+    (
+        "... 14 staged hangs in stages 1 and 2: `postmortem` names the rank, or says why it cannot",
+        YES,
+        _HERE + "test_staged_hangs.py::test_the_rank_that_caused_it_is_named",
+    ),
     ("Experts spread over ranks, stages 1 and 2: bit-equal to the plain optimizer", YES, PARALLEL),
     ("... norms of one device to 1e-6, one skip for all, ranks that differ are named", YES, PARALLEL),
     ("... a second DDP model over the experts; experts that no token reaches there", YES, TWO_MODELS),

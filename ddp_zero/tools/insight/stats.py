@@ -17,6 +17,7 @@ from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.placeholders import on_this_rank, untouched
 from ddp_zero.core.plan.shard_plan import ShardPlan
 from ddp_zero.core.step.record import Number
+from ddp_zero.tools.insight.collectives import last_collectives
 from ddp_zero.tools.record import flight
 from ddp_zero.tools.record.recorder import Interval, Recorder
 
@@ -53,7 +54,7 @@ class Stats:
             self._recorder.when_ended = _weakly(self._sample_memory)
         everyone = engine.sharded.everyone
         members = [everyone.global_rank(rank) for rank in (everyone.group_rank, *everyone.peers())]
-        flight.identify(members[0], members, _time_out_of(everyone))
+        flight.identify(members[0], members, _time_out_of(everyone), last_collectives)
 
     def read(self) -> dict[str, float]:
         """The numbers; see `ZeroRedundancyOptimizer.stats`."""

@@ -1,10 +1,12 @@
 """Who waited for whom: pure, from the events of all ranks to the rank that the others waited for."""
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ddp_zero.tools.postmortem.records import Event, Record
+from ddp_zero.tools.postmortem.records import Collective, Event, Record
+from ddp_zero.tools.record.flight import UNCAUGHT
 
 LOCAL = "local_step"
 """The phase in which a rank waits for nobody: an error there is its own."""
@@ -14,8 +16,16 @@ _BUSY = {LOCAL, "forward", "backward", "reduce", "sync"}
 
 _POSTED_BY = {"wait_reduce": "reduce", "wait_sync": "sync"}
 
+_ON_ALL_RANKS = {"step", "reduce"}
+"""Phases that every rank goes through, whatever it owns."""
+
+_OF_A_PEER = re.compile(
+    r"onnection (closed|reset|refused)|[Tt]imed? ?out|roken pipe|to take part in|on every rank|gloo|NCCL|DistBackend"
+)
+"""In errors that tell of another rank."""
 
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_BACKWARD = "torch/autograd/graph.py"
 _INNERMOST = 3  # frames, among them torch's wrappers
 
 
@@ -26,14 +36,58 @@ class Verdict:
     Attributes:
         culprits: the ranks that the others waited for, or that failed on their own; empty if the records do not say.
         why: how they were found, in words.
-        waits: what each rank was in at the end, by rank; of ranks that have left no record, nothing.
+        waits: the event of this library that each rank was in at the end, if any, by rank.
         silent: ranks without a record.
+        collectives: the collective outside this library that each rank was in at the end, if any, by rank.
     """
 
     culprits: Sequence[int]
     why: str
     waits: Mapping[int, Event]
     silent: Sequence[int]
+    collectives: Mapping[int, Collective] = field(default_factory=dict)
+
+
+def blame(records: Sequence[Record]) -> Verdict:
+    """Find the rank that the others waited for.
+
+    Args:
+        records: of one attempt, one per rank.
+    """
+    by_rank = {record.rank: record for record in records}
+    members = sorted({rank for record in records for rank in record.members} | set(by_rank))
+    silent = [rank for rank in members if rank not in by_rank]
+    waits = {rank: wait for rank, record in by_rank.items() if (wait := last_wait(record)) is not None}
+    inside = {rank for rank, wait in waits.items() if wait.phase not in _BUSY}
+    collectives = {
+        rank: last for rank, record in by_rank.items() if rank not in inside and (last := _last_collective(record))
+    }
+
+    def verdict(culprits: Sequence[int], why: str) -> Verdict:
+        return Verdict(culprits, why, waits, silent, collectives)
+
+    failed = [rank for rank, wait in waits.items() if wait.phase == LOCAL and wait.failed]
+    if failed:
+        return verdict(failed, "its own step has failed")
+    failed = [rank for rank, record in by_rank.items() if record.error and not _OF_A_PEER.search(record.error)]
+    if failed and len(failed) < len(members):
+        return verdict(failed, f"it has ended with an error of its own, {by_rank[failed[0]].error:.200}")
+    awaited = {rank: set[int]() if (peer := waits[rank].peer_rank) is None else {peer} for rank in inside}
+    for rank, pending in collectives.items():
+        awaited[rank] = {other for other in members if not _has_entered(by_rank.get(other), pending)}
+    ends = Counter(end for rank in awaited for end in _ends_of_chains(rank, awaited))
+    if silent:
+        waited_for = [rank for rank in silent if ends[rank]]
+        why = "it has left no record: it was killed or stopped, or ended before it could write one"
+        return verdict(waited_for or silent, why)
+    outside = [rank for rank in members if rank not in awaited]
+    if awaited and outside and (unclear := _why_unclear([by_rank[rank] for rank in outside])):
+        return verdict([], unclear)
+    if ends:
+        return verdict([ends.most_common(1)[0][0]], "the others waited for it, and it waited for none")
+    if awaited and outside:
+        return verdict(outside, "it was busy elsewhere while the others waited")
+    return verdict(*_parting(records))
 
 
 def last_wait(record: Record) -> Event | None:
@@ -56,57 +110,99 @@ def bytes_waited_for(record: Record, wait: Event) -> int:
     return posted[-1] if posted else 0
 
 
-def blame(records: Sequence[Record]) -> Verdict:
-    """Find the rank that the others waited for.
-
-    Args:
-        records: of one attempt, one per rank.
-    """
-    by_rank = {record.rank: record for record in records}
-    members = sorted({rank for record in records for rank in record.members} | set(by_rank))
-    silent = [rank for rank in members if rank not in by_rank]
-    waits = {rank: wait for rank, record in by_rank.items() if (wait := last_wait(record)) is not None}
-    peers = {rank: wait.peer_rank for rank, wait in waits.items() if wait.phase not in _BUSY}
-    failed = [rank for rank, wait in waits.items() if wait.phase == LOCAL and wait.failed]
-    if failed:
-        return Verdict(failed, "its own step has failed", waits, silent)
-    ends = Counter(end for rank in peers if (end := _end_of_chain(rank, peers)) is not None)
-    if silent:
-        waited_for = [rank for rank in silent if ends[rank]]
-        why = "it has left no record: it was killed or stopped, or ended before it could write one"
-        return Verdict(waited_for or silent, why, waits, silent)
-    if ends:
-        return Verdict([ends.most_common(1)[0][0]], "the others waited for it, and it waited for none", waits, silent)
-    outside = [rank for rank in members if rank not in peers]
-    if outside and len(outside) < len(members):
-        elsewhere = [rank for rank in outside if _is_in_collective(by_rank[rank])]
-        if elsewhere:
-            names = ", ".join(f"rank {rank}" for rank in elsewhere)
-            why = f"cannot tell, because {names} waited in a collective of the script, others in one of the library"
-            return Verdict([], why, waits, silent)
-        return Verdict(outside, "it was busy elsewhere while the others waited", waits, silent)
-    progress = {rank: _progress(record) for rank, record in by_rank.items()}
-    behind = [rank for rank in members if progress[rank] == min(progress.values())]
-    if len(behind) < len(members):
-        return Verdict(behind, "it has come less far than the others", waits, silent)
-    return Verdict([], "all ranks have come equally far", waits, silent)
+# Who waits for whom
 
 
-def _is_in_collective(record: Record) -> bool:
-    """Whether a rank outside the library stood in a collective that the script has called, such as a barrier."""
-    return any(_COLLECTIVES in line for line in list(record.stacks.get("MainThread", ()))[-_INNERMOST:])
+def _last_collective(record: Record) -> Collective | None:
+    """The collective that goes on, or that has ended the process: torch marks one that has failed as ended."""
+    collectives = record.collectives or ()
+    if record.reason == UNCAUGHT and collectives and _OF_A_PEER.search(record.error):
+        return collectives[-1]
+    return next((one for one in collectives if one.goes_on), None)
 
 
-def _end_of_chain(rank: int, peers: Mapping[int, int | None]) -> int | None:
-    """The rank at the end of a chain of waits, which waits for none; None if it ends with every rank or in a circle."""
-    seen = {rank}
-    following = peers.get(rank)
-    while following is not None and following not in seen:
-        seen.add(following)
-        if following not in peers:
-            return following
-        following = peers[following]
+def _has_entered(record: Record | None, collective: Collective) -> bool:
+    """Whether a rank has called the same collective, or is no member of its process group."""
+    if record is None or record.collectives is None:
+        return False
+    in_group = [one for one in record.collectives if one.group == collective.group]
+    if not in_group:
+        return collective.number > 1  # members have called the earlier ones
+    return any(one.number == collective.number and one.operation == collective.operation for one in in_group)
+
+
+def _ends_of_chains(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
+    """The ranks that wait for none and that a rank waits for, itself or through those that it waits for."""
+    seen, waiting, ends = {rank}, [rank], set[int]()
+    while waiting:
+        for peer in awaited[waiting.pop()] - seen:
+            seen.add(peer)
+            if peer in awaited:
+                waiting.append(peer)
+            else:
+                ends.add(peer)
+    return ends
+
+
+def _why_unclear(outside: Sequence[Record]) -> str | None:
+    """Ranks outside the library, where nothing has recorded collectives, may wait in one all the same."""
+    untraced = [record for record in outside if record.collectives is None]
+    for place, words in ((_COLLECTIVES, "a collective of the script"), (_BACKWARD, "backward, where DDP may wait")):
+        names = ", ".join(f"rank {record.rank}" for record in untraced if _stands_in(record, place))
+        if names:
+            return f"cannot tell, because {names} stood in {words}, and torch's flight recorder was off"
     return None
+
+
+def _stands_in(record: Record, file: str) -> bool:
+    return any(file in line for line in list(record.stacks.get("MainThread", ()))[-_INNERMOST:])
+
+
+# Where ranks took different ways
+
+
+def _parting(records: Sequence[Record]) -> tuple[Sequence[int], str]:
+    """The ranks that left the way of most others, and why: for waits in a circle, or of all ranks for all."""
+    ways = _ways(records)
+    shared = set.intersection(*(set(way) for way in ways.values()))
+    following: dict[int, str | None] = {}
+    for rank, way in ways.items():
+        after = max((place for place, point in enumerate(way) if point in shared), default=-1) + 1
+        following[rank] = way[after] if after < len(way) else None
+    counts = Counter(following.values())
+    if len(counts) == 1:
+        progress = {record.rank: _progress(record) for record in records}
+        behind = [rank for rank in progress if progress[rank] == min(progress.values())]
+        if len(behind) < len(records):
+            return behind, "it has come less far than the others"
+        return [], "cannot tell, because all ranks have come equally far"
+    (usual, count), *_ = counts.most_common()
+    if usual is not None and 2 * count > len(records):
+        parted = [rank for rank, point in following.items() if point != usual]
+        went = following[parted[0]]
+        return parted, f"the others went on to {usual}, and it " + ("did not" if went is None else f"to {went}")
+    told = "; ".join(f"rank {rank} {f'to {point}' if point else 'no further'}" for rank, point in following.items())
+    return [], f"cannot tell, because ranks went on in different ways, with no majority: {told}"
+
+
+def _ways(records: Sequence[Record]) -> dict[int, list[str]]:
+    """What each rank has done that all do: steps, reductions, collectives of groups that all are in; in words."""
+    groups = set.intersection(*({one.group for one in record.collectives or ()} for record in records))
+    ways = {}
+    for record in records:
+        times = defaultdict[tuple[int, int, int], int](int)
+        way = [(one.begun, str(one)) for one in record.collectives or () if one.group in groups]
+        for event in record.events:
+            if event.phase in _ON_ALL_RANKS:
+                key = (event.optimizer, event.step, event.bucket)
+                times[key] += event.phase == "reduce"
+                bucket = f" of bucket {event.bucket}" if event.bucket >= 0 else ""
+                again = f" in backward pass {times[key]}" if times[key] > 1 else ""
+                optimizer = f" of optimizer {event.optimizer}" if event.optimizer else ""
+                name = "opt.step()" if event.phase == "step" else event.phase
+                way.append((event.begun, f"{name}{bucket} in step {event.step}{again}{optimizer}"))
+        ways[record.rank] = [point for _, point in sorted(way, key=lambda one: one[0])]
+    return ways
 
 
 def _progress(record: Record) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_zero.tools.record.flight import FIELDS, VERSION
+from ddp_zero.tools.record.flight import COLLECTIVE_FIELDS, FIELDS, VERSION
 from ddp_zero.tools.record.regular_files import open_regular
 
 _GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")
@@ -44,6 +44,30 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """One collective that torch has recorded, of DDP, of the script or of this library.
+
+    Attributes:
+        group: name of the process group, the same on all ranks.
+        number: in the group, counted from 1 on every rank.
+        operation: such as ``all_reduce``.
+        sizes: of the inputs.
+        begun: seconds since the epoch.
+        goes_on: whether it had not ended when the record was written. One that has failed has ended.
+    """
+
+    group: str
+    number: int
+    operation: str
+    sizes: str
+    begun: float
+    goes_on: bool
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.sizes}, collective {self.number} of process group {self.group!r}"
+
+
+@dataclass(frozen=True)
 class Record:
     """What one rank has left.
 
@@ -58,6 +82,7 @@ class Record:
         error: the error, or empty.
         stacks: where threads were, by name.
         events: oldest first.
+        collectives: oldest first; None if torch has recorded none.
     """
 
     rank: int
@@ -71,6 +96,7 @@ class Record:
     error: str
     stacks: Mapping[str, Sequence[str]]
     events: Sequence[Event]
+    collectives: Sequence[Collective] | None = None
 
 
 def read_folder(folder: str | os.PathLike[str], attempt: int | None = None) -> list[Record]:
@@ -106,10 +132,14 @@ def read(path: Path) -> Record:
         content: dict[str, Any] = json.loads(_text(path))
         if content["version"] != VERSION or content["fields"] != list(FIELDS):
             raise ValueError(f"version {content['version']!r:.20}")
-        events = [
-            Event(*(_checked(*place) for place in zip(_EVENT, FIELDS, row, strict=True))) for row in content["events"]
-        ]
-        return Record(events=events, **{name: _checked(kind, name, content[name]) for name, kind in _RECORD.items()})
+        events = [Event(*_row(_EVENT, FIELDS, row)) for row in content["events"]]
+        rows = content["collectives"]
+        collectives = None if rows is None else [Collective(*_row(_COLLECTIVE, COLLECTIVE_FIELDS, row)) for row in rows]
+        return Record(
+            events=events,
+            collectives=collectives,
+            **{name: _checked(kind, name, content[name]) for name, kind in _RECORD.items()},
+        )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         told = "blocks nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"Expected a flight record of version {VERSION} in {path}, got {told:.300}.") from error
@@ -127,6 +157,10 @@ _MOST_BYTES = 64 * 2**20
 _MOST_CHARACTERS = 10_000
 _LATEST = 2.0**36
 """Seconds since the epoch up to which clocks can be shown: the year 4147."""
+
+
+def _row(kinds: Sequence[str], names: Sequence[str], values: Sequence[Any]) -> list[Any]:
+    return [_checked(*place) for place in zip(kinds, names, values, strict=True)]
 
 
 def _checked(kind: str, name: str, value: Any) -> Any:
@@ -159,6 +193,7 @@ def _printable(text: str) -> str:
 
 
 _EVENT = ("int", "int", "int", "text", "int", "time", "end", "int", "int", "text", "text", "flag")
+_COLLECTIVE = ("text", "int", "text", "text", "time", "flag")
 _RECORD = {
     **{"rank": "int", "members": "ranks", "attempt": "int", "host": "text", "process": "int"},
     **{"started": "time", "written": "time", "reason": "text", "error": "text", "stacks": "stacks"},

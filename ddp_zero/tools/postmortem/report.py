@@ -1,11 +1,11 @@
 """The text of ``python -m ddp_zero postmortem``."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from ddp_zero.tools.postmortem.blame import Verdict, blame, bytes_waited_for
-from ddp_zero.tools.postmortem.records import Event, Record
+from ddp_zero.tools.postmortem.records import Collective, Event, Record
 
 _SAME_RUN = 600.0  # seconds within which ranks of one attempt start
 
@@ -31,7 +31,10 @@ def report(records: Sequence[Record], num_events: int = 0, with_stacks: bool = F
         "",
     ]
     for rank in members:
-        lines += _rank(by_rank[rank], verdict.waits.get(rank)) if rank in by_rank else [f"rank {rank}: no record"]
+        pending = verdict.collectives.get(rank)
+        lines += (
+            _rank(by_rank[rank], verdict.waits.get(rank), pending) if rank in by_rank else [f"rank {rank}: no record"]
+        )
     for record in records:
         lines += _details(record, num_events, with_stacks)
     return "\n".join(lines)
@@ -51,16 +54,24 @@ def _verdict(verdict: Verdict) -> Iterator[str]:
         yield f"No single rank to name: {verdict.why}."
         return
     names = ", ".join(f"rank {rank}" for rank in verdict.culprits)
-    waits = [wait for rank, wait in verdict.waits.items() if rank not in verdict.culprits]
+    told = {**{rank: _what(wait) for rank, wait in verdict.waits.items()}, **_told(verdict.collectives)}
+    waits = [what for rank, what in told.items() if rank not in verdict.culprits]
     yield f"Everyone waited for {names}: {verdict.why}." if waits else f"{names}: {verdict.why}."
     if waits:
-        common, count = Counter(map(_what, waits)).most_common(1)[0]
+        common, count = Counter(waits).most_common(1)[0]
         yield f"What {count} of {len(waits)} other ranks with a record waited for: {common}."
 
 
-def _rank(record: Record, wait: Event | None) -> Iterator[str]:
+def _told(collectives: Mapping[int, Collective]) -> dict[int, str]:
+    return {rank: str(pending) for rank, pending in collectives.items()}
+
+
+def _rank(record: Record, wait: Event | None, pending: Collective | None) -> Iterator[str]:
     where = f"rank {record.rank} ({record.host}, process {record.process})"
-    if wait is not None:
+    if pending is not None:
+        yield f"{where}: {pending}, for {record.written - pending.begun:.1f} s"
+        yield from (f"    {line.strip()}" for line in list(record.stacks.get("MainThread", ()))[-1:])
+    elif wait is not None:
         until = record.written if wait.ended is None else wait.ended
         nbytes = bytes_waited_for(record, wait)
         peer = f", from {wait.peer}" if wait.peer else ""

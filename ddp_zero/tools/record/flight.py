@@ -12,19 +12,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ddp_zero.tools.record.recorder import RING, Ring, Span, name_of, when_failing
 
 VARIABLE = "DDP_ZERO_RECORD_DIR"
-VERSION = 1
+VERSION = 2
 FIELDS = (
     *("number", "optimizer", "step", "phase", "bucket", "begun", "ended"),
     *("sent", "received", "message", "peer", "failed"),
 )
 """The columns of an event in a file; times in seconds since the epoch, None in ``ended`` while it lasts."""
+
+COLLECTIVE_FIELDS = ("group", "number", "operation", "sizes", "begun", "goes_on")
+"""The columns of a collective that torch has recorded."""
+UNCAUGHT = "an uncaught exception"
 
 _NEARS = 0.75
 """The part of a time-out after which it nears."""
@@ -38,10 +43,14 @@ class _Job:
     rank = 0
     members: ClassVar[set[int]] = set()
     time_out = 0.0
+    collectives: ClassVar[Callable[[], list[list[Any]] | None]] = lambda: None
     started = time.time()
     watch: threading.Thread | None = None
     process = 0
     newest_written = -1
+    warned: Path | None = None
+    """The record of a wait that may still end well."""
+    last_error = ""
 
 
 _one_writes = threading.Lock()
@@ -50,25 +59,33 @@ _one_writes = threading.Lock()
 def record_to(folder: str | os.PathLike[str] | None) -> None:
     """Write flight records to a folder, which all ranks may share, from now on; None: write none.
 
-    A record is written when a step raises, as when a peer has died, and when three quarters of the process group's
-    time-out have passed in one wait, or without any event. The environment variable ``DDP_ZERO_RECORD_DIR`` does the
-    same without a change of the program.
+    A record is written when a step raises, as when a peer has died, when an exception ends the process, and when three
+    quarters of the process group's time-out have passed in one wait, or without any event. The environment variable
+    ``DDP_ZERO_RECORD_DIR`` does the same without a change of the program.
     """
     _Job.folder = None if folder is None else Path(folder)
     _start_watch()
 
 
-def identify(rank: int, members: Iterable[int], time_out: float) -> None:
+def identify(
+    rank: int,
+    members: Iterable[int],
+    time_out: float,
+    collectives: Callable[[], list[list[Any]] | None] = lambda: None,
+) -> None:
     """Say which rank of its job this process is, which others it works with, and when their messages time out.
 
     Args:
         rank: in the job.
         members: ranks in the job.
         time_out: in seconds.
+        collectives: returns rows of `COLLECTIVE_FIELDS`, ``begun`` in nanoseconds since the epoch, or None if nothing
+            records them.
     """
     _Job.rank = rank
     _Job.members.update(members)
     _Job.time_out = time_out
+    _Job.collectives = collectives
     _start_watch()
 
 
@@ -92,6 +109,7 @@ def write(reason: str, error: str = "") -> Path | None:
         unfinished.write_text(json.dumps(_record(reason, error)))
         unfinished.replace(path)
         _Job.newest_written = RING.newest
+        _Job.warned, _Job.last_error = (None, error) if error else (path, "")
         return path
     return None
 
@@ -114,7 +132,17 @@ def _record(reason: str, error: str) -> dict[str, Any]:
         "stacks": _stacks(),
         "fields": list(FIELDS),
         "events": [_row(span, origin) for span in RING.events()],
+        "collectives": _collectives(),
     }
+
+
+def _collectives() -> list[list[Any]] | None:
+    try:
+        rows = _Job.collectives()
+    except Exception:  # torch's own recorder has no stable interface, and must not hide the error
+        return None
+    begun = COLLECTIVE_FIELDS.index("begun")
+    return rows and [[*row[:begun], round(row[begun] * 1e-9, 6), *row[begun + 1 :]] for row in rows]
 
 
 def _row(span: Span, origin: float) -> list[Any]:
@@ -144,25 +172,58 @@ def _attempt() -> int:
     return int(count) if count.isdigit() else 0
 
 
-# Time-outs
+# The end of a process, and time-outs
 
 
 def _start_watch() -> None:
     """Start the thread that looks for waits that take long, once per process, if it has something to do."""
     if _Job.folder is None or _Job.time_out <= 0 or (_Job.watch is not None and _Job.process == os.getpid()):
         return
+    _write_when_uncaught()
     _Job.process = os.getpid()
     _Job.watch = threading.Thread(target=_watch, name="ddp_zero flight record", daemon=True)
     _Job.watch.start()
 
 
+def _write_when_uncaught() -> None:
+    """Write a record if an exception ends the process: DDP's own reductions raise outside this library's events."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        _ended_by(error)
+        previous(kind, error, trace)
+
+    if _Job.watch is None:  # a forked process has it from its parent
+        sys.excepthook = hook
+    # A process of `multiprocessing` never gets to its hook; its finalizers run while the exception is handled.
+    Finalize(None, lambda: _ended_by(sys.exc_info()[1]), exitpriority=100)
+
+
+def _ended_by(error: BaseException | None) -> None:
+    if isinstance(error, SystemExit):  # as the workers of `torch.multiprocessing` turn an exception into an exit code
+        error = error.__context__
+    if isinstance(error, Exception) and (text := f"{type(error).__name__}: {error}") != _Job.last_error:
+        write(UNCAUGHT, text)
+
+
 def _watch() -> None:
     while True:
         time.sleep(min(max(_Job.time_out / 40, 0.05), 15.0))
-        if RING.newest != _Job.newest_written:  # a record of an error stays
-            reason = overdue(RING, time.perf_counter_ns(), _Job.time_out)
-            if reason is not None:
-                write(reason)
+        if RING.newest == _Job.newest_written:  # a record of an error stays
+            continue
+        if _Job.warned is not None:
+            _withdraw(_Job.warned)
+        reason = overdue(RING, time.perf_counter_ns(), _Job.time_out)
+        if reason is not None:
+            write(reason)
+
+
+def _withdraw(path: Path) -> None:
+    """Remove the record of a wait that has ended well: later it would pass for the last that this rank has done."""
+    with contextlib.suppress(OSError), _one_writes:
+        if _Job.warned == path:
+            _Job.warned = None
+            path.unlink(missing_ok=True)
 
 
 def overdue(ring: Ring, now: int, time_out: float) -> str | None:

@@ -7,8 +7,9 @@ import pytest
 
 from ddp_zero.tools.postmortem.blame import blame
 from ddp_zero.tools.postmortem.command import main
-from ddp_zero.tools.postmortem.records import Event, Record
+from ddp_zero.tools.postmortem.records import Collective, Event, Record
 from ddp_zero.tools.postmortem.report import report
+from ddp_zero.tools.record.flight import UNCAUGHT
 
 
 def record(rank: int, *events: Event, members: int = 4, error: str = "", started: float = 0.0) -> Record:
@@ -95,7 +96,76 @@ def test_nobody_is_named_where_some_wait_in_a_collective_of_the_script() -> None
     in_barrier = [Record(**{**vars(record(rank, done("sync"))), "stacks": {"MainThread": frames}}) for rank in (0, 2)]
     verdict = blame([in_barrier[0], record(1, waiting(None)), in_barrier[1], record(3, waiting(None))])
     assert verdict.culprits == []
-    assert "cannot tell, because rank 0, rank 2 waited in a collective of the script" in verdict.why
+    assert "cannot tell, because rank 0, rank 2 stood in a collective of the script" in verdict.why
+
+
+# Collectives that torch has recorded
+
+
+def in_collective(
+    rank: int, number: int, operation: str = "all_reduce", *events: Event, goes_on: bool = True
+) -> Record:
+    """A rank outside the library, in a collective; it has called those before with all others."""
+    before = [Collective("0", earlier, "all_reduce", "[[4]]", 30.0 + earlier, False) for earlier in range(1, number)]
+    last = Collective("0", number, operation, "[[4]]", 30.0 + number, goes_on)
+    return Record(**{**vars(record(rank, *events)), "collectives": [*before, last]})
+
+
+def test_a_rank_that_has_not_entered_the_collective_of_the_others_is_named() -> None:
+    late = in_collective(2, 6, goes_on=False)
+    records = [in_collective(rank, 7) for rank in (0, 1, 3)]
+    verdict = blame([*records, late])
+    assert verdict.culprits == [2]
+    assert [pending.number for pending in verdict.collectives.values()] == [7, 7, 7]
+    text = report([*records, late])
+    assert (
+        "What 3 of 3 other ranks with a record waited for: all_reduce [[4]], collective 7 of process group '0'" in text
+    )
+    assert blame(records).culprits == [2], "killed in a reduction of DDP"
+
+
+def test_of_ranks_that_wait_in_a_circle_the_one_that_went_a_way_of_its_own_is_named() -> None:
+    barrier = [in_collective(rank, 7, "barrier") for rank in (0, 1, 3)]
+    skipped = blame([*barrier, in_collective(2, 7)])
+    assert (skipped.culprits, "the others went on to barrier" in skipped.why) == ([2], True)
+    reducing = Event(9, 0, 3, "wait_reduce", 0, 41.0, None, peer="rank 0 (global rank 0)")
+    again = [Event(number, 0, 3, "reduce", 0, 37.0 + number, 37.1 + number) for number in range(2)]
+    decide = Event(5, 0, 3, "decide", -1, 39.0, None, peer="rank 2 (global rank 2)")
+    deciding = [record(rank, again[0], Event(4, 0, 3, "step", -1, 39.0, None), decide) for rank in (0, 1, 3)]
+    verdict = blame([*deciding, record(2, *again, reducing)])
+    assert verdict.culprits == [2]
+    assert (
+        "the others went on to opt.step() in step 3, and it to reduce of bucket 0 in step 3 in backward" in verdict.why
+    )
+
+
+def test_two_ranks_that_went_different_ways_name_nobody() -> None:
+    pair = [in_collective(0, 7, "barrier"), in_collective(1, 7)]
+    verdict = blame([Record(**{**vars(one), "members": (0, 1)}) for one in pair])
+    assert verdict.culprits == []
+    assert "cannot tell, because ranks went on in different ways, with no majority: rank 0 to barrier" in verdict.why
+
+
+def test_a_rank_that_ended_with_an_error_of_its_own_is_named_before_those_that_lost_it() -> None:
+    own = Record(**{**vars(record(1)), "reason": UNCAUGHT, "error": "ValueError: a broken file"})
+    lost = Record(
+        **{**vars(in_collective(0, 7, goes_on=False)), "reason": UNCAUGHT, "error": "Connection closed by peer"}
+    )
+    verdict = blame([lost, own])
+    assert verdict.culprits == [1]
+    assert "an error of its own, ValueError: a broken file" in verdict.why
+    assert verdict.collectives[0].number == 7, "what failed counts as ended for torch"
+
+
+def test_without_torchs_recorder_a_rank_in_backward_is_not_blamed() -> None:
+    frames = ['  File "/x/torch/autograd/graph.py", line 5, in _engine_run_backward']
+    inside = Record(**{**vars(record(0, done("sync"))), "stacks": {"MainThread": frames}, "members": (0, 1)})
+    verdict = blame([inside, record(1, waiting(0), members=2)])
+    assert verdict.culprits == []
+    assert "rank 0 stood in backward, where DDP may wait, and torch's flight recorder was off" in verdict.why
+
+
+# What else the report says
 
 
 def test_a_rank_whose_own_step_has_failed_is_named_before_all_others() -> None:
@@ -116,7 +186,7 @@ def test_equal_ranks_and_circles_name_nobody() -> None:
         records = [record(rank, waiting(peer), members=2) for rank, peer in enumerate(peers)]
         verdict = blame(records)
         assert verdict.culprits == []
-        assert "No single rank to name: all ranks have come equally far." in report(records)
+        assert "No single rank to name: cannot tell, because all ranks have come equally far." in report(records)
 
 
 def test_records_of_runs_that_began_at_different_times_are_pointed_out() -> None:

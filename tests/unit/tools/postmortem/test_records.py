@@ -21,6 +21,7 @@ def content(**more: Any) -> dict[str, Any]:
         **{"version": VERSION, "rank": 0, "members": [0, 1], "attempt": 0, "host": "here", "process": 7},
         **{"started": 1e9, "written": 1e9 + 5, "time_out": 60.0, "reason": "a time-out", "error": ""},
         **{"stacks": {"MainThread": ["line"]}, "fields": list(FIELDS), "events": [ROW]},
+        "collectives": [["0", 3, "all_reduce", "[[4]]", 1e9, True]],
         **more,
     }
 
@@ -33,6 +34,8 @@ def written(folder: Path, data: bytes) -> Path:
 def test_a_record_is_read(tmp_path: Path) -> None:
     record = read(written(tmp_path, json.dumps(content()).encode()))
     assert (record.rank, record.events[0].phase, record.events[0].peer_rank) == (0, "sync", 1)
+    assert str((record.collectives or ())[0]) == "all_reduce [[4]], collective 3 of process group '0'"
+    assert read(written(tmp_path, json.dumps(content(collectives=None)).encode())).collectives is None
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,8 @@ def test_a_record_is_read(tmp_path: Path) -> None:
         {"events": [[*ROW[:5], -1.0, *ROW[6:]]]},
         {"events": [["1", *ROW[1:]]]},
         {"version": {}},
+        {"collectives": 3},
+        {"collectives": [["0", "3", "all_reduce", "[[4]]", 1e9, True]]},
         {"fields": None},
         {"rank": 10**400},
     ],

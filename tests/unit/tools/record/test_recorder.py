@@ -222,7 +222,9 @@ def test_intervals_of_a_device_are_read_when_it_has_passed_them(ring: Ring) -> N
 @pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"version": 99, "fields": []})])
 def test_what_is_no_record_is_refused_by_name(content: Any, tmp_path: Path) -> None:
     (tmp_path / "attempt-0-rank-00000.json").write_text(content)
-    with pytest.raises(ValueError, match=r"Expected a flight record of version 1 in .*rank-00000\.json"):
+    with pytest.raises(
+        ValueError, match=rf"Expected a flight record of version {flight.VERSION} in .*rank-00000\.json"
+    ):
         read_folder(tmp_path)
 
 
@@ -231,3 +233,32 @@ def test_events_that_never_end_do_not_keep_others_from_being_recorded() -> None:
     for _ in range(4):
         ring.take().start()
     assert ring.take().number >= 4, "a slot was used again"
+
+
+def test_the_record_of_a_wait_that_ends_well_is_withdrawn_and_that_of_an_error_stays(ring: Ring, folder: Path) -> None:
+    recorder = Recorder()
+    with recorder.label("wait_sync", 1):
+        path = flight.write("no event for 9.0 s of a time-out of 12.0 s")
+    assert path is not None
+    flight._withdraw(path)
+    assert not path.exists()
+    assert flight.write("an error in step", "ValueError: no") == path
+    flight._withdraw(path)
+    assert path.exists()
+
+
+def test_an_exception_that_ends_the_process_is_written_once(ring: Ring, folder: Path) -> None:
+    with Recorder().label("step"):
+        pass
+    flight._ended_by(SystemExit(0))
+    flight._ended_by(KeyboardInterrupt())
+    flight._ended_by(None)
+    assert not folder.exists()
+    leaving = SystemExit(1)
+    leaving.__context__ = ValueError("a broken file")
+    flight._ended_by(leaving)
+    (record,) = read_folder(folder)
+    assert (record.reason, record.error) == (flight.UNCAUGHT, "ValueError: a broken file")
+    flight.write("an error in step", "KeyError: 'x'")
+    flight._ended_by(KeyError("x"))
+    assert read_folder(folder)[0].reason == "an error in step", "the event that failed says more"
