@@ -23,9 +23,8 @@ from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.tools.monitor import Monitor
 from ddp_zero.tools.postmortem.blame import blame
-from ddp_zero.tools.postmortem.command import main
+from ddp_zero.tools.postmortem.command import main, report
 from ddp_zero.tools.postmortem.records import read_folder
-from ddp_zero.tools.postmortem.report import report
 from ddp_zero.tools.record.recorder import RING
 from tests.multiproc.cases import (
     at_stage,

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_zero
 from ddp_zero import shard_optimizer
 from ddp_zero.tools.postmortem.blame import Verdict, blame
+from ddp_zero.tools.postmortem.command import report
 from ddp_zero.tools.postmortem.records import read_folder
-from ddp_zero.tools.postmortem.report import report
 from tests.multiproc.harness import kill_this_process
 
 GROUP_TIMEOUT = 6.0

@@ -14,8 +14,6 @@ LOCAL = "local_step"
 _BUSY = {LOCAL, "forward", "backward", "reduce", "sync"}
 """Phases in which a rank waits for nobody, as far as it knows."""
 
-_POSTED_BY = {"wait_reduce": "reduce", "wait_sync": "sync"}
-
 _ON_ALL_RANKS = {"step", "reduce"}
 """Phases that every rank goes through, whatever it owns."""
 
@@ -97,17 +95,6 @@ def last_wait(record: Record) -> Event | None:
     """
     unfinished = [event for event in record.events if event.failed or event.ended is None]
     return max(unfinished, key=lambda event: (bool(event.peer), event.failed, event.number), default=None)
-
-
-def bytes_waited_for(record: Record, wait: Event) -> int:
-    """Expected size in bytes of the pending receive, if it was recorded."""
-    posted = [
-        event.received
-        for event in record.events
-        if (event.phase, event.step, event.bucket, event.optimizer)
-        == (_POSTED_BY.get(wait.phase), wait.step, wait.bucket, wait.optimizer)
-    ]
-    return posted[-1] if posted else 0
 
 
 # Who waits for whom

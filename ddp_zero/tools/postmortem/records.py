@@ -16,12 +16,7 @@ _GLOBAL_RANK = re.compile(r"\(global rank (\d+)\)")
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a rank; see `ddp_zero.tools.record.recorder.Span`. Times are seconds since the epoch.
-
-    Attributes:
-        ended: None if it had not when the record was written.
-        failed: whether an error has ended it.
-    """
+    """One event of a rank; see `ddp_zero.tools.record.recorder.Span`. Times are seconds since the epoch."""
 
     number: int
     optimizer: int
@@ -47,13 +42,7 @@ class Event:
 class Collective:
     """One collective that torch has recorded, of DDP, of the script or of this library.
 
-    Attributes:
-        group: name of the process group, the same on all ranks.
-        number: in the group, counted from 1 on every rank.
-        operation: such as ``all_reduce``.
-        sizes: of the inputs.
-        begun: seconds since the epoch.
-        goes_on: whether it had not ended when the record was written. One that has failed has ended.
+    All ranks count those of a process group alike. One that has failed does not go on.
     """
 
     group: str
@@ -69,21 +58,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank has left.
-
-    Attributes:
-        rank: in the job.
-        members: the ranks that it works with, itself included.
-        attempt: how often torchrun had restarted the job.
-        host: its name.
-        process: its id there.
-        started, written: seconds since the epoch.
-        reason: why it was written.
-        error: the error, or empty.
-        stacks: where threads were, by name.
-        events: oldest first.
-        collectives: oldest first; None if torch has recorded none.
-    """
+    """What one rank has left, oldest events first; ``collectives`` is None where torch has recorded none."""
 
     rank: int
     members: Sequence[int]

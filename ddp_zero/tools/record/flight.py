@@ -73,14 +73,9 @@ def identify(
     time_out: float,
     collectives: Callable[[], list[list[Any]] | None] = lambda: None,
 ) -> None:
-    """Say which rank of its job this process is, which others it works with, and when their messages time out.
+    """Say which rank of its job this process is, its peers in it, and after how many seconds messages time out.
 
-    Args:
-        rank: in the job.
-        members: ranks in the job.
-        time_out: in seconds.
-        collectives: returns rows of `COLLECTIVE_FIELDS`, ``begun`` in nanoseconds since the epoch, or None if nothing
-            records them.
+    ``collectives`` returns rows of `COLLECTIVE_FIELDS`, in nanoseconds, or None if nothing records them.
     """
     _Job.rank = rank
     _Job.members.update(members)
@@ -90,19 +85,11 @@ def identify(
 
 
 def write(reason: str, error: str = "") -> Path | None:
-    """Write this rank's record, in place of an earlier one of this process.
-
-    Args:
-        reason: why it is written.
-        error: the error, if there is one.
-
-    Returns:
-        The file; None without a folder, or if it cannot be written, since this must not hide the error.
-    """
+    """Write this rank's record over an earlier one; None without a folder, or where it cannot be written."""
     folder = _Job.folder
     if folder is None:
         return None
-    with contextlib.suppress(OSError), _one_writes:
+    with contextlib.suppress(OSError), _one_writes:  # a full disk must not hide the error
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"attempt-{_attempt()}-rank-{_Job.rank:05}.json"
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
@@ -227,13 +214,7 @@ def _withdraw(path: Path) -> None:
 
 
 def overdue(ring: Ring, now: int, time_out: float) -> str | None:
-    """Why a record should be written now, or None.
-
-    Args:
-        ring: the events.
-        now: `time.perf_counter_ns`.
-        time_out: of a message, in seconds.
-    """
+    """Why a record should be written at ``now``, as `time.perf_counter_ns`; None if no time-out nears."""
     if ring.newest < 0 or (now - ring.newest_time()) * 1e-9 < _NEARS * time_out:
         return None
     return f"no event for {(now - ring.newest_time()) * 1e-9:.1f} s of a time-out of {time_out:.1f} s"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
 CAPACITY = 4096
 """Of the ring of a process; a power of two."""
@@ -19,10 +19,8 @@ SAMPLED = 64  # see `Recorder.when_ended`
 
 
 class _Current(threading.local):
-    """Of each thread: its innermost event, and the id of the last error that has left one."""
-
-    span: "Span | None" = None
-    error = 0
+    span: "Span | None" = None  # the innermost event of each thread
+    error = 0  # the id of the last error that has left an event
 
 
 _current = _Current()
@@ -31,17 +29,8 @@ _current = _Current()
 class Span:
     """A slot: one event, within a `Label`, or from `start` to `stop`. Get one from `Recorder.span`.
 
-    Attributes:
-        number: how many events this process had recorded before; -1 in a slot that was never used.
-        phase: what was done, such as ``wait_reduce``.
-        bucket: of which bucket, or -1.
-        step: during which step, counted from 1.
-        begun, ended: `time.perf_counter_ns`; 0 if it has not.
-        sent, received: bytes of messages posted meanwhile.
-        message: what was waited for last, such as ``the sync of bucket 3``.
-        peer: the rank whose message is waited for, by name, or a function that returns it; empty once it has arrived.
-        failed: whether an error has ended it.
-        counted: up to when its time was added up already; by default, not at all.
+    Times are `time.perf_counter_ns`, 0 if there is none; ``number`` is -1 in a slot that was never used; ``counted``
+    the time up to which the event was added to sums; ``message`` and ``peer`` name the last message waited for.
     """
 
     __slots__ = (
@@ -62,9 +51,8 @@ class Span:
 
     def start(self) -> "Span":
         """Begin without becoming this thread's innermost event, so that a different thread may call `stop`."""
-        recorder = self.recorder
-        if recorder is not None and recorder.clock is not None:
-            self.start_mark = recorder.clock.mark()
+        if self.recorder is not None and self.recorder.clock is not None:
+            self.start_mark = self.recorder.clock.mark()
         self.begun = self.counted = perf_counter_ns()
         return self
 
@@ -79,12 +67,7 @@ class Span:
 
 
 class Label:
-    """A context that is an event each time, and this thread's innermost one. Any number of threads may be in one.
-
-    Args:
-        recorder: takes the events.
-        phase, bucket: see `Span`.
-    """
+    """A context that is an event each time, and this thread's innermost one. Any number of threads may be in one."""
 
     __slots__ = ("_bucket", "_phase", "_recorder")
 
@@ -127,11 +110,7 @@ class Label:
 
 
 class Ring:
-    """Slots for the last `capacity` events of all threads.
-
-    Args:
-        capacity: a power of two.
-    """
+    """Slots for the last ``capacity`` events of all threads, a power of two."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         if capacity < 1 or capacity & (capacity - 1):
@@ -178,12 +157,7 @@ def name_of(peer: str | Callable[[], str]) -> str:
 
 
 def waits_for(message: str, peer: Callable[[], str]) -> None:
-    """Note in this thread's innermost event which message it waits for now, and from whom.
-
-    Args:
-        message: such as ``the sync of bucket 3``.
-        peer: returns the name of a rank; called only if the record is written before the wait has ended.
-    """
+    """Note which message this thread's innermost event waits for; ``peer`` is called only if a record is written."""
     span = _current.span
     if span is not None:
         span.message, span.peer = message, peer
@@ -197,43 +171,19 @@ def open_spans() -> Iterator[Span]:
         span = span.outer
 
 
-class DeviceClock(Protocol):
-    """Measures time on a device without waiting for it."""
-
-    def mark(self) -> Any:
-        """A point in the work that was issued to the device; None where time on the host is what counts."""
-
-    def seconds(self, begun: Any, ended: Any) -> float | None:
-        """The time between two marks, or None if the device has not passed both yet."""
-
-    def is_beside(self, mark: Any) -> bool:
-        """Whether the mark is on a stream that the training loop does not wait for."""
-
-
 class Recorder:
-    """Records events of one optimizer, and adds them up.
-
-    Attributes:
-        optimizer: a number that tells this process's optimizers apart.
-        step: the number of the step under way, from 1.
-        totals: sums so far: nanoseconds on the host by phase; bytes as ``sent`` and ``received``.
-        at_end, before: ``totals`` at the end of the last step and of the one before it.
-        ended_at, began_at: when these two were, by `time.perf_counter_ns`.
-        skipped: steps that were not taken.
-        clock: for work on a device; None: the host's time is what counts.
-        when_ended: called at the end of the first three steps and of every `SAMPLED`-th, or None.
-    """
+    """Records events of one optimizer, and adds them up: nanoseconds on the host by phase, bytes sent and received."""
 
     def __init__(self) -> None:
-        self.when_ended: Callable[[], None] | None = None
-        self.optimizer = next(_optimizers)
-        self.step = 1
+        self.when_ended: Callable[[], None] | None = None  # at the end of the first three steps and of every `SAMPLED`-th
+        self.optimizer = next(_optimizers)  # tells this process's optimizers apart
+        self.step = 1  # under way
         self.totals: dict[str, int] = defaultdict(int, sent=0, received=0)
-        self.at_end: dict[str, int] = {}
-        self.before: dict[str, int] = {}
-        self.ended_at = self.began_at = 0
+        self.at_end: dict[str, int] = {}  # `totals` at the end of the last step
+        self.before: dict[str, int] = {}  # and of the one before it
+        self.ended_at = self.began_at = 0  # when these two were
         self.skipped = 0
-        self.clock: DeviceClock | None = None
+        self.clock: Any = None  # `insight.device_clock.StreamClock`; without one the host's time counts
         self._pending: deque[tuple[Interval, Any, Any]] = deque(maxlen=_PENDING)
         self.one_adds = threading.Lock()
 
@@ -279,12 +229,7 @@ class Recorder:
             span.received += received
 
     def step_ended(self, now: int, stepped: bool) -> None:
-        """A step has ended, or was not taken. What this thread is in counts up to now, and from now in the next.
-
-        Args:
-            now: `time.perf_counter_ns`.
-            stepped: whether it was taken.
-        """
+        """A step has ended, or was not taken. Open events of this thread count up to now, and from now in the next."""
         for span in open_spans():
             if span.recorder is self:
                 self.totals[span.phase] += now - span.counted
@@ -314,13 +259,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Interval:
-    """Time on a device.
-
-    Attributes:
-        phase, step: see `Span`.
-        seconds: how long.
-        is_beside: whether it was on a stream that the training loop does not wait for.
-    """
+    """Time on a device; ``is_beside`` where the training loop did not wait for its stream."""
 
     phase: str
     step: int

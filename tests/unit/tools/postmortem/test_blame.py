@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from ddp_zero.tools.postmortem.blame import blame
-from ddp_zero.tools.postmortem.command import main
+from ddp_zero.tools.postmortem.command import main, report
 from ddp_zero.tools.postmortem.records import Collective, Event, Record
-from ddp_zero.tools.postmortem.report import report
 from ddp_zero.tools.record.flight import UNCAUGHT
 
 
