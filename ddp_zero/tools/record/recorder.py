@@ -175,7 +175,7 @@ class Recorder:
     """Records events of one optimizer, and adds them up: nanoseconds on the host by phase, bytes sent and received."""
 
     def __init__(self) -> None:
-        self.when_ended: Callable[[], None] | None = None  # at the end of the first three steps and of every `SAMPLED`-th
+        self.when_ended: Callable[[], None] | None = None  # after the first three steps and every `SAMPLED`-th
         self.optimizer = next(_optimizers)  # tells this process's optimizers apart
         self.step = 1  # under way
         self.totals: dict[str, int] = defaultdict(int, sent=0, received=0)
