@@ -183,7 +183,7 @@ class Recorder:
         self.before: dict[str, int] = {}  # and of the one before it
         self.ended_at = self.began_at = 0  # when these two were
         self.skipped = 0
-        self.clock: Any = None  # `insight.device_clock.StreamClock`; without one the host's time counts
+        self.clock: Any = None  # `insight.stats.StreamClock`; without one the host's time counts
         self._pending: deque[tuple[Interval, Any, Any]] = deque(maxlen=_PENDING)
         self.one_adds = threading.Lock()
 
