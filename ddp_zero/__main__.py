@@ -11,7 +11,7 @@ COMMANDS = {
     "check": ("ddp_zero.tools.check", "versions, and what works on this machine (the default)"),
     "estimate": ("ddp_zero.tools.estimate", "memory per rank of a model, before anything is allocated"),
     "launch": ("ddp_zero.launch.launcher", "run torchrun on every host of a job"),
-    "checkpoint": ("ddp_zero.checkpoint.command", "what a checkpoint holds, and exports of it"),
+    "checkpoint": ("ddp_zero.checkpoint.export", "what a checkpoint holds, and exports of it"),
     "postmortem": ("ddp_zero.tools.postmortem.command", "which rank everyone waited for, from flight records"),
     "timeline": ("ddp_zero.tools.timeline", "a picture of one step, from a trace of torch.profiler"),
     "config": ("ddp_zero.deepspeed.config.command", "what becomes of each key of a DeepSpeed configuration"),

@@ -51,10 +51,7 @@ from ddp_zero.core.local.live_model import the_ddp_model_in
 from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.offload.placement import residence_for
-from ddp_zero.core.state.load_together import load_together
-from ddp_zero.core.state.shard_dict import ShardDict
-from ddp_zero.core.state.state_offload import offload_state, reload_state
-from ddp_zero.core.state.whole_dict import WholeDict
+from ddp_zero.core.state.state_dicts import StateDicts, offload_state, reload_state
 from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
 from ddp_zero.core.step.join import ZeroJoinHook, refuse_replicas
 from ddp_zero.core.step.sharded_step import Binding, ShardedStep
@@ -219,13 +216,12 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         sharded.local_step.mirror_to_exposed()
         sharded.extend(table, binding)
         self._engine.find_models()
-        self._whole.answer_others()
+        self._states.answer_others()
 
     def _assemble(self, engine: Engine) -> None:
         """Take an engine, and what shows its state as state dicts."""
         self._engine = engine
-        self._whole = WholeDict(engine.sharded, engine.decision, self._build)
-        self._shard = ShardDict(engine.sharded, self._whole)
+        self._states = StateDicts(engine.sharded, engine.decision, self._build)
         self._stats = Stats(engine)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -488,7 +484,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
         With master weights, which are in ``master_weights``, a new dict at each access.
         """
-        return self._whole.state() if hasattr(self, "_whole") else self.optim.state
+        return self._states.state() if hasattr(self, "_states") else self.optim.state
 
     @state.setter
     def state(self, state: State) -> None:
@@ -509,7 +505,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             ValueError: if ``to`` is not a rank of the group or differs between ranks.
             TypeError: if a state cannot travel without pickle, naming the parameter; RuntimeError on other ranks.
         """
-        self._whole.gather(to)
+        self._states.gather(to)
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dict, on any ranks at any time between two steps; not a collective.
@@ -523,7 +519,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 a step without this rank, or does not end its step; in a step of this rank; on a copy.
             TypeError: if a state cannot travel without pickle, naming the parameter.
         """
-        return self._whole.pack(super().state_dict)
+        return self._states.whole(super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load the unsharded optimizer's state dict; this rank keeps the state of its shard. A collective.
@@ -540,7 +536,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             RuntimeError: between a backward pass that has stepped and ``opt.step()``; if it failed on another rank.
         """
         engine, check = self._engine, partial(self._engine.check_before_step, "opt.load_state_dict()")
-        load_together(engine.sharded, self._whole, self, state_dict, check, may_talk=not engine.joins)
+        self._states.load_together(self, state_dict, check, may_talk=not engine.joins)
 
     def sharded_state_dict(self, model: nn.Module | None = None, *, init_missing: bool = False) -> dict[str, Any]:
         """This rank's part of the state, by fully qualified name, for direct use of `torch.distributed.checkpoint`.
@@ -559,7 +555,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         Raises:
             ValueError: if a parameter has no name.
         """
-        return self._shard.pack(model, init_missing)
+        return self._states.shard(model, init_missing)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module | None = None) -> None:
         """Load what `sharded_state_dict` returned, for this rank's parameters at least. Never communicates.
@@ -572,8 +568,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             ValueError: if it does not fit, naming the parameter; nothing is changed then.
         """
         self._engine.check_before_step("opt.load_sharded_state_dict()")
-        self._whole.load(self, self._shard.by_index(state_dict, model))
-        self._shard.loaded()
+        self._states.load_shard(self, state_dict, model)
 
     # Join
 
@@ -633,3 +628,8 @@ def engine_of(optimizer: ZeroRedundancyOptimizer) -> Engine:
 def sharded_of(optimizer: ZeroRedundancyOptimizer) -> ShardedStep:
     """The sharded step of an optimizer: the door for packages that read or move sharded state."""
     return optimizer._engine.sharded
+
+
+def states_of(optimizer: ZeroRedundancyOptimizer) -> StateDicts:
+    """The state of an optimizer as dictionaries: the door for packages that save and load it by parts."""
+    return optimizer._states

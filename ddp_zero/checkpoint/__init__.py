@@ -21,13 +21,20 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ddp_zero.checkpoint.capturing import capture, copied, sample_of_ignored
 from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.folder import check_comes_last, folder_of, next_step, start
+from ddp_zero.checkpoint.folder import folder_of, text_and_tensors
 from ddp_zero.checkpoint.loading import Restore
-from ddp_zero.checkpoint.manifest import text_and_tensors
-from ddp_zero.checkpoint.optimizers import OptimizerState, ParallelState, state_of, unwrapped
-from ddp_zero.checkpoint.saving import SaveJob, Saving, Writer, finish_all, writer_across, writer_of
+from ddp_zero.checkpoint.optimizers import OptimizerState, ParallelState, process_group_of, state_of, unwrapped
+from ddp_zero.checkpoint.saving import (
+    SaveJob,
+    Saving,
+    Writer,
+    capture,
+    finish_all,
+    sample_of_ignored,
+    start_folder,
+    writer_of,
+)
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.peers import Peers, check_not_alone
@@ -122,23 +129,11 @@ def save(
     with Agreement(peers, "checkpoint.save") as agreement:
         part = capture(live, state, states, peers, extra, rank_extra, layout, exclude_frozen)
         text, tensors = text_and_tensors(part.as_tree(), "a checkpoint")
-        tensors = copied(tensors) if background else tensors
-        place = _start(peers, agreement, root := folder_of(path), step, keep)
+        if background:  # copies, unaffected by further training
+            tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        place = start_folder(peers, agreement, root := folder_of(path), step, keep)
     number, folder = json.loads(peers.all_gather_text(place)[0])
     return writer.start(SaveJob(root / folder, number, keep, text, tensors), background)
-
-
-def _start(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:
-    """Create the folder on rank 0. Returns there the checkpoint's number and the folder's name as JSON, else ""."""
-    agreement.declare("step", step)
-    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
-        if number is not None and (type(number) is not int or number < least):
-            raise ValueError(f"Expected {name} to be an int of at least {least}, got {number!r}.")
-    if peers.group_rank != 0:
-        return ""
-    check_comes_last(root, step)
-    step = next_step(root) if step is None else step
-    return json.dumps([step, start(root, step)])
 
 
 def load(
@@ -206,17 +201,17 @@ def _writer(model: nn.Module, optimizer: Optimizer | None, is_save: bool = False
     """The writer of the ranks that save and load together: with a `ParallelOptimizer` all that hold a part."""
     inner = unwrapped(optimizer)
     if isinstance(inner, ParallelOptimizer):
-        return writer_across(inner.process_groups)
+        return writer_of(inner.process_groups)
     group = _group(model, optimizer)
     if is_save:
         check_not_alone(group)
-    return writer_of(group)
+    return writer_of([] if group is None else [group])
 
 
 def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None:
-    """The ranks that save and load together: those of DDP, or of a sharded optimizer."""
+    """The process group that saves and loads together: DDP's, or a sharded optimizer's."""
     group = group_of(model)
-    sharded: ProcessGroup | None = getattr(unwrapped(optimizer), "join_process_group", None)
+    sharded = process_group_of(unwrapped(optimizer))
     if group is not None and sharded is not None and not Communicator(group).has_same_ranks(sharded):
         raise ValueError(
             "Expected an optimizer that is sharded over the ranks of the DDP model, got one over different ranks. "
@@ -247,7 +242,7 @@ def _declared(
 
 
 def _layout(peers: Peers, statement: Statement | None) -> Layout | None:
-    """What all ranks hold together, if they do not hold the same. A collective.
+    """The layout of the model over all ranks, if they hold different parts. A collective.
 
     Raises:
         ValueError: on every rank, if it does not fit together, naming the parameter and two ranks.

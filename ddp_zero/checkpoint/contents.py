@@ -7,20 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_zero.checkpoint.folder import Marker, is_complete, newest, read_marker, read_text
-from ddp_zero.checkpoint.foreign import deepspeed
-from ddp_zero.checkpoint.foreign.contents import Foreign
-from ddp_zero.checkpoint.foreign.values import RawTensor
-from ddp_zero.checkpoint.manifest import (
+from ddp_zero.checkpoint.folder import (
     CutTensor,
+    Marker,
     PiecedTensor,
     StoredTensor,
     decode_part,
     fill,
+    newest,
     part_name,
+    read_marker,
+    read_text,
     stored_in,
     total_bytes,
 )
+from ddp_zero.checkpoint.foreign import deepspeed
+from ddp_zero.checkpoint.foreign.deepspeed import Foreign
+from ddp_zero.checkpoint.foreign.torch_file import RawTensor
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.boxes import Box, fault
@@ -38,7 +41,7 @@ class Part:
         births: when each of those states was created, and the parameter's name.
         rank_extra: the user's own state of this rank.
         shared: the values that are equal on every rank; on rank 0 only, else None.
-        cuts: of a value of which ranks hold different parts: the shape of the whole, and where this part begins.
+        cuts: for each value of which ranks hold different parts: the shape of the whole, and where this part begins.
     """
 
     model: dict[str, Any]
@@ -115,10 +118,13 @@ class SavedCheckpoint:
             FileNotFoundError: if there is no complete checkpoint.
             ValueError: if it is damaged, or was not written by this library, naming the file.
         """
-        found = None if is_complete(path) else deepspeed.find(path)
-        if found is not None:
+        try:
+            folder = newest(path)
+        except FileNotFoundError:
+            found = deepspeed.find(path)
+            if found is None:
+                raise
             return cls.of_foreign(deepspeed.read(found))
-        folder = newest(path)
         return cls.read(folder, read_marker(folder))
 
     @classmethod
@@ -141,13 +147,8 @@ class SavedCheckpoint:
         model.update({alias: model[name] for alias, name in foreign.aliases.items()})
         return cls(foreign.folder, foreign.step, foreign.digest, model, _stored(state), shared, [], foreign)
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether a different library wrote it: it does not name classes."""
-        return self.foreign is not None
-
     def is_of(self, optimizer: str) -> bool:
-        """Whether its state may be of an optimizer class, of which a different library only tells the kind."""
+        """True if its state may belong to this class of optimizer; a different library tells only the kind of class."""
         if self.foreign is None:
             return self.shared.optimizer == optimizer
         return optimizer.rpartition(".")[2] in self.foreign.kinds
@@ -161,16 +162,16 @@ class SavedCheckpoint:
                 f"Expected groups and options in the part of rank 0 only, got them missing or repeated: {folder}."
             )
         shared = parts[0].shared
-        cut = _cut_values(parts, folder)
-        model = _joined((part.model for part in parts), cut.model, folder)
+        cut_model, cut_state = _cut_values(parts, folder)
+        model = _joined([part.model for part in parts], cut_model, folder)
         for alias, name in shared.aliases.items():
             if alias in model or name not in model:
                 raise ValueError(f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}.")
             model[alias] = model[name]
-        state = _joined((part.state for part in parts), cut.state, folder)
+        state = _joined([part.state for part in parts], cut_state, folder)
         every = [birth for part in parts for birth in part.births]
-        of_parts = {birth[2]: birth for birth in every if birth[2] in cut.model}
-        births = sorted([*(birth for birth in every if birth[2] not in cut.model), *of_parts.values()])
+        of_parts = {birth[2]: birth for birth in every if birth[2] in cut_model}
+        births = sorted([*(birth for birth in every if birth[2] not in cut_model), *of_parts.values()])
         if sorted(name for _, _, name in births) != sorted(state):
             raise ValueError(f"Expected the order of all optimizer states, got one of a different set: {folder}.")
         if not set(state) <= {name for group in shared.param_groups for name in group["params"]}:
@@ -191,7 +192,7 @@ class SavedCheckpoint:
         return list(dict.fromkeys(stored_in(trees)))
 
     def summary(self) -> list[tuple[str, str]]:
-        """What it holds in words, by title."""
+        """Its contents in words, by title."""
         shared, tensors = self.shared, self.tensors()
         sizes = Counter[str]()
         for stored in tensors.values():
@@ -303,19 +304,13 @@ def _is_list_of_names(value: object) -> bool:
 
 def _expect(is_so: bool, what: str) -> None:
     if not is_so:
-        raise TypeError(f"Expected {what}, got something else.")
+        raise TypeError(f"Expected {what}, got a different kind of value.")
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Values of which ranks have written different parts, put together: of the model and of states, by name."""
-
-    model: dict[str, CutTensor] = field(default_factory=dict)
-    state: dict[str, State] = field(default_factory=dict)
-
-
-def _cut_values(parts: Sequence[Part], folder: Path) -> _Cut:
-    found = _Cut()
+def _cut_values(parts: Sequence[Part], folder: Path) -> tuple[dict[str, CutTensor], dict[str, State]]:
+    """The values of the model of which ranks wrote different parts, and their states, put together, by name."""
+    model: dict[str, CutTensor] = {}
+    state: dict[str, State] = {}
     for name in dict.fromkeys(name for part in parts for name in part.cuts):
         ranks = [rank for rank, part in enumerate(parts) if name in part.model]
         cuts = [parts[rank].cuts.get(name) for rank in ranks]
@@ -331,27 +326,23 @@ def _cut_values(parts: Sequence[Part], folder: Path) -> _Cut:
                 f"Expected the parts of {name!r} to make up shape {list(shape)}, got {wrong}, from ranks {ranks}: "
                 f"{folder}."
             )
-        found.model[name] = CutTensor.of(shape, list(zip(boxes, values, strict=True)))
+        model[name] = CutTensor.of(shape, list(zip(boxes, values, strict=True)))
         states = [parts[rank].state.get(name) for rank in ranks]
-        if any(state is not None for state in states):
-            found.state[name] = _cut_state(name, shape, boxes, [state or {} for state in states], ranks)
-    return found
+        if any(one is not None for one in states):
+            state[name] = _cut_state(name, shape, boxes, [one or {} for one in states], ranks)
+    return model, state
 
 
 def _cut_state(
     name: str, shape: tuple[int, ...], boxes: Sequence[Box], states: Sequence[State], ranks: Sequence[int]
 ) -> State:
-    """The state of a whole parameter: a tensor of the shape of a part is one of elements, the rest is alike."""
+    """The state of a whole parameter: tensors of the shapes of parts are put together; all else must be equal."""
     found: State = {}
     for key in dict.fromkeys(key for state in states for key in state):
         values = [state.get(key) for state in states]
-        if all(
-            isinstance(one, StoredTensor) and one.spec.shape == box.sizes
-            for one, box in zip(values, boxes, strict=True)
-        ):
-            found[key] = CutTensor.of(
-                shape, [(box, one) for box, one in zip(boxes, values, strict=True) if one is not None]
-            )
+        pairs = list(zip(boxes, values, strict=True))
+        if all(isinstance(one, StoredTensor) and one.spec.shape == box.sizes for box, one in pairs):
+            found[key] = CutTensor.of(shape, [(box, one) for box, one in pairs if one is not None])
             continue
         facts = [fill(value, lambda stored: (stored.spec, stored.span.sha256)) for value in values]
         other = next((rank for rank, fact in zip(ranks, facts, strict=True) if fact != facts[0]), None)
@@ -364,8 +355,8 @@ def _cut_state(
     return found
 
 
-def _joined(parts: Any, cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The values of all parts, those that are cut put together already."""
+def _joined(parts: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The values of all parts; those that are cut are put together already."""
     joined: dict[str, Any] = {}
     for part in parts:
         repeated = (joined.keys() & part.keys()) - cut.keys()

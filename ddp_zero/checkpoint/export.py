@@ -1,4 +1,6 @@
-"""Export of a checkpoint to plain files, by one process that never holds more than a piece of a tensor.
+"""``python -m ddp_zero checkpoint``: says what a checkpoint holds, and exports it to plain files.
+
+One process exports, which never holds more than a piece of a tensor.
 
 Weights become a safetensors file, the optimizer the state dict of the plain `torch.optim` class, or both together what
 DeepSpeed loads. The safetensors format (https://github.com/huggingface/safetensors, its README) is a length, a JSON
@@ -8,7 +10,8 @@ header and the bytes; it is written here, since the library of that name needs a
 import json
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -16,9 +19,17 @@ import torch
 from torch import Tensor
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.folder import sync_folder
-from ddp_zero.checkpoint.foreign.deepspeed_writer import write_universal
-from ddp_zero.checkpoint.manifest import CutTensor, PiecedTensor, StoredTensor, fill, stored_in, total_bytes
+from ddp_zero.checkpoint.folder import (
+    CutTensor,
+    PiecedTensor,
+    StoredTensor,
+    fill,
+    folder_of,
+    stored_in,
+    sync_folder,
+    total_bytes,
+)
+from ddp_zero.checkpoint.foreign.deepspeed import write_universal
 from ddp_zero.checkpoint.tensor_file import pieces, read, verify
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import memory_of
@@ -78,7 +89,8 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
     with showing(f"exporting {saved.folder.name}", total_bytes(stored)):
         files = [_replace(out / MODEL_FILE, lambda file: _write_model(saved.folder, values, file))]
         if shared.optimizer is not None:
-            files.append(_replace(out / OPTIMIZER_FILE, lambda file: _write_optimizer(saved, file)))
+            state = _optimizer_state(saved)
+            files.append(_replace(out / OPTIMIZER_FILE, lambda file: torch.save(state, cast(BinaryIO, Counted(file)))))
     return files
 
 
@@ -87,10 +99,6 @@ def model_state(path: Path) -> dict[str, Any]:
     saved = SavedCheckpoint.open(path)
     state: dict[str, Any] = fill(saved.model, lambda stored: read(saved.folder, stored, torch.device("cpu")))
     return state
-
-
-def _write_optimizer(saved: SavedCheckpoint, file: BinaryIO) -> None:
-    torch.save(_optimizer_state(saved), cast(BinaryIO, Counted(file)))
 
 
 def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
@@ -109,21 +117,20 @@ def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
 
 def _values(saved: SavedCheckpoint, fp32: bool, exclude_frozen: bool) -> dict[str, tuple[StoredTensor, torch.dtype]]:
     """The tensors to write, by name, and the dtype of each in the file."""
+    shared = saved.shared
     tensors = {name: value for name, value in saved.model.items() if isinstance(value, StoredTensor)}
     if exclude_frozen:
-        buffers = saved.shared.buffers
+        buffers = shared.buffers
         if buffers is None:
             raise ValueError(
                 f"Expected a checkpoint that tells parameters from buffers, got one of an earlier version: "
                 f"{saved.folder}. Save it again, or export it with its frozen parameters."
             )
-        shared = saved.shared
         aliases = {alias for alias, name in shared.aliases.items() if name in shared.trainable}
         kept = {*buffers, *shared.trainable, *aliases}
         tensors = {name: stored for name, stored in tensors.items() if name in kept}
     found = {}
     for name, stored in tensors.items():
-        shared = saved.shared
         first = shared.aliases.get(name, name)
         best = saved.state.get(first, {}).get(MASTER_KEY, stored) if fp32 else stored
         is_converted = fp32 and stored.spec.dtype.is_floating_point
@@ -154,13 +161,9 @@ def _write_model(folder: Path, values: Mapping[str, tuple[StoredTensor, torch.dt
 def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
     """The plain optimizer's state dict, its tensors still in the files."""
     shared = saved.shared
-    index_of: dict[str, int] = {}
-    groups = []
-    for group in shared.param_groups:
-        for name in group["params"]:
-            index_of[name] = len(index_of)
-        indices = [index_of[name] for name in group["params"]]
-        groups.append({**group, "params": indices})
+    names = [name for group in shared.param_groups for name in group["params"]]
+    index_of = {name: index for index, name in enumerate(names)}
+    groups = [{**group, "params": [index_of[name] for name in group["params"]]} for group in shared.param_groups]
     states: dict[Any, Any] = {**shared.other_state, **{index_of[name]: state for name, state in saved.state.items()}}
     scale = {} if shared.loss_scale is None else {"loss_scale": shared.loss_scale}
     tree = {"state": states, "param_groups": groups, **scale}
@@ -228,13 +231,13 @@ def _progress(saved: SavedCheckpoint) -> tuple[str, dict[str, Any]]:
     extra = fill(saved.shared.extra, lambda stored: read(saved.folder, stored, torch.device("cpu")))
     given = extra if isinstance(extra, dict) else {}
     is_engines = {"engine", "scheduler", "client_state"} <= given.keys()
-    counted = given["engine"] if is_engines else given if saved.is_foreign else {}
+    counted = given["engine"] if is_engines else given if saved.foreign is not None else {}
     progress = {name: int(counted.get(name) or 0) for name in ("global_steps", "skipped_steps", "global_samples")}
     progress["global_steps"] = progress["global_steps"] or saved.step
     if is_engines:
         return saved.folder.parent.name, {**given["client_state"], **progress, "lr_scheduler": given["scheduler"]}
     taken = progress["global_steps"] - progress["skipped_steps"]
-    schedule = given.get("lr_scheduler") if saved.is_foreign else None
+    schedule = given.get("lr_scheduler") if saved.foreign is not None else None
     schedule = schedule or {"last_batch_iteration": taken - 1, "last_epoch": taken}  # as schedules of either kind count
     return f"step-{saved.step:08d}", {**progress, "lr_scheduler": schedule}
 
@@ -252,3 +255,51 @@ def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
     count = stored.nbytes // stored.spec.dtype.itemsize
     flat = torch.frombuffer(memory, dtype=stored.spec.dtype, count=count, offset=stored.span.offset - start)
     return flat.view(stored.spec.shape)
+
+
+# The command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code, and exits with 1 and a message for a checkpoint that cannot be read."""
+    parser = ArgumentParser(prog="python -m ddp_zero checkpoint", description="Work with sharded checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser("info", help="say what a checkpoint of this library or of DeepSpeed holds")
+    info.add_argument("--tensors", action="store_true", help="list the tensors of the model as well")
+    info.add_argument("--verify", action="store_true", help="read everything, and compare it with its checksums")
+    command = commands.add_parser("export", help=f"write {MODEL_FILE} and {OPTIMIZER_FILE}, as plain as torch's own")
+    command.add_argument("--format", choices=("plain", "deepspeed-universal"), default="plain", help="what to write")
+    command.add_argument("--fp32", action="store_true", help="plain weights in fp32, of masters where there are some")
+    command.add_argument("--exclude-frozen", action="store_true", help="plain weights without frozen parameters")
+    for one in (info, command):
+        one.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them: the newest")
+    command.add_argument("out", metavar="OUT", help="a folder for the files")
+    options = parser.parse_args(arguments)
+    try:
+        _info(options) if options.command == "info" else _export(options)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    return 0
+
+
+def _info(options: Namespace) -> None:
+    saved = SavedCheckpoint.open(folder_of(options.path))
+    print(saved.folder)
+    for title, text in saved.summary():
+        print(f"  {title:<14}{text}")
+    for name, stored in saved.tensors().items() if options.tensors else ():
+        print(f"  {name}: {stored.describe()}")
+    if options.verify:
+        verify(saved.folder, saved.stored())
+        print("  everything fits its checksums")
+
+
+def _export(options: Namespace) -> None:
+    path, out = folder_of(options.path), folder_of(options.out)
+    if options.format == "deepspeed-universal":
+        if options.fp32 or options.exclude_frozen:
+            raise ValueError("Expected --fp32 and --exclude-frozen with --format plain: DeepSpeed's has fp32 alone.")
+        print(export_deepspeed(path, out))
+        return
+    for file in export(path, out, fp32=options.fp32, exclude_frozen=options.exclude_frozen):
+        print(f"{file}: {file.stat().st_size:,} bytes")

@@ -1,6 +1,11 @@
-"""Loading a checkpoint into a model and an optimizer: first check that it fits and is undamaged, then change them."""
+"""Loading a checkpoint into a model and an optimizer: first check that it fits and is undamaged, then change them.
 
-from collections.abc import Collection, Mapping
+Names, shapes and dtypes are matched without tensors. Every misfit becomes a line that a person can act on; a strict
+load raises with all lines, a lenient one skips the misfits.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,17 +14,36 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.fit import Fit, fit_groups, fit_values, listed, renamed
-from ddp_zero.checkpoint.manifest import StoredTensor, as_meta, fill, stored_in, total_bytes, within, written_in
+from ddp_zero.checkpoint.folder import StoredTensor, as_meta, as_written, fill, stored_in, total_bytes, within
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import read, read_into, verify
 from ddp_zero.core.comm.peers import Peers
 from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
+from ddp_zero.core.plan.global_names import renamed
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.plan.shapes import Value
 from ddp_zero.tools.record.progress import showing
+
+
+@dataclass
+class Fit:
+    """The parts of a checkpoint that can be loaded.
+
+    Attributes:
+        values: names of the model whose saved value fits.
+        groups: for each group of the optimizer, the saved group whose options it takes, or None.
+        states: names of the optimizer's parameters that take their saved state.
+        misfits: what does not fit, a line each.
+        notes: expected differences, a line each.
+    """
+
+    values: list[str] = field(default_factory=list)
+    groups: list[int | None] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -27,9 +51,6 @@ class Restore:
     """The assignment of a checkpoint's contents to a model and an optimizer.
 
     Attributes:
-        saved: the checkpoint.
-        live: the model.
-        optimizer: the optimizer, or None.
         fit: the parts that fit.
         values: the stored tensor for each tensor of the model, by name.
         extra_states: module state that is not a tensor, by name.
@@ -50,8 +71,6 @@ class Restore:
     other_state: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
-    # What fits
-
     @classmethod
     def plan(
         cls,
@@ -68,7 +87,7 @@ class Restore:
             saved: the checkpoint.
             live: the model.
             optimizer: the optimizer, or None.
-            rename: maps saved names, or prefixes of them, to the current ones.
+            rename: see `ddp_zero.checkpoint.load`.
             strict: whether everything must fit.
             elsewhere: names that other ranks hold and this one does not.
 
@@ -78,7 +97,11 @@ class Restore:
         """
         plan = cls(saved, live, optimizer)
         groups = [group["params"] for group in saved.shared.param_groups]
-        names = renamed(dict.fromkeys([*saved.model, *(name for group in groups for name in group)]), rename)
+        saved_names = dict.fromkeys([*saved.model, *(name for group in groups for name in group)])
+        if rename:
+            names = renamed(saved_names, rename, "rename=", "the checkpoint")
+        else:
+            names = {name: name for name in saved_names}
         known = {*live.values(), *elsewhere}
         second = {names[alias]: names[name] for alias, name in saved.shared.aliases.items()}
         gone = {alias: name for alias, name in second.items() if alias not in known and name in known}
@@ -106,7 +129,7 @@ class Restore:
         return plan
 
     def _wanted(self, entries: Mapping[str, Any]) -> Mapping[str, Value]:
-        """The values of the model that must be saved: of two names one; frozen parameters may have been left out."""
+        """The values of the model that must be saved: tied ones once; frozen parameters may have been left out."""
         values, trainable = self.live.values(), set(self.live.trainable)
         second = [alias for alias, name in self.live.aliases.items() if alias not in entries and name in entries]
         self.fit.notes += [
@@ -135,17 +158,12 @@ class Restore:
                 self.extra_states[name] = entries[name]
 
     def _held(self, name: str, whole: Any, value: Any) -> Any:
-        """What this rank holds of a saved value, or of one in its state that has an element for each of its."""
+        """This rank's box of a saved value, or of a state with an element for each of the value's."""
         box = self.live.box(name)
-        has_elements = isinstance(value, StoredTensor) and isinstance(whole, StoredTensor)
-        if (
-            box is None
-            or not has_elements
-            or value.spec.shape != whole.spec.shape
-            or not box.is_within(whole.spec.shape)
-        ):
+        if box is None or not isinstance(value, StoredTensor) or not isinstance(whole, StoredTensor):
             return value
-        return within(value, box)
+        fits = value.spec.shape == whole.spec.shape and box.is_within(whole.spec.shape)
+        return within(value, box) if fits else value
 
     def _place_states(
         self,
@@ -179,7 +197,7 @@ class Restore:
                 self.groups.append(dict(group))
                 continue
             options = group_options(shared.param_groups[source])
-            if self.saved.is_foreign:  # options of a different class of the same kind
+            if self.saved.foreign is not None:  # options of a different class of the same kind
                 options = group_options(group) | {key: value for key, value in options.items() if key in group}
             _check_options(options, group)
             self.groups.append(loaded_group(group, options, optimizer.inner.defaults))
@@ -231,7 +249,7 @@ class Restore:
         trees = [self.values, self.extra_states, self.states, self.groups, self.other_state, extras]
         if isinstance(self.live, PartModel):  # ranks need different ones: all are shared out
             trees = [self.saved.model, self.saved.state, self.saved.shared.param_groups, self.other_state, extras]
-        needed = written_in(trees)
+        needed = as_written(stored_in(trees))
         owners = partition_greedy([stored.nbytes for stored in needed], peers.world_size)
         mine = [stored for stored, owner in zip(needed, owners, strict=True) if owner == peers.group_rank]
         with showing(f"checking {self.saved.folder.name}", total_bytes(mine), peers.group_rank == 0):
@@ -239,12 +257,11 @@ class Restore:
         self._verify_masters()
 
     def _names_of_stored(self) -> dict[StoredTensor, str]:
-        """What each tensor of the model and of states is, for messages."""
-        found = {one: f"{name!r} of the model" for name, entry in self.saved.model.items() for one in written_in(entry)}
+        """The name of each written tensor of the model and of states, for messages."""
+        named = [(f"{name!r} of the model", entry) for name, entry in self.saved.model.items()]
         for name, state in self.saved.state.items():
-            for key, value in state.items():
-                found.update({one: f"state {key!r} of {name!r}" for one in written_in(value)})
-        return found
+            named += [(f"state {key!r} of {name!r}", value) for key, value in state.items()]
+        return {written: name for name, entry in named for written in as_written(stored_in(entry))}
 
     def _verify_masters(self) -> None:
         """Check that parameters equal their rounded masters; otherwise the first step would undo the load."""
@@ -262,7 +279,7 @@ class Restore:
     # Changing the model and the optimizer
 
     def bytes_to_read(self) -> int:
-        """How much `carry_out` reads on this rank."""
+        """Bytes that `carry_out` reads on this rank."""
         kept = () if self.optimizer is None else self.optimizer.kept()
         states = {index: self.states[index] for index in kept if index in self.states}
         return total_bytes(stored_in([self.values, self.extra_states, states, self.groups, self.other_state]))
@@ -325,3 +342,67 @@ def _value_in(name: str, entry: Any) -> Value:
     if not isinstance(entry, StoredTensor) or is_extra(name):
         return Value(None, None)
     return Value(entry.spec.shape, str(entry.spec.dtype).removeprefix("torch."))
+
+
+# Matching
+
+
+def fit_values(saved: Mapping[str, Value], live: Mapping[str, Value], fit: Fit) -> None:
+    """Match a model's values by name and shape; a different dtype is a misfit, which a lenient load converts."""
+    for name, value in live.items():
+        if name not in saved:
+            fit.misfits.append(f"{name!r} of the model is not in the checkpoint")
+        elif saved[name].shape != value.shape:
+            fit.misfits.append(f"{name!r} has shape {_shown(value.shape)}, saved is {_shown(saved[name].shape)}")
+        else:
+            fit.values.append(name)
+            if saved[name].dtype != value.dtype:
+                fit.misfits.append(f"{name!r} has dtype {value.dtype}, saved is {saved[name].dtype}")
+    fit.misfits += [f"{name!r} of the checkpoint is not in the model" for name in saved if name not in live]
+
+
+def fit_groups(
+    saved: Sequence[Sequence[str]],
+    live: Sequence[Sequence[str]],
+    was_trainable: Collection[str],
+    is_trainable: Collection[str],
+    fit: Fit,
+) -> None:
+    """Match the groups and states of an optimizer by the names of their parameters, after `fit_values`.
+
+    A parameter may be on one side only because it was frozen then or is now; any other difference is a misfit.
+    Parameters whose values do not fit are not reported again.
+    """
+    values = set(fit.values)
+    group_of = {name: position for position, names in enumerate(saved) for name in names}
+    for position, names in enumerate(live):
+        known = Counter(group_of[name] for name in names if name in group_of and name in values)
+        fit.groups.append(min(known, key=lambda one: (-known[one], one)) if known else None)
+        if len(known) > 1:
+            fit.misfits.append(f"group {position} has parameters of the saved groups {sorted(known)}")
+        if not known and names:
+            fit.notes.append(f"group {position} keeps its options: the saved optimizer has none of its parameters")
+        for name in names:
+            if name in values and name in group_of:
+                fit.states.append(name)
+            elif name in values and name in was_trainable:
+                fit.misfits.append(f"{name!r} of the optimizer is not in the saved one")
+            elif name in values:
+                fit.notes.append(f"{name!r} starts without state: it was frozen and not in the optimizer")
+    here = {name for names in live for name in names}
+    for name in group_of:
+        if name not in here and name in values:
+            if name in is_trainable:
+                fit.misfits.append(f"{name!r} of the saved optimizer is not in this one")
+            else:
+                fit.notes.append(f"the state of {name!r} is left out: it is frozen and not in the optimizer")
+
+
+def listed(lines: Sequence[str], most: int = 20) -> str:
+    """Lines as a list for a message: at most the first ``most``, then how many more there are."""
+    shown = [f"\n  - {line}" for line in lines[:most]]
+    return "".join(shown) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
+
+
+def _shown(shape: Sequence[int] | None) -> str:
+    return "none: it is no tensor" if shape is None else str(list(shape))

@@ -1,14 +1,15 @@
 """The view that a checkpoint has of optimizers: this library's, torch's ZeroRedundancyOptimizer, and unsharded ones.
 
-All three return what this rank saves and load what it keeps; parameters are indices in the order of groups.
+Each gives the states that this rank saves and loads those that it keeps; parameters are indices in the order of groups.
 """
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ddp_zero.core.local.inner import group_options, rehearse_load
@@ -17,17 +18,18 @@ from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.plan.global_layout import Statement
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
-from ddp_zero.core.state.shard_of_whole import check_state, own_part
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
+from ddp_zero.core.state.state_dicts import check_state, own_part
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.parallel.states import split
 
 Birth = tuple[int, int]
+State = dict[Any, Any]
 StateDict = dict[str, Any]
 
 
-class OptimizerState(Protocol):
-    """A checkpoint's view of an optimizer.
+class OptimizerState:
+    """The view of an optimizer with all state on every rank: each rank saves a share and loads everything.
 
     Attributes:
         optimizer: the optimizer itself.
@@ -35,46 +37,66 @@ class OptimizerState(Protocol):
         table: its parameters.
     """
 
-    optimizer: Optimizer
-    inner: Optimizer
-    table: ParameterTable
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.inner = optimizer
+        self.table = ParameterTable(optimizer.param_groups)
 
     def check(self) -> None:
-        """Check that a step is not under way.
+        """Check that the state can be saved now.
 
         Raises:
-            RuntimeError: if it is.
+            TypeError: for a class with a ``state_dict()`` of its own, which cannot be split by parameter.
+            RuntimeError: between a backward pass and its step.
         """
+        wraps = isinstance(getattr(self.inner, "optimizer", None), Optimizer)
+        if wraps or type(self.inner).state_dict is not Optimizer.state_dict:
+            remedy = "Give its .optimizer, and the rest of its state" if wraps else "Save its state_dict()"
+            raise TypeError(
+                f"Expected an optimizer with the state_dict() of torch.optim.Optimizer, got "
+                f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`."
+            )
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
         """Parameters whose state this rank saves; exactly one rank saves each."""
+        owners = partition_greedy([param.nbytes for param in self.table.params], world_size)
+        return [index for index, owner in enumerate(owners) if owner == rank]
 
     def kept(self) -> list[int]:
-        """Parameters whose state this rank loads."""
+        """Parameters whose state this rank loads, or a part of it."""
+        return list(range(len(self.table)))
 
-    def state(self) -> dict[int, dict[Any, Any]]:
+    def state(self) -> dict[int, State]:
         """The states of this rank's parameters, or parts of them, in the unsharded order, masters included."""
+        return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
 
-    def saved_state(self) -> dict[int, dict[Any, Any]]:
-        """The whole states of `owned`, in the unsharded order, masters included. A collective."""
+    def saved_state(self) -> dict[int, State]:
+        """The whole states of `owned` at least, in the unsharded order, masters included. A collective."""
+        return self.state()
 
-    def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
-        """What this rank keeps of a parameter's whole state, where it keeps states."""
+    def own_part(self, index: int, state: State) -> State:
+        """The part that this rank keeps of a parameter's whole state, where it keeps states."""
+        return state
 
     def device(self) -> torch.device:
-        """Where states are read to."""
+        """The device to which states are read."""
+        return self.table.accelerator()
 
     def births(self) -> Mapping[int, Birth]:
         """When each of these states was created, comparable between ranks."""
+        return {index: (0, place) for place, index in enumerate(self.state())}
 
     def scale(self) -> dict[str, float] | None:
-        """The state of a dynamic loss scale, or None."""
+        """The state of a dynamic loss scale, or None; a GradScaler is saved by the user."""
+        return None
 
     def master(self, index: int) -> Tensor | None:
-        """The live fp32 master of a parameter, if this rank has one; else None."""
+        """The live fp32 master of a whole parameter, if this rank has one."""
+        return None
 
     def wants_master(self, index: int) -> bool:
-        """Whether the owner of a parameter has a master of it."""
+        """True if the owner of a parameter has a master of it."""
+        return False
 
     def check_fits(self, state_dict: StateDict) -> None:
         """Check that a state dict, whose tensors have no memory, could be loaded.
@@ -82,9 +104,15 @@ class OptimizerState(Protocol):
         Raises:
             ValueError: naming the parameter or the group.
         """
+        for index, state in state_dict["state"].items():
+            if not isinstance(index, str):  # a str key belongs to no parameter
+                check_state(state, self.table, index, type(self.inner))
+        if self.inner is self.optimizer:
+            rehearse_load(self.inner, state_dict)
 
     def drop(self) -> None:
-        """Drop the states of this rank, before others are read."""
+        """Drop the states of this rank, before new ones are read."""
+        self.inner.state.clear()
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """Load a state dict with the states of `kept`, whose tensors become the optimizer's own.
@@ -93,6 +121,7 @@ class OptimizerState(Protocol):
             state_dict: refers to parameters by index.
             order: the parameters with a state on any rank, as the unsharded optimizer would order them.
         """
+        self.optimizer.load_state_dict(state_dict)
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:
@@ -105,12 +134,12 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
     torchs = sys.modules.get("torch.distributed.optim")  # importing it warns; its optimizers exist only if imported
     if torchs is not None and isinstance(optimizer, torchs.ZeroRedundancyOptimizer):
         return TorchZeroState(optimizer)
-    return WholeState(optimizer)
+    return OptimizerState(optimizer)
 
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer inside wrappers, such as Accelerate's, that hold it as ``.optimizer`` and have no own state."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+    while isinstance(inner := _held_by(optimizer), Optimizer):
         own = getattr(optimizer, "__dict__", {})
         is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer) and not isinstance(inner, ZeroRedundancyOptimizer)
         if is_sharded or ("state" in own and own["state"] is not inner.state):
@@ -119,83 +148,20 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-class WholeState:
-    """An optimizer with all state on every rank: each rank saves a share and loads everything."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.inner = optimizer
-        self.table = ParameterTable(optimizer.param_groups)
-
-    def check(self) -> None:
-        """Refuse a class with a ``state_dict()`` of its own, which cannot be split by parameter."""
-        wraps = isinstance(getattr(self.inner, "optimizer", None), Optimizer)
-        if wraps or type(self.inner).state_dict is not Optimizer.state_dict:
-            remedy = "Give its .optimizer, and the rest of its state" if wraps else "Save its state_dict()"
-            raise TypeError(
-                f"Expected an optimizer with the state_dict() of torch.optim.Optimizer, got "
-                f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`."
-            )
-
-    def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """An even share of the parameters."""
-        owners = partition_greedy([param.nbytes for param in self.table.params], world_size)
-        return [index for index, owner in enumerate(owners) if owner == rank]
-
-    def kept(self) -> list[int]:
-        """All parameters."""
-        return list(range(len(self.table)))
-
-    def state(self) -> dict[int, dict[Any, Any]]:
-        """The optimizer's state, by parameter index."""
-        return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
-
-    def saved_state(self) -> dict[int, dict[Any, Any]]:
-        """All of it; a save takes what `owned` names."""
-        return self.state()
-
-    def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
-        """All of it."""
-        return state
-
-    def device(self) -> torch.device:
-        """With the parameters."""
-        return self.table.accelerator()
-
-    def births(self) -> Mapping[int, Birth]:
-        """The position of each state in the optimizer's."""
-        return {index: (0, place) for place, index in enumerate(self.state())}
-
-    def scale(self) -> dict[str, float] | None:
-        """None: the user saves a GradScaler."""
-        return None
-
-    def master(self, index: int) -> Tensor | None:
-        """None: it has no masters."""
-        return None
-
-    def wants_master(self, index: int) -> bool:
-        """False: it has no masters."""
-        return False
-
-    def check_fits(self, state_dict: StateDict) -> None:
-        """Check shapes of states against parameters and, for torch's own optimizers, rehearse the load."""
-        for index, state in state_dict["state"].items():
-            if not isinstance(index, str):  # a str key belongs to no parameter
-                check_state(state, self.table, index, type(self.inner))
-        if self.inner is self.optimizer:
-            rehearse_load(self.inner, state_dict)
-
-    def drop(self) -> None:
-        """Drop all states."""
-        self.inner.state.clear()
-
-    def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
-        """Call the optimizer's own ``load_state_dict``."""
-        self.optimizer.load_state_dict(state_dict)
+def _held_by(wrapper: Any) -> Any:
+    """The value of ``.optimizer``, unless the wrapper only hands on an attribute of what it wraps."""
+    has_own = "optimizer" in getattr(wrapper, "__dict__", {}) or hasattr(type(wrapper), "optimizer")
+    return wrapper.optimizer if has_own else None
 
 
-class TorchZeroState(WholeState):
+def process_group_of(optimizer: Any) -> ProcessGroup | None:
+    """The group over which an optimizer, this library's or torch's, is sharded; None if it is not."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return sharded_of(optimizer).everyone.process_group
+    return getattr(optimizer, "join_process_group", None)
+
+
+class TorchZeroState(OptimizerState):
     """`torch.distributed.optim.ZeroRedundancyOptimizer`: every rank has the state of its own parameters."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -215,44 +181,43 @@ class TorchZeroState(WholeState):
         return {index: (0, index) for index in self.state()}
 
 
-class ShardedState:
-    """This library's optimizer."""
+class ShardedState(OptimizerState):
+    """This library's optimizer: each rank has the states of its owned parameters."""
+
+    optimizer: ZeroRedundancyOptimizer
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self.optimizer: Optimizer = optimizer
+        self.optimizer = optimizer
         self.inner = optimizer.optim
-        self.table = sharded_of(optimizer).table
-        self._zero = optimizer
-        self._engine = engine_of(optimizer)
-        self._sharded = self._engine.sharded
+        self._sharded = sharded_of(optimizer)
+        self._states = states_of(optimizer)
+        self.table = self._sharded.table
 
     def check(self) -> None:
-        """Check that no backward pass is under way, none waits for ``opt.step()``, and parts of states can be sent."""
-        self._engine.check_between_steps()
+        """Check that no step is under way or due, and that parts of states can be sent."""
+        engine_of(self.optimizer).check_between_steps()
         states = self.state()
         for index in self._sharded.binding.owned_parts():
             check_can_travel(states.get(index), self.table.label(index))
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """Of the parameters whose first element this rank owns by the plan, as do its replicas, its share."""
-        sharded = self._sharded
-        me, ranks = sharded.comm.group_rank, sharded.ranks
-        mine = [index for index, owner in enumerate(sharded.binding.owners) if owner == me]
-        return mine[ranks.replica :: ranks.num_replicas]
+        """This rank's share of the parameters whose first element it owns, as do its replicas."""
+        ranks = self._sharded.ranks
+        return self._states.saved_indices()[ranks.replica :: ranks.num_replicas]
 
     def kept(self) -> list[int]:
-        """The parameters of which this rank owns anything by the plan."""
+        """The parameters of which this rank owns anything."""
         return self._sharded.binding.owned()
 
-    def state(self) -> dict[int, dict[Any, Any]]:
-        """The states of owned parameters, or parts of them, masters included."""
-        return self._zero._shard.owned_state()
+    def state(self) -> dict[int, State]:
+        """The states of owned parameters, or parts of them."""
+        return self._states.owned_state()
 
-    def saved_state(self) -> dict[int, dict[Any, Any]]:
-        """The states of `owned`; parts of parameters that are cut come from their owners."""
-        return self._zero._shard.saved_state()
+    def saved_state(self) -> dict[int, State]:
+        """The states of `owned` and of replicas' shares; parts of parameters that are cut come from their owners."""
+        return self._states.saved_state()
 
-    def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
+    def own_part(self, index: int, state: State) -> State:
         """The state of this rank's part, if the parameter is cut."""
         stepped = self._sharded.stepped
         part = stepped.part(index)
@@ -266,17 +231,16 @@ class ShardedState:
         return torch.device("cpu") if self._sharded.stepped.residence.is_away(accelerator) else accelerator
 
     def births(self) -> Mapping[int, Birth]:
-        """The creation key of each state, by step first, then by parameter; see `StateOrder`."""
+        """By step first, then by parameter; see `StateOrder`."""
         sharded = self._sharded
         return {index: sharded.order.of(sharded.stepped[index], index) for index in self.state()}
 
     def scale(self) -> dict[str, float] | None:
-        """The state of ``loss_scale=DynamicLossScale()``, or None."""
-        scale = self._engine.decision.loss_scale
-        return scale.state_dict() if scale is not None and scale.is_dynamic else None
+        """The state of ``loss_scale=DynamicLossScale()``."""
+        return self._states.scale()
 
     def master(self, index: int) -> Tensor | None:
-        """The master of a parameter on its owner; else None, also for one that is cut."""
+        """The master of a parameter on its owner; none for one that is cut."""
         stepped = self._sharded.stepped
         return stepped.master(index) if stepped.part(index) is None else None
 
@@ -286,39 +250,37 @@ class ShardedState:
 
     def check_fits(self, state_dict: StateDict) -> None:
         """Run the checks of ``load_state_dict``."""
-        self._zero._shard.check_fits(state_dict)
-
-    def drop(self) -> None:
-        """Drop the states of what this rank owns."""
-        self.inner.state.clear()
+        self._states.check_fits(state_dict)
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """Drop the current iteration, if any, and load."""
-        self._zero.reset()
-        self._zero._shard.load_owned(self._zero, state_dict, order)
+        self.optimizer.reset()
+        self._states.load_owned(self.optimizer, state_dict, order)
 
 
-class ParallelState:
+class ParallelState(OptimizerState):
     """A `ddp_zero.parallel.ParallelOptimizer`: its members; parameters are numbered in the order of all groups."""
 
+    optimizer: ParallelOptimizer
+
     def __init__(self, optimizer: ParallelOptimizer) -> None:
-        self.optimizer: Optimizer = optimizer
+        self.optimizer = optimizer
         self.table = ParameterTable(optimizer.param_groups)
-        self._parallel = optimizer
         self._members = [ShardedState(member) for member in optimizer.members]
         self.inner = self._members[0].inner
         self._numbers = [[self.table.index_of[param] for param in member.table.params] for member in self._members]
-        places = {
-            number: (member, index) for member, own in enumerate(self._numbers) for index, number in enumerate(own)
+        self._place_of = {
+            number: (member, index)
+            for member, own in zip(self._members, self._numbers, strict=True)
+            for index, number in enumerate(own)
         }
-        self._places = [(self._members[member], index) for _, (member, index) in sorted(places.items())]
 
     def part_of(self, model: nn.Module) -> PartModel:
         """This rank's part of the model."""
-        return self._parallel._holdings.part_of(model)
+        return self.optimizer._holdings.part_of(model)
 
     def statement(self, live: PartModel) -> Statement:
-        """What this rank holds, and which states it has."""
+        """The values that this rank holds, and the states that it has."""
         names, groups = live.names_of(self.table), self.optimizer.param_groups
         owned = [names[index] for index in self.owned(GroupRank(0), 1)]
         texts = [options_as_text(group_options(group)) for group in groups]
@@ -330,53 +292,52 @@ class ParallelState:
             member.check()
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """What each member owns, and its replicas do not save; ranks with other parts of the model save theirs."""
+        """The parameters that members save; ranks with other parts of the model save theirs."""
         return self._numbered(member.owned(rank, world_size) for member in self._members)
 
     def kept(self) -> list[int]:
-        """The parameters of which this rank owns anything."""
+        """The parameters that members keep."""
         return self._numbered(member.kept() for member in self._members)
 
-    def state(self) -> dict[int, dict[Any, Any]]:
-        """The states of owned parameters of all members."""
+    def state(self) -> dict[int, State]:
+        """The states of all members."""
         return self._joined(member.state() for member in self._members)
 
-    def saved_state(self) -> dict[int, dict[Any, Any]]:
-        """The states of `owned`, of all members. A collective."""
+    def saved_state(self) -> dict[int, State]:
+        """The saved states of all members."""
         return self._joined(member.saved_state() for member in self._members)
 
-    def own_part(self, index: int, state: dict[Any, Any]) -> dict[Any, Any]:
-        """See `ShardedState.own_part`."""
-        member, own = self._places[index]
+    def own_part(self, index: int, state: State) -> State:
+        """By the member that has the parameter."""
+        member, own = self._place_of[index]
         return member.own_part(own, state)
 
     def device(self) -> torch.device:
-        """See `ShardedState.device`."""
+        """One device for all members."""
         return self._members[0].device()
 
     def births(self) -> Mapping[int, Birth]:
-        """The creation key of each state: by step, then in the order of all groups."""
-        return {
-            index: (step, index) for index, (step, _) in self._joined(one.births() for one in self._members).items()
-        }
+        """By step, then in the order of all groups."""
+        births = self._joined(member.births() for member in self._members)
+        return {index: (step, index) for index, (step, _) in births.items()}
 
     def scale(self) -> dict[str, float] | None:
-        """The same in all members."""
+        """One scale in all members."""
         return self._members[0].scale()
 
     def master(self, index: int) -> Tensor | None:
-        """See `ShardedState.master`."""
-        member, own = self._places[index]
+        """By the member that has the parameter."""
+        member, own = self._place_of[index]
         return member.master(own)
 
     def wants_master(self, index: int) -> bool:
-        """See `ShardedState.wants_master`."""
-        member, own = self._places[index]
+        """By the member that has the parameter."""
+        member, own = self._place_of[index]
         return member.wants_master(own)
 
     def check_fits(self, state_dict: StateDict) -> None:
         """Run the checks of each member."""
-        for member, part in zip(self._members, split(state_dict, self._parallel._places), strict=True):
+        for member, part in zip(self._members, split(state_dict, self.optimizer._places), strict=True):
             member.check_fits(part)
 
     def drop(self) -> None:
@@ -386,8 +347,8 @@ class ParallelState:
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
         """Drop the current iteration, if any, and load each member."""
-        self._parallel.reset()
-        parts = split(state_dict, self._parallel._places)
+        self.optimizer.reset()
+        parts = split(state_dict, self.optimizer._places)
         for member, part, numbers in zip(self._members, parts, self._numbers, strict=True):
             index_of = {number: index for index, number in enumerate(numbers)}
             member.load(part, [index_of[number] for number in order if number in index_of])

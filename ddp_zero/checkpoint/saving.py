@@ -1,33 +1,178 @@
-"""Writing a checkpoint, now or in a thread: each rank writes its own files, then rank 0 makes the checkpoint visible.
+"""Writing a checkpoint, now or in a thread: each rank captures its share and writes it, then rank 0 makes all visible.
 
 Ranks use a Gloo group of their own, so that a save in the background never mixes with the collectives of training.
 """
 
 import atexit
 import hashlib
+import json
 import shutil
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.dcp import write_dcp_metadata
-from ddp_zero.checkpoint.folder import Marker, publish, read_text, write_text
-from ddp_zero.checkpoint.manifest import encode_part, part_name, tensor_file_name
-from ddp_zero.checkpoint.tensor_file import write_tensors
+from ddp_zero.checkpoint.contents import Part, SavedCheckpoint, Shared
+from ddp_zero.checkpoint.folder import (
+    Marker,
+    check_comes_last,
+    encode_part,
+    next_step,
+    part_name,
+    publish,
+    read_text,
+    start,
+    tensor_file_name,
+    write_text,
+)
+from ddp_zero.checkpoint.optimizers import OptimizerState
+from ddp_zero.checkpoint.tensor_file import write_dcp_metadata, write_tensors
+from ddp_zero.core.backward.reducer import reduced_parameters
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.control_group import Across, ControlGroup
 from ddp_zero.core.comm.peers import Alone, Peers
 from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.local.inner import class_name, group_options, other_state
+from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, options_of_text
+from ddp_zero.core.local.parameters import sample_values
+from ddp_zero.core.local.tree import Tree
+from ddp_zero.core.plan.boxes import Box
+from ddp_zero.core.plan.global_layout import Layout
+from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 from ddp_zero.tools.record.progress import showing
 
-Ranks = tuple[tuple[int, ...], ...]
+# Capturing
+
+
+def capture(
+    live: LiveModel,
+    optimizer: OptimizerState | None,
+    states: dict[int, dict[Any, Any]],
+    peers: Peers,
+    extra: Tree,
+    rank_extra: Tree,
+    layout: Layout | None = None,
+    exclude_frozen: bool = False,
+) -> Part:
+    """This rank's part of a checkpoint, made of live tensors.
+
+    Every parameter is written by the rank that writes its state; parameters in no optimizer are spread over the ranks;
+    buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them.
+
+    Args:
+        live: the model.
+        optimizer: the optimizer, between two steps.
+        states: the states that it saves, by index.
+        peers: the ranks.
+        extra: the user's own state.
+        rank_extra: the user's own state of this rank.
+        layout: what each rank writes, if ranks hold different parts of the model.
+        exclude_frozen: leave out parameters that do not require a gradient.
+
+    Raises:
+        ValueError: if the optimizer has a parameter that the model does not have.
+    """
+    rank, world_size = peers.group_rank, peers.world_size
+    names = [] if optimizer is None else live.names_of(optimizer.table)
+    owned = [] if optimizer is None else optimizer.owned(rank, world_size)
+    if layout is None:
+        mine = {names[index] for index in owned} | set(_share_of_rest(live, names, rank, world_size))
+    else:
+        mine = layout.written_by(rank)
+        owned = [index for index in owned if names[index] in mine]
+    shared = _shared(live, optimizer, names, extra, layout) if rank == 0 else None
+    if exclude_frozen:
+        parameters = {name: value for name, value in live.entries.items() if isinstance(value, nn.Parameter)}
+        frozen = {name for name, param in parameters.items() if not param.requires_grad}
+        mine -= frozen
+        if shared is not None:
+            aliases = {alias: name for alias, name in shared.aliases.items() if name not in frozen}
+            shared = replace(shared, aliases=aliases, excludes_frozen=True)
+    model = {name: value for name, value in live.entries.items() if name in mine}
+    births = {} if optimizer is None else optimizer.births()
+    written = set(owned)
+    kept = [index for index in states if index in written]
+    return Part(
+        model,
+        {names[index]: states[index] for index in kept},
+        [(*births[index], names[index]) for index in kept],
+        rank_extra,
+        shared,
+        _cuts(live, mine),
+    )
+
+
+def _cuts(live: LiveModel, mine: set[str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each value that this rank writes a part of: the shape of the whole, and where the part begins."""
+    if not isinstance(live, PartModel):
+        return {}
+    placed = {name: live.placed[name] for name in live.entries if name in mine and name in live.placed}
+    return {name: (one.shape, one.box.offsets) for name, one in placed.items() if one.box != Box.whole(one.shape)}
+
+
+def _share_of_rest(live: LiveModel, names: list[str], rank: GroupRank, world_size: int) -> list[str]:
+    """The names that this rank writes of the values in no optimizer."""
+    taken = set(names)
+    rest = {name: value for name, value in live.entries.items() if name not in taken}
+    spread = {name: value for name, value in rest.items() if isinstance(value, nn.Parameter)}
+    owners = partition_greedy([param.nbytes for param in spread.values()], world_size)
+    mine = [name for name, owner in zip(spread, owners, strict=True) if owner == rank]
+    return mine + ([name for name in rest if name not in spread] if rank == 0 else [])
+
+
+def _shared(
+    live: LiveModel, optimizer: OptimizerState | None, names: list[str], extra: Tree, layout: Layout | None
+) -> Shared:
+    if layout is None:
+        buffers = [name for name, value in live.entries.items() if not isinstance(value, nn.Parameter)]
+        shared = Shared(trainable=live.trainable, aliases=live.aliases, buffers=buffers, extra=extra)
+    else:
+        shared = Shared(trainable=layout.trainable, aliases=layout.aliases, buffers=layout.buffers, extra=extra)
+    if optimizer is None:
+        return shared
+    if layout is None:
+        param_groups = optimizer.optimizer.param_groups
+        named = list(zip(map(group_options, param_groups), by_group(names, param_groups), strict=True))
+    else:
+        named = [(options_of_text(options), params) for options, params in layout.groups()]
+    return replace(
+        shared,
+        optimizer=class_name(optimizer.inner),
+        param_groups=[{**options, "params": params} for options, params in named],
+        other_state=other_state(optimizer.inner),
+        loss_scale=optimizer.scale(),
+    )
+
+
+def sample_of_ignored(model: nn.Module, live: LiveModel) -> str:
+    """A digest of trainable parameters that DDP models leave alone: ranks may hold different ones under one name."""
+    models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    reduced = {id(param) for ddp in models for _, param in reduced_parameters(ddp)}
+    ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
+    return hashlib.sha256("".join(sample_values(ignored) if models else []).encode()).hexdigest()
+
+
+def start_folder(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:
+    """Create the folder on rank 0. Returns there the checkpoint's number and the folder's name as JSON, else ""."""
+    agreement.declare("step", step)
+    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
+        if number is not None and (type(number) is not int or number < least):
+            raise ValueError(f"Expected {name} to be an int of at least {least}, got {number!r}.")
+    if peers.group_rank != 0:
+        return ""
+    check_comes_last(root, step)
+    step = next_step(root) if step is None else step
+    return json.dumps([step, start(root, step)])
+
+
+# Writing
 
 
 @dataclass(frozen=True)
@@ -56,6 +201,7 @@ def write(job: SaveJob, peers: Peers, shows_progress: bool = True) -> Path:
         OSError: if writing to disk fails; RuntimeError on other ranks. Earlier checkpoints are untouched.
     """
     rank, published = peers.group_rank, ""
+    nbytes = sum(tensor.nbytes for tensor in job.tensors)
     try:
         with Agreement(peers, "writing a checkpoint"):
             if not job.folder.is_dir():
@@ -63,9 +209,7 @@ def write(job: SaveJob, peers: Peers, shows_progress: bool = True) -> Path:
                     f"Expected the folder that rank 0 created, got none on {peers.name(rank)}: {job.folder}. All "
                     "ranks must save to one file system."
                 )
-            with showing(
-                f"saving step {job.step}", sum(one.nbytes for one in job.tensors), shows_progress and rank == 0
-            ):
+            with showing(f"saving step {job.step}", nbytes, shows_progress and rank == 0):
                 spans = write_tensors(job.folder / tensor_file_name(rank), job.tensors)
             write_text(job.folder / part_name(rank), encode_part(job.text, spans))
         with Agreement(peers, "completing a checkpoint"):
@@ -138,11 +282,7 @@ class Writer:
         self.last: Saving | None = None
 
     def finish(self) -> None:
-        """Wait for the current save, if any.
-
-        Raises:
-            RuntimeError: if it failed.
-        """
+        """Wait for the current save, if any. Raises RuntimeError if it failed."""
         if self.last is not None:
             self.last.finish()
 
@@ -159,21 +299,29 @@ class Writer:
         return self.last
 
 
+def _logged(job: SaveJob, peers: Peers) -> Path:
+    try:
+        return write(job, peers, shows_progress=False)
+    except Exception as error:
+        logger.error("saving a checkpoint in the background has failed: %s", error)
+        raise
+    finally:
+        job.tensors.clear()  # a stored traceback keeps the job alive
+
+
 _alone = Writer()
-_writers: "weakref.WeakKeyDictionary[ProcessGroup, dict[Ranks, Writer]]" = weakref.WeakKeyDictionary()
+_writers: "weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], ...], Writer]]"
+_writers = weakref.WeakKeyDictionary()
 atexit.register(_writers.clear)  # Gloo's threads would race with the end of the interpreter, seen as SIGABRT
 
 
-def writer_of(group: ProcessGroup | None) -> Writer:
-    """The writer of a process group, or of a single process if None; a group's first call is a collective of it."""
-    return _alone if group is None else writer_across([group])
-
-
-def writer_across(groups: Sequence[ProcessGroup]) -> Writer:
-    """The writer of all ranks of a grid, from the group of this rank along each of its dimensions.
+def writer_of(groups: Sequence[ProcessGroup]) -> Writer:
+    """The writer of all ranks of a grid, from this rank's group along each of its dimensions; of one process if none.
 
     The first call is a collective of all ranks of the grid.
     """
+    if not groups:
+        return _alone
     known = _writers.setdefault(groups[0], {})
     ranks = tuple(tuple(get_process_group_ranks(group)) for group in groups)
     if ranks not in known:
@@ -185,13 +333,3 @@ def finish_all() -> None:
     """Wait for every unfinished save of this process; see `Writer.finish`."""
     for writer in [_alone, *(writer for known in _writers.values() for writer in known.values())]:
         writer.finish()
-
-
-def _logged(job: SaveJob, peers: Peers) -> Path:
-    try:
-        return write(job, peers, shows_progress=False)
-    except Exception as error:
-        logger.error("saving a checkpoint in the background has failed: %s", error)
-        raise
-    finally:
-        job.tensors.clear()  # a stored traceback keeps the job alive

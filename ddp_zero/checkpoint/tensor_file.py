@@ -1,9 +1,10 @@
-"""Writes one rank's file of tensors, and reads it in pieces.
+"""Writes one rank's file of tensors, and reads it in pieces; and the index that DCP's tools require next to it.
 
 The file is a sequence of `torch.save` archives, one per tensor, which is the format of
 `torch.distributed.checkpoint.FileSystemWriter`, so DCP's own tools read it. That writer itself is not used: it keeps
 every tensor that it had to copy, from a GPU, until the file is complete. Reading does not unpickle: it reads the
-elements directly, at the offset recorded when they were written.
+elements directly, at the offset recorded when they were written. DCP's index is written for its tools and never read
+here, because reading it means unpickling it.
 """
 
 import hashlib
@@ -13,32 +14,39 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
-from ddp_zero.checkpoint.foreign.archive import Record
-from ddp_zero.checkpoint.manifest import CutTensor, FileSpan, PiecedTensor, StoredTensor, as_written
-from ddp_zero.core.local.tree import memory_of
+from ddp_zero.checkpoint.folder import CutTensor, FileSpan, PiecedTensor, StoredTensor, as_written
+from ddp_zero.core.local.tree import Tree, memory_of
 from ddp_zero.tools.record.progress import moved
 from ddp_zero.tools.record.regular_files import open_regular
+
+OBJECTS_FILE = "__0_1.distcp"
+"""The file of the values that are not tensors, each as `torch.save` writes it."""
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20
 _LOCAL_HEADER_BYTES = 30
 _NAMELESS: Mapping[StoredTensor, str] = MappingProxyType({})
 
-
 # Writing
 
 
 def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[FileSpan]:
-    """Write tensors to a new file and wait until it is on disk; at most one tensor is copied at a time, if needed.
-
-    Args:
-        path: the file.
-        tensors: dense, on any device.
+    """Write dense tensors to a new file and wait until it is on disk; copies at most one at a time, if needed.
 
     Returns:
         The place of each tensor.
@@ -55,7 +63,7 @@ def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[FileSpan]:
 
 
 def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
-    """Write a tensor; returns its begin and length in the file, the bytes of its elements, and their SHA-256."""
+    """Write a tensor; returns the begin and length of its archive, the bytes of its elements, and their SHA-256."""
     plain = tensor.detach().cpu().contiguous()
     memory = memory_of(plain)
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
@@ -72,7 +80,7 @@ def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
 
 
 def _alone(plain: Tensor, memory: memoryview) -> Tensor:
-    """The same elements, not copied, in a storage of exactly their size: `torch.save` writes whole storages."""
+    """The tensor without a copy, in a storage of exactly its size: `torch.save` writes whole storages."""
     if plain.untyped_storage().nbytes() == plain.nbytes:
         return plain
     if not plain.nbytes:
@@ -122,15 +130,10 @@ def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) ->
 
 
 def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[StoredTensor, str] = _NAMELESS) -> None:
-    """Check that tensors are present and match their checksums, reading them piece by piece.
-
-    Args:
-        folder: the checkpoint.
-        tensors: some of its tensors.
-        name_of: what they are, for messages.
+    """Check that tensors of a checkpoint match their checksums, reading them piece by piece.
 
     Raises:
-        ValueError: naming the file, if one is missing, cut off or damaged.
+        ValueError: naming the file, and the tensor by ``name_of``, if one is missing, cut off or damaged.
     """
     written = as_written(tensors)
     for stored in sorted(written, key=lambda stored: (stored.span.file, stored.span.offset)):
@@ -143,23 +146,19 @@ def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[Store
             raise ValueError(f"{error} There is {name_of[stored]}." if stored in name_of else str(error)) from error
     pieced = [stored for stored in written if isinstance(stored, PiecedTensor)]
     for record in {span.record: None for stored in pieced for span in stored.raw.spans}:
-        _verify_record(folder, record)
-
-
-def _verify_record(folder: Path, record: Record) -> None:
-    """Check the CRC-32 of a storage that `torch.save` wrote, which may hold several tensors."""
-    crc = 0
-    for piece in _read_pieces(folder / record.file, record.offset, record.nbytes):
-        crc = zlib.crc32(piece, crc)
-    if crc != record.crc:
-        raise ValueError(f"Expected {record.nbytes} bytes to fit their CRC-32, got damage in {folder / record.file}.")
+        crc = 0  # of a storage that `torch.save` wrote, which may hold several tensors
+        for piece in _read_pieces(folder / record.file, record.offset, record.nbytes):
+            crc = zlib.crc32(piece, crc)
+        if crc != record.crc:
+            where = folder / record.file
+            raise ValueError(f"Expected {record.nbytes} bytes to fit their CRC-32, got damage in {where}.")
 
 
 @torch.no_grad()
 def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
     """Read a tensor into a target of its shape, on any device; values are converted to the target's dtype.
 
-    Of one whose elements are in several stored tensors, these are read one after the other, each whole.
+    The stored tensors of one that is cut are read one after the other, each whole.
 
     Raises:
         ValueError: as `verify`; then the target may have changed.
@@ -235,3 +234,74 @@ def _read_pieces(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
             moved(len(piece))
             yield piece
             left -= len(piece)
+
+
+# The index for the tools of torch.distributed.checkpoint
+
+_Path = tuple[str | int, ...]
+
+
+def write_dcp_metadata(folder: Path, tree: Tree) -> None:
+    """Write the index, and a file with the values that are not tensors, and wait until they are on disk.
+
+    Args:
+        folder: the folder of the files of tensors.
+        tree: dicts of stored tensors and plain values. A value's key in the index is its path joined by dots.
+
+    Raises:
+        ValueError: if two values have the same key.
+    """
+    entries: dict[str, Any] = {}
+    results: list[WriteResult] = []
+    paths: dict[str, _Path] = {}
+    with (folder / OBJECTS_FILE).open("xb") as file:
+        for path, value in _leaves(tree, ()):
+            key = ".".join(map(str, path))
+            if key in entries:
+                raise ValueError(f"Expected keys that differ when joined by dots, got {key!r} twice.")
+            paths[key] = path
+            if isinstance(value, StoredTensor):
+                entries[key], written = _tensor_entry(key, value)
+                results += written
+            else:
+                begin = file.tell()
+                torch.save(value, file)
+                info = _StorageInfo(OBJECTS_FILE, begin, file.tell() - begin)
+                entries[key] = BytesStorageMetadata()
+                results.append(WriteResult(MetadataIndex(key), info.length, info))
+        file.flush()
+        os.fsync(file.fileno())
+    FileSystemWriter(folder).finish(Metadata(entries, planner_data=paths), [results])
+
+
+def _leaves(tree: Tree, path: _Path) -> Iterator[tuple[_Path, Any]]:
+    """Stored tensors, and the largest subtrees without any that are not dicts, with their paths."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, str(key)))
+    elif isinstance(tree, list | tuple) and _has_tensors(tree):
+        for position, value in enumerate(tree):
+            yield from _leaves(value, (*path, position))
+    else:
+        yield path, tree
+
+
+def _has_tensors(tree: Tree) -> bool:
+    if isinstance(tree, dict | list | tuple):
+        return any(_has_tensors(value) for value in (tree.values() if isinstance(tree, dict) else tree))
+    return isinstance(tree, StoredTensor)
+
+
+def _tensor_entry(key: str, stored: StoredTensor) -> tuple[TensorStorageMetadata, list[WriteResult]]:
+    size = torch.Size(stored.spec.shape)
+    if isinstance(stored, CutTensor):
+        sources = [(source.stored, source.place.offsets, source.place.sizes) for source in stored.sources]
+    else:
+        sources = [(stored, (0,) * len(size), tuple(size))]
+    chunks, results = [], []
+    for source, begin, sizes in sources:
+        offsets, span = torch.Size(begin), source.span
+        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(sizes)))
+        info = _StorageInfo(span.file, span.begin, span.length)
+        results.append(WriteResult(MetadataIndex(key, offsets), info.length, info))
+    return TensorStorageMetadata(TensorProperties(dtype=stored.spec.dtype), size, chunks), results

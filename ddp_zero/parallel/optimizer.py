@@ -20,7 +20,7 @@ from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.plan.global_names import GlobalNames
 from ddp_zero.core.step.record import StepRecord
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of, states_of
 from ddp_zero.parallel.arguments import agreements, check_arguments, copied, data_group, nonfinite, other_dims
 from ddp_zero.parallel.averages import Averages, average_together, check_same_values
 from ddp_zero.parallel.errors import GlobalErrorCheck, HeldErrors
@@ -364,8 +364,7 @@ class ParallelOptimizer(Refused, Optimizer):
         """
         for member, part in zip(self.members, unpack(state_dict, self.members, self._holdings, model), strict=True):
             engine_of(member).check_before_step("opt.load_sharded_state_dict()")
-            member._whole.load(member, part)
-            member._shard.loaded()
+            states_of(member).load_numbered(member, part)
 
     # Information
 

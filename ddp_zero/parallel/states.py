@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_zero.core.local.inner import loaded_group
-from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of, states_of
 from ddp_zero.parallel.placement import Holdings
 
 Places = Sequence[tuple[int, int]]
@@ -71,7 +71,7 @@ def pack(
     """See `ParallelOptimizer.sharded_state_dict`."""
     part, found = holdings.part_of(model), dict[str, Any]()
     for member in members:
-        packed, table = member._shard.pack(part, init_missing), sharded_of(member).table
+        packed, table = states_of(member).shard(part, init_missing), sharded_of(member).table
         param_of = dict(zip(part.names_of(table), table.params, strict=True))
         for name, state in packed.pop(_STATE).items():
             if name not in param_of:
@@ -117,7 +117,7 @@ def unpack(
         ]
         own = {name: states[name] for name in names if name in states}
         nested = {"state": {**rest, **own}, "param_groups": groups, **scale}
-        found.append(member._shard.by_index(nested, part))
+        found.append(states_of(member).by_index(nested, part))
     return found
 
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero.core.backward.reducer import BucketViews, after_the_reducer, rebuild_buckets, windows_in_bucket
 from ddp_zero.core.comm.exchange import all_gather_native, reduce_scatter_native
 from ddp_zero.core.local.memory import find_trim
-from ddp_zero.core.state.listener import open_port
+from ddp_zero.core.state.connections import open_port
 
 FRAMEWORKS = ("transformers", "accelerate", "lightning")
 

@@ -31,9 +31,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.checkpoint import loading, saving
-from ddp_zero.checkpoint.manifest import tensor_file_name
+from ddp_zero.checkpoint.folder import tensor_file_name
 from ddp_zero.checkpoint.tensor_file import read, write_tensors
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.optimizer import states_of
 from tests.multiproc.cases import (
     OPTIMIZERS,
     LargestLiveBytes,
@@ -77,7 +78,9 @@ def train(setup: Setup, model: nn.Module, optimizer: Optimizer, seed: int = 0, s
 
 def everything(model: nn.Module, optimizer: Optimizer) -> Any:
     """Copies of all that a load may change on this rank."""
-    own = optimizer._shard.owned_state() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state_dict()
+    own = (
+        states_of(optimizer).owned_state() if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state_dict()
+    )
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     return copy.deepcopy((dict(model.state_dict()), own, groups))
 
@@ -289,8 +292,8 @@ def _masters_and_loss_scale_come_back(setup: Setup) -> None:
             checkpoint.save(setup.folder / f"{dtype} {stage}", other, resumed)
             again, twice = low(stage=3 - stage)
             checkpoint.load(setup.folder / f"{dtype} {stage}", again, twice)
-            expected = opt._shard.owned_state()
-            for index, state in twice._shard.owned_state().items():
+            expected = states_of(opt).owned_state()
+            for index, state in states_of(twice).owned_state().items():
                 if index in expected:
                     assert_identical(expected[index], state, f"state of {index}")
         train(setup, model, opt, 1)
@@ -445,9 +448,9 @@ def _misfits_are_listed_and_the_rest_is_loaded(setup: Setup) -> None:
     train(setup, other, resumed)
     before = copy.deepcopy(dict(other.module.state_dict()))
     names = [name for name, _ in other.module.named_parameters()]
-    states = {names[index]: state for index, state in copy.deepcopy(resumed._shard.owned_state()).items()}
+    states = {names[index]: state for index, state in copy.deepcopy(states_of(resumed).owned_state()).items()}
     checkpoint.load(setup.folder, other, resumed, strict=False)
-    for index, state in resumed._shard.owned_state().items():
+    for index, state in states_of(resumed).owned_state().items():
         if names[index] in ("3.bias", "3.weight", "5.weight", "8.bias", "8.weight"):
             assert_identical(states[names[index]], state, "what is left as it is keeps its state")
             assert_identical(before[names[index]], other.module.state_dict()[names[index]], names[index])
@@ -785,7 +788,7 @@ def check_memory(root: Path, masters: bool) -> None:
         return sharded(2, Wrapped(layers, dtype), master_weights=masters)
 
     def existing(model: nn.Module, opt: ZeroRedundancyOptimizer) -> list[Tensor]:
-        state = [value for state in opt._shard.owned_state().values() for value in state.values()]
+        state = [value for state in states_of(opt).owned_state().values() for value in state.values()]
         return [
             *model.parameters(),
             *(value.grad for value in model.parameters() if value.grad is not None),
@@ -797,7 +800,7 @@ def check_memory(root: Path, masters: bool) -> None:
         opt.zero_grad()
         model(torch.randn(4, 100)).sum().backward()
         opt.step()
-    own = 2 * one * len(opt._shard.owned_state())
+    own = 2 * one * len(states_of(opt).owned_state())
     with LargestLiveBytes(existing(model, opt)) as memory:
         checkpoint.save(root, model, opt)
     assert memory.largest < 1.2 * one, "one tensor at a time leaves flat storage"

@@ -22,6 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, hook_with_zero_step_interleaved
 from ddp_zero.checkpoint.folder import complete_in
+from ddp_zero.optimizer import states_of
 from tests.multiproc.cases import (
     assert_equal_models,
     assert_identical,
@@ -60,7 +61,7 @@ class Run:
     def state(self) -> dict[int, dict[str, Any]]:
         """This rank's optimizer state, by index."""
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            return self.optimizer._shard.owned_state()
+            return states_of(self.optimizer).owned_state()
         state: dict[int, dict[str, Any]] = self.optimizer.state_dict()["state"]
         return state
 

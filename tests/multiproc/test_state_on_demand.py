@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
-from ddp_zero.core.state.frames import receive_tree, send_tree
-from ddp_zero.core.state.listener import NAME
+from ddp_zero.core.state.connections import NAME, receive_tree, send_tree
 from ddp_zero.options import Sync
 from tests.multiproc.cases import (
     LargestLiveBytes,
@@ -384,7 +383,7 @@ def _a_rank_that_changes_while_it_sends_is_named(setup: Setup) -> None:
             twins.opt._engine.sharded.changes.begin()
 
     original = send_tree
-    with mock.patch("ddp_zero.core.state.on_demand.send_tree", send_then_step):
+    with mock.patch("ddp_zero.core.state.gather.send_tree", send_then_step):
         dist.barrier()
         if setup.rank == 0:
             with pytest.raises(RuntimeError, match=r"Expected rank 1 .* moved on, to change"):
@@ -418,7 +417,7 @@ def _a_state_that_cannot_travel_is_named(setup: Setup) -> None:
 def _callers_without_the_secret_learn_nothing(setup: Setup) -> None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)
-    address = twins.opt._whole._on_demand._addresses[1 - setup.rank]  # type: ignore[union-attr]
+    address = twins.opt._states._on_demand._addresses[1 - setup.rank]  # type: ignore[union-attr]
     for said in (b"", b"ddp_zero 1\n" + b"x" * 64, b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64):
         heard = b""
         with socket.create_connection(("127.0.0.1", address.port), 5) as connection, suppress(OSError):
@@ -452,7 +451,7 @@ def _training_outlives_600_silent_callers_with_256_descriptors(setup: Setup) -> 
     twins = MODES["stage 2"]()
     twins.train(setup, 1)
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    port = str(twins.opt._whole._on_demand._addresses[setup.rank].port)  # type: ignore[union-attr]
+    port = str(twins.opt._states._on_demand._addresses[setup.rank].port)  # type: ignore[union-attr]
     command = [sys.executable, "-c", _SILENT, port]
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as strangers:
@@ -556,7 +555,7 @@ def _reads_for_longer_than_the_time_out(setup: Setup) -> None:
             return receive_tree(*args)
 
         begun = time.monotonic()
-        with mock.patch("ddp_zero.core.state.on_demand.receive_tree", slowly):
+        with mock.patch("ddp_zero.core.state.gather.receive_tree", slowly):
             check(twins, "read slowly")
         assert time.monotonic() - begun > SHORT_TIME_OUT + 2
     done = setup.folder / "done"

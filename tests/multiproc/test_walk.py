@@ -16,7 +16,9 @@ BOUNDS = {
     "stage 2 interleaved: `opt.step()` after it": (15, 25, 60),
     "stage 2 interleaved: backward of 4 buckets": (38, 300, 550),
     "`opt.step()` standalone": (18, 78, 195),
-    "`state_dict()`": (18, 160, 430),
+    "`state_dict()`": (12, 140, 410),
+    "`checkpoint.save`": (30, 350, 1980),
+    "`checkpoint.load`": (42, 690, 2250),
 }
 
 

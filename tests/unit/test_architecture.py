@@ -72,10 +72,9 @@ GROUND = {"options", "loss_scale"}
 DOORS = {"__init__", "__main__", "shard"}
 
 WITHOUT_TORCH = {
-    *("core.backward.overlap_machine", "core.backward.regime", "checkpoint.fit"),
+    *("core.backward.overlap_machine", "core.backward.regime"),
     *("launch.hosts", "launch.slurm", "launch.environment", "launch.options", "launch.commands", "launch.guard"),
-    *("tools.record.regular_files", "checkpoint.foreign.archive", "checkpoint.foreign.safe_pickle"),
-    *("core.plan.global_names", "core.plan.global_layout"),
+    *("tools.record.regular_files", "core.plan.global_names", "core.plan.global_layout"),
 }
 """Files above floor 0 that are pure as well."""
 
@@ -504,8 +503,7 @@ def test_every_raise_and_every_assertion_says_something() -> None:
 
 
 WRITES_FOR_TORCH = {
-    *("checkpoint.tensor_file", "checkpoint.dcp", "checkpoint.export"),
-    *("deepspeed.engine", "checkpoint.foreign.deepspeed_writer"),
+    *("checkpoint.tensor_file", "checkpoint.export", "checkpoint.foreign.deepspeed", "deepspeed.engine"),
 }
 """Files that write what torch's own tools, or DeepSpeed, unpickle; nothing here reads it that way."""
 

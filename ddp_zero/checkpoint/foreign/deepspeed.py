@@ -1,4 +1,4 @@
-"""Checkpoints that DeepSpeed wrote, of stages 1 and 2 and of its universal format, read without it.
+"""Reads checkpoints of DeepSpeed, of stages 1 and 2 and of its universal format, and writes the latter; without it.
 
 Of stages 1 and 2 there is a file of the model, and one of the optimizer for each data-parallel rank. A rank holds one
 flat tensor for each group of parameters and each state. End to end, in the order of ranks, these hold a group's
@@ -10,25 +10,31 @@ In the universal format each state of each parameter is a file.
 
 import hashlib
 import math
+import os
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ddp_zero.checkpoint.foreign.contents import Foreign
-from ddp_zero.checkpoint.foreign.safe_pickle import Inert
-from ddp_zero.checkpoint.foreign.values import RawTensor, Span, load
+from ddp_zero.checkpoint.foreign.torch_file import Inert, RawTensor, Span, load
 
+VERSION = "0.19.0"
+"""DeepSpeed reads this to tell formats apart; all since 0.3.17 are alike to it."""
+
+MODEL_FILE = "mp_rank_00_model_states.pt"
 _MODEL = re.compile(r"mp_rank_([0-9]{2})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{2})_optim_states\.pt")
 _STAGE_3 = re.compile(r"zero_pp_rank_[0-9]+_mp_rank_[0-9]{2}_model_states\.pt")
 _OTHER_PARALLEL = re.compile(r"layer_[0-9].*\.pt|.*expp?_rank_[0-9].*\.pt|.*expert_[0-9].*\.pt")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,200}")
-_LATEST = ("latest", "latest_universal")
+_MOST_BYTES_OF_TAG = 1000
+_LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
 
 _CLASSES: dict[tuple[str, str], Any] = {
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): None,
@@ -50,7 +56,45 @@ _OWN = {
     *("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
     *("ds_config", "ds_version", "universal_checkpoint_info"),
 }
-"""What DeepSpeed itself puts next to the user's client state."""
+"""Entries that DeepSpeed itself puts next to the user's client state."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A checkpoint that a different library wrote.
+
+    Attributes:
+        folder: where it is.
+        step: how many steps its job had taken.
+        digest: differs if anything in it differs.
+        model: values by name.
+        masters: fp32 values of parameters whose value in the model is less exact.
+        state: optimizer state by parameter name, each value as the plain optimizer has it.
+        groups: the optimizer's groups; ``params`` are names, and the options may be missing.
+        aliases: additional names of values, with the name under which each is.
+        buffers: names of values that are no parameters.
+        kinds: last parts of the names of optimizer classes that have such a state.
+        loss_scale: the state of a dynamic loss scale, or None.
+        extra: everything else.
+    """
+
+    folder: Path
+    step: int
+    digest: str
+    model: dict[str, Any]
+    masters: dict[str, RawTensor]
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    aliases: dict[str, str] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
+    kinds: frozenset[str] = frozenset()
+    loss_scale: dict[str, float] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trainable(self) -> list[str]:
+        """Names of the parameters that the optimizer steps."""
+        return [name for group in self.groups for name in group["params"]]
 
 
 def find(path: Path) -> Path | None:
@@ -59,9 +103,10 @@ def find(path: Path) -> Path | None:
         return None
     if any(_MODEL.fullmatch(name) for name in _names(path)):
         return path
-    for latest in _LATEST:
+    for latest in (_LATEST, _LATEST_UNIVERSAL):
         if (path / latest).is_file():
-            tag = (path / latest).read_text(encoding="utf-8", errors="replace")[:1000].strip()
+            with (path / latest).open("rb") as file:
+                tag = file.read(_MOST_BYTES_OF_TAG).decode(errors="replace").strip()
             if _TAG.fullmatch(tag) and (path / tag).is_dir() and ".." not in tag:
                 return path / tag
     return None
@@ -86,12 +131,7 @@ def read(folder: Path) -> Foreign:
 
 
 class _Reader:
-    """Reads one checkpoint; see `read`.
-
-    Attributes:
-        folder: of the checkpoint.
-        names: of the files in it.
-    """
+    """Reads one checkpoint; see `read`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,9 +139,9 @@ class _Reader:
         self._digest = hashlib.sha256()
 
     def read(self) -> Foreign:
-        """What is in the checkpoint."""
+        """The checkpoint."""
         self._check_files()
-        model = self.load("mp_rank_00_model_states.pt")
+        model = self.load(MODEL_FILE)
         shapes = model["param_shapes"]
         if not shapes:
             raise ValueError(
@@ -111,7 +151,7 @@ class _Reader:
         names = [list(group) for group in shapes]
         shape_of = {name: tuple(shape) for group in shapes for name, shape in group.items()}
         is_universal = (self.folder / "zero").is_dir()
-        parts = _Universal(self, names) if is_universal else _Partitioned(self, shapes, model)
+        parts = _Universal(self) if is_universal else _Partitioned(self, shapes, model)
         values = {name: parts.values(name, shape) for name, shape in shape_of.items()}
         return self._assembled(model, values, parts, names)
 
@@ -165,16 +205,12 @@ class _Reader:
             )
 
     def load(self, name: str) -> Any:
-        """The values of a file of the checkpoint; the digest then depends on it."""
+        """The values of a file, which the digest then depends on."""
         return load(self.folder, name, self._digest, _CLASSES)
 
 
 class _Partitioned:
-    """The optimizer's files of stages 1 and 2, one for each rank.
-
-    Attributes:
-        common: what rank 0 holds besides states.
-    """
+    """The optimizer's files of stages 1 and 2, one for each rank; ``common`` is rank 0's."""
 
     def __init__(self, reader: _Reader, shapes: Sequence[Mapping[str, Sequence[int]]], model: Any) -> None:
         world_size = model["dp_world_size"]
@@ -198,11 +234,11 @@ class _Partitioned:
     def _places_in(
         self, place: int, shapes: Mapping[str, Sequence[int]], is_round_robin: bool, folder: Path
     ) -> list[dict[str, tuple[int, int]]]:
-        """Where the parameters of a group begin in each rank's flat tensor, and how many elements of them are there.
+        """The begin of a group's parameters in each rank's flat tensor, and the number of their elements there.
 
         Raises:
-            ValueError: if the ranks tell something else, and did not deal out parameters in turn; if elements are
-                missing.
+            ValueError: if the ranks' own mappings differ, and they did not deal out parameters in turn; if elements
+                are missing.
         """
         found, start, end, counts = list[dict[str, tuple[int, int]]](), 0, 0, Counter[str]()
         ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
@@ -213,15 +249,15 @@ class _Partitioned:
                 begin, stop = max(start, last - math.prod(shape)), min(end, last)
                 if begin < stop:
                     here[name] = begin - start, stop - begin
-            told = {name: _told(name, address) for name, address in rank["param_slice_mappings"][place].items()}
-            told = {name: address for name, address in told.items() if address[1]}
-            counts.update({name: count for name, (_, count) in told.items()})
-            if here != told and not is_round_robin:
-                name = next(name for name in (*here, *told) if here.get(name) != told.get(name))
+            mapped = {name: _slice(name, address) for name, address in rank["param_slice_mappings"][place].items()}
+            mapped = {name: address for name, address in mapped.items() if address[1]}
+            counts.update({name: count for name, (_, count) in mapped.items()})
+            if here != mapped and not is_round_robin:
+                name = next(name for name in (*here, *mapped) if here.get(name) != mapped.get(name))
                 raise ValueError(
                     f"Expected one order of parameters in {folder}, got {name!r} of rank {number} at {here.get(name)} "
-                    f"by param_shapes and at {told.get(name)} by param_slice_mappings, and no round_robin_gradients in "
-                    "its configuration. Convert it with DeepSpeed's zero_to_fp32 or ds_to_universal."
+                    f"by param_shapes and at {mapped.get(name)} by param_slice_mappings, and no round_robin_gradients "
+                    "in its configuration. Convert it with DeepSpeed's zero_to_fp32 or ds_to_universal."
                 )
             found.append(here)
         expected = {name: math.prod(shape) for name, shape in shapes.items() if math.prod(shape)}
@@ -230,7 +266,7 @@ class _Partitioned:
         return found
 
     def options(self) -> list[dict[str, Any]]:
-        """Of each group; none of an elastic checkpoint."""
+        """The options of each group; an elastic checkpoint has none."""
         base = self.common["base_optimizer_state"]
         return [_options(group) for group in base["param_groups"]] if isinstance(base, dict) else []
 
@@ -271,40 +307,35 @@ class _Partitioned:
 
 
 class _Universal:
-    """The folder ``zero`` of the universal format: a folder for each parameter, a file for each state.
+    """The folder ``zero`` of the universal format: a folder for each parameter, a file for each state."""
 
-    Attributes:
-        common: what it holds besides states.
-    """
-
-    def __init__(self, reader: _Reader, names: list[list[str]]) -> None:
+    def __init__(self, reader: _Reader) -> None:
         self._reader = reader
         self.common = reader.load("zero/optimizer_state.pt")
 
     def options(self) -> list[dict[str, Any]]:
-        """Of each group."""
+        """The options of each group."""
         return [_options(group) for group in self.common.get("param_groups") or ()]
 
     def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
         """A parameter in fp32, as ``fp32``, and its states."""
-        if "/" in name or name in ("", ".", ".."):
-            raise ValueError(f"Expected the name of a parameter, got {name!r}.")
+        _check_folder_name(name)
         found: dict[str, Any] = {}
         for file in sorted(_names(self._reader.folder / "zero" / name)):
             if file.endswith(".pt"):
                 value = self._reader.load(f"zero/{name}/{file}")
                 key = file.removesuffix(".pt")
                 found[key] = value["param"] if isinstance(value, dict) else value
-                if isinstance(value, dict) and math.prod(found[key].shape) != math.prod(shape):
-                    raise ValueError(f"Expected {key} of {name!r} with shape {shape}, got {found[key].shape}.")
                 if isinstance(value, dict):
+                    if math.prod(found[key].shape) != math.prod(shape):
+                        raise ValueError(f"Expected {key} of {name!r} with shape {shape}, got {found[key].shape}.")
                     found[key] = RawTensor(shape, found[key].dtype, found[key].spans)
         if "fp32" not in found:
             raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none.")
         return found
 
 
-def _told(name: str, address: Any) -> tuple[int, int]:
+def _slice(name: str, address: Any) -> tuple[int, int]:
     begin, count = address.attributes["start"], address.attributes["numel"]
     if type(begin) is not int or type(count) is not int:
         raise TypeError(f"Expected the place of {name!r}, got {address.attributes!r:.200}.")
@@ -321,7 +352,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss_scale(scaler: Any) -> dict[str, float] | None:
-    """The state of a dynamic scaler in this library's words, as near as they come."""
+    """The state of a dynamic scaler under the names of `ddp_zero.DynamicLossScale`, as near as they come."""
     if not isinstance(scaler, Inert) or scaler.name != "DynamicLossScaler":
         return None
     has = scaler.attributes
@@ -350,5 +381,74 @@ def _without_classes(value: Any) -> Any:
     return value
 
 
+def _check_folder_name(name: str) -> None:
+    if "/" in name or name in ("", ".", ".."):
+        raise ValueError(f"Expected the name of a parameter that can be the name of a folder, got {name!r}.")
+
+
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+# Writing
+
+
+def write_universal(
+    root: Path,
+    tag: str,
+    params: Iterable[tuple[str, Mapping[str, Any]]],
+    groups: Sequence[Mapping[str, Any]],
+    module: Mapping[str, Tensor],
+    others: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint as ``root/tag``, and its name to ``root/latest_universal`` at last.
+
+    Args:
+        root: a folder, which exists.
+        tag: the name of the checkpoint, which must not exist.
+        params: names of trainable parameters, one at a time, with ``fp32`` and states of the parameter's shape, and
+            ``step`` if there is one.
+        groups: options and ``params``, names, of each group.
+        module: values of the model by name.
+        others: further entries of the model's file, such as ``global_steps``.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        FileExistsError: if it exists.
+        ValueError: for a name that a folder cannot have.
+    """
+    folder = root / tag
+    (folder / "zero").mkdir(parents=True)
+    shapes: dict[str, torch.Size] = {}
+    steps: dict[str, Any] = {}
+    for name, values in params:
+        _check_folder_name(name)
+        (folder / "zero" / name).mkdir()
+        shapes[name] = values["fp32"].shape
+        for key, value in values.items():
+            _save(value if key == "step" else {"param": value}, folder / "zero" / name / f"{key}.pt")
+        steps[name] = values.get("step")
+    numbered = [_numbered(group, steps) for group in groups]
+    _save({"param_groups": numbered, "ds_version": VERSION, "overflow": False}, folder / "zero" / "optimizer_state.pt")
+    param_shapes = [OrderedDict((name, shapes[name]) for name in group["params"]) for group in groups]
+    sizes = {"dp_world_size": 1, "mp_world_size": 1}
+    state = {"module": OrderedDict(module), "param_shapes": param_shapes, "optimizer": None, **sizes, **others}
+    _save({**state, "ds_version": VERSION}, folder / MODEL_FILE)
+    (root / _LATEST_UNIVERSAL).write_text(tag, encoding="utf-8")
+    return folder
+
+
+def _numbered(group: Mapping[str, Any], steps: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with numbers for parameters, and its step where DeepSpeed's own Adam looks for it."""
+    found = [step for name in group["params"] if (step := steps[name]) is not None]
+    step = {"step": int(max(float(one) for one in found))} if found else {}
+    return {**group, **step, "params": list(range(len(group["params"])))}
+
+
+def _save(value: Any, path: Path) -> None:
+    with path.open("xb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,40 +1,69 @@
-"""The whole state of an optimizer on one rank, in the unsharded order: one parameter at a time, as tensors and JSON."""
+"""The whole optimizer state on one rank: gathered together, or asked for by one rank while the others go on.
 
-from collections.abc import Mapping, Sequence
+On demand, each rank is asked for its shard, and a thread of it answers. While gradients are reduced together, no rank
+can step without the one that asks, so the states of its peers stay as they are. That is not taken for granted: every
+rank counts the changes of its state (`step.state_changes`), the rank that asks states its count, and each parameter is
+sent with the count checked before and after. A rank that is behind is waited for; one that has moved on is named in an
+error. So the result is one state or none.
+
+A request is ``{"count": .., "plan": ..}``; ``{"still": "here"}`` asks for nothing. Answers are ``{"wait": why}``,
+``{"refused": why}``, or a stream of
+
+- ``{"piece": index, "birth": [step, place], "tree": text}`` and the elements of its tensors, for each state that the
+  rank owns, in any order;
+- ``{"end": number of pieces}``, or ``{"refused": why}`` as soon as the state has changed.
+
+Only the ranks of ``sharded.comm`` are asked. A piece names a parameter; it holds the elements that its owner has.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import Ranks
-from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors, with_masters
+from ddp_zero.core.comm.groups import store_of
+from ddp_zero.core.local.parameters import MASTER_KEY, with_masters
 from ddp_zero.core.local.parts import joined
 from ddp_zero.core.local.tree import check_can_travel, copy_tree
-from ddp_zero.core.plan.ownership import Pieces, is_cut, piece_of
+from ddp_zero.core.plan.ownership import is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.step.state_order import Birth, StateOrder
+from ddp_zero.core.state.connections import (
+    BLOCK_BYTES,
+    UNTIL,
+    Address,
+    Frame,
+    Stay,
+    call,
+    listen,
+    receive_frame,
+    receive_tree,
+    send_frame,
+    send_tree,
+)
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.state_order import Birth, State
+
+_POLL_SECONDS = 0.001, 0.05
+_HEARD_PER_TIME_OUT = 4
+
+Piece = tuple[Birth, int, dict[Any, Any]]
+"""When a state was born, the index of its parameter, and the state."""
 
 
-def gather_state(
-    ranks: Ranks,
-    table: ParameterTable,
-    pieces: Sequence[Pieces],
-    state: Mapping[Any, Any],
-    order: StateOrder,
-    stepped: SteppedTensors,
-    to: GroupRank,
-) -> dict[Any, Any] | None:
+def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
     """Gather every rank's per-parameter state on one rank. A collective.
 
     Args:
-        ranks: the ranks; the shard group of the receiver sends.
-        table: the parameters.
-        pieces: who owns which elements of each.
-        state: this rank's state, keyed by what it steps.
-        order: when each state was born.
-        stepped: what is stepped for each parameter; masters are part of their state.
-        to: the rank that receives, of everyone.
+        sharded: the step; its masters have followed the model.
+        to: the rank that receives, of everyone; the ranks of its shard group send.
 
     Returns:
         On ``to``: a snapshot of the unsharded optimizer's state, keyed by parameter, in the unsharded order, on the
@@ -44,64 +73,48 @@ def gather_state(
         TypeError: if a state holds something that cannot travel, naming the parameter; RuntimeError on other ranks.
         ValueError: if ``to`` is not a rank of the group, or ranks name different receivers.
     """
-    comm, everyone = ranks.shard, ranks.everyone
+    comm, everyone, table = sharded.comm, sharded.everyone, sharded.table
     with Agreement(everyone, "consolidate_state_dict") as agreement:
         if not 0 <= to < everyone.world_size:
             raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}.")
         agreement.declare("argument `to`", to)
-        order.note_new(state, stepped.index_of)
-        owned = {  # looking up the state of a different rank's parameter leaves an empty one behind
-            index: value
-            for index, value in with_masters(state, stepped).items()
-            if isinstance(index, int) and piece_of(pieces[index], comm.group_rank) is not None
-        }
-        for index, value in owned.items():
-            check_can_travel(value, table.label(index))
+        sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
+        owned = list(_owned(sharded, has_followed=True))
     receiver = comm.place_of(everyone.global_rank(to))
     if receiver is None:
         return None
     counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
     if comm.group_rank != receiver:
-        for index, value in owned.items():
-            comm.send_tree((index, order.of(stepped[index], index), value), receiver)
+        for birth, index, state in owned:
+            comm.send_tree((index, birth, state), receiver)
         return None
-
-    found = [(index, receiver, order.of(stepped[index], index), copy_tree(value)) for index, value in owned.items()]
+    found = [(receiver, (birth, index, copy_tree(state))) for birth, index, state in owned]
     for source in map(GroupRank, range(comm.world_size)):
         for _ in range(counts[source] if source != receiver else 0):
-            index, birth, value = comm.receive_tree(source, table.accelerator())
-            found.append((index, source, birth, value))
-    born = put_together(found, table, pieces)
-    gathered: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-    born.sort(key=lambda entry: entry[:2])
-    gathered.update((table.params[index], value) for _, index, value in born)
-    return gathered
+            index, birth, state = comm.receive_tree(source, table.accelerator())
+            found.append((source, (birth, index, state)))
+    return _whole_state(sharded, found)
 
 
-def gather_cut(
-    comm: Communicator,
-    table: ParameterTable,
-    pieces: Sequence[Pieces],
-    states: Mapping[int, Mapping[Any, Any]],
-) -> dict[int, dict[Any, Any]]:
+def gather_cut(sharded: ShardedStep, states: Mapping[int, Mapping[Any, Any]]) -> dict[int, dict[Any, Any]]:
     """Gather the state of each parameter that is cut on the owner of its first element. A collective if any is.
 
     Args:
-        comm: the group.
-        table: the parameters.
-        pieces: who owns which elements of each.
-        states: of what this rank owns, by index, masters included; checked to be able to travel.
+        sharded: the step.
+        states: the states that this rank owns, by index, masters included; checked to be able to travel.
 
     Returns:
         The whole states of those parameters whose first element this rank owns, by index.
     """
-    me, whole = comm.group_rank, {}
-    for index in filter(lambda index: is_cut(pieces[index]), range(len(pieces))):
-        first, *others = pieces[index]
-        mine = piece_of(pieces[index], me)
+    comm, table, whole = sharded.comm, sharded.table, {}
+    for index, pieces in enumerate(sharded.binding.pieces):
+        if not is_cut(pieces):
+            continue
+        first, *others = pieces
+        mine = piece_of(pieces, comm.group_rank)
         if mine is not None and mine is not first:
             comm.send_tree(states.get(index), first.owner)
-        if mine is not first or first.owner != me:
+        if mine is not first or first.owner != comm.group_rank:
             continue
         parts = [(slice(first.start, first.stop), states.get(index))]
         for piece in others:
@@ -112,22 +125,210 @@ def gather_cut(
     return whole
 
 
-def put_together(
-    found: Sequence[tuple[int, GroupRank, Birth, Any]], table: ParameterTable, pieces: Sequence[Pieces]
-) -> list[tuple[Birth, int, Any]]:
-    """The birth, index and state of every parameter that has one, from what its owners have sent.
+def _whole_state(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]]) -> State:
+    """The state of the unsharded optimizer, in its order, from the pieces of each rank, masters included."""
+    table = sharded.table
+    born = _parts_joined(sharded, found) if sharded.binding.cuts else [piece for _, piece in found]
+    born.sort(key=lambda piece: piece[:2])
+    whole: State = {key: value for key, value in sharded.inner_state.items() if not isinstance(key, Tensor)}
+    whole.update((table.params[index], state) for _, index, state in born)
+    return whole
 
-    Args:
-        found: index, owner, birth and state of parameters or parts of them, masters included.
-        table: the parameters.
-        pieces: who owns which elements of each.
-    """
-    born = [(birth, index, value) for index, _, birth, value in found if not is_cut(pieces[index])]
+
+def _parts_joined(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]]) -> list[Piece]:
+    """The pieces, those of each parameter that is cut put together."""
+    params, pieces_of = sharded.table.params, sharded.binding.pieces
+    born = [piece for _, piece in found if not is_cut(pieces_of[piece[1]])]
     parts: dict[int, list[tuple[slice, Any]]] = {}
     births = {}
-    for index, source, birth, value in found:
-        piece = piece_of(pieces[index], source)
-        if is_cut(pieces[index]) and piece is not None:
-            parts.setdefault(index, []).append((slice(piece.start, piece.stop), value))
+    for source, (birth, index, state) in found:
+        piece = piece_of(pieces_of[index], source)
+        if is_cut(pieces_of[index]) and piece is not None:
+            parts.setdefault(index, []).append((slice(piece.start, piece.stop), state))
             births[index] = birth
-    return born + [(births[index], index, joined(of_one, table.params[index], None)) for index, of_one in parts.items()]
+    return born + [(births[index], index, joined(states, params[index], None)) for index, states in parts.items()]
+
+
+def _owned(sharded: ShardedStep, has_followed: bool = False) -> Iterator[Piece]:
+    """The pieces that this rank owns; not copied. Only reads, since a step may begin at any moment on another thread.
+
+    Raises:
+        TypeError: for a state that cannot travel, naming the parameter.
+    """
+    binding, stepped = sharded.binding, sharded.stepped
+    for index, state in with_masters(sharded.inner_state, stepped).items():
+        if not isinstance(index, int) or index >= len(binding.pieces) or not binding.owns(index):
+            continue  # looking up the state of a different rank's parameter leaves an empty one behind
+        if stepped.are_fresh and not has_followed and MASTER_KEY in state:  # masters follow the model only when used
+            value = stepped.own_part(index, sharded.table.params[index].detach())
+            state = {**state, MASTER_KEY: value.to(torch.float32)}
+        check_can_travel(state, sharded.table.label(index))
+        yield sharded.order.of(stepped[index], index), index, state
+
+
+class OnDemand:
+    """Asks the other ranks for their shards, and answers them. Building one is a collective.
+
+    Args:
+        sharded: the step.
+    """
+
+    def __init__(self, sharded: ShardedStep) -> None:
+        self._sharded = sharded
+        comm = sharded.comm
+        self._time_out = comm.time_out.total_seconds()
+        peers: list[Address] = []
+        self._stay = Stay(peers, self._time_out)  # before anybody can ask
+        mine = listen(self, _store_host(comm), self._time_out).encode()
+        block = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        assert len(block) == BLOCK_BYTES, "as many bytes on every rank"
+        self._addresses = [Address.decode(bytes(one.tolist())) for one in comm.all_gather_tensor(block)]
+        peers += [self._addresses[peer] for peer in comm.peers()]
+
+    def stay_after(self, owner: object) -> None:
+        """Go on answering when the owner is gone, or the script has ended, until no rank can ask any more."""
+        self._stay.keep(self, owner)
+
+    # Asking
+
+    def gather(self) -> State:
+        """The state of all ranks, by parameter, in the unsharded order, on the devices where it would be. All copies.
+
+        Raises:
+            RuntimeError: within the group's time-out, naming the rank, if one is gone, has moved on, or does not end a
+                step; within a step of this rank.
+            TypeError: for a state that cannot travel without pickle, naming the parameter.
+        """
+        sharded, comm = self._sharded, self._sharded.comm
+        if sharded.changes.is_under_way:
+            raise RuntimeError(
+                f"Expected state_dict() between two steps, got it within one ({comm.name(comm.group_rank)}). Call it "
+                "after opt.step(), or opt.reset() after an interrupted backward pass."
+            )
+        with ExitStack() as stack:
+            connections: dict[GroupRank, socket.socket] = {}
+            for peer in comm.peers():
+                connection = self._named(peer, partial(call, self._addresses[peer], self._time_out))
+                connections[peer] = stack.enter_context(connection)
+            found = [(comm.group_rank, (birth, index, copy_tree(state))) for birth, index, state in _owned(sharded)]
+            while connections:
+                peer = next(iter(connections))
+                connection = connections.pop(peer)
+                theirs = self._named(peer, partial(self._all_pieces, peer, connection, connections))
+                found += [(peer, piece) for piece in theirs]
+        return _whole_state(sharded, found)
+
+    def _all_pieces(
+        self, peer: GroupRank, connection: socket.socket, later: Mapping[GroupRank, socket.socket]
+    ) -> list[Piece]:
+        """The pieces of a rank. The ranks that are asked later hear meanwhile that this one is still there."""
+        pieces, last = [], time.monotonic()
+        for piece in self._ask(peer, connection):
+            pieces.append(piece)
+            if time.monotonic() - last > self._time_out / _HEARD_PER_TIME_OUT:
+                last = time.monotonic()
+                for other, waiting in later.items():
+                    self._named(other, partial(send_frame, waiting, {"still": "here"}))
+        return pieces
+
+    def _ask(self, peer: GroupRank, connection: socket.socket) -> Iterator[Piece]:
+        sharded, name = self._sharded, self._sharded.comm.name(peer)
+        request = {"count": sharded.changes.begun, "plan": sharded.binding.digest}
+        frame = self._first_answer(name, connection, request)
+        received = 0
+        while "piece" in frame:
+            state = receive_tree(connection, frame, sharded.table.accelerator())
+            step, place = frame["birth"]
+            yield (step, place), frame["piece"], state
+            received += 1
+            frame = receive_frame(connection)
+        if "type_error" in frame:
+            raise TypeError(frame["type_error"])
+        if frame.get("end") != received:
+            raise RuntimeError(
+                f"Expected {name} to have the state that {sharded.comm.name(sharded.comm.group_rank)} has, got "
+                f"{frame.get('refused', 'a part of it')}. While gradients are reduced together no rank can step "
+                "without this one; where one can, call consolidate_state_dict() on all ranks before state_dict()."
+            )
+
+    def _first_answer(self, name: str, connection: socket.socket, request: Frame) -> Frame:
+        """Ask until the rank does not ask to wait."""
+        deadline = time.monotonic() + self._time_out
+        pause, longest = _POLL_SECONDS
+        while True:
+            send_frame(connection, request)
+            frame = receive_frame(connection)
+            if "wait" not in frame:
+                return frame
+            if time.monotonic() + pause > deadline:
+                raise RuntimeError(
+                    f"Expected {name} to end its change of the state within {self._time_out:g} s, the group's "
+                    f"time-out, got {frame['wait']}."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _named(self, peer: GroupRank, talk: Callable[[], Any]) -> Any:
+        """Talk to a rank; errors of the connection name it."""
+        try:
+            return talk()
+        except (OSError, EOFError, ValueError) as error:
+            shown = "no answer within the group's time-out" if isinstance(error, TimeoutError) else str(error)
+            raise RuntimeError(
+                f"Expected {self._sharded.comm.name(peer)} to give its part of the optimizer's state, got {shown}. Has "
+                "it been killed, or ended with an error? A rank that ends well stays until no other can ask."
+            ) from error
+
+    # Answering, in a thread
+
+    def answer(self, connection: socket.socket) -> None:
+        """Answer one rank until it hangs up, which raises EOFError, or has waited until this one leaves."""
+        changes = self._sharded.changes
+        while True:
+            request = receive_frame(connection)
+            if UNTIL in request:
+                return self._stay.wait_until_it_leaves()
+            if "count" not in request:
+                continue
+            count = request["count"]
+            if changes.begun < count or (changes.begun == count and changes.is_under_way):
+                where = "within" if changes.is_under_way else "after"
+                send_frame(connection, {"wait": f"it still {where} its change {changes.begun}, a step or a load"})
+                continue
+            refusal = self._refusal(count)
+            if refusal is None and self._sharded.binding.digest != request["plan"]:
+                refusal = "a different plan of who owns what"
+            send_frame(connection, {"refused": refusal} if refusal else self._send_pieces(connection, count))
+
+    def _send_pieces(self, connection: socket.socket, count: int) -> Frame:
+        """Send every state that this rank owns. Returns the frame to send at the end."""
+        self._sharded.changes.wait_for_work()
+        sent = 0
+        try:
+            for (step, place), index, state in _owned(self._sharded):
+                if refusal := self._refusal(count):
+                    return {"refused": refusal}
+                send_tree(connection, {"piece": index, "birth": [step, place]}, state)
+                sent += 1
+        except TypeError as error:
+            refusal = self._refusal(count)  # a state that changes meanwhile can be anything
+            return {"refused": refusal} if refusal else {"type_error": str(error)}
+        except (RuntimeError, LookupError) as error:
+            return {"refused": self._refusal(count) or f"{type(error).__name__}: {error}"}
+        refusal = self._refusal(count)
+        return {"refused": refusal} if refusal else {"end": sent}
+
+    def _refusal(self, count: int) -> str | None:
+        begun = self._sharded.changes.begun
+        return None if begun == count else f"one that has moved on, to change {begun} (a step or a load) from {count}"
+
+
+def _store_host(comm: Communicator) -> str | None:
+    """The host of the group's store, if it has one."""
+    try:
+        store = store_of(comm.process_group)
+    except RuntimeError:  # a backend without a store
+        return None
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else None

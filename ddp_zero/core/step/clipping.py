@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.local.parameters import LOW_PRECISION
 from ddp_zero.core.local.placeholders import AbsentGradient, on_this_rank
 from ddp_zero.core.step.sharded_step import ShardedStep
@@ -270,10 +269,3 @@ def check_options(options: StepOptions, inner: Optimizer) -> None:
             "one, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
             "opt.clip_grad_norm_() in the loop."
         )
-
-
-def keep_limits(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
-    """Clip loaded groups as the exposed ones were, unless the state dict has a ``max_grad_norm``."""
-    for group, before in zip(loaded, exposed, strict=True):
-        if OWN_LIMIT in before:
-            group.setdefault(OWN_LIMIT, before[OWN_LIMIT])

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import checkpoint
-from ddp_zero.checkpoint.folder import MARKER
-from ddp_zero.checkpoint.manifest import FileSpan, encode_part, part_name, tensor_file_name
+from ddp_zero.checkpoint.folder import MARKER, FileSpan, encode_part, part_name, tensor_file_name
 from ddp_zero.core.local.tree import Tree, flatten
 
 

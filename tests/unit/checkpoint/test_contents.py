@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint, Shared
-from ddp_zero.checkpoint.folder import MARKER
-from ddp_zero.checkpoint.manifest import StoredTensor
+from ddp_zero.checkpoint.folder import MARKER, StoredTensor
 from ddp_zero.checkpoint.tensor_file import read
 from tests.unit.checkpoint.saved import (
     TENSORS,

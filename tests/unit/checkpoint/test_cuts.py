@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.manifest import CutTensor, StoredTensor, as_written, within
+from ddp_zero.checkpoint.folder import CutTensor, StoredTensor, as_written, within
 from ddp_zero.checkpoint.tensor_file import pieces, read, verify, write_tensors
 from ddp_zero.core.local.tree import TensorSpec
 from ddp_zero.core.plan.boxes import Box

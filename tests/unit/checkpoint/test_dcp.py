@@ -11,9 +11,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
-from ddp_zero.checkpoint.dcp import OBJECTS_FILE, write_dcp_metadata
-from ddp_zero.checkpoint.manifest import StoredTensor, fill, tensor_file_name
-from ddp_zero.checkpoint.tensor_file import read, write_tensors
+from ddp_zero.checkpoint.folder import StoredTensor, fill, tensor_file_name
+from ddp_zero.checkpoint.tensor_file import OBJECTS_FILE, read, write_dcp_metadata, write_tensors
 from ddp_zero.core.local.tree import Tree, flatten, specs_in, unflatten
 from tests.unit.checkpoint.saved import TENSORS, Tied, save, trained
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from ddp_zero.checkpoint import tensor_file
-from ddp_zero.checkpoint.command import main
-from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export
+from ddp_zero.checkpoint.export import MODEL_FILE, OPTIMIZER_FILE, export, main
 from ddp_zero.core.local.tree import as_bytes
 from tests.unit.checkpoint.saved import TENSORS, Tied, adamw, save, sgd, train, trained
 

@@ -1,11 +1,12 @@
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero.checkpoint.fit import Fit, fit_groups, fit_values, listed, renamed
+from ddp_zero.checkpoint.loading import Fit, fit_groups, fit_values, listed
+from ddp_zero.core.plan import global_names
 from ddp_zero.core.plan.shapes import Value
 
 MATRIX = Value((2, 3), "float32")
@@ -35,6 +36,10 @@ def of_groups(
 
 
 # Renaming
+
+
+def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
+    return global_names.renamed(names, rename, "rename=", "the checkpoint")
 
 
 def test_names_stay_where_nothing_is_renamed() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_zero.checkpoint.command import main
+from ddp_zero.checkpoint.export import main
 from tests.unit.checkpoint.saved import TENSORS, save, trained
 
 

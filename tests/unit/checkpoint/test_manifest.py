@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero.checkpoint.manifest import (
+from ddp_zero.checkpoint.folder import (
     FileSpan,
     StoredTensor,
     as_meta,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.serialization import config
 
 from ddp_zero.checkpoint import tensor_file
-from ddp_zero.checkpoint.manifest import StoredTensor
+from ddp_zero.checkpoint.folder import StoredTensor
 from ddp_zero.checkpoint.tensor_file import pieces, read, read_into, verify, write_tensors
 from ddp_zero.core.local.tree import as_bytes, flatten, specs_in
 

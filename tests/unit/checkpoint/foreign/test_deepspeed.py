@@ -96,6 +96,12 @@ def test_a_tag_is_found_by_latest_and_names_of_other_places_are_not_followed(roo
         checkpoint.load(root, build()[0])
 
 
+def test_a_giant_latest_is_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / "latest").open("wb") as file:
+        file.truncate(1 << 42)
+    assert deepspeed.find(tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -255,7 +261,7 @@ def test_what_is_converted_here_is_as_deepspeeds_own_converter_writes_it(
 
 
 def test_the_command_line(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from ddp_zero.checkpoint.command import main
+    from ddp_zero.checkpoint.export import main
 
     folder = str(written / VERSIONS[-1] / "stage1-bf16")
     monkeypatch.setattr("sys.argv", ["x", "export", folder, str(tmp_path / "a"), "--format=deepspeed-universal"])

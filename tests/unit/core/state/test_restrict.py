@@ -12,8 +12,8 @@ from torch.optim import ASGD, SGD, Adafactor, Adam, NAdam, Optimizer
 
 from ddp_zero.core.local.inner import ParamGroup, restrict_group
 from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors
-from ddp_zero.core.state import shard_of_whole as restrict
-from ddp_zero.core.state.shard_of_whole import restrict_state_dict
+from ddp_zero.core.state import state_dicts as restrict
+from ddp_zero.core.state.state_dicts import restrict_state_dict
 from ddp_zero.core.step.state_order import StateOrder
 
 StateDict = dict[str, Any]

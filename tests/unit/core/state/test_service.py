@@ -16,19 +16,24 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.core.state import listener as listener_module
-from ddp_zero.core.state.address import BLOCK_BYTES, Address, bound_host, own_hosts
-from ddp_zero.core.state.caller import call
-from ddp_zero.core.state.frames import (
+from ddp_zero.core.state import connections
+from ddp_zero.core.state.connections import (
+    BLOCK_BYTES,
+    Address,
+    Admission,
+    WrongPeer,
+    bound_host,
+    call,
     decode_frame,
     encode_frame,
+    greet,
+    listen,
+    own_hosts,
     receive_frame,
     receive_tree,
     send_frame,
     send_tree,
 )
-from ddp_zero.core.state.handshake import Admission, WrongPeer, greet
-from ddp_zero.core.state.listener import listen
 from ddp_zero.core.step.sharded_step import StateChanges
 
 CPU = torch.device("cpu")
@@ -264,7 +269,7 @@ def test_a_listener_outlives_a_shortage_of_descriptors(monkeypatch: pytest.Monke
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", fails_at_first)
-    monkeypatch.setattr(listener_module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(connections, "_PAUSE_SECONDS", 0.01)
     echo = Echo()
     with call(listen(echo, None, 5.0), 5.0) as connection:
         send_frame(connection, {"is": "there"})
@@ -286,7 +291,7 @@ def test_strangers_take_no_threads_and_no_descriptors_and_keep_nobody_out(caplog
             assert receive_frame(one) == {"position": 1}
             assert len(set(threading.enumerate()) - threads) == 1  # threads of earlier tests may end meanwhile
             ends = len(os.listdir("/proc/self/fd")) - descriptors - 2 * 1  # of the one that was admitted
-            assert ends <= len(silent) + listener_module._MOST_CALLERS
+            assert ends <= len(silent) + connections._MOST_CALLERS
     told = [record for record in caplog.records if "was refused" in record.message]
     assert len(told) == 1, "a line a minute"
 
@@ -310,7 +315,7 @@ def test_a_caller_tries_again_if_room_was_made_for_others() -> None:
 
 
 def test_one_that_sends_a_byte_now_and_then_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "_HANDSHAKE_SECONDS", 0.4)
+    monkeypatch.setattr(connections, "_HANDSHAKE_SECONDS", 0.4)
     echo = Echo()
     address = listen(echo, None, 60.0)
     begun = time.monotonic()
@@ -320,7 +325,7 @@ def test_one_that_sends_a_byte_now_and_then_has_no_more_time(monkeypatch: pytest
             time.sleep(0.1)
         assert slow.recv(1) == b""
     assert time.monotonic() - begun < 10
-    assert wait_until(lambda: not [one for one in threading.enumerate() if one.name == listener_module.NAME])
+    assert wait_until(lambda: not [one for one in threading.enumerate() if one.name == connections.NAME])
 
 
 def test_a_job_on_one_machine_listens_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +340,7 @@ def test_a_job_on_one_machine_listens_nowhere_else(monkeypatch: pytest.MonkeyPat
     assert bound_host("10.1.2.3") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
     assert bound_host("10.1.2.3") is None
-    with listener_module.open_port("127.0.0.1") as port:
+    with connections.open_port("127.0.0.1") as port:
         assert port.getsockname()[0] == "127.0.0.1"
 
 

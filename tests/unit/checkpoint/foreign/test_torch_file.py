@@ -1,4 +1,4 @@
-"""The machine that interprets pickles: it builds what Python's own would, and does nothing that a hostile one wants."""
+"""The reader of files of torch.save: it builds what torch would, and does nothing that a hostile file wants."""
 
 import io
 import os
@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.checkpoint.foreign.archive import open_archive
-from ddp_zero.checkpoint.foreign.safe_pickle import Inert, Known, interpret
-from ddp_zero.checkpoint.foreign.values import RawTensor, load
+from ddp_zero.checkpoint.folder import PiecedTensor
+from ddp_zero.checkpoint.foreign.torch_file import Inert, Known, RawTensor, interpret, load, open_archive
+from ddp_zero.checkpoint.tensor_file import verify
 
 KNOWN: Known = {("collections", "OrderedDict"): dict, ("builtins", "set"): list, ("__builtin__", "set"): list}
 PLAIN = {
@@ -200,6 +200,38 @@ def test_values_that_grow_without_end_are_refused(tmp_path: Path) -> None:
     for program in (pickle.dumps(laughs, 2), pickle.dumps(circle, 2), deep_program):
         with pytest.raises(ValueError, match=r"Expected values|recursive or amplified"):
             load(tmp_path, archive(tmp_path, program), sha256(), {})
+
+
+def test_a_small_file_takes_little_memory_unlike_with_torch(tmp_path: Path) -> None:
+    """Cases for which `torch.load(weights_only=True)` cannot take the place of the reader: they grow without limit."""
+    count = 1 << 22
+    bomb = b"\x80\x02cbuiltins\nbytearray\nJ" + count.to_bytes(4, "little") + b"\x85R."
+    packed = pickle.dumps("a" * count, 2)
+    for program, compression in ((bomb, zipfile.ZIP_STORED), (packed, zipfile.ZIP_DEFLATED)):
+        with zipfile.ZipFile(tmp_path / "a.pt", "w", compression) as file:
+            for name, content in (("data.pkl", program), ("version", b"3\n"), ("byteorder", b"little")):
+                file.writestr(f"x/{name}", content)
+        assert (tmp_path / "a.pt").stat().st_size < 10_000
+        assert len(torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)) == count
+        with pytest.raises(ValueError, match=r"the name builtins.bytearray|compressed"):
+            load(tmp_path, "a.pt", sha256(), {})
+
+
+def test_damage_links_and_pipes_are_seen_unlike_with_torch(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1000)}, tmp_path / "a.pt")
+    place = load(tmp_path, "a.pt", sha256(), {})["a"].spans[0].record
+    with (tmp_path / "a.pt").open("r+b") as file:
+        file.seek(place.offset + 4 * 500)
+        file.write(b"\0\0\x80\x3f")
+    assert torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)["a"][500] == 1, "no CRC is checked"
+    stored = PiecedTensor.of(load(tmp_path, "a.pt", sha256(), {})["a"])
+    with pytest.raises(ValueError, match="Expected 4000 bytes to fit their CRC-32"):
+        verify(tmp_path, [stored])
+    (tmp_path / "link.pt").symlink_to(tmp_path / "a.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    for name in ("link.pt", "pipe.pt"):  # torch follows the one, and waits for the other
+        with pytest.raises(ValueError, match="regular file"):
+            load(tmp_path, name, sha256(), {})
 
 
 @pytest.mark.parametrize("how", ["no zip", "compressed", "twice", "outside", "no pickle", "big-endian", "cut", "link"])

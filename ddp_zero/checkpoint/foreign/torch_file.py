@@ -1,0 +1,476 @@
+"""Reads files of `torch.save` of unknown origin: tensors as places in files, objects without their classes.
+
+Such a file is a zip archive with a pickle and the elements of each storage. A pickle is a program for a stack machine,
+two of whose instructions name a class or a function and call it, which is how a hostile file runs code. Here names
+stand for nothing but themselves: a call of a *known* name yields a value of this module, and any other name is refused
+when it comes up, called or not. Only the pickle is read; nothing is imported or called.
+
+``torch.load(weights_only=True, mmap=True)`` with stand-ins for DeepSpeed's classes was tried instead (torch 2.13.0)
+and lost: a file of 350 bytes makes it allocate any memory (it calls ``bytearray``, and unpacks compressed pickles), it
+returns values of exponential size, follows links, waits for pipes and checks no CRC, and a file that is cut while it is
+mapped ends the process. Before torch 2.10 a file can overwrite memory (GHSA-63cw-57p8-fm3p). The cases are in
+``tests/unit/checkpoint/foreign/test_torch_file.py``.
+"""
+
+import hashlib
+import math
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ddp_zero.tools.record.regular_files import open_regular
+
+_BAD_ZIP = zipfile.BadZipFile, NotImplementedError, RuntimeError
+_LOCAL_HEADER_BYTES = 30
+_LARGEST_PICKLE = 1 << 28
+_MOST_RECORDS = 1 << 20
+_LARGEST = 1 << 62
+_MOST_DIMENSIONS = 64
+_NODES = 100_000
+_NODES_PER_BYTE = 20
+
+_STORAGES = {
+    **{"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16},
+    **{"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32},
+    **{"ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool},
+}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _STORAGES.values()}
+
+
+@dataclass(frozen=True)
+class Record:
+    """The elements of a storage in a file.
+
+    Attributes:
+        file: the file's name, relative to the folder of the checkpoint.
+        offset: offset of the first element, in bytes.
+        nbytes: how many bytes there are.
+        crc: their CRC-32.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a record that lie one after the other, from its byte ``begin`` on."""
+
+    record: Record
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor whose elements lie in files, in logical order, possibly in several places.
+
+    Attributes:
+        shape: its sizes.
+        dtype: the dtype of its elements.
+        spans: where they are, in order; together as many bytes as it has.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spans: tuple[Span, ...]
+
+    def part(self, begin: int, count: int) -> tuple[Span, ...]:
+        """The places of some elements of a tensor that lies in one place. Raises ValueError if it has fewer."""
+        if not 0 <= begin <= begin + count <= math.prod(self.shape):
+            raise ValueError(f"Expected elements {begin} to {begin + count} of {math.prod(self.shape)}, got too few.")
+        if not count:
+            return ()
+        (span,) = self.spans
+        size = self.dtype.itemsize
+        return (Span(span.record, span.begin + begin * size, count * size),)
+
+
+@dataclass
+class Inert:
+    """An object of a known class: the class's name, and the attributes that the pickle sets."""
+
+    name: str
+    attributes: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: torch.dtype | None
+    record: Record
+    elements: int
+
+
+def load(folder: Path, name: str, digest: "hashlib._Hash", classes: Mapping[tuple[str, str], Any]) -> Any:
+    """The values of a file.
+
+    Args:
+        folder: the folder of the checkpoint.
+        name: the file's name, relative to it.
+        digest: is updated with the file's contents.
+        classes: further names that may occur besides torch's, and the result of calling them; None: an `Inert`.
+
+    Raises:
+        ValueError: if it is damaged or holds anything else.
+    """
+    archive = open_archive(folder, name)
+    digest.update(repr((name, hashlib.sha256(archive.program).hexdigest())).encode())
+    digest.update(repr(sorted((key, record.crc) for key, record in archive.storages.items())).encode())
+
+    def storage(identifier: Any) -> _Storage:
+        """The place of a storage that the pickle names."""
+        kind, of, key, _, elements = identifier
+        if kind != "storage" or not isinstance(of, Name) or type(elements) is not int or key not in archive.storages:
+            raise ValueError(f"Expected a storage of this file, got {identifier!r:.200}.")
+        record, dtype = archive.storages[key], _STORAGES.get(of.name)
+        if not 0 <= elements < _LARGEST or elements * (dtype.itemsize if dtype else 1) != record.nbytes:
+            raise ValueError(f"Expected {elements} elements in storage {key!r:.50}, got {record.nbytes} bytes.")
+        return _Storage(dtype, record, elements)
+
+    inert = {where: _inert(where[1]) if call is None else call for where, call in classes.items()}
+    value = interpret(archive.program, {**_KNOWN, **inert}, storage, folder / name)
+    return _plain(value, folder / name, len(archive.program))
+
+
+def _plain(value: Any, path: Path, size: int) -> Any:
+    """The value in new containers, without names; refuses one that is much larger than its pickle, or has a circle."""
+    most = left = _NODES + _NODES_PER_BYTE * size
+
+    def copied(one: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"{path} expands to more than {most} values: its pickle is recursive or amplified.")
+        if isinstance(one, Inert):
+            return Inert(one.name, copied(one.attributes))
+        if type(one) is dict:
+            return {copied(key): copied(item) for key, item in one.items()}
+        if type(one) in (list, set, frozenset):
+            return [copied(item) for item in one]
+        if type(one) is tuple:
+            return tuple(copied(item) for item in one)
+        if isinstance(one, Name):
+            if one.module == "torch" and one.name in _DTYPES:
+                return _DTYPES[one.name]
+            raise ValueError(f"Expected values, got {one.module}.{one.name} itself.")
+        if isinstance(one, _Storage):
+            raise ValueError("Expected tensors, got a storage.")
+        return one
+
+    try:
+        return copied(value)
+    except (RecursionError, TypeError) as error:
+        raise ValueError(f"Expected values nested some dozen levels deep, got {type(error).__name__}.") from error
+
+
+# The archive
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A file's pickle, which builds its values, and the elements that it refers to, by key."""
+
+    program: bytes
+    storages: dict[str, Record]
+
+
+def open_archive(folder: Path, name: str) -> Archive:
+    """Read everything but the elements of tensors.
+
+    Args:
+        folder: the folder of the checkpoint.
+        name: the file's name, relative to it.
+
+    Raises:
+        ValueError: naming the file, if it is not of this form, compressed, cut off, or of a machine that stores the
+            highest byte first.
+    """
+    path = folder / name
+    with open_regular(path) as file:
+        try:
+            return _read_archive(file, name)
+        except (*_BAD_ZIP, struct.error, OverflowError, ValueError, OSError, EOFError) as error:
+            raise ValueError(f"Expected a file that torch.save wrote as a zip archive, got {path}: {error}") from error
+
+
+def _read_archive(file: BinaryIO, name: str) -> Archive:
+    size = file.seek(0, 2)
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        if len(entries) > _MOST_RECORDS:
+            raise ValueError(f"Expected at most {_MOST_RECORDS} records, got {len(entries)}.")
+        root = entries[0].filename.partition("/")[0] if entries else ""
+        found: dict[str, zipfile.ZipInfo] = {}
+        for entry in entries:
+            inner = entry.filename.removeprefix(f"{root}/")
+            if inner in found or inner == entry.filename:
+                raise ValueError(f"Expected records below one folder, each once, got {entry.filename!r:.200}.")
+            is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
+            if not is_stored or entry.flag_bits & 1:
+                raise ValueError(f"Expected records as they are, got {entry.filename!r:.200} compressed or encrypted.")
+            found[inner] = entry
+        if "data.pkl" not in found or found["data.pkl"].file_size > _LARGEST_PICKLE:
+            raise ValueError(f"Expected a record data.pkl of at most {_LARGEST_PICKLE} bytes, got none.")
+        order = found.get("byteorder")
+        if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
+            raise ValueError("Expected bytes in little-endian order, got a different order.")
+        program = archive.read(found["data.pkl"])
+    storages = {
+        inner.removeprefix("data/"): Record(name, _offset(file, entry, size), entry.file_size, entry.CRC)
+        for inner, entry in found.items()
+        if inner.startswith("data/")
+    }
+    return Archive(program, storages)
+
+
+def _offset(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> int:
+    """The offset of a record's bytes: after its own header, whose length the directory does not tell."""
+    file.seek(entry.header_offset)
+    header = file.read(_LOCAL_HEADER_BYTES)
+    if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
+        raise ValueError(f"Expected a header in front of {entry.filename!r:.200}, got none.")
+    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    begin = entry.header_offset + _LOCAL_HEADER_BYTES + names
+    if begin + entry.file_size > size:
+        raise ValueError(f"Expected {begin + entry.file_size} bytes, got {size}: the file is cut off.")
+    return begin
+
+
+# The pickle
+
+
+@dataclass(frozen=True)
+class Name:
+    """A class or a function that a pickle names: its module and its name in it."""
+
+    module: str
+    name: str
+
+
+Call = Callable[..., Any]
+Known = Mapping[tuple[str, str], Call | None]
+"""The result of calling each name; None: a name that is only mentioned."""
+
+_MARK = object()
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_LITERALS = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+}
+_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+def interpret(program: bytes, known: Known, persistent: Call, shown: object) -> Any:
+    """The value that a pickle describes.
+
+    Args:
+        program: the pickle.
+        known: the names that it may use.
+        persistent: the value for an identifier of something outside the pickle, such as a storage.
+        shown: the name of its file in messages.
+
+    Raises:
+        ValueError: for a name that is not known, or a program that is damaged or does anything else.
+    """
+    machine = _Machine(known, persistent)
+    try:
+        for instruction, argument, _ in pickletools.genops(program):
+            if instruction.name == "STOP":
+                (value,) = machine.stack
+                return value
+            machine.step(instruction.name, argument)
+        raise ValueError("it does not end")
+    except _UnknownNameError as error:
+        raise ValueError(f"Expected only values that are known to be harmless in {shown}, got {error}") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"Expected an undamaged pickle in {shown}, got {type(error).__name__}: {error}") from error
+
+
+class _UnknownNameError(Exception):
+    """A pickle names something that it may not."""
+
+
+class _Machine:
+    """The stack and the memory of a program; see `interpret`. Instructions are methods, by name."""
+
+    def __init__(self, known: Known, persistent: Call) -> None:
+        self.stack: list[Any] = []
+        self._known = known
+        self._persistent = persistent
+        self._memory: dict[int, Any] = {}
+
+    def step(self, name: str, argument: Any) -> None:
+        """Carry out one instruction."""
+        if name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name])
+        elif name in _LITERALS:
+            self.stack.append(argument)
+        elif name in _EMPTY:
+            self.stack.append(_EMPTY[name]())
+        elif name in _TUPLES:
+            self.stack.append(tuple(self._pop(_TUPLES[name])))
+        else:
+            handler = getattr(self, f"_on_{name.lower()}", None)
+            if handler is None:
+                raise _UnknownNameError(f"the instruction {name}.")
+            handler(argument)
+
+    def _pop(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise IndexError("the stack is too short")
+        values = self.stack[-count:]
+        del self.stack[-count:]
+        return values
+
+    def _pop_to_mark(self) -> list[Any]:
+        place = max(place for place, value in enumerate(self.stack) if value is _MARK)
+        values = self.stack[place + 1 :]
+        del self.stack[place:]
+        return values
+
+    def _top(self, kind: type) -> Any:
+        if type(self.stack[-1]) is not kind:
+            raise TypeError(f"a {type(self.stack[-1]).__name__} in the place of a {kind.__name__}")
+        return self.stack[-1]
+
+    def _on_proto(self, argument: int) -> None:
+        if argument > 5:
+            raise ValueError(f"a protocol {argument}")
+
+    def _on_frame(self, argument: int) -> None:
+        """Only says how far to read ahead."""
+
+    def _on_mark(self, _: None) -> None:
+        self.stack.append(_MARK)
+
+    def _on_binput(self, argument: int) -> None:
+        self._memory[argument] = self.stack[-1]
+
+    def _on_memoize(self, _: None) -> None:
+        self._memory[len(self._memory)] = self.stack[-1]
+
+    def _on_binget(self, argument: int) -> None:
+        self.stack.append(self._memory[argument])
+
+    _on_long_binput, _on_long_binget = _on_binput, _on_binget
+
+    def _on_tuple(self, _: None) -> None:
+        self.stack.append(tuple(self._pop_to_mark()))
+
+    def _on_append(self, _: None) -> None:
+        (value,) = self._pop(1)
+        self._top(list).append(value)
+
+    def _on_appends(self, _: None) -> None:
+        values = self._pop_to_mark()
+        self._top(list).extend(values)
+
+    def _on_additems(self, _: None) -> None:
+        values = self._pop_to_mark()
+        self._top(set).update(values)
+
+    def _on_setitem(self, _: None) -> None:
+        key, value = self._pop(2)
+        self._top(dict)[key] = value
+
+    def _on_setitems(self, _: None) -> None:
+        values = self._pop_to_mark()
+        self._top(dict).update(zip(values[::2], values[1::2], strict=True))
+
+    def _on_global(self, argument: str) -> None:
+        module, _, name = argument.partition(" ")
+        self._push_name(module, name)
+
+    def _on_stack_global(self, _: None) -> None:
+        self._push_name(*self._pop(2))
+
+    def _push_name(self, module: Any, name: Any) -> None:
+        if (module, name) not in self._known:
+            raise _UnknownNameError(f"the name {module}.{name}. Load the file with its library, and save plain values.")
+        self.stack.append(Name(module, name))
+
+    def _on_reduce(self, _: None) -> None:
+        called, arguments = self._pop(2)
+        call = self._known[called.module, called.name] if isinstance(called, Name) else None
+        if call is None or type(arguments) is not tuple:
+            raise _UnknownNameError(f"a call of {called!r:.200}.")
+        self.stack.append(call(*arguments))
+
+    _on_newobj = _on_reduce
+
+    def _on_build(self, _: None) -> None:
+        (state,) = self._pop(1)
+        target = self.stack[-1]
+        if isinstance(target, Inert) and type(state) is dict:
+            target.attributes.update(state)
+        elif type(target) is not dict:  # an OrderedDict may have attributes, which say nothing about its items
+            raise _UnknownNameError(f"a state for a {type(target).__name__}.")
+
+    def _on_binpersid(self, _: None) -> None:
+        self.stack.append(self._persistent(*self._pop(1)))
+
+
+# What calls of torch's names yield
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> RawTensor:
+    """As `torch._utils._rebuild_tensor_v2`."""
+    numbers = [offset, *shape, *stride]
+    if not isinstance(storage, _Storage) or storage.dtype is None or len(shape) != len(stride):
+        raise ValueError(f"Expected a tensor in a storage of a known dtype, got {type(storage).__name__}.")
+    if len(shape) > _MOST_DIMENSIONS or not all(type(one) is int and 0 <= one < _LARGEST for one in numbers):
+        raise ValueError(f"Expected an offset, sizes and strides, got {numbers!r:.200}.")
+    count = math.prod(shape)
+    dense = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+    if count and any(size > 1 and step != want for size, step, want in zip(shape, stride, dense, strict=True)):
+        raise ValueError(f"Expected a contiguous tensor, got sizes {shape} with strides {stride}.")
+    if offset + count > storage.elements:
+        raise ValueError(f"Expected {offset + count} elements in a storage, got {storage.elements}.")
+    size = storage.dtype.itemsize
+    spans = (Span(storage.record, offset * size, count * size),) if count else ()
+    return RawTensor(tuple(shape), storage.dtype, spans)
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _listed(values: Any = ()) -> list[Any]:
+    return list(values)
+
+
+def _device(*parts: Any) -> str:
+    return ":".join(map(str, parts))
+
+
+def _sizes(values: Any = ()) -> tuple[Any, ...]:
+    return tuple(values)
+
+
+def _ordered(*pairs: Any) -> dict[Any, Any]:
+    return dict(*pairs)
+
+
+def _inert(name: str) -> Callable[..., Inert]:
+    return lambda *arguments: Inert(name, dict(enumerate(arguments)))
+
+
+_KNOWN: Known = {
+    ("collections", "OrderedDict"): _ordered,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch", "Size"): _sizes,
+    ("torch", "device"): _device,
+    **{(module, kind): _listed for module in ("builtins", "__builtin__") for kind in ("set", "frozenset")},
+    **{("torch", name): None for name in (*_STORAGES, *_DTYPES)},
+    ("torch.storage", "UntypedStorage"): None,
+}

@@ -1,0 +1,691 @@
+"""Connections on which ranks ask each other for optimizer state: addresses, frames, proofs, listening, and leaving.
+
+Every rank listens at a port of its own, in a daemon thread. A caller must prove that it knows the optimizer's secret,
+which ranks exchange when it is built; then a thread answers it until it hangs up. Elements travel in the clear.
+
+`multiprocessing.connection` is not used: its `Listener.accept` proves one caller after the other without a time-out,
+so one silent stranger keeps out every rank; it knows no IPv6, and up to Python 3.11 its proof is HMAC-MD5.
+"""
+
+import array
+import errno
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ddp_zero.core.comm.tracing import logger
+from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, memory_of, specs_in, unflatten
+from ddp_zero.core.plan.shapes import is_dense
+
+# Addresses
+
+BLOCK_BYTES = 384
+_SIOCGIFADDR = 0x8915
+_MOST_HOSTS = 4
+_MOST_REASON = 120
+
+
+@dataclass(frozen=True)
+class Address:
+    """The addresses at which a rank can be called.
+
+    Attributes:
+        hosts: addresses of its machine, to be tried in this order.
+        port: the same at all of them; 0 if the rank cannot be called.
+        secret: what both ends prove to know, in hexadecimal.
+        reason: why the rank cannot be called, or nothing.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+    secret: str = field(repr=False)
+    reason: str = ""
+
+    def encode(self) -> bytes:
+        """The address in `BLOCK_BYTES` bytes."""
+        short = {"hosts": self.hosts[:_MOST_HOSTS], "reason": self.reason[:_MOST_REASON]}
+        raw = json.dumps(asdict(self) | short).encode()
+        assert len(raw) <= BLOCK_BYTES, "hosts are numeric addresses"
+        return raw.ljust(BLOCK_BYTES, b"\0")
+
+    @staticmethod
+    def decode(block: bytes) -> "Address":
+        """An address from the bytes of `encode`."""
+        fields = json.loads(block.rstrip(b"\0"))
+        return Address(tuple(fields["hosts"]), fields["port"], fields["secret"], fields["reason"])
+
+
+def own_hosts(store_host: str | None) -> tuple[str, ...]:
+    """Addresses of this machine at which other ranks may reach it, the likeliest first. Sends no packet.
+
+    They are the addresses of the interface that Gloo is told to use (``GLOO_SOCKET_IFNAME``), of the one that leads to
+    the job's store (or to ``MASTER_ADDR``), of the host's name, and of the default route.
+    """
+    found = list(dict.fromkeys(_candidates(store_host or os.environ.get("MASTER_ADDR"))))
+    return tuple(found[:_MOST_HOSTS]) or ("127.0.0.1",)
+
+
+def bound_host(store_host: str | None) -> str | None:
+    """The address at which to listen, if only one can be meant; None: all interfaces.
+
+    Gloo's interface, if it is told to use a single one; the loopback, if the job's store is there: all ranks are on
+    this machine then, unless a port is forwarded to it.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces and "," not in interfaces:
+        with suppress(OSError):
+            return _address_of_interface(interfaces)
+    host = store_host or os.environ.get("MASTER_ADDR") or ""
+    is_local = host == "localhost" or host == "::1" or host.startswith("127.")
+    return own_hosts(store_host)[0] if is_local else None
+
+
+def _candidates(store_host: str | None) -> Iterator[str]:
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        with suppress(OSError):
+            yield _address_of_interface(name)
+    if store_host:
+        with suppress(OSError):
+            yield _address_towards(store_host)
+    with suppress(OSError):
+        yield socket.gethostbyname(socket.gethostname())
+    with suppress(OSError):
+        yield _address_towards("192.0.2.1")  # a network reserved for documentation: finds the default route
+
+
+def _address_towards(host: str) -> str:
+    """The address of the interface by which packets to a host leave."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _address_of_interface(name: str) -> str:
+    import fcntl  # not on every system
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = array.array("B", struct.pack("256s", name.encode()[:15]))
+        fcntl.ioctl(probe, _SIOCGIFADDR, request)
+        return socket.inet_ntoa(request.tobytes()[20:24])
+
+
+# Frames: a length of 8 bytes and so many bytes of JSON. A tree is a frame with its text, then the elements of its
+# tensors in the order of memory, sent from their own memory and received into it. Nothing is pickled. The time-out of
+# a socket is how long its peer may make no progress.
+
+_LENGTH = struct.Struct("!Q")
+_MOST_FRAME_BYTES = 1 << 30
+_CHUNK_BYTES = 4 << 20
+
+Frame = dict[str, Any]
+
+
+def send_frame(connection: socket.socket, frame: Mapping[str, Any]) -> None:
+    """Send one frame. Raises OSError if the peer is gone or makes no progress."""
+    _send_joined(connection, [memoryview(encode_frame(frame))])
+
+
+def send_tree(connection: socket.socket, frame: Mapping[str, Any], tree: Tree) -> None:
+    """Send a frame, to which the tree's text is added as ``"tree"``, and the elements of its tensors.
+
+    Raises:
+        TypeError: for a value that cannot be sent; then nothing has been sent.
+        OSError: if the peer is gone or makes no progress.
+    """
+    text, tensors = flatten(tree)
+    kept = [_in_memory_order(tensor) for tensor in tensors]  # alive until they are sent
+    head = encode_frame({**frame, "tree": text})
+    _send_joined(connection, [memoryview(head), *(memory_of(one) for one in kept)])
+
+
+def receive_frame(connection: socket.socket) -> Frame:
+    """Receive one frame.
+
+    Raises:
+        EOFError: if the peer has closed the connection.
+        OSError: if it is gone or makes no progress.
+        ValueError: for bytes that are no frame.
+    """
+    head = bytearray(_LENGTH.size)
+    receive_into(connection, memoryview(head))
+    (length,) = _LENGTH.unpack(head)
+    if length > _MOST_FRAME_BYTES:
+        raise ValueError(f"Expected a frame of at most {_MOST_FRAME_BYTES} bytes, got one of {length}.")
+    body = bytearray(length)
+    receive_into(connection, memoryview(body))
+    return decode_frame(bytes(body))
+
+
+def receive_tree(connection: socket.socket, frame: Frame, device: torch.device) -> Tree:
+    """Receive the tree that `send_tree` sends; tensors of accelerators to ``device``, the rest to the CPU."""
+    text = str(frame["tree"])
+    return unflatten(text, [_receive_tensor(connection, spec, device) for spec in specs_in(text)])
+
+
+def encode_frame(frame: Mapping[str, Any]) -> bytes:
+    """A frame as bytes."""
+    body = json.dumps(frame).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_frame(body: bytes) -> Frame:
+    """A frame from its bytes, without their length. Raises ValueError if they are no JSON of a dict."""
+    frame = json.loads(body)
+    if not isinstance(frame, dict):
+        raise ValueError(f"Expected a frame that holds a dict, got {type(frame).__name__}.")
+    return frame
+
+
+def receive_into(connection: socket.socket, memory: memoryview) -> None:
+    """Fill memory from a connection. Raises EOFError if the peer closes it before."""
+    while memory:
+        received = connection.recv_into(memory)
+        if not received:
+            raise EOFError(f"Expected {len(memory)} more bytes, got the end of the connection")
+        memory = memory[received:]
+
+
+def _send_joined(connection: socket.socket, parts: Iterable[memoryview]) -> None:
+    """Send small parts in one message, so that a busy peer wakes up once, and large ones from their own memory."""
+    joined = bytearray()
+    for part in parts:
+        if len(joined) + len(part) <= _CHUNK_BYTES // 64:
+            joined += part
+            continue
+        _send_all(connection, memoryview(joined))
+        _send_all(connection, part)
+        joined = bytearray()
+    _send_all(connection, memoryview(joined))
+
+
+def _send_all(connection: socket.socket, memory: memoryview) -> None:
+    for begin in range(0, len(memory), _CHUNK_BYTES):  # a socket's time-out is for the whole of one sendall
+        connection.sendall(memory[begin : begin + _CHUNK_BYTES])
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as bytes in CPU memory, in the order that `_receive_tensor` expects."""
+    tensor = tensor.detach().cpu()
+    if tensor.numel() and is_dense(tensor.shape, tensor.stride()):
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return as_bytes(tensor)
+
+
+def _receive_tensor(connection: socket.socket, spec: TensorSpec, device: torch.device) -> Tensor:
+    if spec.stride is None:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+    else:
+        tensor = torch.empty_strided(spec.shape, tuple(spec.stride), dtype=spec.dtype, device="cpu")
+    if tensor.numel():
+        receive_into(connection, memory_of(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)))
+    return tensor if spec.device_type == "cpu" else tensor.to(device)
+
+
+# Proofs: both ends show that they know the secret and never send it, by keyed hashes (RFC 2104).
+#
+# 1. the caller sends `_GREETING` and a nonce;
+# 2. the rank that answers sends a nonce of its own and the keyed hash of both;
+# 3. the caller sends a different keyed hash of both.
+
+SECRET_BYTES = 16
+_NONCE_BYTES = 16
+_GREETING = b"ddp_zero 1\n"
+
+
+class WrongPeer(Exception):
+    """The peer does not know the secret, or speaks a different protocol."""
+
+
+def greet(connection: socket.socket, secret: bytes) -> None:
+    """The caller's side.
+
+    Raises:
+        WrongPeer: if the peer does not know the secret; EOFError or OSError if it is gone or makes no progress.
+    """
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(_GREETING + nonce)
+    answer = bytearray(_NONCE_BYTES + hashlib.sha256().digest_size)
+    receive_into(connection, memoryview(answer))
+    theirs = bytes(answer[:_NONCE_BYTES])
+    _check_proof(bytes(answer[_NONCE_BYTES:]), _proof(secret, b"answers", nonce, theirs))
+    connection.sendall(_proof(secret, b"calls", nonce, theirs))
+
+
+class Admission:
+    """The answering side, apart from the connection: received bytes go in, bytes to send come out.
+
+    Attributes:
+        is_proven: whether the caller knows the secret.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._received = bytearray()
+        self._expected = b""
+        self.is_proven = False
+
+    @property
+    def missing(self) -> int:
+        """Number of bytes that must still be received before there is an answer."""
+        wanted = len(self._expected) or len(_GREETING) + _NONCE_BYTES
+        return wanted - len(self._received)
+
+    def receive(self, data: bytes) -> bytes:
+        """Take at most `missing` bytes. Returns the bytes to send.
+
+        Raises:
+            WrongPeer: if the peer does not know the secret, or speaks a different protocol.
+        """
+        self._received += data
+        if not self._expected and not self._received.startswith(_GREETING[: len(self._received)]):
+            raise WrongPeer(f"Expected a greeting of this protocol, got {bytes(self._received[:16])!r}.")
+        if self.missing:
+            return b""
+        received, self._received = bytes(self._received), bytearray()
+        if self._expected:
+            _check_proof(received, self._expected)
+            self.is_proven = True
+            return b""
+        nonce, own = received[len(_GREETING) :], secrets.token_bytes(_NONCE_BYTES)
+        self._expected = _proof(self._secret, b"calls", nonce, own)
+        return own + _proof(self._secret, b"answers", nonce, own)
+
+
+def _proof(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(secret, side + b"".join(nonces), "sha256")
+
+
+def _check_proof(found: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(found, expected):
+        raise WrongPeer("Expected a peer that knows the secret, got one that does not.")
+
+
+# Calling
+
+_ATTEMPTS, _PAUSE_BETWEEN_ATTEMPTS = 5, 0.2
+
+
+def call(address: Address, time_out: float) -> socket.socket:
+    """A connection to a rank, both ends of which have proved that they know the secret.
+
+    Args:
+        address: where.
+        time_out: seconds until this gives up, for all hosts together; afterwards the connection's time-out.
+
+    Raises:
+        OSError: if the rank cannot be reached at any of its hosts.
+    """
+    if not address.port:
+        raise ConnectionError(address.reason)
+    failed = []
+    deadline = time.monotonic() + time_out
+    for position, host in enumerate(address.hosts):
+        for attempt in range(_ATTEMPTS):
+            left = max(0.001, deadline - time.monotonic())
+            try:
+                connection = _greeted(host, address, left / (len(address.hosts) - position))
+            except (OSError, EOFError, WrongPeer) as error:
+                has_hung_up = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
+                if has_hung_up and attempt < _ATTEMPTS - 1 and left > _PAUSE_BETWEEN_ATTEMPTS:
+                    time.sleep(_PAUSE_BETWEEN_ATTEMPTS)  # it may have made room for other callers
+                    continue
+                failed.append(f"{host}: {error}")
+                break
+            connection.settimeout(time_out)
+            return connection
+    raise ConnectionError("; ".join(failed))
+
+
+def _greeted(host: str, address: Address, time_out: float) -> socket.socket:
+    connection = socket.create_connection((host, address.port), time_out)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        greet(connection, bytes.fromhex(address.secret))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+# Listening. The thread that listens is a daemon and refers weakly to the object that answers; when that is collected,
+# the port is closed and the thread ends. It also hears the proofs, of a few callers at a time and for a few seconds
+# each, so that strangers take neither threads nor descriptors and keep no process alive. A thread that answers keeps
+# its process until the caller has hung up, at most for the time-out: a program may end while a rank reads its state.
+
+NAME = "ddp_zero state"
+_BACKLOG = 1024
+_MOST_CALLERS = 8
+"""Callers at a time that have not proved anything yet."""
+_HANDSHAKE_SECONDS = 10.0
+_PATIENCE_SECONDS = 0.25
+"""After so long a caller makes room for another."""
+_PAUSE_SECONDS = 0.5
+_COMPLAINT_SECONDS = 60.0
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EINTR)
+"""Errors of `accept` after which the port still works: too few descriptors or memory, a caller that has hung up."""
+
+
+class Answers(Protocol):
+    """An object that answers callers."""
+
+    def answer(self, connection: socket.socket) -> None:
+        """Answer a caller until it hangs up, which raises EOFError."""
+
+
+def listen(answers: Answers, store_host: str | None, time_out: float) -> Address:
+    """Let other ranks call, for as long as ``answers`` is alive. Returns at once.
+
+    Args:
+        answers: answers callers; held weakly.
+        store_host: see `own_hosts`.
+        time_out: seconds for which a caller may make no progress.
+
+    Returns:
+        Where to call; if this machine has refused, an address without a port, and the reason.
+    """
+    secret = secrets.token_bytes(SECRET_BYTES)
+    try:
+        listener = open_port(bound_host(store_host))
+    except OSError as error:
+        return Address((), 0, "", f"it cannot listen: {error}")
+    port = listener.getsockname()[1]
+    listener.setblocking(False)
+    _open.add(listener)
+    lobby = _Lobby(listener, secret, weakref.ref(answers), time_out)
+    threading.Thread(target=lobby.run, name=f"{NAME} listener", daemon=True).start()
+    weakref.finalize(answers, _close, listener, os.getpid())
+    return Address(own_hosts(store_host), port, secret.hex())
+
+
+def open_port(host: str | None = None) -> socket.socket:
+    """A socket that listens at a free port of an address of this machine; None: of all. Raises OSError if refused."""
+    if host is not None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A caller that has not proved anything yet."""
+
+    connection: socket.socket
+    admission: Admission
+    since: float
+
+
+class _Lobby:
+    """The thread that listens: callers prove to it that they know the secret."""
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, reference: "weakref.ref[Answers]", time_out: float
+    ) -> None:
+        self._listener, self._secret, self._reference, self._time_out = listener, secret, reference, time_out
+        self._callers: list[_Caller] = []  # in order of arrival
+        self._complained = float("-inf")
+        self._paused_until = float("-inf")
+        self._selector = getattr(selectors, "PollSelector", selectors.SelectSelector)()  # these take no descriptor
+
+    def run(self) -> None:
+        """Hear callers until the port is closed."""
+        try:
+            while self._listener.fileno() >= 0:
+                self._dismiss_late()
+                self._listen(self._has_room())
+                ready = [key.data for key, _ in self._selector.select(self._seconds_to_wait())]
+                for caller in filter(None, ready):  # first, or those that can prove it would make room for strangers
+                    self._hear(caller)
+                if None in ready:
+                    self._accept()
+        except _PortClosed:
+            pass
+        finally:
+            for caller in self._callers:
+                caller.connection.close()
+            self._listener.close()
+            self._selector.close()
+
+    def _listen(self, is_on: bool) -> None:
+        if is_on == (self._listener in self._ports()):
+            return
+        if not is_on:
+            self._selector.unregister(self._listener)
+            return
+        try:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        except ValueError as error:
+            raise _PortClosed("the owner is gone") from error
+
+    def _ports(self) -> list[object]:
+        return [key.fileobj for key in self._selector.get_map().values()]
+
+    def _has_room(self) -> bool:
+        now = time.monotonic()
+        if now < self._paused_until:
+            return False
+        return len(self._callers) < _MOST_CALLERS or now - self._callers[0].since >= _PATIENCE_SECONDS
+
+    def _seconds_to_wait(self) -> float | None:
+        moments = [self._paused_until] if self._listener not in self._ports() else []
+        if self._callers:
+            is_full = len(self._callers) >= _MOST_CALLERS
+            moments.append(self._callers[0].since + (_PATIENCE_SECONDS if is_full else _HANDSHAKE_SECONDS))
+        left = [moment - time.monotonic() for moment in moments]
+        return max(0.001, min((one for one in left if one > 0), default=0.001)) if left else None
+
+    def _dismiss_late(self) -> None:
+        deadline = time.monotonic() - min(_HANDSHAKE_SECONDS, self._time_out)
+        while self._callers and self._callers[0].since <= deadline:
+            self._dismiss(self._callers[0], "it has not proved in time that it knows the secret")
+
+    def _dismiss(self, caller: _Caller, why: object = None) -> None:
+        self._forget(caller)
+        caller.connection.close()
+        if why is not None:
+            self._complain(f"a call for optimizer state was refused: {why}")
+
+    def _forget(self, caller: _Caller) -> None:
+        self._callers.remove(caller)
+        self._selector.unregister(caller.connection)
+
+    def _complain(self, message: str) -> None:
+        """One line a minute: strangers may call often."""
+        if time.monotonic() - self._complained >= _COMPLAINT_SECONDS:
+            self._complained = time.monotonic()
+            logger.warning(message)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno not in _PASSING or self._reference() is None:
+                raise _PortClosed("the owner is gone") from error
+            self._complain(f"a call for optimizer state could not be accepted yet: {error}")
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            if self._callers:  # its descriptor may be the one that is missing
+                self._dismiss(self._callers[0])
+            return
+        if len(self._callers) >= _MOST_CALLERS:
+            self._dismiss(self._callers[0], "too many at a time that have not proved that they know the secret")
+        connection.setblocking(False)
+        caller = _Caller(connection, Admission(self._secret), time.monotonic())
+        self._callers.append(caller)
+        self._selector.register(connection, selectors.EVENT_READ, caller)
+
+    def _hear(self, caller: _Caller) -> None:
+        connection, admission = caller.connection, caller.admission
+        try:
+            room = bytearray(admission.missing)
+            received = connection.recv_into(room)
+            if not received:
+                self._dismiss(caller)
+                return
+            connection.sendall(admission.receive(bytes(room[:received])))  # so little that it never blocks
+        except BlockingIOError:
+            return
+        except OSError:
+            self._dismiss(caller)  # it has hung up
+            return
+        except WrongPeer as error:
+            self._dismiss(caller, error)
+            return
+        if admission.is_proven:
+            self._forget(caller)
+            arguments = connection, self._reference, self._time_out
+            try:
+                threading.Thread(target=_answer, args=arguments, name=NAME, daemon=False).start()
+            except RuntimeError:  # there can be no more threads, or the interpreter is about to end
+                connection.close()
+
+
+class _PortClosed(Exception):
+    """The object that answers is gone."""
+
+
+def _answer(connection: socket.socket, reference: "weakref.ref[Answers]", time_out: float) -> None:
+    with connection:
+        try:
+            connection.settimeout(time_out)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            answers = reference()
+            if answers is not None:
+                answers.answer(connection)
+        except (OSError, EOFError):
+            pass  # the caller has hung up, or reports it
+        except ValueError as error:
+            logger.warning("a call for optimizer state was refused: %s", error)
+
+
+def _close(listener: socket.socket, process: int) -> None:
+    """Stop listening. In a process that was forked only this copy is closed: the parent goes on.
+
+    The thread closes the port itself: it may be about to wait for that descriptor, which would soon be another's.
+    """
+    try:
+        if os.getpid() == process:
+            listener.shutdown(socket.SHUT_RDWR)  # from now on the thread finds it readable, and nothing to accept
+            return
+    except OSError:
+        pass  # it is closed already, or the system shuts down no port that listens
+    listener.close()
+
+
+_open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A child that outlives its parent must not keep the port: callers would wait instead of being refused."""
+    for listener in list(_open):
+        listener.close()
+
+
+if hasattr(os, "register_at_fork"):  # where there are forks
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+# Leaving. In ``if rank == 0: torch.save(opt.state_dict(), ...)`` at the end of a script the other ranks have nothing
+# left to do, and must still answer. A rank leaves when its optimizer is dropped or its script has ended: then a thread,
+# for which the process waits, calls every peer and waits until that one leaves too, is gone, or waits for other ranks
+# itself: for this one, perhaps, which is then to be gone. After a script that ends with an exception nothing stays.
+
+UNTIL = "until"
+"""Key of a request that is answered, by the end of the connection, when the rank leaves."""
+
+_LOOK_SECONDS, _LOOKS = 1.0, 5
+WAITING_IN = ("torch.distributed", "torch.autograd", "ddp_zero.core.comm", "ddp_zero.core.backward")
+"""Packages whose code waits for other ranks."""
+
+
+class Stay:
+    """Keeps an object that answers until no peer can call any more.
+
+    Args:
+        peers: the other ranks.
+        time_out: seconds that this rank stays at most.
+    """
+
+    def __init__(self, peers: Sequence[Address], time_out: float) -> None:
+        self._peers = peers
+        self._time_out = time_out
+        self._leaves = threading.Event()
+        self._process = os.getpid()
+
+    def keep(self, answers: object, owner: object) -> None:
+        """Keep ``answers`` from the moment that the owner is dropped, or the script ends, while peers may call."""
+        _kept[self] = answers
+        weakref.finalize(owner, self.leave).atexit = False
+        if os.getpid() not in _watched:  # once in each process
+            _watched.add(os.getpid())
+            threading.Thread(target=_leave_at_the_end, name="ddp_zero end", daemon=False).start()
+
+    def leave(self) -> None:
+        """Tell the peers that wait, and stay until none can call. Returns at once."""
+        if self._leaves.is_set() or os.getpid() != self._process:
+            return
+        self._leaves.set()
+        try:
+            threading.Thread(target=self._stay, name="ddp_zero stay", daemon=False).start()
+        except RuntimeError:  # the interpreter is about to end
+            _kept.pop(self, None)
+
+    def wait_until_it_leaves(self) -> None:
+        """Block until this rank leaves, or its script waits for other ranks."""
+        before, looks = None, 0
+        while looks < _LOOKS and not self._leaves.wait(_LOOK_SECONDS):
+            place = _waiting_at()
+            looks = looks + 1 if place is not None and place == before else 0
+            before = place
+
+    def _stay(self) -> None:
+        deadline = time.monotonic() + self._time_out
+        for address in self._peers:
+            with suppress(OSError, EOFError, ValueError):  # it is gone, has left, or the time is up
+                with call(address, max(0.001, deadline - time.monotonic())) as connection:
+                    send_frame(connection, {UNTIL: "you leave"})
+                    connection.settimeout(max(0.001, deadline - time.monotonic()))
+                    receive_frame(connection)
+        _kept.pop(self, None)
+
+
+_kept: dict[Stay, object] = {}
+_watched: set[int] = set()  # processes
+
+
+def _leave_at_the_end() -> None:
+    """Have all leave when the script of this process has ended."""
+    threading.main_thread().join()
+    has_failed = getattr(sys, "last_value", None) is not None  # Python has printed an exception
+    for stay in list(_kept):
+        if has_failed:
+            _kept.pop(stay, None)
+        else:
+            stay.leave()
+
+
+def _waiting_at() -> tuple[int, int] | None:
+    """The place at which the script waits for other ranks: a frame and an instruction in it; None if it does not."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or not frame.f_globals.get("__name__", "").startswith(WAITING_IN):
+        return None
+    return id(frame), frame.f_lasti

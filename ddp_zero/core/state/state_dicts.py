@@ -1,0 +1,701 @@
+"""The optimizer's state as dictionaries: the unsharded optimizer's whole one, each rank's own part, and loading both.
+
+A *state dict* is the unsharded optimizer's: ``{"state": {id: state}, "param_groups": [{..., "params": [id]}]}``, where
+ids are parameter indices. A *sharded state dict* holds the states that one rank owns, by parameter name.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.local.inner import ParamGroup, check_epsilon, fresh_state, rehearse_load
+from ddp_zero.core.local.live_model import LiveModel, by_group, clean
+from ddp_zero.core.local.memory import return_freed_memory
+from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedTensors, check_masters, with_masters
+from ddp_zero.core.local.parts import narrowed
+from ddp_zero.core.local.tree import as_bytes, flatten, specs_in, unflatten
+from ddp_zero.core.offload.placement import moved, residence_for, tensors_in
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.core.state.gather import OnDemand, gather_cut, gather_state
+from ddp_zero.core.step.clipping import OWN_LIMIT
+from ddp_zero.core.step.decision import Decision
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.core.step.state_order import State
+from ddp_zero.options import Offload
+
+SCALE_KEY = "loss_scale"
+"""The key of a dynamic loss scale in a state dict; plain optimizers ignore it."""
+
+BuildInner = Callable[[list[dict[str, Any]], Mapping[Tensor, Tensor]], Optimizer]
+
+_LOADING = "load_state_dict"
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A whole state dict that fits.
+
+    Attributes:
+        state_dict: the whole one, as the hooks before a load have left it.
+        local: the part of it that this rank holds; not copied.
+        indices: the parameters that have a state, as the unsharded optimizer would have them.
+        masters: by index.
+    """
+
+    state_dict: dict[str, Any]
+    local: dict[str, Any]
+    indices: Sequence[int]
+    masters: dict[int, Tensor]
+
+
+class StateDicts:
+    """Gives and takes the state of a sharded optimizer.
+
+    Args:
+        sharded: the step.
+        decision: holds the loss scale.
+        build: builds the inner optimizer over given groups.
+    """
+
+    def __init__(self, sharded: ShardedStep, decision: Decision, build: BuildInner) -> None:
+        self._shown: State | None = None  # while a state dict is built: the state of all ranks
+        self._on_demand: OnDemand | None = None
+        self._sharded = sharded
+        self._decision = decision
+        self._build = build
+
+    def answer_others(self) -> None:
+        """Let any rank build the state dict without its peers. A collective, if there are any."""
+        if self._sharded.comm.world_size > 1:
+            self._on_demand = OnDemand(self._sharded)
+            self._on_demand.stay_after(self)
+
+    # The whole state dict
+
+    def state(self) -> State:
+        """See `ZeroRedundancyOptimizer.state`."""
+        if self._shown is not None:
+            return self._shown
+        sharded = self._sharded
+        if sharded.stepped.are_parameters:
+            return sharded.inner_state
+        params, index_of = sharded.table.params, sharded.stepped.index_of
+        items = sharded.inner_state.items()
+        return {params[index_of(key)] if isinstance(key, Tensor) else key: value for key, value in items}
+
+    def gather(self, to: int) -> None:
+        """See `ZeroRedundancyOptimizer.consolidate_state_dict`."""
+        sharded = self._sharded
+        sharded.check_memory_order()
+        sharded.local_step.mirror_to_inner()
+        sharded.stepped.follow_model()
+        gathered = gather_state(sharded, GroupRank(to))
+        if gathered is not None:
+            sharded.snapshot = gathered  # one that this rank received before is still current
+
+    def whole(self, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `ZeroRedundancyOptimizer.state_dict`; ``build`` makes it of the exposed groups and of `state`."""
+        self._shown = self._whole_state()
+        try:
+            packed = build()
+        finally:
+            self._shown = None
+        return {**packed, **self._scale_entry()}
+
+    def _whole_state(self) -> State:
+        sharded = self._sharded
+        if sharded.snapshot is not None:
+            return sharded.snapshot
+        sharded.check_memory_order()
+        if sharded.comm.world_size > 1:
+            at_birth = self._state_at_birth() if sharded.order.is_at_birth else None
+            if at_birth is not None:
+                return at_birth
+            if self._on_demand is not None:
+                return self._on_demand.gather()
+            rank = sharded.everyone.group_rank
+            raise RuntimeError(
+                f"Expected the state of a copy of an optimizer, for which other ranks cannot be asked, to be "
+                f"consolidated on rank {rank}, got only its own shard. Call consolidate_state_dict(to={rank}) on all "
+                "ranks first; a step, load_state_dict or add_param_group makes it stale."
+            )
+        sharded.stepped.follow_model()
+        sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
+        if not sharded.stepped.has_masters:
+            return sharded.order.sorted(sharded.inner_state)
+        params = sharded.table.params
+        by_index = with_masters(sharded.inner_state, sharded.stepped)
+        born = sorted((key for key in by_index if isinstance(key, int)), key=self._birth_of)
+        of_no_parameter = {key: value for key, value in by_index.items() if not isinstance(key, int)}
+        return {**of_no_parameter, **{params[index]: by_index[index] for index in born}}
+
+    def _state_at_birth(self) -> State | None:
+        """The state before the first step: the states that construction creates, and masters of the model.
+
+        Found by building the optimizer once more, over all parameters; most classes create nothing. None if only
+        owners know which states exist now: parameters were added, a state dict was loaded, a user has written some.
+        """
+        sharded = self._sharded
+        sharded.stepped.follow_model()
+        sharded.check_masters()
+        params = sharded.table.params
+        stepped = {param: sharded.stepped.as_on_owner(index) for index, param in enumerate(params)}
+        made = self._build(sharded.param_groups, stepped).state
+        if made and not sharded.order.is_as_built:
+            return None
+        whole = {}
+        for param, stand_in in stepped.items():
+            master = {} if stand_in is param else {MASTER_KEY: stand_in.detach()}
+            if state := {**made.get(stand_in, {}), **master}:
+                whole[param] = state
+        present = with_masters(sharded.inner_state, sharded.stepped)
+        for index in sharded.binding.owned():
+            expected, part = whole.get(params[index], {}), sharded.stepped.part(index)
+            expected = expected if part is None else narrowed(expected, params[index], None, part)
+            if not _are_equal(expected, present.get(index, {})):
+                return None
+        return {**{key: value for key, value in present.items() if not isinstance(key, int)}, **whole}
+
+    def _birth_of(self, index: int) -> tuple[int, int]:
+        """The key by which the unsharded optimizer orders a parameter's state."""
+        return self._sharded.order.of(self._sharded.stepped[index], index)
+
+    def _scale_entry(self) -> dict[str, Any]:
+        """The entry of a dynamic loss scale in a state dict; empty without one."""
+        scale = self._decision.loss_scale
+        return {} if scale is None or not scale.is_dynamic else {SCALE_KEY: scale.state_dict()}
+
+    # Loading a whole state dict
+
+    def load_together(
+        self, optimizer: Optimizer, state_dict: dict[str, Any] | None, check: Callable[[], None], *, may_talk: bool
+    ) -> None:
+        """Load a state dict that every rank has, or that one rank has and gives to its peers. A collective.
+
+        Either all ranks load or none. If one rank gives it, that rank checks it all and sends its structure; each peer
+        checks that, drops its old state, and gets the states of its owned parameters, one at a time.
+
+        Args:
+            optimizer: the exposed one, for its hooks.
+            state_dict: see `ZeroRedundancyOptimizer.load_state_dict`.
+            check: raises if this is no time to load.
+            may_talk: False under Join.
+        """
+        comm = self._sharded.everyone
+        if comm.world_size == 1 or not may_talk:
+            check()
+            if state_dict is None:
+                raise ValueError(
+                    "Expected a state dict, got None, which is for ranks next to one that gives it; under Join every "
+                    "rank gives one."
+                )
+            self.load(optimizer, state_dict)
+            return
+        with Agreement(comm, _LOADING):
+            check()
+            if state_dict is not None and not isinstance(state_dict, Mapping):
+                raise TypeError(f"Expected a state dict or None, got {type(state_dict).__name__}.")
+        given = [bool(flag) for (flag,) in comm.all_gather_ints([int(state_dict is not None)])]
+        if sum(given) not in (1, comm.world_size):
+            raise ValueError(
+                "Expected a state dict on every rank, or on one rank and None on all others, in load_state_dict, got "
+                f"one on ranks {[rank for rank, flag in enumerate(given) if flag]} of {comm.world_size}."
+            )
+        if all(given):
+            assert state_dict is not None, "given"
+            with Agreement(comm, _LOADING):
+                prepared = self._prepare(optimizer, state_dict)
+            self._take(optimizer, prepared)
+            return
+        if state_dict is not None:
+            self._give(optimizer, state_dict)
+        else:
+            self._receive(optimizer, GroupRank(given.index(True)))
+        self._check_received_masters()
+
+    def load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Load a state dict that every rank loads by itself; hooks are called with the exposed optimizer."""
+        self._take(optimizer, self._prepare(optimizer, state_dict))
+
+    def _prepare(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> _Prepared:
+        """Run the hooks before a load, and check that the state dict fits. Changes nothing.
+
+        Raises:
+            ValueError: if it does not, naming the group or the parameter and why.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(optimizer, state_dict) or state_dict
+        prepared = self._restrict(state_dict)
+        check_masters(self._sharded.table, prepared.masters)
+        return prepared
+
+    def _restrict(self, state_dict: dict[str, Any]) -> _Prepared:
+        sharded = self._sharded
+        groups, table = sharded.param_groups, sharded.table
+        return _Prepared(state_dict, *restrict_state_dict(state_dict, groups, table, sharded.inner, sharded.stepped))
+
+    def _take(self, optimizer: Optimizer, prepared: _Prepared) -> None:
+        """Load a copy of a prepared state dict."""
+        local = {**prepared.local, "state": copy.deepcopy(prepared.local["state"])}
+        self._take_over(optimizer, replace(prepared, local=local))
+
+    def _take_over(self, optimizer: Optimizer, prepared: _Prepared) -> None:
+        """Load a prepared state dict, whose tensors become the optimizer's own."""
+        scale, sharded = self._decision.loss_scale, self._sharded
+        if scale is not None and scale.is_dynamic and SCALE_KEY in prepared.state_dict:
+            scale.load_state_dict(prepared.state_dict[SCALE_KEY])
+        with sharded.change():
+            sharded.inner.load_state_dict(prepared.local)
+            sharded.stepped.refresh(prepared.masters)
+            saved_groups = prepared.state_dict["param_groups"]
+            for loaded, group, saved in zip(
+                sharded.inner.param_groups, sharded.param_groups, saved_groups, strict=True
+            ):
+                if OWN_LIMIT in group:  # clipped as before, unless the state dict has a limit of its own
+                    loaded.setdefault(OWN_LIMIT, group[OWN_LIMIT])
+                if "param_names" in saved:
+                    group["param_names"] = list(saved["param_names"])
+            sharded.loaded(prepared.indices)
+        for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            post_hook(optimizer)
+
+    def _check_scale(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state dict's dynamic loss scale, if any, could be loaded.
+
+        Raises:
+            TypeError: for one that is no number; ValueError for one out of range.
+        """
+        scale = self._decision.loss_scale
+        if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
+            copy.copy(scale).load_state_dict(state_dict[SCALE_KEY])
+
+    # Every rank passes the same agreements and messages in `_give` and in `_receive`, in the same order.
+
+    def _give(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        sharded, comm = self._sharded, self._sharded.everyone
+        with Agreement(comm, _LOADING):
+            prepared = self._prepare(optimizer, state_dict)
+            self._check_scale(prepared.state_dict)
+            text, _ = flatten(dict(prepared.state_dict))
+        comm.all_gather_text(text)
+        with Agreement(comm, _LOADING):
+            pass
+        kept, states = self._kept_by_each(), prepared.state_dict["state"]
+        index_of = _indices(prepared.state_dict)
+        rest = {key: value for key, value in states.items() if key not in index_of}
+        for peer in comm.peers():
+            comm.send_tree({**prepared.state_dict, "state": rest}, peer)
+            for saved_id, state in states.items():
+                index = index_of.get(saved_id, -1)
+                if index in kept[peer]:
+                    part = kept[peer][index]
+                    comm.send_tree(state if part is None else own_part(state, sharded.table, index, part), peer)
+        self._take(optimizer, prepared)
+
+    def _receive(self, optimizer: Optimizer, giver: GroupRank) -> None:
+        sharded, comm = self._sharded, self._sharded.everyone
+        device = sharded.table.accelerator()
+        with Agreement(comm, _LOADING):
+            pass
+        text = comm.all_gather_text("")[giver]
+        with Agreement(comm, _LOADING):
+            specs = specs_in(text)
+            meta = [torch.empty_strided(one.shape, one.stride or (), dtype=one.dtype, device="meta") for one in specs]
+            structure = unflatten(text, meta)
+            expected = self._restrict(structure)
+            rehearse_load(sharded.inner, expected.local)
+        kept, index_of = self._kept_by_each()[comm.group_rank], _indices(structure)
+        with sharded.change():
+            sharded.inner_state.clear()  # before the new state is received, so that two are never in memory
+            received = comm.receive_tree(giver, device)
+            for saved_id in structure["state"]:
+                if index_of.get(saved_id, -1) in kept:
+                    state = comm.receive_tree(giver, device)
+                    master = sharded.stepped.master(index_of[saved_id])
+                    if master is not None and MASTER_KEY in state:  # copied into the live one, which replaces it
+                        with torch.no_grad():
+                            state[MASTER_KEY] = master.detach().copy_(state[MASTER_KEY])
+                    sharded.stepped.residence.keep([state])
+                    received["state"][saved_id] = state
+            self._take_over(optimizer, replace(self._restrict(received), indices=expected.indices))
+
+    def _kept_by_each(self) -> list[dict[int, slice | None]]:
+        """The parameters whose state each rank keeps, by index, and the part of one that is cut. A collective."""
+        holdings = self._sharded.binding.holdings()
+        mine = [[index, None if part is None else [part.start, part.stop]] for index, part in holdings]
+        every = [json.loads(text) for text in self._sharded.everyone.all_gather_text(json.dumps(mine))]
+        return [{index: None if part is None else slice(*part) for index, part in one} for one in every]
+
+    def _check_received_masters(self) -> None:
+        """Check that masters round to the model of each rank: the giver could check only its own. A collective.
+
+        Raises:
+            ValueError: naming the first parameter whose master does not; RuntimeError on other ranks. All have loaded
+                then.
+        """
+        sharded, comm = self._sharded, self._sharded.everyone
+        with Agreement(comm, _LOADING):
+            if diverged := sharded.stepped.diverged():
+                raise ValueError(
+                    f"Expected {sharded.table.label(diverged[0])} to be its master weight rounded, got a different "
+                    f"value on {comm.name(comm.group_rank)}. Load the model on every rank before the "
+                    "optimizer, or call opt.refresh_master_weights() to continue from the models as they are."
+                )
+
+    # This rank's part by name; never communicates
+
+    def shard(self, model: nn.Module | LiveModel | None, init_missing: bool) -> dict[str, Any]:
+        """See `ZeroRedundancyOptimizer.sharded_state_dict`.
+
+        Raises:
+            NotImplementedError: for a parameter that is cut, whose part other tools could not name.
+        """
+        sharded = self._sharded
+        for index, part in sharded.binding.owned_parts().items():
+            raise NotImplementedError(
+                f"Expected whole parameters in sharded_state_dict(), got elements {part.start} to {part.stop} of "
+                f"{sharded.table.label(index)} (partition='elements'). Use ddp_zero.checkpoint, or "
+                "consolidate_state_dict()."
+            )
+        names = self._qualified_names(model)
+        states: dict[str, Any] = {names[index]: dict(state) for index, state in self.owned_state().items()}
+        whole: Mapping[Any, Any] = sharded.inner_state
+        states.update({key: value for key, value in whole.items() if isinstance(key, str)})
+        for index in sharded.binding.owned() if init_missing else ():
+            stepped = sharded.stepped[index]
+            if sharded.table.params[index].requires_grad and stepped not in sharded.inner_state:
+                states[names[index]] = {**fresh_state(sharded.inner, stepped), **states.get(names[index], {})}
+        groups = [
+            {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
+            for group, params in zip(sharded.param_groups, by_group(names, sharded.param_groups), strict=True)
+        ]
+        return {"state": states, "param_groups": groups, **self._scale_entry()}
+
+    def load_shard(
+        self, optimizer: Optimizer, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None
+    ) -> None:
+        """See `ZeroRedundancyOptimizer.load_sharded_state_dict`."""
+        self.load_numbered(optimizer, self.by_index(state_dict, model))
+
+    def load_numbered(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Load a sharded state dict that refers to parameters by index."""
+        self.load(optimizer, state_dict)
+        self._sharded.order.is_at_birth = False  # other ranks may have loaded states of their own
+
+    def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None) -> dict[str, Any]:
+        """A state dict that refers to parameters by index, from one that refers to them by name.
+
+        Raises:
+            ValueError: if it has other parameters, naming the first that differs.
+        """
+        names = self._qualified_names(model)
+        saved = [name for group in state_dict["param_groups"] for name in group["params"]]
+        if saved != names:
+            ours, theirs = next(pair for pair in zip_longest(names, saved) if pair[0] != pair[1])
+            raise ValueError(
+                f"Expected parameter {ours!r}, got {theirs!r}. Load what sharded_state_dict() gave for the same "
+                "parameters in the same order; ddp_zero.checkpoint.load() finds them by name."
+            )
+        index_of = {name: index for index, name in enumerate(names)}
+        groups = [
+            {**group, "params": [index_of[name] for name in group["params"]]} for group in state_dict["param_groups"]
+        ]
+        states = {index_of.get(name, name): state for name, state in state_dict["state"].items()}
+        return {**state_dict, "state": states, "param_groups": groups}
+
+    def _qualified_names(self, model: nn.Module | LiveModel | None) -> list[str]:
+        table = self._sharded.table
+        if model is not None:
+            return (model if isinstance(model, LiveModel) else LiveModel(model)).names_of(table)
+        given = [name for group in self._sharded.param_groups for name in group.get("param_names", [])]
+        if len(given) != len(table):
+            raise ValueError(
+                f"Expected a name for each of {len(table)} parameters, got {len(given)}. Give the model, or build the "
+                "optimizer from model.named_parameters()."
+            )
+        is_wrapped = all(name.startswith("module.") for name in given)
+        return [clean(name.removeprefix("module.") if is_wrapped else name) for name in given]
+
+    # This rank's part by index, for `ddp_zero.checkpoint`
+
+    def owned_state(self) -> dict[int, dict[Any, Any]]:
+        """The states that this rank owns, by parameter index, with masters, in the unsharded order. Not copied."""
+        sharded = self._sharded
+        sharded.check_memory_order()
+        sharded.stepped.follow_model()
+        sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
+        by_index = with_masters(sharded.inner_state, sharded.stepped)
+        return {
+            index: by_index[index] for index in sorted((i for i in by_index if isinstance(i, int)), key=self._birth_of)
+        }
+
+    def saved_state(self) -> dict[int, dict[Any, Any]]:
+        """As `owned_state`, but whole parameters only: those whose first element this rank owns.
+
+        A collective if any is cut.
+        """
+        found, firsts = self.owned_state(), set(self.saved_indices())
+        whole = gather_cut(self._sharded, found) if self._sharded.binding.cuts else {}
+        return {index: whole.get(index, state) for index, state in found.items() if index in firsts}
+
+    def saved_indices(self) -> list[int]:
+        """The parameters whose first element this rank owns: it saves their states, or a replica of it does."""
+        return [index for index, part in self._sharded.binding.holdings() if part is None or part.start == 0]
+
+    def scale(self) -> dict[str, float] | None:
+        """The state of a dynamic loss scale, or None."""
+        return self._scale_entry().get(SCALE_KEY)
+
+    def check_fits(self, state_dict: dict[str, Any]) -> None:
+        """Check that `load_owned` would accept a state dict, whose tensors may be without memory.
+
+        Raises:
+            ValueError: if not, naming the group or the parameter and why; TypeError for a loss scale that is no number.
+        """
+        self._check_scale(state_dict)
+        rehearse_load(self._sharded.inner, self._restrict(state_dict).local)
+
+    def load_owned(self, optimizer: Optimizer, state_dict: dict[str, Any], order: Sequence[int]) -> None:
+        """Load a state dict whose tensors become the optimizer's own; masters are not checked.
+
+        Args:
+            optimizer: the exposed one, for its hooks.
+            state_dict: may leave out the states of parameters that this rank does not own.
+            order: the parameters that have a state on any rank, as the unsharded optimizer would have them.
+        """
+        self._take_over(optimizer, replace(self._restrict(state_dict), indices=order))
+
+
+def _are_equal(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    """True if two states are equal, bit for bit."""
+    (text, tensors), (other_text, others) = flatten(dict(one)), flatten(dict(other))
+    return text == other_text and all(map(torch.equal, map(as_bytes, tensors), map(as_bytes, others)))
+
+
+def _indices(state_dict: Mapping[str, Any]) -> dict[Any, int]:
+    """The index of each parameter, by its id in a state dict."""
+    ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
+    return {saved_id: index for index, saved_id in enumerate(ids)}
+
+
+# The part of a whole state dict that one rank owns
+
+
+def restrict_state_dict(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[ParamGroup],
+    table: ParameterTable,
+    inner: Optimizer,
+    stepped: SteppedTensors,
+) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
+    """The part of a whole state dict that an inner optimizer over some of the parameters can load.
+
+    Args:
+        state_dict: the unsharded optimizer's; states of parameters that this rank does not own may be left out.
+        param_groups: the exposed groups.
+        table: their parameters.
+        inner: the optimizer over this rank's parameters.
+        stepped: the tensor that is stepped for each of them.
+
+    Returns:
+        The inner optimizer's state dict, the indices of all parameters that have a state, in the order found, and all
+        masters. Tensors are not copied.
+
+    Raises:
+        ValueError: if it does not fit, naming the group or the parameter and why.
+    """
+    _check_groups(state_dict, param_groups)
+    saved_groups = state_dict["param_groups"]
+    check_epsilon(inner, saved_groups, table, stepped)
+    index_of_id = _indices(state_dict)
+    local_id = {param: i for i, param in enumerate(param for group in inner.param_groups for param in group["params"])}
+
+    local_state: dict[Any, Any] = {}
+    masters: dict[int, Tensor] = {}
+    for saved_id, value in state_dict["state"].items():
+        if isinstance(saved_id, str) and saved_id not in index_of_id:
+            local_state[saved_id] = value
+            continue
+        if saved_id not in index_of_id:
+            raise ValueError(f"Expected state for parameters 0 to {len(index_of_id) - 1}, got some for {saved_id!r}.")
+        index = index_of_id[saved_id]
+        part = stepped.part(index)
+        check_state(value, table, index, type(inner), part)
+        if MASTER_KEY in value:
+            masters[index] = _checked_master(value, table, index, stepped)
+            value = {key: item for key, item in value.items() if key != MASTER_KEY}
+        if stepped[index] in local_id and (value or index not in masters):
+            local_state[local_id[stepped[index]]] = value if part is None else own_part(value, table, index, part)
+
+    owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
+    copied = copy.deepcopy([dict(group) for group in saved_groups])  # together: groups may share a tensor, such as lr
+    _share_as_before(copied, param_groups)
+    local_groups = [
+        _localise_group(saved, exposed, inner_group, local_id, owned)
+        for saved, exposed, inner_group in zip(copied, param_groups, inner.param_groups, strict=True)
+    ]
+    indices = [index_of_id[saved_id] for saved_id in state_dict["state"] if saved_id in index_of_id]
+    return {"state": local_state, "param_groups": local_groups}, indices, masters
+
+
+def _checked_master(value: Mapping[str, Any], table: ParameterTable, index: int, stepped: SteppedTensors) -> Tensor:
+    master = value[MASTER_KEY]
+    if not stepped.wants_master(index):
+        raise ValueError(
+            f"Expected state without {MASTER_KEY!r} for {table.label(index)}, which is stepped in "
+            f"{table.params[index].dtype}, got some. Build the optimizer with master_weights=True over a model in low "
+            f"precision, or leave {MASTER_KEY!r} out of the state to lose it."
+        )
+    if not isinstance(master, Tensor) or master.dtype != torch.float32:
+        kind = master.dtype if isinstance(master, Tensor) else type(master).__name__
+        raise ValueError(f"Expected {MASTER_KEY!r} of {table.label(index)} to be an fp32 tensor, got {kind}.")
+    return master
+
+
+def _localise_group(
+    saved: Mapping[str, Any],
+    exposed: ParamGroup,
+    inner_group: ParamGroup,
+    local_id: Mapping[Tensor, int],
+    owned: Collection[Tensor],
+) -> ParamGroup:
+    per_parameter = {"params": [local_id[param] for param in inner_group["params"]]}
+    if "param_names" in saved:
+        names = zip(exposed["params"], saved["param_names"], strict=True)
+        per_parameter["param_names"] = [name for param, name in names if param in owned]
+    return {**saved, **per_parameter}
+
+
+def _share_as_before(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
+    """Let loaded groups share tensors that the exposed ones share, if files have equal copies of them."""
+    first: dict[int, Tensor] = {}
+    for group, now in zip(loaded, exposed, strict=True):
+        for key, value in group.items():
+            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and not value.is_meta:
+                one = first.setdefault(id(now[key]), value)
+                if one.dtype == value.dtype and torch.equal(one, value):
+                    group[key] = one
+
+
+def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGroup]) -> None:
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"Expected an optimizer's state dict with 'state' and 'param_groups', got no {key!r}.")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(param_groups):
+        raise ValueError(f"Expected a state dict with {len(param_groups)} parameter groups, got {len(saved_groups)}.")
+    for position, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        if "params" not in saved:
+            raise ValueError(
+                f"Expected a list of parameter ids in group {position} of the state dict, got no 'params'."
+            )
+        if len(saved.get("param_names", saved["params"])) != len(saved["params"]):
+            raise ValueError(
+                f"Expected a name for each of {len(saved['params'])} parameters in group {position} of the state dict, "
+                f"got {len(saved['param_names'])}."
+            )
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"Expected {len(group['params'])} parameters in group {position} of the state dict, got "
+                f"{len(saved['params'])}."
+            )
+
+
+def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: slice) -> dict[str, Any]:
+    """The state of this rank's part of a parameter, from the state of the whole, in memory of its own."""
+    mine = narrowed(value, table.params[index], None, part)
+    return {
+        key: item.clone() if isinstance(item, Tensor) and item is not value[key] else item for key, item in mine.items()
+    }
+
+
+def check_state(
+    value: Any, table: ParameterTable, index: int, optimizer_class: type[Optimizer], part: slice | None = None
+) -> None:
+    """Check that a state is a dict and, for torch's own optimizers, has no tensor of a different parameter's shape.
+
+    Args:
+        value: the state.
+        table: the parameters.
+        index: the parameter.
+        optimizer_class: the class that is to load it.
+        part: the elements that this rank owns of a parameter that is cut; the state may be of the part already.
+
+    Raises:
+        ValueError: if not, naming the parameter.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"Expected a dict as the state of {table.label(index)}, got {type(value).__name__}.")
+    if not optimizer_class.__module__.startswith("torch.optim"):
+        return
+    shape = table.params[index].shape
+    for key, tensor in value.items():
+        is_of_part = part is not None and isinstance(tensor, Tensor) and tensor.shape == (part.stop - part.start,)
+        if isinstance(tensor, Tensor) and tensor.dim() and not (is_of_part or _broadcasts(tensor.shape, shape)):
+            raise ValueError(
+                f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. "
+                "Is this the state dict of a different model, or were the parameters given in a different order?"
+            )
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    """True for the parameter's shape or, as in Adafactor, that shape with some dimensions reduced to 1."""
+    return len(shape) == len(target) and all(one in (1, other) for one, other in zip(shape, target, strict=True))
+
+
+# Moving state away between phases of a program
+
+
+def offload_state(sharded: ShardedStep, to: Offload | str) -> None:
+    """See `ZeroRedundancyOptimizer.offload_state`."""
+    stepped = sharded.stepped
+    if Offload.of(to) is None:
+        raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None.")
+    if stepped.are_parked or type(stepped.residence) is not type(residence_for(None)):
+        how = "an earlier opt.offload_state()" if stepped.are_parked else "offload= of the optimizer"
+        name = sharded.comm.name(sharded.comm.group_rank)
+        raise RuntimeError(f"Expected state beside the parameters, got state that {how} has moved away ({name}).")
+    sharded.left.complete()
+    stepped.follow_model()
+    residence = residence_for(to)
+    residence.reserve(_movable(sharded))
+    nbytes = sum(tensor.nbytes for tensor in _movable(sharded))
+    _move(sharded, residence.place)
+    residence.keep([_movable(sharded)])
+    return_freed_memory(nbytes)
+    stepped.are_parked = True
+
+
+def reload_state(sharded: ShardedStep) -> None:
+    """See `ZeroRedundancyOptimizer.reload_state`."""
+    if not sharded.stepped.are_parked:
+        raise RuntimeError("Expected opt.offload_state() before opt.reload_state(), got none.")
+    _move(sharded, lambda tensor, device: tensor.to(device, copy=True))
+    sharded.stepped.are_parked = False
+
+
+def _move(sharded: ShardedStep, move: Callable[[Tensor, torch.device], Tensor]) -> None:
+    """Move the states and masters that this rank owns; a thread that reads them meanwhile finds either."""
+    stepped = sharded.stepped
+    for index in sharded.binding.owned():
+        device = sharded.table.params[index].device
+        state: Any = sharded.inner_state.get(stepped[index])
+        moved(state, lambda tensor, device=device: move(tensor, device))  # type: ignore[misc]
+        master = stepped.master(index)
+        if master is not None:
+            stepped.repoint(master, move(master.detach(), device))
+
+
+def _movable(sharded: ShardedStep) -> list[Tensor]:
+    stepped = sharded.stepped
+    states = (sharded.inner_state.get(stepped[index]) for index in sharded.binding.owned())
+    return [*(tensor for state in states for tensor in tensors_in(state)), *stepped.masters.values()]
