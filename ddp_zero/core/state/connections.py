@@ -443,6 +443,7 @@ class _Lobby:
         self._callers: list[_Caller] = []  # in order of arrival
         self._complained = float("-inf")
         self._paused_until = float("-inf")
+        self._is_listening = False  # off while there is no room, so that callers wait in the port's queue
         self._selector = getattr(selectors, "PollSelector", selectors.SelectSelector)()  # these take no descriptor
 
     def run(self) -> None:
@@ -465,18 +466,14 @@ class _Lobby:
             self._selector.close()
 
     def _listen(self, is_on: bool) -> None:
-        if is_on == (self._listener in self._ports()):
-            return
-        if not is_on:
+        if is_on and not self._is_listening:
+            try:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+            except ValueError as error:
+                raise _PortClosed("the owner is gone") from error
+        elif self._is_listening and not is_on:
             self._selector.unregister(self._listener)
-            return
-        try:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        except ValueError as error:
-            raise _PortClosed("the owner is gone") from error
-
-    def _ports(self) -> list[object]:
-        return [key.fileobj for key in self._selector.get_map().values()]
+        self._is_listening = is_on
 
     def _has_room(self) -> bool:
         now = time.monotonic()
@@ -485,7 +482,7 @@ class _Lobby:
         return len(self._callers) < _MOST_CALLERS or now - self._callers[0].since >= _PATIENCE_SECONDS
 
     def _seconds_to_wait(self) -> float | None:
-        moments = [self._paused_until] if self._listener not in self._ports() else []
+        moments = [] if self._is_listening else [self._paused_until]
         if self._callers:
             is_full = len(self._callers) >= _MOST_CALLERS
             moments.append(self._callers[0].since + (_PATIENCE_SECONDS if is_full else _HANDSHAKE_SECONDS))
