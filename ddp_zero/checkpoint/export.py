@@ -133,8 +133,8 @@ def _values(saved: SavedCheckpoint, fp32: bool, exclude_frozen: bool) -> dict[st
     for name, stored in tensors.items():
         first = shared.aliases.get(name, name)
         best = saved.state.get(first, {}).get(MASTER_KEY, stored) if fp32 else stored
-        is_converted = fp32 and stored.spec.dtype.is_floating_point
-        found[name] = (best, torch.float32) if is_converted else (stored, stored.spec.dtype)
+        dtype = stored.spec.dtype
+        found[name] = (best, torch.float32) if fp32 and dtype.is_floating_point else (stored, dtype)
     return found
 
 
@@ -146,7 +146,7 @@ def _write_model(folder: Path, values: Mapping[str, tuple[StoredTensor, torch.dt
             raise ValueError(f"Expected a name that safetensors does not reserve, got {name!r}.")
         if in_file not in _SAFETENSORS:
             raise ValueError(f"Expected a dtype that safetensors supports for {name!r}, got {in_file}.")
-        begin, end = end, end + stored.nbytes // stored.spec.dtype.itemsize * in_file.itemsize
+        begin, end = end, end + stored.numel * in_file.itemsize
         shape = list(stored.spec.shape)
         header[name] = {"dtype": _SAFETENSORS[in_file], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -235,7 +235,8 @@ def _progress(saved: SavedCheckpoint) -> tuple[str, dict[str, Any]]:
     progress = {name: int(counted.get(name) or 0) for name in ("global_steps", "skipped_steps", "global_samples")}
     progress["global_steps"] = progress["global_steps"] or saved.step
     if is_engines:
-        return saved.folder.parent.name, {**given["client_state"], **progress, "lr_scheduler": given["scheduler"]}
+        tagged = saved.folder.parent
+        return tagged.name, {**given["client_state"], **progress, "lr_scheduler": given["scheduler"]}
     taken = progress["global_steps"] - progress["skipped_steps"]
     schedule = given.get("lr_scheduler") if saved.foreign is not None else None
     schedule = schedule or {"last_batch_iteration": taken - 1, "last_epoch": taken}  # as schedules of either kind count
@@ -252,8 +253,7 @@ def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
     with open_regular(folder / stored.span.file) as file:
         length = stored.span.offset + stored.nbytes - start
         memory = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
-    count = stored.nbytes // stored.spec.dtype.itemsize
-    flat = torch.frombuffer(memory, dtype=stored.spec.dtype, count=count, offset=stored.span.offset - start)
+    flat = torch.frombuffer(memory, dtype=stored.spec.dtype, count=stored.numel, offset=stored.span.offset - start)
     return flat.view(stored.spec.shape)
 
 

@@ -252,7 +252,12 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Size of its elements, in bytes."""
-        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
+        return self.numel * self.spec.dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.spec.shape)
 
     def describe(self) -> str:
         """Its shape and dtype, for messages."""
@@ -316,8 +321,9 @@ def within(stored: StoredTensor, box: Box) -> StoredTensor:
         if common is not None:
             used = common.seen_from(source.place.offsets).moved_by(source.used.offsets)
             found.append(Source(source.stored, used, common.seen_from(box.offsets)))
-    if len(found) == 1 and found[0].used == Box.whole(found[0].stored.spec.shape):
-        return found[0].stored  # as it was written
+    written = found[0].stored if len(found) == 1 else None
+    if written is not None and found[0].used == Box.whole(written.spec.shape):
+        return written
     spec = TensorSpec(box.sizes, None, stored.spec.dtype, stored.spec.device_type)
     return CutTensor(spec, stored.span, tuple(found))
 

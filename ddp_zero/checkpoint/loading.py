@@ -96,14 +96,15 @@ class Restore:
                 that fits by name cannot be loaded.
         """
         plan = cls(saved, live, optimizer)
-        groups = [group["params"] for group in saved.shared.param_groups]
+        shared = saved.shared
+        groups = [group["params"] for group in shared.param_groups]
         saved_names = dict.fromkeys([*saved.model, *(name for group in groups for name in group)])
         if rename:
             names = renamed(saved_names, rename, "rename=", "the checkpoint")
         else:
             names = {name: name for name in saved_names}
         known = {*live.values(), *elsewhere}
-        second = {names[alias]: names[name] for alias, name in saved.shared.aliases.items()}
+        second = {names[alias]: names[name] for alias, name in shared.aliases.items()}
         gone = {alias: name for alias, name in second.items() if alias not in known and name in known}
         plan.fit.notes += [
             f"{alias!r} is left out: it was tied to {name!r}, which is there" for alias, name in gone.items()

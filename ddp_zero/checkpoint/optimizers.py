@@ -227,8 +227,8 @@ class ShardedState(OptimizerState):
 
     def device(self) -> torch.device:
         """With the parameters, or on the host if they are stepped there."""
-        accelerator = self.table.accelerator()
-        return torch.device("cpu") if self._sharded.stepped.residence.is_away(accelerator) else accelerator
+        accelerator, stepped = self.table.accelerator(), self._sharded.stepped
+        return torch.device("cpu") if stepped.residence.is_away(accelerator) else accelerator
 
     def births(self) -> Mapping[int, Birth]:
         """By step first, then by parameter; see `StateOrder`."""

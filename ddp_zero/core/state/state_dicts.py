@@ -313,18 +313,18 @@ class StateDicts:
             structure = unflatten(text, meta)
             expected = self._restrict(structure)
             rehearse_load(sharded.inner, expected.local)
-        kept, index_of = self._kept_by_each()[comm.group_rank], _indices(structure)
+        kept, index_of, stepped = self._kept_by_each()[comm.group_rank], _indices(structure), sharded.stepped
         with sharded.change():
             sharded.inner_state.clear()  # before the new state is received, so that two are never in memory
             received = comm.receive_tree(giver, device)
             for saved_id in structure["state"]:
                 if index_of.get(saved_id, -1) in kept:
                     state = comm.receive_tree(giver, device)
-                    master = sharded.stepped.master(index_of[saved_id])
+                    master = stepped.master(index_of[saved_id])
                     if master is not None and MASTER_KEY in state:  # copied into the live one, which replaces it
                         with torch.no_grad():
                             state[MASTER_KEY] = master.detach().copy_(state[MASTER_KEY])
-                    sharded.stepped.residence.keep([state])
+                    stepped.residence.keep([state])
                     received["state"][saved_id] = state
             self._take_over(optimizer, replace(self._restrict(received), indices=expected.indices))
 
