@@ -12,6 +12,7 @@ from tests.fuzz.draw_program import (
     may_change_memory_format,
     may_have_second,
     may_restart,
+    refuses_memory_format,
 )
 
 OPTIMIZERS = (
@@ -87,9 +88,11 @@ def _with_more(case: Case) -> Case:
         case = _with_second(rng, case)
     if rng.random() < 0.08:
         _insert(rng, program, Do("fork", compares=False))
-    changes_format = may_change_memory_format(case) and rng.random() < 0.5
+    changes_format = rng.random() < 0.5 and may_change_memory_format(case)
     if changes_format:
         _insert(rng, program, Do("memory_format", (rng.randrange(2),)))
+    elif rng.random() < 0.3 and refuses_memory_format(case):
+        _insert_refused(rng, program, Do("memory_format", (0,), compares=False), "memory format")
     if may_restart(case) and rng.random() < 0.2:
         adds_norms = case.mode.stage == 2 and (case.mode.clips or case.loop.clip is not None)
         may_cut = case.optim.name in ELEMENTWISE and not adds_norms
@@ -130,6 +133,14 @@ def _insert(rng: random.Random, program: list[Op], op: Op) -> None:
     places = [place for place in range(1, len(program)) if is_plain(program[place - 1]) and is_plain(program[place])]
     if places:
         program.insert(rng.choice(places), op)
+
+
+def _insert_refused(rng: random.Random, program: list[Op], op: Op, expects: str) -> None:
+    """The same; the iteration after the operation is refused."""
+    _insert(rng, program, op)
+    if op in program:
+        after = program.index(op) + 1
+        program[after] = replace(program[after], expects=expects)
 
 
 def _with_cuts(case: Case) -> Case:

@@ -332,6 +332,14 @@ def may_change_memory_format(case: Case) -> bool:
     return case.model.kind == "conv" and is_exact and mode.partition == "parameters"
 
 
+def refuses_memory_format(case: Case) -> bool:
+    """Whether iterations after a change to contiguous memory are refused: DDP, or the parts, would mix up elements."""
+    mode, ddp = case.mode, case.ddp
+    mixes = mode.partition == "elements" or (not ddp.gradient_as_bucket_view and case.has_hook)
+    is_calm = not any(op.expects is not None for op in case.program)
+    return case.model.kind == "conv" and max(case.model.widths) > 1 and mixes and is_calm
+
+
 def may_accumulate_in_low_precision(case: Case) -> bool:
     """Whether the reference can add up averages as stage 2 does, and stage 1 rounds as DDP does."""
     is_scaled = case.mode.loss_scale is not None or case.loop.scaler

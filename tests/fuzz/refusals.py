@@ -44,6 +44,8 @@ REFUSALS = [
     # a backward pass whose step was left out in a loop that calls it
     Refusal("skipped", "RuntimeError", r"^Expected opt\.step\(\) before the next backward pass", changes_nothing=True),
     Refusal("skipped", "RuntimeError", r"^Expected opt\.step\(\) and opt\.zero_grad\(\)", changes_nothing=True),
+    # strides that have changed since DDP, or a rank's parts, were laid out by them
+    Refusal("memory format", "RuntimeError", r"^Expected .* (strides|order of memory)", changes_nothing=True),
     # gradients that a step has used up are still there
     Refusal("kept", "RuntimeError", r"^Expected opt\.step\(\) and opt\.zero_grad\(\)", changes_nothing=True),
 ]
