@@ -101,7 +101,7 @@ def _check_between_steps(hook: OverlapHook | None, name: str) -> None:
 def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) -> None:
     """Send parameters to all ranks if any rank has written to its own. A collective."""
     stepped, params = sharded.stepped, sharded.table.params
-    stepped.show(written)
+    stepped.write_back(written)
     travel = {param for bucket in sharded.plan.buckets for one in bucket.segments for param in one.params}
     mine = [any(index in travel for index in written), any(index not in travel for index in written), has_state]
     every = sharded.everyone.all_gather_ints([int(flag) for flag in mine])

@@ -392,10 +392,10 @@ class SteppedTensors:
         kept = dict.fromkeys(indices)
         for index in list(self._stand_ins):
             if index not in kept or self._parts.get(index) != parts.get(index):
-                self.give(index)
+                self.release(index)
         for index in kept:
             if index not in self._stand_ins and self.has_stand_in(index, parts.get(index)):
-                self.take(index, None, parts.get(index))
+                self.create(index, None, parts.get(index))
         return {self._table.params[index]: self[index] for index in kept}
 
     def has_stand_in(self, index: int, part: slice | None) -> bool:
@@ -407,7 +407,7 @@ class SteppedTensors:
         whole = torch.empty_like(self._table.params[index], dtype=self.dtype_of(index), device="meta")
         return whole if part is None else part_of(whole, whole, part)
 
-    def give(self, index: int) -> Tensor | None:
+    def release(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
         stand_in = self._stand_ins.pop(index, None)
         self._parts.pop(index, None)
@@ -416,7 +416,7 @@ class SteppedTensors:
             del self._index_of_stand_in[stand_in]
         return stand_in if self.wants_master(index) else None
 
-    def take(self, index: int, value: Tensor | None, part: slice | None = None) -> None:
+    def create(self, index: int, value: Tensor | None, part: slice | None = None) -> None:
         """Create a stand-in with the parameter's attributes, which optimizers may read.
 
         Args:
@@ -424,13 +424,13 @@ class SteppedTensors:
             value: of the copy, copied; None: that of the parameter.
             part: the elements that it stands for; None: all.
         """
-        self.give(index)
+        self.release(index)
         param = self._table.params[index]
         if value is None:
             value = param if part is None else part_of(param, param, part)
         if self.is_copied(index):
             value = self.residence.new(value, self.dtype_of(index), param.device)
-        self.put(index, _like(param, value), part)
+        self.install(index, _like(param, value), part)
 
     def as_on_owner(self, index: int) -> Tensor:
         """The tensor that the owner of a parameter, if not cut, steps before the first step; a copy is made anew."""
@@ -440,9 +440,9 @@ class SteppedTensors:
         device = torch.device("cpu") if self.is_away(index) else param.device
         return _like(param, param.detach().to(device, self.dtype_of(index), copy=True))
 
-    def put(self, index: int, stand_in: Tensor, part: slice | None = None) -> None:
+    def install(self, index: int, stand_in: Tensor, part: slice | None = None) -> None:
         """Use this tensor itself as a stand-in."""
-        self.give(index)
+        self.release(index)
         self._stand_ins[index] = stand_in
         self._index_of_stand_in[stand_in] = index
         if part is not None:
@@ -458,7 +458,7 @@ class SteppedTensors:
         is_whole = part is not None and value.shape == param.shape  # a part has fewer elements
         return part_of(value, param, part) if is_whole and part is not None else value
 
-    def keep(self, indices: Iterable[int], state: Mapping[Any, Any]) -> int:
+    def offload_states(self, indices: Iterable[int], state: Mapping[Any, Any]) -> int:
         """After a step of these parameters, or a load: move their states, changed in place, to where states live.
 
         Returns:
@@ -475,10 +475,10 @@ class SteppedTensors:
         clone = SteppedTensors(table, self.has_masters, self.residence.fresh())
         for index, stand_in in self._stand_ins.items():
             held = copy.deepcopy(stand_in, memo)
-            clone.put(index, held, self._parts.get(index))
+            clone.install(index, held, self._parts.get(index))
             if self.is_copied(index):
                 clone.repoint(held, clone.residence.new(held, held.dtype, table.params[index].device))
-        clone.keep(clone._stand_ins, state)
+        clone.offload_states(clone._stand_ins, state)
         if not self.are_fresh:
             clone.note_versions()
         return clone
@@ -518,7 +518,7 @@ class SteppedTensors:
             moved = [index for index in indices if index in self._stand_ins and self[index].grad is not None]
             yield
             if moved:
-                self.show(moved)
+                self.write_back(moved)
                 increment_version([params[index] for index in moved if not self.is_copied(index)])
         finally:
             for stepped, grad in before:
@@ -561,7 +561,7 @@ class SteppedTensors:
         stand_in.data = memory
 
     @torch.no_grad()
-    def show(self, indices: Iterable[int]) -> None:
+    def write_back(self, indices: Iterable[int]) -> None:
         """Copy the stepped tensors of these parameters to them, rounded."""
         copied = [index for index in indices if index in self._stand_ins and self.is_copied(index)]
         params = {index: self._table.params[index] for index in copied}

@@ -498,7 +498,7 @@ class ShardedStep:
         with self._labels[index], stepped.lent(indices, source):
             result = self.local_step.step(index, **kwargs)
         if stepped.residence.keeps:
-            self._freed.add(stepped.keep(indices, self.inner.state))
+            self._freed.add(stepped.offload_states(indices, self.inner.state))
         return result
 
     def _stepped_with(self, bucket: Bucket) -> Sequence[int]:
@@ -727,7 +727,7 @@ class ShardedStep:
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of
         stepped.follow_memory()
-        self._freed.add(stepped.keep(self.binding.owned(), self.inner_state))
+        self._freed.add(stepped.offload_states(self.binding.owned(), self.inner_state))
         self._labels = [self.trace.label("local_step", bucket.index) for bucket in self.plan.buckets]
         self.local_step.bind(
             {

@@ -151,7 +151,7 @@ class _Held:
     @classmethod
     def out_of(cls, state: State, order: StateOrder, stepped: SteppedTensors, index: int) -> "_Held":
         """Take out everything."""
-        key, master = stepped[index], stepped.give(index)
+        key, master = stepped[index], stepped.release(index)
         is_there = key in state
         master = None if master is None else master.detach()
         return cls(master, order.give(key) if is_there else None, state.pop(key) if is_there else None)
@@ -187,7 +187,7 @@ class _Held:
     ) -> None:
         """Take everything over."""
         if stepped.has_stand_in(index, part):
-            stepped.take(index, self.master, part)
+            stepped.create(index, self.master, part)
         if self.birth is not None:
             key = stepped[index]
             state[key] = self.state

@@ -125,10 +125,10 @@ def test_a_master_that_is_given_away_is_known_no_more() -> None:
     table = make_table()
     stepped = masters_of(table)
     master = stepped[0]
-    assert stepped.give(0) is master
+    assert stepped.release(0) is master
     assert stepped[0] is table.params[0]
-    assert stepped.give(0) is None
-    assert stepped.give(1) is None
+    assert stepped.release(0) is None
+    assert stepped.release(1) is None
     with pytest.raises(KeyError):
         stepped.index_of(master)
 
@@ -138,7 +138,7 @@ def test_a_value_that_is_taken_is_copied_and_replaces_the_master() -> None:
     stepped = masters_of(table)
     before, value = stepped[0], torch.randn(3, 2)
     expected = value.clone()
-    stepped.take(0, value)
+    stepped.create(0, value)
     value.zero_()
     assert torch.equal(stepped[0], expected)
     assert (stepped.index_of(stepped[0]), len(stepped.masters)) == (0, 2)
@@ -150,7 +150,7 @@ def test_a_tensor_that_is_put_is_the_master_itself() -> None:
     table = make_table()
     stepped = masters_of(table)
     before, mine = stepped[2], nn.Parameter(torch.randn(3, 2))
-    stepped.put(2, mine)
+    stepped.install(2, mine)
     assert stepped[2] is mine
     assert stepped.index_of(mine) == 2
     with pytest.raises(KeyError):
