@@ -308,7 +308,7 @@ class PackedStorage:
 
     def _rooms_for(self, bucket: Bucket) -> list[Tensor]:
         """The segment tensors: windows of one memory if they are even, as one collective gathers them in place."""
-        if not bucket.is_even:
+        if not bucket.segments[0].is_even:
             return [self._room_for(segment) for segment in bucket.segments]
         like, numel = self._params[bucket.segments[0].params[0]], bucket.segments[0].numel
         room = torch.empty(numel * len(bucket.segments), dtype=like.dtype, device=like.device)
