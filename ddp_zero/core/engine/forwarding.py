@@ -119,12 +119,13 @@ def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) ->
 
 
 def _sync(sharded: ShardedStep) -> None:
+    sync = sharded.binding.sync
     try:
         for bucket in sharded.plan.buckets:
-            sharded.binding.sync.start(bucket)
+            sync.start(bucket)
         sharded.end_syncs()
     except BaseException:
-        sharded.binding.sync.abandon()
+        sync.abandon()
         raise
 
 

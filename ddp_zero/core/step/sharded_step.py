@@ -443,7 +443,8 @@ class ShardedStep:
                 "optimizer."
             )
         self.snapshot = None
-        self.binding.sync.left.complete()
+        sync = self.binding.sync
+        sync.left.complete()
         self.table.check_groups(self._exposed_groups())
         if self.stepped.has_masters:
             self.stepped.follow_model()
@@ -561,9 +562,10 @@ class ShardedStep:
 
     def end_syncs(self) -> None:
         """After all buckets were sent: wait for them, unless each use of a parameter waits by itself."""
-        self.binding.sync.end_step()
+        sync = self.binding.sync
+        sync.end_step()
         if not self.leaves_syncs:
-            self.binding.sync.left.complete()
+            sync.left.complete()
 
     def abandon(self) -> None:
         """End a step that failed, or that a user drops: forget what is in flight."""
