@@ -252,7 +252,7 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Size of its elements, in bytes."""
-        return self.numel * self.spec.dtype.itemsize
+        return math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
     @property
     def numel(self) -> int:
