@@ -104,12 +104,8 @@ class BucketMemory:
         landed = self.lent.pop(layout.index, None)
         is_planned = layout.index < len(self.layouts) and self.layouts[layout.index] is layout
         if landed is not None and is_planned:
-            start = landed.data_ptr()
-            for param, offset in layout.starts:
-                grad = param.grad
-                if grad is None or grad.data_ptr() != start + offset:
-                    self._complete(layout, layout.flat(landed))
-                    break
+            if views is None or views.windows is not layout.windows or not views.hold_all_gradients():
+                self._complete(layout, layout.flat(landed))
             return landed
         if landed is None and not is_joined:
             self._check_prepared(layout)

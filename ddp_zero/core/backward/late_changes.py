@@ -12,11 +12,12 @@ ranks that run the same loop all raise.
 
 import copy
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from operator import is_not
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ class LateChanges:
     def __init__(self, sharded: ShardedStep) -> None:
         self._sharded = sharded
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
-        self._absent: list[tuple[int, AbsentGradient, int]] = []  # parameter, placeholder, and how often it was zeroed
-        self._places: list[tuple[int, int]] = []  # address and version of each of these parameters
+        self._absent = _Placeholders([], [])
+        self._places: list[int] = []  # addresses, then versions, of these parameters
         self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
         self._turn = 0  # the number of the step
         self._options: list[_NotedOptions] = []
@@ -64,10 +65,13 @@ class LateChanges:
         self._turn += 1
         with untouched(), torch.no_grad():
             grads = [(index, grad) for index, one in enumerate(sharded.table.params) if (grad := one.grad) is not None]
-            self._absent = [(index, grad, grad.zeroed) for index, grad in grads if isinstance(grad, AbsentGradient)]
-            self._grads = [
-                (index, grad.data_ptr(), grad._version) for index, grad in grads if type(grad) is not AbsentGradient
-            ]
+            absent = [(index, grad) for index, grad in grads if type(grad) is AbsentGradient]
+            self._absent = _Placeholders([index for index, _ in absent], [grad for _, grad in absent])
+            self._grads = (
+                [(index, grad.data_ptr(), grad._version) for index, grad in grads if type(grad) is not AbsentGradient]
+                if len(absent) < len(grads)
+                else []
+            )
             self._kept = dict(grads) if step_is_due else {}
             self._places = self._current_places()
             self._sums = self._current_sums()
@@ -76,7 +80,7 @@ class LateChanges:
 
     def forget(self) -> None:
         """Forget what was noted, when the next iteration begins or this one is dropped."""
-        self._grads, self._absent, self._places, self._options = [], [], [], []
+        self._grads, self._absent, self._places, self._options = [], _Placeholders([], []), [], []
         self._sums, self._kept = {}, {}
         self._sharded.left.when_arrived = None
 
@@ -93,9 +97,8 @@ class LateChanges:
         """
         params = self._sharded.table.params
         with untouched():
-            for index, absent, zeroed in self._absent:
-                if params[index].grad is not absent or absent.zeroed != zeroed:
-                    return index
+            if (index := self._absent.first_changed(params)) is not None:
+                return index
             for index, address, version in self._grads:
                 grad = params[index].grad
                 if grad is None or (grad.data_ptr(), grad._version) != (address, version):
@@ -199,8 +202,9 @@ class LateChanges:
             now = self._current_places()
         if now == self._places:
             return None
-        differs = (noted != found for noted, found in zip(self._places, now, strict=True))
-        return self._sharded.table.label(next(compress(self._noted(), differs)))
+        noted = self._noted()
+        differs = [before != found for before, found in zip(self._places, now, strict=True)]
+        return self._sharded.table.label(min(compress([*noted, *noted], differs)))
 
     def _changed_option(self) -> str | None:
         for position, (noted, group) in enumerate(zip(self._options, self._sharded.param_groups, strict=False)):
@@ -232,13 +236,14 @@ class LateChanges:
 
     # Marks
 
-    def _current_places(self) -> list[tuple[int, int]]:
-        params = [self._sharded.table.params[index] for index in self._noted()]
-        return [(param.data_ptr(), param._version) for param in params]
+    def _current_places(self) -> list[int]:
+        every = self._sharded.table.params
+        params = [every[index] for index in self._noted()]
+        return [*map(Tensor.data_ptr, params), *[param._version for param in params]]
 
     def _noted(self) -> list[int]:
         """The parameters that had a gradient, or a placeholder of one."""
-        return [index for index, *_ in self._absent] + [index for index, *_ in self._grads]
+        return [*self._absent.indices, *(index for index, *_ in self._grads)]
 
     def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
         """The sums of this step, but for those that are known."""
@@ -261,6 +266,23 @@ class LateChanges:
             f"Expected no change between backward() and opt.step(), since the step was taken inside backward, got one "
             f"of {what} ({self._where}). In a plain loop this step would use it. {_REMEDY}"
         )
+
+
+class _Placeholders:
+    """Parameters whose gradient is an `AbsentGradient`, in lists that are compared at the speed of C."""
+
+    def __init__(self, indices: list[int], grads: list[AbsentGradient]) -> None:
+        self.indices = indices
+        self._grads = grads
+        self._zeroed = [grad.zeroed for grad in grads]
+
+    def first_changed(self, params: Sequence[Tensor]) -> int | None:
+        """The first of them whose gradient was replaced, dropped or zeroed since."""
+        now = [params[index].grad for index in self.indices]
+        if not any(map(is_not, now, self._grads)) and [grad.zeroed for grad in self._grads] == self._zeroed:
+            return None
+        marks = zip(self.indices, now, self._grads, self._zeroed, strict=True)
+        return next(index for index, grad, noted, zeroed in marks if grad is not noted or noted.zeroed != zeroed)
 
 
 class _NotedOptions:

@@ -24,6 +24,7 @@ comes first and plans again. Buckets are stepped in plan order, whatever the lag
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 from ddp_zero.core.backward.regime import Regime
 
@@ -99,6 +100,9 @@ class StepBucket:
     """Wait for the reduction of a bucket, step what this rank owns of it, start its sync."""
 
     bucket: int
+
+
+_step_of = cache(StepBucket)
 
 
 @dataclass(frozen=True)
@@ -248,7 +252,7 @@ class OverlapMachine:
 
     def _next_step(self) -> StepBucket:
         self._next += 1
-        return StepBucket(self._next - 1)
+        return _step_of(self._next - 1)
 
     def _clear(self) -> None:
         self._arrived = 0

@@ -96,7 +96,6 @@ class ScratchLayout:
         params, indices: its parameters, in DDP's order, as tensors and as places in the optimizer.
         numel, nbytes, dtype, device: of the bucket.
         windows: where the gradient of each parameter lies.
-        starts: the same as a list of parameters and offsets in bytes.
         ranges: the elements of each rank's slice.
         pieces: the ranks that get sums, and of which elements, by index of the parameter.
         owned: the parameters of which this rank gets the sum of anything.
@@ -134,7 +133,6 @@ class ScratchLayout:
                 start += param.numel()
         self.numel = start
         self.nbytes = start * self.dtype.itemsize
-        self.starts = [(param, window.offset * self.dtype.itemsize) for param, window in self.windows.items()]
         self.waiting = sharded.trace.label("wait_reduce", bucket.index)
         own = bucket.segments[sharded.comm.group_rank]
         self.owned = own.params
@@ -245,6 +243,7 @@ class ReducedSegment:
         self._rooms: list[Tensor] = []
         self._sum: Tensor | None = None
         self._gradients: Mapping[int, Tensor] = {}
+        self._is_ready = False  # whether these are what the step uses, in the dtype of the parameters
         self._received: dict[int, Tensor] = {}
         with layout.on_stream:  # rule 4 of [Note: who owns memory on an accelerator]
             start = self._start_prepared if workshop.prepares(layout, scratch) else self._start
@@ -254,7 +253,7 @@ class ReducedSegment:
         workshop, layout = self._workshop, self.layout
         room = self._lend_room(layout.room_numel * layout.dtype.itemsize) if layout.room_numel else None
         sums = workshop.prepared(layout, scratch, room)
-        self._sum, self._gradients = sums.direct.out, sums.gradients
+        self._sum, self._gradients, self._is_ready = sums.direct.out, sums.gradients, True
         sums.direct.start((workshop.sharded.binding.digest, layout.index))
         return sums.direct
 
@@ -314,12 +313,14 @@ class ReducedSegment:
             return
         with self.on_stream:
             if self._sum.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr():
-                self._sum, self._gradients = self._sum.clone(), {}
+                self._sum, self._gradients, self._is_ready = self._sum.clone(), {}, False
         self._workshop.scratches.give_back(self._scratch)
         self._scratch = None
 
     def gradient(self, index: int) -> Tensor:
         """The averaged gradient of an owned parameter, in its shape and dtype; 1-D of this rank's part if it is cut."""
+        if self._is_ready:
+            return self._gradients[index]
         param = self._workshop.sharded.table.params[index]
         found = self.total(index)
         return found if found.dtype == param.dtype else found.to(param.dtype)
@@ -340,11 +341,11 @@ class ReducedSegment:
 
     def receive(self, index: int, total: Tensor) -> None:
         """Take over the averaged gradient of what this rank owns of a parameter from now on."""
-        self._received[index] = total
+        self._received[index], self._is_ready = total, False
 
     def release(self) -> None:
         """Free the sum and the scratch, after the step has used them."""
-        self._sum, self._gradients, self.is_released = None, {}, True
+        self._sum, self._gradients, self._is_ready, self.is_released = None, {}, False, True
         self._received.clear()
         if self._scratch is not None:
             self._workshop.scratches.give_back(self._scratch)

@@ -28,8 +28,7 @@ and it cannot be freed before backward ends; it is the fallback if the reducer d
 """
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import filterfalse
 from typing import Any
 
@@ -98,8 +97,10 @@ class PartitionedGradients:
         self._visible = VisibleGradients(self._workshop)
         self._digest: int | None = None
         self._arrivals: list[ReducedSegment | ReducedRuns] = []
+        self._published: dict[int, tuple[Tensor, Future[Tensor]]] = {}  # of each planned bucket, for the reducer
         self._hooks: list[RemovableHandle] = []
         self._backward = -1
+        self._begun: dict[int | None, int] = {}  # the backward pass in which each bucket was last prepared
         self._reduces = False
         self._saw_local_pass = False
         self._first_sums: int | None = None  # bytes of those of the first pass that were not freed yet
@@ -133,9 +134,14 @@ class PartitionedGradients:
         else:
             arrival = self._start_unplanned(index, bucket.parameters(), None if has_joined else buffer)
         self._arrivals.append(arrival)
-        published: Future[Tensor] = Future()
-        published.set_result(buffer)  # the reducer copies nothing: it is in its own memory
-        return published, arrival
+        known = self._published.get(index)
+        if known is None or known[0] is not buffer:
+            published: Future[Tensor] = Future()
+            published.set_result(buffer)  # the reducer copies nothing: it is in its own memory
+            known = buffer, published
+            if is_planned:
+                self._published[index] = known
+        return known[1], arrival
 
     def settle(self) -> None:
         """Keep sums that no step has used yet."""
@@ -176,6 +182,7 @@ class PartitionedGradients:
 
     def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
         """Lay out scratches for the plan's buckets; from the next iteration on, gradients land in them."""
+        self._published.clear()
         hand_over(self._sharded, self._arrivals, self._visible, publishes)
         params_of = [one.params for one in built] or [arrival.params for arrival in self._arrivals]
         buckets = self._sharded.plan.buckets
@@ -251,13 +258,14 @@ class PartitionedGradients:
             self._begin_backward()
         if index is not None and index not in self._memory.lent and self._reduces and index >= len(self._arrivals):
             self._memory.point(index)
+        self._begun[index] = backward
 
     def _watch_gradients(self, buckets: Mapping[int | None, Sequence[Tensor]]) -> None:
         """Watch the gradients of these parameters, and no others, from now on."""
         self._stop_watching()
         reference = weakref.ref(self)  # a parameter holds its hooks
         for index, params in buckets.items():
-            hook = partial(_on_gradient, reference, index)
+            hook = _gradient_hook(reference, index, self._begun)
             self._hooks += [on_gradient(param, hook) for param in params]
 
     def _stop_watching(self) -> None:
@@ -290,6 +298,7 @@ class PartitionedGradients:
         checkpoint's own pass ends here too; the next gradient of the outer one takes everything out again.
         """
         self._backward = -1
+        self._begun.clear()
         if not self._arrivals:
             self._saw_local_pass = True
             if not self._passes.is_scheduled:  # else what was taken out waits for the schedule's last pass
@@ -370,7 +379,16 @@ def gradients_of_stage(
     return PartitionedGradients(sharded, ddp, options, side, passes)
 
 
-def _on_gradient(reference: "weakref.ref[PartitionedGradients]", index: int | None, grad: Tensor | None) -> None:
-    gradients = reference()
-    if gradients is not None:
-        gradients.gradient_arrives(index)
+def _gradient_hook(
+    reference: "weakref.ref[PartitionedGradients]", index: int | None, begun: Mapping[int | None, int]
+) -> Callable[[Tensor | None], None]:
+    """A tensor hook of a bucket's parameters, which acts at the first of their gradients in a backward pass."""
+    last_prepared = begun.get
+
+    def hook(_: Tensor | None) -> None:
+        if last_prepared(index) != backward_id():  # runs once per parameter: nothing more than this is done for most
+            gradients = reference()
+            if gradients is not None:
+                gradients.gradient_arrives(index)
+
+    return hook

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import is_not
 from typing import Any
 
 import torch
@@ -188,6 +189,7 @@ class BucketViews:
     ) -> None:
         self.flat: Tensor | None = None
         self.scratch: Tensor | None = None
+        self._addresses: list[int] = []  # of the views since they were pointed there
         self.buffer = buffer
         self.windows = windows
         self._views = dict(views or {})
@@ -200,6 +202,7 @@ class BucketViews:
             self.are_complete = len(self._views) == len(self.windows)
             if self.flat is not None:
                 self._point(param, view, self.flat)
+                self._addresses = [one.data_ptr() for one in self._views.values()]
 
     @property
     def captured(self) -> Mapping[Tensor, Tensor]:
@@ -214,6 +217,12 @@ class BucketViews:
         """Whether a gradient is the reducer's view for this parameter."""
         return self._views.get(param) is grad
 
+    def hold_all_gradients(self) -> bool:
+        """Whether the ``grad`` of every parameter is the reducer's view, which lies where it was pointed."""
+        if not self.are_complete or any(map(is_not, [param.grad for param in self._views], self._views.values())):
+            return False
+        return list(map(Tensor.data_ptr, self._views.values())) == self._addresses
+
     def point_at(self, flat: Tensor, scratch: Tensor) -> None:
         """Make the reducer write this bucket's gradients here from now on; nothing to do if it does already.
 
@@ -226,6 +235,7 @@ class BucketViews:
         self.scratch = scratch
         for param, view in self._views.items():
             self._point(param, view, flat)
+        self._addresses = [view.data_ptr() for view in self._views.values()]
         self.buffer.data = flat
         self.flat = flat
 

@@ -64,24 +64,35 @@ class BufferPool:
             device: where.
             like: prefer this buffer if it is free, so that views of it need not be moved.
         """
-        fitting = [buffer for buffer in self._free if buffer.device == device and buffer.numel() >= nbytes]
-        if fitting:
-            preferred = [buffer for buffer in fitting if buffer is like]
-            chosen = preferred[0] if preferred else min(fitting, key=Tensor.numel)
-            self._free = [buffer for buffer in self._free if buffer is not chosen]
-        else:
+        chosen = self._choose(nbytes, device, like)
+        if chosen is None:
             size = self._size_for(nbytes)
             self._drop_free(self._keep_bytes - size)
             chosen = torch.empty(size, dtype=torch.uint8, device=device)
             self._side.keep(chosen)  # now, so that it may be dropped at any time
             self.statistics.held_bytes += size
+            self.statistics.most_bytes = max(self.statistics.most_bytes, self.statistics.held_bytes)
         for event in self._last_use.pop(id(chosen), ()) if self._last_use else ():
             torch.accelerator.current_stream(device).wait_event(event)
         self._lent += 1
         self._used.add(id(chosen))
-        self.statistics.most_bytes = max(self.statistics.most_bytes, self.statistics.held_bytes)
-        self.statistics.most_lent = max(self.statistics.most_lent, self._lent)
+        if self._lent > self.statistics.most_lent:
+            self.statistics.most_lent = self._lent
         return chosen
+
+    def _choose(self, nbytes: int, device: torch.device, like: Tensor | None) -> Tensor | None:
+        """Take a free buffer: the preferred one, or else the smallest that is large enough."""
+        place, smallest = -1, 0
+        for position, buffer in enumerate(self._free):
+            numel = buffer.numel()
+            if numel < nbytes or buffer.device != device:
+                continue
+            if buffer is like:
+                place = position
+                break
+            if place < 0 or numel < smallest:
+                place, smallest = position, numel
+        return None if place < 0 else self._free.pop(place)
 
     def give_back(self, buffer: Tensor) -> None:
         """Return a buffer; all work that uses it has been issued, on the current stream or the side stream."""

@@ -36,7 +36,7 @@ class VisibleGradients:
         self._left: dict[int, Tensor | None] = {}  # parameters that `leave` was called for, and their exact sums
         self._hidden: set[int] = set()  # parameters whose `AbsentGradient`, or what was left of others, was taken out
         self._put_aside: dict[int, Tensor] = {}  # what was left and taken out
-        self._absent: dict[tuple[int, bool], AbsentGradient] = {}
+        self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
         self.taken: set[int] = set()
 
     def show(self, index: int, grad: Tensor, exact: Tensor | None = None) -> None:
@@ -55,13 +55,11 @@ class VisibleGradients:
 
     def hide(self, indices: Iterable[int], was_consumed: bool) -> None:
         """Put an `AbsentGradient` into the ``grad`` of parameters that have one, which says where the gradient is."""
-        params, known = self._sharded.table.params, self._absent
-        for index in indices:
-            param = params[index]
-            if param.grad is not None:
-                found = known.get((index, was_consumed))
-                param.grad = self._absence(index, was_consumed) if found is None else found
-                self._standing_in.add(index)
+        params, known = self._sharded.table.params, self._absent[was_consumed]
+        hidden = [index for index in indices if params[index].grad is not None]
+        for index in hidden:
+            params[index].grad = known[index] if index in known else self._absence(index, was_consumed)
+        self._standing_in.update(hidden)
 
     def _stand_in(self, index: int) -> None:
         self._sharded.table.params[index].grad = self._absence(index, was_consumed=False)
@@ -128,7 +126,7 @@ class VisibleGradients:
 
     def forget(self) -> None:
         """Forget placeholders that name owners, after owners have changed."""
-        self._absent.clear()
+        self._absent = {False: {}, True: {}}
 
     def take_out(self, will_be_reduced: bool, is_view: Callable[[Tensor, Tensor], bool]) -> list[tuple[Tensor, Tensor]]:
         """Carry averaged gradients over to the next sums; returns the others, as pairs of parameter and gradient.
@@ -259,8 +257,8 @@ class VisibleGradients:
             )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
-        key, table = (index, was_consumed), self._sharded.table
-        if key not in self._absent:
+        known, table = self._absent[was_consumed], self._sharded.table
+        if index not in known:
             reason = self._is_elsewhere(index)
             if was_consumed:
                 reason = (
@@ -268,8 +266,8 @@ class VisibleGradients:
                     f"(stage 2, {self._workshop.where}). Build the optimizer with overlap_with_ddp=False to have "
                     "gradients until opt.step()."
                 )
-            self._absent[key] = absent_gradient(table.params[index], was_consumed, reason)
-        return self._absent[key]
+            known[index] = absent_gradient(table.params[index], was_consumed, reason)
+        return known[index]
 
     def _absence_with(self, index: int, part: Tensor) -> AbsentGradient:
         reason = self._is_elsewhere(index)

@@ -70,7 +70,8 @@ class BucketSync:
         if self._all_gather is None:
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
         self._packed, self._exchange = (), None
-        increment_version(self.changed)
+        if self.changed:
+            increment_version(self.changed)
 
     def count_changes(self) -> None:
         """Count received parameters as changed in place, as the step does on their owners."""

@@ -73,25 +73,29 @@ class Exchange:
         if works:
             _unfinished.add(self)
 
-    def wait(self, what: str) -> None:
+    def wait(self, what: str, first: int | None = None) -> None:
         """Block until everything was received and sent. Can be called again after a signal handler has raised.
 
         Args:
             what: the name of the exchange in the error message, such as ``the sync of bucket 3``.
+            first: wait only for the first messages, this many; None: for all.
 
         Raises:
             RuntimeError: naming the peer, if one failed or the group's time-out passed.
         """
-        for position in range(self._waited, len(self._works)):
+        for position in range(self._waited, len(self._works) if first is None else first):
             peer, work = self._works[position]
             waits_for(what, peer)
             try:
                 work.wait()
-            except RuntimeError as error:
-                raise lost(peer(), what, error) from error
-            finally:
-                self._waited += position == self._waited and work.is_completed()  # raised after waiting
-        _unfinished.discard(self)
+            except BaseException as error:
+                self._waited += work.is_completed()  # a signal handler may have raised after the message had arrived
+                if isinstance(error, RuntimeError):
+                    raise lost(peer(), what, error) from error
+                raise
+            self._waited = position + 1
+        if self._waited == len(self._works):
+            _unfinished.discard(self)
 
 
 def lost(peer: str, what: str, error: RuntimeError) -> RuntimeError:
@@ -141,14 +145,15 @@ class Messages:
         received: Mapping[GroupRank, Sequence[Tensor]] = MappingProxyType({}),
     ) -> None:
         self._comm = comm
-        self._receives, self._sends = (
-            [
-                (partial(comm.name, peer), [chunk], peer)
-                for peer, tensors in messages.items()
-                for chunk in chunks(tensors)
-            ]
-            for messages in (received, sent)
-        )
+        group = comm.process_group
+        self._posts = [
+            (post, partial(comm.name, peer), [chunk], peer)
+            for post, messages in ((group.recv, received), (group.send, sent))
+            for peer, tensors in messages.items()
+            for chunk in chunks(tensors)
+        ]
+        self.num_receives = sum(len(chunks(tensors)) for tensors in received.values())
+        self._seed: tuple[tuple[int, ...], int] | None = None  # of the tags of the last subject
         self._tensors = [tensor for tensors in (*sent.values(), *received.values()) for tensor in tensors]
         self._sent = sum(tensor.nbytes for tensors in sent.values() for tensor in tensors)
         self._received = sum(tensor.nbytes for tensors in received.values() for tensor in tensors)
@@ -156,16 +161,16 @@ class Messages:
     def post(self, subject: tuple[int, ...], is_control: bool = False) -> Exchange:
         """Post every receive, then every send; see `Communicator.start_messages`."""
         comm, works = self._comm, list[Pending]()
-        group = comm.process_group
-        tag = tag_of(comm.generation, comm.round, subject)
+        if self._seed is None or self._seed[0] != subject:
+            self._seed = subject, seed_of(comm.generation, subject)
+        tag = tag_in_round(self._seed[1], comm.round)
         torch._C._autograd._enable_record_function(False)  # see `unrecorded`
         try:
-            for post, messages in ((group.recv, self._receives), (group.send, self._sends)):
-                for name, chunk, peer in messages:
-                    try:
-                        works.append((name, post(chunk, peer, tag)))
-                    except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
-                        works.append((name, NotPosted(error)))
+            for post, name, chunk, peer in self._posts:
+                try:
+                    works.append((name, post(chunk, peer, tag)))
+                except RuntimeError as error:  # of a peer that is known to be gone: raised when it is waited for
+                    works.append((name, NotPosted(error)))
         finally:
             torch._C._autograd._enable_record_function(True)
         if is_control:
@@ -220,8 +225,18 @@ def _posted(post: Callable[[], Waitable], name: Callable[[], str]) -> Pending:
 
 
 def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:
-    """A tag of 31 bits, never that of trees; those of other rounds and subjects differ, but for one in 2^30."""
-    return zlib.crc32(repr((generation, round_, *subject)).encode()) & 0x3FFFFFFF | 0x40000000
+    """A tag of 31 bits, never that of trees; tags of two rounds differ, and of two subjects but for one in 2^30."""
+    return tag_in_round(seed_of(generation, subject), round_)
+
+
+def seed_of(generation: int, subject: tuple[int, ...]) -> int:
+    """The part of a tag that is the same in every round."""
+    return zlib.crc32(repr((generation, *subject)).encode())
+
+
+def tag_in_round(seed: int, round_: int) -> int:
+    """The tag of a round: an odd factor spreads rounds over all values, so that no two within 2^30 share one."""
+    return (seed ^ round_ * 0x9E3779B1) & 0x3FFFFFFF | 0x40000000
 
 
 def started(work: Work | None) -> Work:

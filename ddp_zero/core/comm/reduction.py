@@ -74,11 +74,13 @@ class DirectSum:
         self.out = out
         rank, peers = comm.group_rank, comm.peers()
         cuts = [_cut(part.numel(), received_window(part.numel(), comm.world_size, limit)) for part in parts]
-        self._windows = [_Window(comm, parts[rank], out, room, start, stop, factor) for start, stop in cuts[rank]]
-        self._slices = Messages(comm, {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers})
+        windows = [_Window(comm, parts[rank], out, room, start, stop, factor) for start, stop in cuts[rank]]
+        slices = {peer: [parts[peer][start:stop] for start, stop in cuts[peer]] for peer in peers}
+        self._messages = Messages(comm, slices, windows[0].slots if windows else {})
+        self._first = windows[:1]
+        self._further = [(Messages(comm, {}, window.slots), window) for window in windows[1:]]
         self._subject: tuple[int, ...] = ()
-        self._sent: Exchange | None = None
-        self._received: Exchange | None = None
+        self._in_flight: Exchange | None = None
 
     def start(self, subject: tuple[int, ...]) -> None:
         """Send this rank's contributions, and post the first receives.
@@ -87,9 +89,7 @@ class DirectSum:
             subject: the plan, the bucket, and whatever else must be the same.
         """
         self._subject = (*subject, _REDUCE)
-        if self._windows:
-            self._received = self._windows[0].messages.post(self._subject)
-        self._sent = self._slices.post(self._subject)
+        self._in_flight = self._messages.post(self._subject)
 
     def wait(self) -> Tensor:
         """Block until this rank's segment is summed, and return it.
@@ -97,17 +97,17 @@ class DirectSum:
         Raises:
             RuntimeError: naming the peer, if one failed or the group's time-out passed.
         """
-        sent, self._sent = self._sent, None
-        if sent is None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             return self.out
         what = f"the reduction of bucket {self._subject[1]}"
-        for position, window in enumerate(self._windows):
-            received = window.messages.post(self._subject) if position else self._received
-            assert received is not None, "posted when it was started"
-            received.wait(what)
+        if self._first:
+            in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
+            self._first[0].add_up()
+        for messages, window in self._further:  # into the room that the window before has left
+            messages.post(self._subject).wait(what)
             window.add_up()
-        self._received = None
-        sent.wait(what)
+        in_flight.wait(what)
         return self.out
 
 
@@ -119,7 +119,7 @@ class _Window:
     ) -> None:
         length, peers = stop - start, comm.peers()
         slots = {peer: room[place * length : (place + 1) * length] for place, peer in enumerate(sorted(peers))}
-        self.messages = Messages(comm, {}, {peer: [slots[peer]] for peer in peers})
+        self.slots = {peer: [slots[peer]] for peer in peers}
         parts = [slots.get(GroupRank(rank), own[start:stop]) for rank in range(comm.world_size)]
         split = [torch.split(one, _PIECE_NUMEL) for one in (*parts, out[start:stop])]
         self._pieces = [(pieces, total) for *pieces, total in zip(*split, strict=True)]
@@ -130,8 +130,7 @@ class _Window:
         """Sum what has been received."""
         for pieces, total in self._pieces:
             if self._factor != 1.0:
-                for piece in pieces:
-                    piece.mul_(self._factor)
+                torch._foreach_mul_(pieces, self._factor)
             _sum_in_order(pieces, total, self._rank)
 
 
