@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 import ddp_zero
-from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.backward.scratch_buffers import SideStream
 
 LIBRARY = str(Path(ddp_zero.__file__).parent) + "/"
 SLEEP_CYCLES = 10_000_000

@@ -17,7 +17,7 @@ from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.folder import StoredTensor, as_meta, as_written, fill, stored_in, total_bytes, within
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import read, read_into, verify
-from ddp_zero.core.comm.peers import Peers
+from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to

@@ -9,7 +9,7 @@ from torch.distributed import is_torchelastic_launched
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from ddp_zero.core.comm.restart_store import store_of_this_attempt
+from ddp_zero.core.comm.control_group import store_of_this_attempt
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.backward.reducer import models_over, reduced_parameters
+from ddp_zero.core.comm.agreement import StepFailedElsewhereError
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.reduction import average_in_place
-from ddp_zero.core.comm.step_errors import StepFailedElsewhereError
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.optimizer import ZeroRedundancyOptimizer

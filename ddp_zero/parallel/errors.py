@@ -1,6 +1,6 @@
 """Errors of one rank's step, raised on every rank that holds a part of the model, at once.
 
-The ranks that share a member's parameters learn of an error at the end of its step (`comm.step_errors`). Ranks with
+The ranks that share a member's parameters learn of an error at the end of its step (`comm.agreement`). Ranks with
 other parameters do not: they would wait for those in the next collective, until it times out. So members hold errors
 back, also of steps inside backward, which a pipeline schedule or other parts of a layer must be able to finish. Then
 all ranks tell each other how it went, level by level, and all raise.
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_zero.core.comm.agreement import WHAT_NOW, StepFailedElsewhereError
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.step_errors import WHAT_NOW, StepFailedElsewhereError
 from ddp_zero.core.plan.partition import GroupRank
 
 _SLOTS = 14  # numbers in the first message besides its subject

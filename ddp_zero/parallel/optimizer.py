@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.peers import gather_text_across
+from ddp_zero.core.comm.groups import gather_text_across
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_zero.core.backward.scratch_buffers import BufferPool
-from ddp_zero.core.backward.side_stream import SideStream, _Running
+from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, _Running
 from tests.accelerator import page, simulation
 from tests.accelerator.modes import GROUPS, MODES, Mode, Report, run
 from tests.multiproc.harness import Cases, Setup

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.machines import delay_side_stream
-from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.backward.scratch_buffers import SideStream
 from tests.accelerator import simulation
 from tests.accelerator.modes import GROUPS, MODES, Mode, Report, run
 from tests.multiproc.harness import Setup, run_ranks

@@ -27,8 +27,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
-from ddp_zero.core.comm.bucket_sync import BucketSync
 from ddp_zero.core.comm.exchange import Exchange
+from ddp_zero.core.comm.parameter_sync import BucketSync
 from ddp_zero.core.local.placeholders import Awaited
 from ddp_zero.core.step import coupling
 from tests.multiproc.cases import (

@@ -72,7 +72,7 @@ GROUND = {"options", "loss_scale"}
 DOORS = {"__init__", "__main__", "shard"}
 
 WITHOUT_TORCH = {
-    *("core.backward.overlap_machine", "core.backward.regime"),
+    "core.backward.overlap_machine",
     *("launch.hosts", "launch.slurm", "launch.environment", "launch.options", "launch.commands", "launch.guard"),
     *("tools.record.regular_files", "core.plan.global_names", "core.plan.global_layout"),
 }
@@ -436,7 +436,7 @@ def test_only_reducer_looks_into_ddp_and_into_backward() -> None:
             "core.comm.communicator",
             "core.backward.gradients",
             "core.backward.hook",
-            "core.backward.accumulation",
+            "core.backward.visible_gradients",
             "core.backward.partitioned",
         )
     }

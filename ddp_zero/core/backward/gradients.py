@@ -1,7 +1,12 @@
 """How gradients are averaged and where the averages are kept: the interface of a stage, and its stage 1.
 
 Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borrows windows of the reduced bucket.
-`stage2/partitioned.py` is stage 2.
+`partitioned.py` is stage 2.
+
+Before a step, gradients that no reduction is known to have averaged are compared between ranks. DDP leaves a rank's own
+gradients in ``param.grad`` after backward passes under ``no_sync()``, and those of parameters that it does not reduce:
+they were frozen when the model was wrapped, or are not part of it. Users may average such gradients themselves, or
+compute them from something that does not depend on data.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,10 +19,21 @@ from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defi
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.memory_formats import MemoryFormats, PublishedViews
-from ddp_zero.core.backward.reducer import NewBucket, Window, gradients_are_views, rebuild_buckets, windows_in_bucket
-from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.backward.forward_passes import ForwardPasses
+from ddp_zero.core.backward.preconditions import check_none_unused
+from ddp_zero.core.backward.reducer import (
+    NewBucket,
+    Window,
+    gradients_are_views,
+    rebuild_buckets,
+    reduced_parameters,
+    windows_in_bucket,
+)
+from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp
+from ddp_zero.core.local.memory import sum_of_bits
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.placeholders import is_present, untouched
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.sharded_step import ShardedStep
 
@@ -311,3 +327,169 @@ def watching(watch: NonfiniteProbe, group: ProcessGroup, wrapped: CommHook | Non
         return average_as_ddp(group, bucket) if wrapped is None else wrapped(state, bucket)
 
     return hook
+
+
+class MemoryFormats:
+    """The strides of parameters when DDP built its buckets, by which it lays out gradients.
+
+    Without ``gradient_as_bucket_view``, DDP writes gradients into a bucket by those strides and reads averages out of
+    it by the parameters' own. If they have changed since, the elements of a gradient are mixed up (seen with torch
+    2.13.0, also without a hook).
+
+    Args:
+        ddp: the model.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._params = [] if gradients_are_views(ddp) else reduced_parameters(ddp)
+        self.buckets_built()
+
+    def buckets_built(self) -> None:
+        """DDP's buckets have the strides of now."""
+        with untouched():
+            self._strides = [(name, param, param.stride()) for name, param in self._params]
+
+    def why_refuse(self) -> str | None:
+        """The message of an error, if a parameter has other strides now; else None."""
+        with untouched():
+            found = next(
+                ((name, before, param.stride()) for name, param, before in self._strides if param.stride() != before),
+                None,
+            )
+        if found is None:
+            return None
+        name, before, now = found
+        return (
+            f"Expected {name} with strides {list(before)}, by which DDP has laid out its buckets, got {list(now)}, as "
+            "after model.to(memory_format=...): DDP would mix up the elements of its gradient. Build "
+            "DistributedDataParallel with gradient_as_bucket_view=True, or change memory formats before it is built."
+        )
+
+
+class PublishedViews:
+    """The reducer's views of its buckets, which ``gradient_as_bucket_view`` publishes in ``param.grad``.
+
+    ``model.to(memory_format=...)``, as any write to ``param.grad.data``, points the reducer's own view elsewhere: from
+    then on autograd writes gradients there, and DDP reduces what is left in the bucket (seen with torch 2.13.0, also
+    without a hook).
+
+    Args:
+        table: the optimizer's parameters.
+    """
+
+    def __init__(self, table: ParameterTable) -> None:
+        self._table = table
+        self._views: list[tuple[int, Tensor, int]] = []  # parameter, view, and its address
+
+    def note(self) -> None:
+        """Note the views, unless that was done; called when DDP has published gradients."""
+        if not self._views:
+            found = [(index, param.grad) for index, param in enumerate(self._table.params)]
+            self._views = [(index, grad, grad.data_ptr()) for index, grad in found if grad is not None]
+
+    def forget(self) -> None:
+        """DDP has built other buckets."""
+        self._views = []
+
+    def why_refuse(self) -> str | None:
+        """The message of an error, if a view is elsewhere now; else None."""
+        for index, view, address in self._views:
+            if view.data_ptr() != address:
+                return (
+                    f"Expected the gradient of {self._table.label(index)} in DDP's bucket, got it in other memory, as "
+                    "after model.to(memory_format=...) while there were gradients: DDP would average what is left in "
+                    "the bucket. Call opt.zero_grad() before model.to(...). To go on now, wrap the model again, and "
+                    "call opt.reset() and opt.attach(model)."
+                )
+        return None
+
+
+_NONE = -1
+
+_NO_PASS = (
+    "no backward pass since was reduced. Run the last backward pass before opt.step() outside ddp.no_sync() and "
+    "through the DDP model, or drop left-over gradients with opt.zero_grad()."
+)
+_SECOND_PASS = (
+    "a second backward pass over a forward pass, which DDP does not reduce, has added to averages. Add up the losses "
+    "and call backward() once, or run a forward pass of the DDP model before each backward()."
+)
+_NO_BUCKET = (
+    "DDP does not reduce it, since it was frozen when the model was wrapped or is not part of the model. Wrap the "
+    "model again while it is trainable, average its gradient before the step, or freeze it."
+)
+
+
+def check_reduced(sharded: ShardedStep, passes: ForwardPasses, *, is_local: bool, has_hook: bool) -> None:
+    """Before gradients are used: have ranks compare those that no reduction is known to have averaged.
+
+    A collective only if there are any.
+
+    Args:
+        sharded: the step.
+        passes: the forward passes of the models over the parameters.
+        is_local: whether no gradient was reduced since the last step.
+        has_hook: whether the optimizer's hook has seen which parameters DDP reduces.
+
+    Raises:
+        RuntimeError: on every rank, naming a parameter.
+    """
+    params = sharded.table.params
+    if passes.mixes:
+        _check_same(sharded, range(len(params)), _SECOND_PASS)
+    elif is_local:
+        _check_same(sharded, range(len(params)), _NO_PASS)
+    elif has_hook:
+        check_unreduced(sharded)
+    elif passes.reduces_fewer_than(sum(param.requires_grad for param in params)):
+        _check_same(sharded, range(len(params)), _NO_BUCKET)
+
+
+def check_finalized(sharded: ShardedStep, passes: ForwardPasses) -> None:
+    """Before gradients are used: check that DDP has ended the last backward pass that it reduces.
+
+    Raises:
+        RuntimeError: if it still waits for the gradient of a parameter.
+    """
+    ddp = passes.unfinished()
+    if ddp is not None:
+        where = sharded.comm.name(sharded.comm.group_rank)
+        check_none_unused(ddp, sharded.table, (), where)
+        raise RuntimeError(
+            f"Expected averaged gradients, got a backward pass that DDP has not ended ({where}): a parameter has got "
+            "no gradient, or an exception has interrupted the pass. If a parameter is not used, wrap the model with "
+            "find_unused_parameters=True, or freeze the parameter before wrapping it."
+        )
+
+
+def check_unreduced(sharded: ShardedStep) -> None:
+    """Have ranks compare gradients of parameters that are in none of DDP's buckets. A collective if there are any.
+
+    Raises:
+        RuntimeError: on every rank, naming a parameter.
+    """
+    if sharded.binding.not_reduced:
+        _check_same(sharded, sharded.binding.not_reduced, _NO_BUCKET)
+
+
+def _check_same(sharded: ShardedStep, indices: Sequence[int], why: str) -> None:
+    """Check that the gradients of some parameters are the same on every rank. A collective.
+
+    Args:
+        sharded: the step.
+        indices: the parameters, the same on every rank; having no gradient on any rank counts as the same.
+        why: why they may not be averaged, and the remedy, for the message.
+
+    Raises:
+        RuntimeError: on every rank, naming the first parameter whose gradients differ.
+    """
+    table, comm = sharded.table, sharded.everyone
+    grads = [table.params[index].grad for index in indices]
+    mine = [_NONE if grad is None or not is_present(grad) else int(sum_of_bits(grad.detach())) for grad in grads]
+    every = comm.all_gather_ints(mine)
+    wrong = next((index for index, *marks in zip(indices, *every, strict=True) if len(set(marks)) > 1), None)
+    if wrong is not None:
+        raise RuntimeError(
+            f"Expected averaged gradients, got this rank's own for {table.label(wrong)} "
+            f"({comm.name(comm.group_rank)}): {why}"
+        )

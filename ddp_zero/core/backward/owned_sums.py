@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.core.backward.reducer import Window
-from ddp_zero.core.backward.scratch_buffers import BufferPool, pools_for
-from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, pools_for
 from ddp_zero.core.comm.reduction import (
     DirectSum,
     GroupedReduction,

@@ -48,11 +48,11 @@ from ddp_zero.core.comm.groups import (
     check_not_forked,
     count_built,
     device_of,
+    gather_text,
     remember_device,
     take_time_out_of_the_job,
     time_out_of,
 )
-from ddp_zero.core.comm.peers import gather_text
 from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk
 from ddp_zero.core.comm.tracing import Trace
 from ddp_zero.core.local.tree import TensorSpec, Tree, as_bytes, flatten, specs_in, unflatten

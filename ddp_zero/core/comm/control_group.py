@@ -1,19 +1,20 @@
 """A second Gloo group over the same ranks, for control messages outside the training stream."""
 
 import os
+import time
+import uuid
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import gather_directly
-from ddp_zero.core.comm.groups import check_process, count_built, store_of
-from ddp_zero.core.comm.peers import gather_text, gather_text_across
-from ddp_zero.core.comm.restart_store import store_of_this_attempt
+from ddp_zero.core.comm.groups import check_process, count_built, gather_text, gather_text_across, store_of
 from ddp_zero.core.plan.partition import GroupRank
 
 _GLOO_TRIES = 5
@@ -117,3 +118,67 @@ class Across:
 
     def _sorted(self, found: list[Any]) -> list[Any]:
         return [found[place] for place in self._order]
+
+
+_POLL_SECONDS = 0.001, 0.05
+
+
+def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: timedelta) -> Store:
+    """A part of a store that only the ranks of this attempt use. A collective of those ranks.
+
+    torchrun keeps one store for all attempts, and in each attempt process groups write addresses there under the same
+    names. So a rank may find the address of a process that is gone. Here the ranks agree on a prefix that no earlier
+    attempt used. ``TORCHELASTIC_RESTART_COUNT`` cannot serve as one: each node of a job counts its own restarts.
+
+    Each rank asks under a ticket of its own, new in every attempt, and rank 0 answers tickets with its prefix. It also
+    answers tickets of earlier attempts, for which no process waits.
+
+    Args:
+        store: a store that all ranks can reach.
+        rank: from 0 to ``world_size - 1``.
+        world_size: number of ranks.
+        time_out: how long to wait: rank 0 for all other ranks, each of them for rank 0.
+
+    Raises:
+        RuntimeError: when the time-out has passed.
+    """
+    shared = PrefixStore("ddp_zero/attempt", store)
+    if rank == 0:
+        prefix = uuid.uuid4().hex
+        _hand_out(prefix, shared, world_size, time_out)
+    else:
+        ticket = uuid.uuid4().hex
+        shared.set(_asking(rank), ticket)
+        shared.wait([_answering(ticket)], time_out)
+        prefix = shared.get(_answering(ticket)).decode()
+        shared.add(_counting(prefix), 1)
+    return PrefixStore(prefix, shared)
+
+
+def _hand_out(prefix: str, shared: Store, world_size: int, time_out: timedelta) -> None:
+    """Answer every ticket until all ranks have their answer."""
+    deadline = time.monotonic() + time_out.total_seconds()
+    answered: dict[int, str] = {}
+    pause, longest = _POLL_SECONDS
+    while (came := shared.add(_counting(prefix), 0)) < world_size - 1:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Expected {world_size - 1} other ranks within {time_out}, got {came}.")
+        for rank in range(1, world_size):
+            ticket = shared.get(_asking(rank)).decode() if shared.check([_asking(rank)]) else ""
+            if ticket != answered.get(rank, ""):
+                shared.set(_answering(ticket), prefix)
+                answered[rank] = ticket
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _asking(rank: int) -> str:
+    return f"asks/{rank}"
+
+
+def _answering(ticket: str) -> str:
+    return f"answer/{ticket}"
+
+
+def _counting(prefix: str) -> str:
+    return f"came/{prefix}"

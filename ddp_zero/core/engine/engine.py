@@ -23,16 +23,15 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero.core.backward.averaged import check_finalized, check_reduced
 from ddp_zero.core.backward.forward_passes import ForwardPasses, weakly
-from ddp_zero.core.backward.gradients import CommHook, watching
+from ddp_zero.core.backward.gradients import CommHook, check_finalized, check_reduced, watching
 from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.overlap_machine import Phase
 from ddp_zero.core.backward.owned_sums import ReduceOptions
 from ddp_zero.core.backward.partitioned import gradients_of_stage
 from ddp_zero.core.backward.preconditions import check_has_no_hook, check_is_free, check_keeps_parameters, check_model
 from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
-from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, reserve_room
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients

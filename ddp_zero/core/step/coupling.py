@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm.peers import Peers
+from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import ParamGroup, options_of
 from ddp_zero.core.plan.partition import GroupRank
 

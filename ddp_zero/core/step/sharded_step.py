@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_zero.core.comm.agreement import Agreement
-from ddp_zero.core.comm.parameter_sync import ParameterSync
-from ddp_zero.core.comm.pending_syncs import PendingSyncs
+from ddp_zero.core.comm.parameter_sync import ParameterSync, PendingSyncs
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of, is_elementwise, reserve_room

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_zero.core.comm.step_errors import StepFailedElsewhereError
+from ddp_zero.core.comm.agreement import StepFailedElsewhereError
 from ddp_zero.parallel.errors import HeldErrors, shown
 
 

@@ -19,10 +19,10 @@ from ddp_zero.core.backward.overlap_machine import (
     OverlapMachine,
     OverlapStatus,
     Phase,
+    Regime,
     StepAll,
     StepBucket,
 )
-from ddp_zero.core.backward.regime import Regime
 
 REST, RUNNING, REDUCED, WAITING, STEPPED = Phase
 UNINITIALIZED, REBUILT, INITIALIZED = OverlapStatus

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_zero.core.backward.scratch_buffers import BufferPool
-from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from ddp_zero import launch
-from ddp_zero.core.comm.restart_store import store_of_this_attempt
+from ddp_zero.core.comm.control_group import store_of_this_attempt
 
 
 def _attempt(store: Store, world_size: int, late: int | None = None) -> list[Store]:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_zero.core.backward.scratch_buffers import BufferPool
-from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream
 from ddp_zero.core.local.memory import return_pages
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ddp_zero import check_shardable
-from ddp_zero.core.comm.peers import Alone
+from ddp_zero.core.comm.groups import Alone
 from ddp_zero.core.engine import shardable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.coupling import CouplingWatch, is_looked_at, values_in
