@@ -62,7 +62,7 @@ def counted(ddp: DistributedDataParallel, opt: ZeroRedundancyOptimizer) -> Itera
     found = [on_this_rank(param.grad) for param in params if param.grad is not None]
     yield "gradients", sum(one.nbytes for one in found if one is not None and one.numel())
     gradients: Any = None if opt._engine.hook is None else opt._engine.hook.gradients
-    exact = [] if gradients is None else [gradients.exact(place) for place in range(len(params))]
+    exact = [] if gradients is None else [gradients.in_accumulation_dtype(place) for place in range(len(params))]
     yield "sums in fp32", sum(one.nbytes for one in exact if one is not None)
     if match := re.search(r"to receive into, ([\d,]+) bytes in all", opt.explain()):
         yield "buckets", int(match[1].replace(",", ""))

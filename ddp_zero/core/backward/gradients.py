@@ -32,7 +32,7 @@ from ddp_zero.core.backward.reducer import (
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.communicator import average_as_ddp
 from ddp_zero.core.local.memory import sum_of_bits
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.local.placeholders import is_present, untouched
 from ddp_zero.core.step.decision import NonfiniteProbe
 from ddp_zero.core.step.sharded_step import ShardedStep
@@ -40,7 +40,7 @@ from ddp_zero.core.step.sharded_step import ShardedStep
 CommHook = Callable[[Any, GradBucket], Future[Any]]
 
 
-class BucketGradients(Protocol):
+class BucketGradients(GradientSource, Protocol):
     """A bucket whose reduction was started in this iteration."""
 
     params: list[Tensor]
@@ -55,105 +55,11 @@ class BucketGradients(Protocol):
     def gradient(self, index: int) -> Tensor:
         """The averaged gradient of a parameter that this rank owns, in the parameter's shape and dtype."""
 
-    def exact(self, index: int) -> Tensor | None:
-        """The same in the dtype of the sum, or None if that does not differ."""
-
     def release(self) -> None:
         """Free its gradients, after the step has used them."""
 
 
-class Gradients(Protocol):
-    """What the hook requires of a stage, in the order of an iteration."""
-
-    reach_joined: bool
-    """Whether a rank that has joined gets averaged gradients of what it owns from the reduction itself."""
-
-    def open(self) -> None:
-        """Open an iteration, and drop what the one before it left."""
-
-    def held(self) -> Collection[int]:
-        """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
-
-    def start(
-        self, state: Any, bucket: GradBucket, index: int, is_planned: bool
-    ) -> tuple[Future[Any], BucketGradients]:
-        """Start the reduction of a bucket.
-
-        Args:
-            state: what the hook was registered with.
-            bucket: what DDP hands to a hook.
-            index: the bucket's, which DDP does not always report.
-            is_planned: whether this and every earlier bucket of the iteration are the plan's.
-
-        Returns:
-            The future for the reducer, and the bucket for the step.
-        """
-
-    def settle(self) -> None:
-        """End of one hook call: copy out sums that no step has used yet and free their scratch."""
-
-    def lend_all(self, has_joined: bool) -> None:
-        """Finish every reduction, after the reducer, in an iteration that was not stepped in the hook.
-
-        Owned gradients are in ``param.grad`` then, except on a rank that has joined.
-        """
-
-    def show(self, was_consumed: bool) -> None:
-        """Close the iteration on this rank, and leave in ``param.grad`` what the user sees.
-
-        Args:
-            was_consumed: whether buckets were stepped as they arrived.
-        """
-
-    def close(self) -> None:
-        """Close the iteration on a rank that has joined, which publishes nothing."""
-
-    def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
-        """Have DDP build its final buckets; see `rebuild_buckets`. A collective."""
-
-    def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
-        """Follow the plan, which is now in force, from the next iteration on. A collective.
-
-        Args:
-            built: the buckets that DDP has just built, if the plan is for them; else none: it is for this iteration's.
-            publishes: whether ``param.grad`` holds the gradients of this iteration.
-        """
-
-    def fits_plan(self) -> bool:
-        """Whether buckets can be reduced for the plan that is in force."""
-
-    def why_refuse(self) -> str | None:
-        """The message of an error, if DDP's buckets do not hold what autograd computes; else None."""
-
-    def has_local(self) -> bool:
-        """Whether a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
-
-    def gradient(self, index: int) -> Tensor | None:
-        """The content of ``param.grad`` of an owned parameter, after backward."""
-
-    def exact(self, index: int) -> Tensor | None:
-        """The same in the dtype of its sum, or None if that is the parameter's."""
-
-    def editable(self, index: int) -> Tensor | None:
-        """What the step will use of an owned gradient, for users to change in place; None if it has none."""
-
-    def reset(self) -> None:
-        """Drop the iteration without waiting for other ranks."""
-
-    def drop_carried(self) -> None:
-        """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
-
-    def detach(self) -> None:
-        """Leave the model's parameters to a new hook."""
-
-    def describe(self) -> list[str]:
-        """Lines for ``opt.explain()``."""
-
-    def buffer_bytes(self) -> tuple[int, int]:
-        """Bytes of buffers that buckets share, now and at most."""
-
-
-class ReducedBucket:
+class ReducedBucket(BucketGradients):
     """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
 
     Args:
@@ -191,15 +97,14 @@ class ReducedBucket:
         assert self._reduced is not None, "waited for first"
         return self._windows[self._sharded.table.params[index]].view(self._reduced)
 
-    def exact(self, index: int) -> None:
-        """None: the sum is in the parameter's dtype."""
-
     def release(self) -> None:
         """The reducer still needs it."""
 
 
-class WholeGradients:
+class Gradients(GradientSource):
     """Stage 1: the wrapped hook reduces, DDP publishes, every rank keeps all gradients.
+
+    `PartitionedGradients` overrides what stage 2 does otherwise. Methods stand in the order of an iteration.
 
     Args:
         sharded: the step.
@@ -209,6 +114,7 @@ class WholeGradients:
     """
 
     reach_joined = False
+    """Whether a rank that has joined gets averaged gradients of what it owns from the reduction itself."""
 
     def __init__(
         self, sharded: ShardedStep, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream
@@ -223,16 +129,26 @@ class WholeGradients:
         self._is_planned = False
 
     def open(self) -> None:
-        """Nothing is left of the last iteration."""
+        """Open an iteration, and drop what the one before it left."""
 
     def held(self) -> Collection[int]:
-        """Empty: stage 1 accumulates in ``param.grad``."""
+        """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
         return ()
 
     def start(
         self, state: Any, bucket: GradBucket, index: int, is_planned: bool
     ) -> tuple[Future[Any], BucketGradients]:
-        """Start the wrapped reduction."""
+        """Start the reduction of a bucket.
+
+        Args:
+            state: what the hook was registered with.
+            bucket: what DDP hands to a hook.
+            index: the bucket's, which DDP does not always report.
+            is_planned: whether this and every earlier bucket of the iteration are the plan's.
+
+        Returns:
+            The future for the reducer, and the bucket for the step.
+        """
         future = self._wrapped(state, bucket)
         params = bucket.parameters()
         self._is_planned = is_planned
@@ -242,68 +158,76 @@ class WholeGradients:
         return future, ReducedBucket(index, windows, future, self._sharded, self._side)
 
     def settle(self) -> None:
-        """The reducer keeps all gradients."""
+        """End of one hook call: copy out sums that no step has used yet and free their scratch."""
 
     def lend_all(self, has_joined: bool) -> None:
-        """The reducer has published them."""
+        """Finish every reduction, after the reducer, in an iteration that was not stepped in the hook.
+
+        Owned gradients are in ``param.grad`` then, except on a rank that has joined.
+        """
 
     def show(self, was_consumed: bool) -> None:
-        """The reducer has published them."""
+        """Close the iteration on this rank, and leave in ``param.grad`` what the user sees.
+
+        Args:
+            was_consumed: whether buckets were stepped as they arrived.
+        """
         if self._views is not None and self._is_planned:
             self._views.note()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close the iteration on a rank that has joined, which publishes nothing."""
 
     def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
-        """They have memory of their own."""
+        """Have DDP build its final buckets; see `rebuild_buckets`. A collective."""
         return rebuild_buckets(ddp)
 
     def adopted(self, built: Sequence[NewBucket], publishes: bool) -> None:
-        """Gradients stay where they are, whichever rank owns them."""
+        """Follow the plan, which is now in force, from the next iteration on. A collective.
+
+        Args:
+            built: the buckets that DDP has just built, if the plan is for them; else none: it is for this iteration's.
+            publishes: whether ``param.grad`` holds the gradients of this iteration.
+        """
         self._formats.buckets_built()
         if self._views is not None:
             self._views.forget()
 
     def fits_plan(self) -> bool:
-        """Whole buckets fit any plan."""
+        """Whether buckets can be reduced for the plan that is in force; whole ones fit any."""
         return True
 
     def why_refuse(self) -> str | None:
-        """After a change of memory format."""
+        """The message of an error, if DDP's buckets do not hold what autograd computes; else None."""
         return self._formats.why_refuse() or (None if self._views is None else self._views.why_refuse())
 
     def has_local(self) -> bool:
-        """False, as nothing is known: the reducer adds to what is in ``param.grad``."""
+        """Whether a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
         return False
 
     def gradient(self, index: int) -> Tensor | None:
-        """What DDP has published."""
+        """The content of ``param.grad`` of an owned parameter, after backward."""
         return self._sharded.table.params[index].grad
 
-    def exact(self, index: int) -> Tensor | None:
-        """DDP sums in the parameter's dtype."""
-        return None
-
     def editable(self, index: int) -> Tensor | None:
-        """See `owned_alias`."""
+        """What the step will use of an owned gradient, for users to change in place; None if it has none."""
         return owned_alias(self._sharded, index)
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Drop the iteration without waiting for other ranks."""
 
     def drop_carried(self) -> None:
-        """None is taken out of ``param.grad``."""
+        """Forget gradients that the user has dropped, also those taken out of ``param.grad`` for the next sum."""
 
     def detach(self) -> None:
-        """Nothing is attached to parameters."""
+        """Leave the model's parameters to a new hook."""
 
     def describe(self) -> list[str]:
-        """Nothing beyond the regime."""
+        """Lines for ``opt.explain()``."""
         return []
 
     def buffer_bytes(self) -> tuple[int, int]:
-        """None: buckets are DDP's."""
+        """Bytes of buffers that buckets share, now and at most."""
         return 0, 0
 
 

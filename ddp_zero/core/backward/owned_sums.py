@@ -324,7 +324,7 @@ class ReducedSegment:
         found = self.total(index)
         return found if found.dtype == param.dtype else found.to(param.dtype)
 
-    def exact(self, index: int) -> Tensor | None:
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, or None if that does not differ."""
         param = self._workshop.sharded.table.params[index]
         found = self.total(index)
@@ -395,9 +395,9 @@ class ReducedRuns:
         """As `ReducedSegment.gradient`."""
         return self._run_of[index].gradient(index)
 
-    def exact(self, index: int) -> Tensor | None:
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """As `ReducedSegment.exact`."""
-        return self._run_of[index].exact(index)
+        return self._run_of[index].in_accumulation_dtype(index)
 
     def total(self, index: int) -> Tensor:
         """As `ReducedSegment.total`."""

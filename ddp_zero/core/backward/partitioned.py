@@ -40,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.backward.bucket_memory import BucketMemory
 from ddp_zero.core.backward.forward_passes import ForwardPasses
-from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients, WholeGradients
+from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReducedRuns, ReducedSegment, ReduceOptions, ScratchLayout
 from ddp_zero.core.backward.preconditions import check_can_partition
 from ddp_zero.core.backward.reducer import (
@@ -68,7 +68,7 @@ _RUN_BYTES = 8 << 20
 _BUCKET_RUNS = 4  # a bucket of at most as many is reduced at once
 
 
-class PartitionedGradients:
+class PartitionedGradients(Gradients):
     """Stage 2: see the module docstring.
 
     Args:
@@ -89,7 +89,7 @@ class PartitionedGradients:
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        self._sharded = sharded
+        super().__init__(sharded, ddp, None, side)
         self._passes = passes
         self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
         self._workshop = ReduceContext(sharded, side, options)
@@ -162,7 +162,7 @@ class PartitionedGradients:
         for arrival in self._arrivals:
             for index in () if has_joined else arrival.owned:
                 if params[index].grad is not None or index in taken:
-                    self._visible.show(index, arrival.gradient(index), arrival.exact(index))
+                    self._visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
 
     def show(self, was_consumed: bool) -> None:
         """Show the sums of owned parameters unless they were used up, and `AbsentGradient` for the rest."""
@@ -213,7 +213,7 @@ class PartitionedGradients:
         held = None if grad is None else on_this_rank(grad)
         return grad if held is None else held
 
-    def exact(self, index: int) -> Tensor | None:
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
         grad = self.gradient(index)
         return None if grad is None else self._visible.exact(grad)
@@ -374,7 +374,7 @@ def gradients_of_stage(
     if options is None and sums_in_fp32:
         return SummedGradients(sharded, ddp, wrapped, side, passes)
     if options is None:
-        return WholeGradients(sharded, ddp, wrapped, side)
+        return Gradients(sharded, ddp, wrapped, side)
     check_can_partition(ddp, sharded.table, wrapped)
     return PartitionedGradients(sharded, ddp, options, side, passes)
 
@@ -424,7 +424,7 @@ def hand_over(sharded: ShardedStep, arrivals: Sequence[Arrival], visible: Visibl
         if was_taken:
             visible.taken.add(index)
         if publishes and (sharded.table.params[index].grad is not None or index in visible.taken):
-            visible.show(index, arrival.gradient(index), arrival.exact(index))
+            visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
 
 
 def _exchanged(sharded: ShardedStep, arrival: Arrival, index: int) -> Tensor | None:

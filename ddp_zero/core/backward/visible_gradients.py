@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses
-from ddp_zero.core.backward.gradients import BucketGradients, CommHook, ReducedBucket, WholeGradients
+from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
 from ddp_zero.core.backward.reducer import at_end_of_backward, backward_id, on_gradient, reduced_parameters, will_reduce
 from ddp_zero.core.backward.scratch_buffers import SideStream
@@ -341,7 +341,7 @@ def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
     return whole_of(run, param)
 
 
-class SummedBucket:
+class SummedBucket(BucketGradients):
     """A reduced bucket plus the sums of earlier passes.
 
     Args:
@@ -353,24 +353,29 @@ class SummedBucket:
     def __init__(self, bucket: ReducedBucket, carried: Mapping[int, Tensor], sharded: ShardedStep) -> None:
         self.params = bucket.params
         self.on_stream, self.is_summed = bucket.on_stream, False
-        self.wait = bucket.wait
-        self.release = bucket.release
         self._bucket = bucket
         self._carried = carried
         self._params = sharded.table.params
 
+    def wait(self) -> None:
+        """Block until the average has arrived."""
+        self._bucket.wait()
+
+    def release(self) -> None:
+        """The reducer still needs it."""
+
     def gradient(self, index: int) -> Tensor:
         """The sum, rounded to the parameter's dtype."""
-        exact = self.exact(index)
+        exact = self.in_accumulation_dtype(index)
         return self._bucket.gradient(index) if exact is None else exact.to(self._params[index].dtype)
 
-    def exact(self, index: int) -> Tensor | None:
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum in its own dtype, or None if nothing was added."""
         carried = self._carried.get(index)
         return None if carried is None else carried + self._bucket.gradient(index)
 
 
-class SummedGradients(WholeGradients):
+class SummedGradients(Gradients):
     """Stage 1 with ``accumulate_in_fp32``: averages of several backward passes add up as in stage 2, on every rank.
 
     DDP adds a pass to what is in ``param.grad``, in its dtype, and averages that. So what earlier passes have left
@@ -379,7 +384,7 @@ class SummedGradients(WholeGradients):
     Args:
         sharded: the step.
         ddp: the model.
-        wrapped: see `WholeGradients`.
+        wrapped: see `Gradients`.
         side: the stream that the step runs on.
         passes: knows which forward passes are reduced.
     """
@@ -443,7 +448,7 @@ class SummedGradients(WholeGradients):
         self._visible.forget_taken()
         self._reduces = False
 
-    def exact(self, index: int) -> Tensor | None:
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
         grad = self._sharded.table.params[index].grad
         return None if grad is None else self._visible.exact(grad)

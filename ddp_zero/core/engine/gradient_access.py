@@ -94,7 +94,7 @@ def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iter
         held = None if grad is None else on_this_rank(grad)
         if held is None:
             continue
-        exact = None if engine.hook is None else engine.hook.gradients.exact(index)
+        exact = None if engine.hook is None else engine.hook.gradients.in_accumulation_dtype(index)
         grads += [held.data] if exact is None else [held.data, exact]  # counts no version: see `OwnedEdits`
     limit, scale = float(clip_value), engine.decision.inverse_scale
     if scale is None:
@@ -162,4 +162,4 @@ def _show_edits(engine: Engine) -> None:
     if engine.hook is not None:
         sharded, gradients = engine.sharded, engine.hook.gradients
         for index in sharded.binding.owned():
-            gradients.exact(index)
+            gradients.in_accumulation_dtype(index)

@@ -297,11 +297,12 @@ class GradientSource(Protocol):
         In the parameter's shape, or 1-D of this rank's part of a parameter that is cut.
         """
 
-    def exact(self, index: int) -> Tensor | None:
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The gradient in the dtype of the sum, if that differs from the parameter's; else None."""
+        return None
 
 
-class PublishedGradients:
+class PublishedGradients(GradientSource):
     """Gradients in ``param.grad``, summed in the dtype of their parameters."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -310,9 +311,6 @@ class PublishedGradients:
     def gradient(self, index: int) -> Tensor | None:
         """The value of ``param.grad``."""
         return self._params[index].grad
-
-    def exact(self, index: int) -> None:
-        """None: ``gradient`` is exact."""
 
 
 class SteppedTensors:
@@ -535,7 +533,7 @@ class SteppedTensors:
         return grad.to(torch.float32) if self.master(index) is not None and grad is not None else grad
 
     def _as_reduced(self, index: int, source: GradientSource) -> Tensor | None:
-        exact = source.exact(index) if self.master(index) is not None else None
+        exact = source.in_accumulation_dtype(index) if self.master(index) is not None else None
         return source.gradient(index) if exact is None else exact
 
     def follow_memory(self, indices: Iterable[int] | None = None) -> None:
@@ -681,7 +679,7 @@ class GradientFactors:
         return self.inverse_scale is not None or bool(self.coefficients)
 
 
-class ScaledGradients:
+class ScaledGradients(GradientSource):
     """Gradients as the step uses them: in the dtype of the stepped tensor, times its factors."""
 
     def __init__(self, stepped: SteppedTensors, source: GradientSource, factors: GradientFactors) -> None:
@@ -694,11 +692,8 @@ class ScaledGradients:
         grad = self._stepped.gradient(index, self._source)
         return None if grad is None else self._factors.apply(index, grad)
 
-    def exact(self, index: int) -> None:
-        """None: ``gradient`` is exact."""
 
-
-class AlignedGradients:
+class AlignedGradients(GradientSource):
     """Gradients that begin where memory that is allocated does, as DDP's own do: products of matrices round by that."""
 
     def __init__(self, source: GradientSource) -> None:
@@ -708,9 +703,9 @@ class AlignedGradients:
         """The gradient: a copy if it begins elsewhere."""
         return _aligned(self._source.gradient(index))
 
-    def exact(self, index: int) -> Tensor | None:
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, if that differs."""
-        return _aligned(self._source.exact(index))
+        return _aligned(self._source.in_accumulation_dtype(index))
 
 
 def _aligned(grad: Tensor | None) -> Tensor | None:

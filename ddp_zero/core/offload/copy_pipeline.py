@@ -218,8 +218,8 @@ class Arrived:
         """The gradient, in the dtype in which it was reduced; None if the parameter has none."""
         return self._gradients.get(index)
 
-    def exact(self, index: int) -> None:
-        """None: ``gradient`` is exact."""
+    def in_accumulation_dtype(self, index: int) -> None:
+        """None: ``gradient`` is in that dtype."""
 
 
 @dataclass

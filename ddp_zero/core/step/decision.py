@@ -190,7 +190,7 @@ class OwnedEdits:
         return self.are_made
 
 
-class _OwnParts:
+class _OwnParts(GradientSource):
     """Gradients restricted to the parts that this rank owns, since owners may have changed theirs."""
 
     def __init__(self, source: GradientSource, stepped: SteppedTensors) -> None:
@@ -201,9 +201,9 @@ class _OwnParts:
         """The gradient, 1-D of this rank's part if the parameter is cut."""
         return self._own(index, self._source.gradient(index))
 
-    def exact(self, index: int) -> Tensor | None:
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, if that differs."""
-        return self._own(index, self._source.exact(index))
+        return self._own(index, self._source.in_accumulation_dtype(index))
 
     def _own(self, index: int, grad: Tensor | None) -> Tensor | None:
         return None if grad is None else self._stepped.own_part(index, grad)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.local.inner import ParamGroup, copy_options, options_of
-from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.plan.ownership import piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.sharded_step import Binding, ShardedStep
@@ -85,7 +85,7 @@ def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
             _send(comm, [options, exist if gradients_are_there else grads], joined)
 
 
-class BorrowedGradients:
+class BorrowedGradients(GradientSource):
     """On a joined rank, for one step: gradients from a rank that still trains."""
 
     def __init__(self, grads: Mapping[int, torch.Tensor | None]) -> None:
@@ -94,9 +94,6 @@ class BorrowedGradients:
     def gradient(self, index: int) -> torch.Tensor | None:
         """The gradient that was sent, or that the reduction has left on this rank."""
         return self._grads.get(index)
-
-    def exact(self, index: int) -> None:
-        """None: the sum has the dtype of ``gradient``."""
 
 
 def borrow_gradients(sharded: ShardedStep, reduced: Callable[[int], torch.Tensor]) -> BorrowedGradients:

@@ -44,7 +44,7 @@ class Published(PublishedGradients):
 
     def __init__(self, params: Sequence[Tensor], exact: Callable[[int], Tensor | None]) -> None:
         super().__init__(params)
-        self.exact = exact  # type: ignore[method-assign,assignment]
+        self.in_accumulation_dtype = exact  # type: ignore[method-assign,assignment]
 
 
 def published(
@@ -281,12 +281,12 @@ def test_a_master_gets_the_gradient_in_the_dtype_of_its_sum_before_it_is_scaled(
     summed = {index: torch.randn(3, 2) for index in range(4)}
     asked: list[int] = []
 
-    def exact(index: int) -> Tensor | None:
+    def in_accumulation_dtype(index: int) -> Tensor | None:
         asked.append(index)
         return None if index == 2 else summed[index]
 
     grads = [param.grad for param in table.params]
-    with stepped.lent(range(4), published(stepped, GradientFactors(0.1), exact)):
+    with stepped.lent(range(4), published(stepped, GradientFactors(0.1), in_accumulation_dtype)):
         assert torch.equal(lent_to(stepped, 0), summed[0] * 0.1)
         for index in (1, 2, 3):
             grad = grads[index]

@@ -15,7 +15,7 @@ class _Buckets:
     def gradient(self, index: int) -> Tensor | None:
         return self._grads[index]
 
-    def exact(self, index: int) -> Tensor | None:
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
         grad = self._grads[index]
         return None if grad is None or index == 0 else grad.double()[1:]
 
@@ -25,11 +25,11 @@ def test_only_what_begins_elsewhere_is_copied() -> None:
     first, second = memory[:16].view(4, 4), memory[17:33].view(4, 4).t()
     aligned = AlignedGradients(_Buckets(first, second, None))
     assert aligned.gradient(0) is first, "it begins where memory does"
-    copied, exact = aligned.gradient(1), aligned.exact(1)
+    copied, exact = aligned.gradient(1), aligned.in_accumulation_dtype(1)
     assert copied is not None, "a gradient"
     assert copied.data_ptr() % ALIGNMENT == 0, "it begins where its memory does"
     assert copied.stride() == second.stride(), "it lies as it did"
     assert torch.equal(copied, second), "it is the same"
     assert exact is not None, "a sum"
     assert exact.data_ptr() % ALIGNMENT == 0, "sums as well"
-    assert aligned.exact(0) is aligned.gradient(2) is None, "nothing stays nothing"
+    assert aligned.in_accumulation_dtype(0) is aligned.gradient(2) is None, "nothing stays nothing"
