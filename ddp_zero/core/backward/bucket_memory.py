@@ -28,9 +28,6 @@ class BucketMemory:
     is captured once one does; until then its view keeps the bucket's own memory alive. When DDP is made to build its
     final buckets, all views are seen, and no memory is ever allocated for them (`lay_out`).
 
-    Args:
-        workshop: lends scratches.
-
     Attributes:
         layouts: of the plan's buckets; empty until DDP's buckets are known.
         lent: the scratches of buckets that are being filled, by bucket.

@@ -183,11 +183,7 @@ class _Backwards:
     """Follows the backward passes of one model: which of them DDP reduces.
 
     Args:
-        passes: whose models it is one of.
         model: the model. Passes of a static graph are not told apart.
-
-    Attributes:
-        mixes: see `ForwardPasses.mixes`.
     """
 
     def __init__(self, passes: ForwardPasses, model: DistributedDataParallel) -> None:
@@ -244,7 +240,6 @@ class _Hook:
     """A hook around forward passes; it does nothing in copies of the model.
 
     Args:
-        passes: told about them.
         method: the name of what is called there, with the model and what torch hands to such a hook.
     """
 

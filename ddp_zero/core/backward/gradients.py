@@ -63,10 +63,7 @@ class ReducedBucket(BucketGradients):
     """A bucket whose averaged gradients are, or will be, in one tensor in DDP's order.
 
     Args:
-        index: of the bucket.
         windows: the bucket's parameters, and where DDP lays their gradients.
-        future: resolves to the averaged bucket.
-        sharded: knows the optimizer's parameters.
         side: the stream that reads it.
     """
 
@@ -107,8 +104,6 @@ class Gradients(GradientSource):
     `PartitionedGradients` overrides what stage 2 does otherwise. Methods stand in the order of an iteration.
 
     Args:
-        sharded: the step.
-        ddp: the model.
         wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
         side: the stream that the step runs on.
     """
@@ -167,11 +162,7 @@ class Gradients(GradientSource):
         """
 
     def show(self, was_consumed: bool) -> None:
-        """Close the iteration on this rank, and leave in ``param.grad`` what the user sees.
-
-        Args:
-            was_consumed: whether buckets were stepped as they arrived.
-        """
+        """Close the iteration on this rank, and leave in ``param.grad`` what the user sees."""
         if self._views is not None and self._is_planned:
             self._views.note()
 
@@ -259,9 +250,6 @@ class MemoryFormats:
     Without ``gradient_as_bucket_view``, DDP writes gradients into a bucket by those strides and reads averages out of
     it by the parameters' own. If they have changed since, the elements of a gradient are mixed up (seen with torch
     2.13.0, also without a hook).
-
-    Args:
-        ddp: the model.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -296,9 +284,6 @@ class PublishedViews:
     ``model.to(memory_format=...)``, as any write to ``param.grad.data``, points the reducer's own view elsewhere: from
     then on autograd writes gradients there, and DDP reduces what is left in the bucket (seen with torch 2.13.0, also
     without a hook).
-
-    Args:
-        table: the optimizer's parameters.
     """
 
     def __init__(self, table: ParameterTable) -> None:

@@ -71,23 +71,17 @@ class OverlapHook:
     """A DDP communication hook that steps and syncs after gradients were reduced.
 
     Args:
-        sharded: the step.
-        ddp: the model it must be registered on.
-        gradients: reduces gradients and keeps the averages.
         side: the stream that the step runs on.
         split: whether a bucket is spread over ranks, or goes whole to one.
         lag: how many buckets the step stays behind the reduction; None: until the last bucket has arrived.
         joinable: the optimizer, on which Join sets whether it is active.
         overlaps: whether the user asked for steps inside backward.
         why_wait: why the hook only reduces and the step waits for ``opt.step()``, or None; the same on every rank.
-        watch: checks each bucket before it is averaged.
-        passes: knows which forward passes are reduced.
 
     Attributes:
         accumulates: True while backward passes only reduce, regardless of ``why_wait``.
         step_is_due: True if the very first step waits for ``opt.step()`` or the next forward pass, whichever is first.
         late: compares what a backward pass has left with what ``opt.step()`` finds.
-        gradients: where averaged gradients are.
     """
 
     def __init__(
@@ -426,8 +420,6 @@ class Iteration:
     """A backward pass whose gradients are reduced.
 
     Args:
-        sharded: the step.
-        gradients: where averaged gradients are.
         side: the stream that the step runs on.
         joins: whether ranks may have run out of inputs.
 
@@ -436,7 +428,6 @@ class Iteration:
         arrived: the buckets whose reduction it has started, in order; empty once it is closed.
         fits: whether all that it depends on besides DDP's buckets is as the plan expects.
         matching: how many of them, from the first on, are the plan's.
-        has_begun: whether a step by bucket has begun.
     """
 
     def __init__(self, sharded: ShardedStep, gradients: Gradients, side: SideStream, joins: Callable[[], bool]) -> None:

@@ -38,11 +38,7 @@ _CONTAINERS = (list, dict, set)
 
 
 class LateChanges:
-    """Gradients, options and parameters as a backward pass has left them: addresses, versions and sums, no copies.
-
-    Args:
-        sharded: the step.
-    """
+    """Gradients, options and parameters as a backward pass has left them: addresses, versions and sums, no copies."""
 
     def __init__(self, sharded: ShardedStep) -> None:
         self._sharded = sharded
@@ -286,12 +282,7 @@ class _Placeholders:
 
 
 class _NotedOptions:
-    """A group's options at a moment.
-
-    Attributes:
-        values: the option objects themselves.
-        before: the same, but copies of mutable ones.
-    """
+    """A group's options at a moment."""
 
     def __init__(self, group: ParamGroup) -> None:
         self.values = {key: value for key, value in group.items() if key not in PER_PARAMETER_KEYS}

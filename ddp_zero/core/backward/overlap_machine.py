@@ -49,7 +49,6 @@ class Facts:
         waits_because: why every step waits for ``opt.step()``, or None.
         accumulates: whether this pass is in ``opt.accumulate()``.
         is_local: whether this pass is in ``no_sync()``; DDP averages it if a forward pass outside was left open.
-        is_first: True until the first step was taken.
         may_have_unused: why only the reducer knows which gradients exist, or None.
         steps_whole: whether the optimizer wraps another one, which cannot be stepped by bucket.
         not_reduced: a parameter of the optimizer that is in none of DDP's buckets, as messages name it, or None.
@@ -209,9 +208,6 @@ class OverlapMachine:
         where: this rank's name in messages, such as ``rank 1``.
 
     Attributes:
-        phase: where the current iteration is.
-        status: that of the plan.
-        where: this rank's name in messages.
         user_calls_step: whether ``opt.step()`` was ever called.
     """
 

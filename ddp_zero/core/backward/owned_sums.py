@@ -86,22 +86,15 @@ class ScratchLayout:
 
     Args:
         params: the bucket's parameters, in DDP's order.
-        bucket: which of them each rank owns.
-        sharded: knows the optimizer's parameters.
         side: the stream that sums and steps.
 
     Attributes:
-        index: the bucket's.
         params, indices: its parameters, in DDP's order, as tensors and as places in the optimizer.
-        numel, nbytes, dtype, device: of the bucket.
-        windows: where the gradient of each parameter lies.
-        ranges: the elements of each rank's slice.
         pieces: the ranks that get sums, and of which elements, by index of the parameter.
         owned: the parameters of which this rank gets the sum of anything.
         own_windows: where their sums lie in this rank's slice.
         on_stream: a context in which the bucket is reduced and stepped.
         waiting: the label of the wait for its sums.
-        is_prepared, room_numel: see `ReduceContext.prepares`, and the elements of room that its sums need.
     """
 
     is_prepared: bool | None = None
@@ -151,18 +144,12 @@ class ReduceContext:
     """What the buckets of one model share while their gradients are reduced.
 
     Args:
-        sharded: the step.
         side: the stream that sums and steps.
-        options: how gradients travel.
 
     Attributes:
-        sharded, side, options: as given.
-        comm: the ranks that share the buckets.
-        where: this rank's name in messages.
         factor: gradients are multiplied by it before they are summed.
         late_factor: and by this after, unless it is 1.
         carried: gradients accumulated by earlier backward passes, by parameter index, not yet in any sum.
-        scratches: buffers that the reducer writes buckets into.
         rooms: buffers to receive into. Separate, since the reducer may zero a bucket that has no scratch now, in the
             scratch that it had last.
     """
@@ -212,7 +199,6 @@ class OwnedSums:
     """The sums that this rank gets of one bucket, in place in its scratch; prepared once for memory that is lent again.
 
     Attributes:
-        direct: the reduction.
         gradients: windows of the sum in the shape of parameters, or of this rank's parts of them, by index.
     """
 
@@ -228,8 +214,6 @@ class ReducedSegment:
     """A bucket in flight to the owners; then this rank's sum of it.
 
     Attributes:
-        on_stream: a context in which it is stepped.
-        is_summed: whether `wait` has returned.
         is_released: whether `release` was called, and nothing is held.
     """
 
@@ -367,11 +351,7 @@ class ReducedSegment:
 
 
 class ReducedRuns:
-    """A bucket that is too large for one scratch: reduced in runs of parameters, whose sums are kept.
-
-    Args:
-        runs: complete reductions, of all the bucket's parameters.
-    """
+    """A bucket that is too large for one scratch: reduced in runs of parameters, whose sums are kept."""
 
     is_released = False
 

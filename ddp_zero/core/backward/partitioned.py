@@ -72,11 +72,7 @@ class PartitionedGradients(Gradients):
     """Stage 2: see the module docstring.
 
     Args:
-        sharded: the step.
-        ddp: the model.
-        options: how gradients travel.
         side: the stream that sums and steps.
-        passes: knows which forward passes are reduced.
     """
 
     reach_joined = True

@@ -171,12 +171,6 @@ def check_none_unused(
 ) -> None:
     """Check that a backward pass of which DDP has not averaged all buckets has left out no parameter.
 
-    Args:
-        ddp: the model.
-        table: the optimizer's parameters.
-        arrived: parameters of buckets that were averaged.
-        where: this rank's name in messages.
-
     Raises:
         RuntimeError: naming the first parameter that has no gradient where others do.
     """

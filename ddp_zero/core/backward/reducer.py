@@ -142,8 +142,6 @@ class Window:
     A parameter's strides may change later (``model.to(memory_format=...)``); those of its place do not.
 
     Attributes:
-        offset: of its first element.
-        shape: the parameter's.
         stride: the parameter's if it is dense; otherwise contiguous.
     """
 
@@ -177,10 +175,8 @@ class BucketViews:
         views: the reducer's views of the bucket that are known already, by parameter.
 
     Attributes:
-        buffer: as given.
         flat: where the reducer writes now, 1-D; None while that is memory of its own.
         scratch: the memory that ``flat`` is a part of.
-        windows: as given.
         are_complete: whether the reducer's view has been seen for every parameter.
     """
 

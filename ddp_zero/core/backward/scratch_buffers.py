@@ -82,13 +82,7 @@ class SideStream:
 
 @dataclass
 class PoolStatistics:
-    """What a pool has held, in bytes and in buffers.
-
-    Attributes:
-        held_bytes: now, lent or free.
-        most_bytes: the most at any moment.
-        most_lent: the most buffers lent at once.
-    """
+    """What a pool has held, in bytes and in buffers."""
 
     held_bytes: int = 0
     most_bytes: int = 0
@@ -107,7 +101,6 @@ class BufferPool:
 
     Args:
         side: the stream that uses buffers besides the current one.
-        largest_bytes: the largest request that is expected.
         keep_bytes: free buffers are dropped before the pool would hold more than this.
         when_dropped: called when a buffer is dropped, for whoever keeps views of it.
     """

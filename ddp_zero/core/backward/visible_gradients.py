@@ -345,9 +345,7 @@ class SummedBucket(BucketGradients):
     """A reduced bucket plus the sums of earlier passes.
 
     Args:
-        bucket: the average of this pass.
         carried: sums of earlier passes, by parameter index; not modified.
-        sharded: knows the optimizer's parameters.
     """
 
     def __init__(self, bucket: ReducedBucket, carried: Mapping[int, Tensor], sharded: ShardedStep) -> None:
@@ -382,11 +380,7 @@ class SummedGradients(Gradients):
     there is taken out when a backward pass begins, and added to the new average: in fp32 for fp16 and bf16.
 
     Args:
-        sharded: the step.
-        ddp: the model.
-        wrapped: see `Gradients`.
         side: the stream that the step runs on.
-        passes: knows which forward passes are reduced.
     """
 
     def __init__(

@@ -27,7 +27,6 @@ class Agreement:
     """A block that succeeds on every rank of the group or raises on every rank of it.
 
     Args:
-        comm: the group.
         doing: what the block does, for messages: "building ZeroRedundancyOptimizer".
 
     Raises:
@@ -163,7 +162,6 @@ class StepErrors:
     Args:
         comm: everyone who steps, also the replicas: a parameter that one of them has not stepped would differ.
         tensors: the tensors that are stepped; their devices decide whether errors are shared.
-        plan_digest: a number that differs if plans differ.
 
     Attributes:
         has_own: whether this rank's local step failed in the current step, or in the step that was shared last.

@@ -99,12 +99,8 @@ class Communicator:
             forked from one that is.
 
     Attributes:
-        group_rank: this process's rank in the group.
-        world_size: size of the group.
-        generation: as given.
         sent_bytes: bytes of parameters and gradients that this rank has sent to its peers, in syncs and in reductions
             of this library.
-        trace: as given.
         control_bytes: bytes sent to report to peers how a step went; see `StepErrors`.
         round: number of steps synced or abandoned so far; part of a message's tag.
         gathering_group: the process group on which native collectives send parameters; see `ranks.arrange`.

@@ -26,9 +26,6 @@ class ControlGroup:
     Building one is a collective of the group, but sends no message on the group. `torch.distributed.new_group` is not
     used: it requires all ranks of the job, or names a group by the number of a rank's groups, which differs by rank.
 
-    Args:
-        group: a group that this process belongs to.
-
     Raises:
         RuntimeError: if a rank does not arrive within the group's time-out, or is lost within a second one.
     """
@@ -78,9 +75,6 @@ class Across:
 
     What all gather goes along one dimension after the other, so no process group of all of them is needed. Ranks are in
     the order of their numbers in the job. Building one is a collective of all of them.
-
-    Args:
-        groups: this rank's group along each dimension.
 
     Raises:
         RuntimeError: as `ControlGroup`.

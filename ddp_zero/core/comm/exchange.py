@@ -99,13 +99,7 @@ class Exchange:
 
 
 def lost(peer: str, what: str, error: RuntimeError) -> RuntimeError:
-    """The error of an exchange with a peer that has failed.
-
-    Args:
-        peer: its name.
-        what: the name of the exchange.
-        error: of the backend.
-    """
+    """The error of an exchange with a peer that has failed."""
     has_ended = "onnection closed" in str(error) or "onnection reset" in str(error)
     hint = (
         " If that process ended with an error of its own, it names the rank that was lost first." if has_ended else ""
@@ -301,10 +295,7 @@ class PaddedGather:
     """An all-gather of segments of equal size, which were padded for it; see `padded_size`.
 
     Args:
-        group: the ranks.
         segments: one per rank in rank order, as bytes, 1-D; that of this rank is sent, the others are written.
-        nbytes: of each segment with its padding.
-        device: of those that are not empty.
     """
 
     def __init__(self, group: ProcessGroup, segments: Sequence[Tensor], nbytes: int, device: torch.device) -> None:

@@ -119,12 +119,7 @@ def count_built(group: ProcessGroup, what: str) -> int:
 
 
 class Peers(Protocol):
-    """Ranks that agree on something.
-
-    Attributes:
-        group_rank: this process's rank among them.
-        world_size: number of ranks.
-    """
+    """Ranks that agree on something."""
 
     group_rank: GroupRank
     world_size: int
@@ -169,13 +164,7 @@ class Alone:
 
 
 def gather_text(peers: GathersTensors, text: str, device: torch.device) -> list[str]:
-    """Every rank's text, in rank order; compressed on the wire.
-
-    Args:
-        peers: the ranks.
-        text: this rank's.
-        device: the device of messages.
-    """
+    """Every rank's text, in rank order; compressed on the wire."""
     mine = zlib.compress(text.encode())
     lengths = [length for (length,) in peers.all_gather_ints([len(mine)])]
     buffer = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -193,12 +182,7 @@ class GathersText(Protocol):
 
 
 def gather_text_across(levels: Sequence[GathersText], text: str) -> list[str]:
-    """The text of every rank of a grid; the last dimension's ranks follow each other.
-
-    Args:
-        levels: this rank's peers along each dimension.
-        text: this rank's.
-    """
+    """The text of every rank of a grid; the last dimension's ranks follow each other."""
     texts = [text]
     for level in reversed(levels):
         texts = [one for part in level.all_gather_text(json.dumps(texts)) for one in json.loads(part)]

@@ -24,15 +24,7 @@ from ddp_zero.core.plan.shard_plan import Bucket
 class BucketSync:
     """The all-gather of one bucket's parameters, prepared once and started in every step.
 
-    Args:
-        bucket: the bucket.
-        storage: where its segment tensors come from.
-        params: the parameters of the plan, by index.
-        comm: the ranks that share the bucket.
-        plan_digest: a number that differs if plans differ.
-
     Attributes:
-        bucket: as given.
         params: its parameters, in the order of their owners.
         changed: parameters that other ranks have stepped and that do not count as changed in place yet: not those
             without a gradient, which a graph may still need in backward.
@@ -98,11 +90,7 @@ class PendingSyncs:
     """What steps that have ended left in flight; false if that is nothing.
 
     Args:
-        comm: the group.
         errors: errors of local steps, raised when the last bucket of a step has arrived.
-
-    Attributes:
-        when_arrived: called when a bucket has arrived.
     """
 
     def __init__(self, comm: Communicator, errors: StepErrors) -> None:
@@ -154,10 +142,6 @@ class PendingSyncs:
 
     def complete_bucket(self, index: int, on_host: bool = False) -> None:
         """Wait for one bucket; returns at once if it has arrived.
-
-        Args:
-            index: the bucket.
-            on_host: see `ddp_zero.core.local.placeholders.Arrival`.
 
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed, at every call until `abandon_failed`; with
@@ -219,12 +203,7 @@ class PendingSyncs:
 
 
 class _Received:
-    """A bucket that the current stream of its device has received, which others must wait for.
-
-    Args:
-        params: of the bucket.
-        device: an accelerator.
-    """
+    """A bucket that the current stream of its device has received, which others must wait for."""
 
     def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
         self._params = params
@@ -279,8 +258,6 @@ class ParameterSync:
     Args:
         ranks: the ranks; buckets travel within the shard group, errors to everyone.
         storage: where segment tensors come from. It must be the memory of the parameters if syncs may outlast a step.
-        params: the parameters of the plan, by index.
-        plan_digest: a number that differs if plans differ.
         order: all buckets of the plan, in the order in which they are sent.
         max_in_flight: exchanges that may be in flight at once, at least 1; bounds the temporary memory of a packed
             storage to that many buckets. None: no bound.
@@ -288,7 +265,6 @@ class ParameterSync:
             its bucket, see `PendingSyncs`.
 
     Attributes:
-        storage: as given.
         errors: errors of local steps, shared with all ranks at the end of a step.
         left: what steps that have ended left in flight.
     """

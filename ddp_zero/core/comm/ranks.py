@@ -34,7 +34,6 @@ class Ranks:
     """The ranks that an optimizer works with.
 
     Attributes:
-        everyone: all that train the model together, DDP's.
         shard: those that share one copy of the state. The same object as ``everyone`` without a shard group.
         replicas: those that hold the same shards as this one; None without a shard group, or with a single one.
     """

@@ -63,9 +63,6 @@ class DirectSum:
     """A sum over ranks of which each rank gets its own segment, by messages from each rank to each owner.
 
     Prepared once for memory that stays where it is; `start` and `wait`, as often as needed.
-
-    Args:
-        comm, parts, out, room, limit, factor: see `SegmentReduction`.
     """
 
     def __init__(
@@ -138,7 +135,6 @@ class SegmentReduction:
     """The reduction of one bucket's gradients to their owners. Starts when built; a collective.
 
     Args:
-        comm: the group.
         whole: this rank's contribution, 1-D contiguous; destroyed.
         parts: windows of ``whole``, one per rank in rank order.
         out: receives this rank's sum; may be its own window of ``whole``. Of the dtype of the sum.
@@ -197,10 +193,6 @@ class GroupedReduction:
 
     Where messages are direct, a thread does what comes after the slices of the group have been posted, while backward
     goes on. Elsewhere `wait` does it: an accelerator's streams belong to threads.
-
-    Args:
-        ranks: the shard group, and the replicas.
-        whole, parts, out, room, subject, limit, factor: see `SegmentReduction`, for the shard group.
     """
 
     def __init__(

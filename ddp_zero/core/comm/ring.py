@@ -39,7 +39,6 @@ class Neighbours:
         receive: posts a receive into a contiguous tensor from the rank before.
         send: posts a send of one to the rank after.
         before: the name of the rank before, in messages.
-        after: the name of the rank after.
     """
 
     receive: Callable[[Tensor], Work]
@@ -62,8 +61,6 @@ class RingTransfer:
     """A sum or a gather in flight. The tensors must stay untouched until `wait` returns.
 
     Args:
-        neighbours: the ranks on both sides.
-        schedule: what to send and receive.
         segments: 1-D contiguous, one per rank. A gather writes those of other ranks. A sum destroys them; this rank's
             then holds the sum.
         room: what a sum receives into, 1-D, of the dtype of the segments, at least `ring_room_numel` elements; None for
@@ -163,11 +160,7 @@ class RingTransfer:
 
 
 class RingWorker:
-    """Runs transfers in threads. After an error in one, all that follow it in its thread fail with it.
-
-    Args:
-        threads: how many.
-    """
+    """Runs transfers in threads. After an error in one, all that follow it in its thread fail with it."""
 
     def __init__(self, threads: int = _THREADS) -> None:
         self._queues: deque[queue.SimpleQueue[Background | None]] = deque()
