@@ -15,6 +15,7 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.tools.record.recorder import Recorder, waits_for
 
 _CHUNK_BYTES = 4 << 20
+_ROUND = 0x9E3779B1  # odd, so that no two rounds within 2^30 share a tag
 
 Started = TypeVar("Started")
 
@@ -157,7 +158,7 @@ class Messages:
         comm, works = self._comm, list[Pending]()
         if self._seed is None or self._seed[0] != subject:
             self._seed = subject, seed_of(comm.generation, subject)
-        tag = tag_in_round(self._seed[1], comm.round)
+        tag = self._seed[1] ^ comm.round * _ROUND & 0x3FFFFFFF | 0x40000000
         torch._C._autograd._enable_record_function(False)  # see `unrecorded`
         try:
             for post, name, chunk, peer in self._posts:
@@ -220,17 +221,12 @@ def _posted(post: Callable[[], Waitable], name: Callable[[], str]) -> Pending:
 
 def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:
     """A tag of 31 bits, never that of trees; tags of two rounds differ, and of two subjects but for one in 2^30."""
-    return tag_in_round(seed_of(generation, subject), round_)
+    return seed_of(generation, subject) ^ round_ * _ROUND & 0x3FFFFFFF | 0x40000000
 
 
 def seed_of(generation: int, subject: tuple[int, ...]) -> int:
-    """The part of a tag that is the same in every round."""
-    return zlib.crc32(repr((generation, *subject)).encode())
-
-
-def tag_in_round(seed: int, round_: int) -> int:
-    """The tag of a round: an odd factor spreads rounds over all values, so that no two within 2^30 share one."""
-    return (seed ^ round_ * 0x9E3779B1) & 0x3FFFFFFF | 0x40000000
+    """The part of a tag that is the same in every round, in 30 bits."""
+    return zlib.crc32(repr((generation, *subject)).encode()) & 0x3FFFFFFF
 
 
 def started(work: Work | None) -> Work:
