@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
 from ddp_zero.core.backward import partitioned
-from ddp_zero.core.backward.bucket_memory import BucketMemory
-from ddp_zero.core.backward.owned_sums import ReducedRuns
+from ddp_zero.core.backward.owned_sums import BucketMemory, ReducedRuns
 from ddp_zero.core.backward.reducer import BucketViews, ddp_takes
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.placeholders import AbsentGradient

@@ -38,10 +38,16 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp_zero.core.backward.bucket_memory import BucketMemory
 from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients
-from ddp_zero.core.backward.owned_sums import ReduceContext, ReducedRuns, ReducedSegment, ReduceOptions, ScratchLayout
+from ddp_zero.core.backward.owned_sums import (
+    BucketMemory,
+    ReduceContext,
+    ReducedRuns,
+    ReducedSegment,
+    ReduceOptions,
+    ScratchLayout,
+)
 from ddp_zero.core.backward.preconditions import check_can_partition
 from ddp_zero.core.backward.reducer import (
     NO_BACKWARD,
