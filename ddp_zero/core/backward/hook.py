@@ -21,6 +21,7 @@ model in loops that leave ``opt.step()`` out.
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +66,25 @@ from ddp_zero.core.step.join import borrow_gradients, serve_joined, share_option
 from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.tools.record.recorder import Label
+
+
+@dataclass
+class _Iteration:
+    """A backward pass whose gradients are reduced.
+
+    Attributes:
+        choice: how it steps, and why; chosen at its first bucket.
+        arrived: the buckets whose reduction it has started, in order; empty once it is closed.
+        fits: whether all that it depends on besides DDP's buckets is as the plan expects.
+        matching: how many of them, from the first on, are the plan's.
+        has_begun: whether a step by bucket has begun.
+    """
+
+    choice: Choice = field(default_factory=lambda: Choice(Regime.DEFERRED, "no backward pass yet"))
+    arrived: list[BucketGradients] = field(default_factory=list)
+    fits: bool = False
+    matching: int = 0
+    has_begun: bool = False
 
 
 class OverlapHook:
@@ -114,7 +134,7 @@ class OverlapHook:
         self.late = LateChanges(sharded)
         self._side = side
         self._joins = asks_whether_it_joins(joinable)
-        self._iteration = Iteration(self._sharded, self.gradients, self._side, self._joins)
+        self._iteration = _Iteration()
         self._compositions: list[tuple[int, ...]] = []
         self._labels: list[Label] = []  # of the start of each bucket's reduction
         self._provisional = 0  # layouts adopted so far that DDP might still replace
@@ -220,19 +240,19 @@ class OverlapHook:
             self._finish_deferred(has_joined=True)
         self._sharded.binding.settle()  # as ranks that still train do: storage decides the order of what is sent
         if self.is_waiting:
-            take(borrow_gradients(self._sharded, self._iteration.reduced_gradient))
+            take(borrow_gradients(self._sharded, self._reduced_gradient))
         elif self.machine.phase is Phase.STEPPED:
             self._record()
         self.machine.step_shadowed()
         self.gradients.close()
-        self._iteration.close()
+        self._iteration.arrived.clear()
         self._sharded.raise_errors()
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
         self.machine.reset()
         self.may_be_replaced = True
-        self._iteration.close()
+        self._iteration.arrived.clear()
         self.gradients.reset()
         self._watch.clear()
         self.step_is_due = False
@@ -283,7 +303,7 @@ class OverlapHook:
                 "Expected opt.step(), or a forward pass of the DDP model, before the second backward pass, got neither "
                 f"({self.machine.where}): the first step of all is due. Call opt.step() after backward()."
             )
-        self._iteration = Iteration(self._sharded, self.gradients, self._side, self._joins)
+        self._iteration = _Iteration()
         self.step_is_due = False
         self.late.check_earlier()
         self.late.forget()
@@ -332,18 +352,18 @@ class OverlapHook:
     def _carry_out(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
             if isinstance(action, StepBucket):
-                self._iteration.step_bucket(action.bucket)
+                self._step_bucket(action.bucket)
             elif isinstance(action, AdoptLayout):
                 self._adopt_layout([], publishes=False)
             elif isinstance(action, FinishSyncs):
-                self._iteration.end_step()
+                self._end_step()
 
     def _finish_backward(self) -> None:
         """After the reducer has published the gradients."""
         if self.machine.phase is Phase.REDUCED:
             self._finish_deferred()
         self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
-        self._iteration.close()  # they hold reduced buckets
+        self._iteration.arrived.clear()  # they hold reduced buckets
         self._sharded.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
         self._sharded.binding.settle()
         if self.machine.phase is Phase.STEPPED:
@@ -371,8 +391,53 @@ class OverlapHook:
                 built = [] if self._has_final_layout() or self._joins() else self.gradients.rebuild(self._ddp)
                 self._adopt_layout(built, publishes=not has_joined)
             elif isinstance(action, StepAll):
-                self._iteration.step_all(has_joined)
+                self._step_all(has_joined)
         self._unused.learn(self._ddp, self._sharded, has_run=not has_joined)
+
+    # The step inside backward
+
+    def _begin_step(self) -> None:
+        if self._joins():
+            share_options(self._sharded, has_joined=not in_backward())
+        self._sharded.begin()
+        self._sharded.changes.begin()
+        self._iteration.has_begun = True
+
+    def _step_bucket(self, index: int) -> None:
+        """Wait for a bucket's gradients, step what this rank owns of it, start its sync."""
+        if not self._iteration.has_begun:
+            self._begin_step()
+        arrival = self._iteration.arrived[index]
+        with arrival.on_stream:
+            if not arrival.is_summed:
+                arrival.wait()
+            self._sharded.step_bucket(index, arrival)
+        arrival.release()
+
+    def _end_step(self) -> None:
+        """Finish the syncs, after every bucket was stepped."""
+        if not self._iteration.has_begun:
+            self._begin_step()
+        with self._iteration.arrived[0].on_stream:
+            self._sharded.end()
+        with self._sharded.trace.label("join_streams"):
+            self._side.join()
+
+    def _step_all(self, has_joined: bool) -> None:
+        """Step from published gradients, or from a peer's on a rank that has joined."""
+        source: GradientSource = self.gradients
+        if has_joined:
+            source = borrow_gradients(self._sharded, self._reduced_gradient)
+        elif self._joins():
+            serve_joined(self._sharded, self.gradients.reach_joined)
+        self._sharded.begin()
+        self._sharded.run(source)
+
+    def _reduced_gradient(self, index: int) -> Tensor:
+        """What the reduction left on this rank for a parameter that it owns."""
+        param = self._sharded.table.params[index]
+        arrived = self._iteration.arrived
+        return next(one for one in arrived if any(param is member for member in one.params)).gradient(index)
 
     # The layout
 
@@ -403,7 +468,8 @@ class OverlapHook:
 
     def _place_of(self, bucket: GradBucket) -> tuple[int, bool]:
         is_running = self.machine.phase is Phase.RUNNING
-        return place_of_bucket(self._ddp, bucket, self._iteration.sizes() if is_running else [])
+        sizes = [len(one.params) for one in self._iteration.arrived] if is_running else []
+        return place_of_bucket(self._ddp, bucket, sizes)
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -414,83 +480,6 @@ class OverlapHook:
                 f"dropped ({self.machine.where}): was the module wrapped again? {admission.WRAPPED_AGAIN}"
             )
         return ddp
-
-
-class Iteration:
-    """A backward pass whose gradients are reduced.
-
-    Args:
-        side: the stream that the step runs on.
-        joins: whether ranks may have run out of inputs.
-
-    Attributes:
-        choice: how it steps, and why; chosen at its first bucket.
-        arrived: the buckets whose reduction it has started, in order; empty once it is closed.
-        fits: whether all that it depends on besides DDP's buckets is as the plan expects.
-        matching: how many of them, from the first on, are the plan's.
-    """
-
-    def __init__(self, sharded: ShardedStep, gradients: Gradients, side: SideStream, joins: Callable[[], bool]) -> None:
-        self._sharded = sharded
-        self._gradients = gradients
-        self._side = side
-        self._joins = joins
-        self.choice = Choice(Regime.DEFERRED, "no backward pass yet")
-        self.arrived: list[BucketGradients] = []
-        self.fits = False
-        self.matching = 0
-        self.has_begun = False
-
-    def close(self) -> None:
-        """Let go of reduced buckets."""
-        self.arrived.clear()
-
-    def step_bucket(self, index: int) -> None:
-        """Wait for a bucket's gradients, step what this rank owns of it, start its sync."""
-        if not self.has_begun:
-            self._begin()
-        arrival = self.arrived[index]
-        with arrival.on_stream:
-            if not arrival.is_summed:
-                arrival.wait()
-            self._sharded.step_bucket(index, arrival)
-        arrival.release()
-
-    def end_step(self) -> None:
-        """Finish the syncs, after every bucket was stepped."""
-        if not self.has_begun:
-            self._begin()
-        with self.arrived[0].on_stream:
-            self._sharded.end()
-        with self._sharded.trace.label("join_streams"):
-            self._side.join()
-
-    def step_all(self, has_joined: bool) -> None:
-        """Step from published gradients, or from a peer's on a rank that has joined."""
-        sharded = self._sharded
-        source: GradientSource = self._gradients
-        if has_joined:
-            source = borrow_gradients(sharded, self.reduced_gradient)
-        elif self._joins():
-            serve_joined(sharded, self._gradients.reach_joined)
-        sharded.begin()
-        sharded.run(source)
-
-    def reduced_gradient(self, index: int) -> Tensor:
-        """What the reduction left on this rank for a parameter that it owns."""
-        param = self._sharded.table.params[index]
-        return next(one for one in self.arrived if any(param is member for member in one.params)).gradient(index)
-
-    def sizes(self) -> Sequence[int]:
-        """How many parameters each bucket has."""
-        return [len(one.params) for one in self.arrived]
-
-    def _begin(self) -> None:
-        if self._joins():
-            share_options(self._sharded, has_joined=not in_backward())
-        self._sharded.begin()
-        self._sharded.changes.begin()
-        self.has_begun = True
 
 
 def asks_whether_it_joins(joinable: Joinable) -> Callable[[], bool]:
