@@ -141,7 +141,7 @@ class PartitionedGradients(Gradients):
             published: Future[Tensor] = Future()
             published.set_result(buffer)  # the reducer copies nothing: it is in its own memory
             known = buffer, published
-            if is_planned:
+            if is_planned and not has_joined:  # there DDP hands out new zeros each time
                 self._published[index] = known
         return known[1], arrival
 

@@ -89,12 +89,13 @@ class Exchange:
             waits_for(what, peer)
             try:
                 work.wait()
+                self._waited = position + 1
             except BaseException as error:
-                self._waited += work.is_completed()  # a signal handler may have raised after the message had arrived
+                if self._waited == position:  # a signal handler may have raised after the message had arrived
+                    self._waited += work.is_completed()
                 if isinstance(error, RuntimeError):
                     raise lost(peer(), what, error) from error
                 raise
-            self._waited = position + 1
         if self._waited == len(self._works):
             _unfinished.discard(self)
 
