@@ -134,11 +134,8 @@ class Peers(Protocol):
         """Every rank's text, in rank order."""
 
 
-class GathersTensors(Protocol):
+class GathersTensors(Peers, Protocol):
     """Ranks that gather tensors of one size."""
-
-    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values, in rank order."""
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order."""
@@ -174,14 +171,7 @@ def gather_text(peers: GathersTensors, text: str, device: torch.device) -> list[
     return [zlib.decompress(raw).decode() for raw in whole]
 
 
-class GathersText(Protocol):
-    """Ranks that gather texts."""
-
-    def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order."""
-
-
-def gather_text_across(levels: Sequence[GathersText], text: str) -> list[str]:
+def gather_text_across(levels: Sequence[Peers], text: str) -> list[str]:
     """The text of every rank of a grid; the last dimension's ranks follow each other."""
     texts = [text]
     for level in reversed(levels):
