@@ -355,11 +355,7 @@ def check_reduced(sharded: ShardedStep, passes: ForwardPasses, *, is_local: bool
 
 
 def check_finalized(sharded: ShardedStep, passes: ForwardPasses) -> None:
-    """Before gradients are used: check that DDP has ended the last backward pass that it reduces.
-
-    Raises:
-        RuntimeError: if it still waits for the gradient of a parameter.
-    """
+    """Before gradients are used: check that DDP has ended the last backward pass that it reduces."""
     ddp = passes.unfinished()
     if ddp is not None:
         where = sharded.comm.name(sharded.comm.group_rank)

@@ -174,11 +174,7 @@ class OverlapHook:
         return future
 
     def check_joined(self) -> None:
-        """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now.
-
-        Raises:
-            RuntimeError: if not, naming what is missing or was changed too late.
-        """
+        """At ``opt.step()``: check that a step was taken, once, with the gradients as they are now."""
         if self.machine.phase in (Phase.REST, Phase.RUNNING) and not self._passes.last_is_local:
             arrived = {param for one in self._iteration.arrived for param in one.params}
             admission.check_none_unused(self._ddp, self._table, arrived, self.machine.where)
@@ -199,11 +195,7 @@ class OverlapHook:
         self.late.remember()
 
     def check_before_step(self, what: str) -> None:
-        """Check that no step was taken inside backward that ``opt.step()`` must still join.
-
-        Raises:
-            RuntimeError: if one was: what the user does would come before it in a plain loop.
-        """
+        """Check that no step was taken inside backward that ``opt.step()`` must still join."""
         if self.machine.phase is Phase.STEPPED and self.machine.user_calls_step:
             raise RuntimeError(
                 f"Expected {what} before backward() or after opt.step(), got it between them ({self.machine.where}): "
@@ -259,11 +251,7 @@ class OverlapHook:
         self._sharded.abandon()
 
     def check_complete(self) -> None:
-        """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``.
-
-        Raises:
-            RuntimeError: if one has.
-        """
+        """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
         if self.gradients.held():
             raise RuntimeError(
                 f"Expected all averaged gradients in param.grad at opt.step(), got some that an interrupted backward "

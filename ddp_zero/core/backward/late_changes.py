@@ -109,9 +109,6 @@ class LateChanges:
         """At ``opt.step()`` after a step inside backward: check that nothing was changed too late.
 
         This does not wait for an accelerator: `check_earlier` reports writes through ``param.data`` there.
-
-        Raises:
-            RuntimeError: naming the gradient, the option or the parameter.
         """
         late = self._changed_tensor() or self._changed_option()
         if late is None and any(noted.device.type != "cpu" for noted in self._sums.values()):
@@ -137,9 +134,6 @@ class LateChanges:
         """Before a step that is due: check that gradients and parameters are as backward left them.
 
         Gradients may have been dropped, as is usual before a forward pass.
-
-        Raises:
-            RuntimeError: naming the gradient or the parameter.
         """
         with self._dropped_gradients():
             late = self._changed_tensor() or self._changed_value()

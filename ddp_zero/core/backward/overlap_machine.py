@@ -230,9 +230,6 @@ class OverlapMachine:
             is_last: whether it is the last of this backward pass.
             matches_plan: whether the plan has exactly this bucket at this place.
             regime: how this iteration steps; read at bucket 0.
-
-        Raises:
-            RuntimeError: if it is not the bucket's turn, or a backward pass was not joined by ``opt.step()``.
         """
         if bucket == 0 and (self.phase, _Event.FIRST_BUCKET) in _NEXT:
             self._start(regime)
@@ -277,11 +274,7 @@ class OverlapMachine:
         self._backwards_since_step += 1
 
     def step_called(self) -> None:
-        """The user calls ``opt.step()``: the iteration is joined.
-
-        Raises:
-            RuntimeError: if no step was taken since the last call, or more than one.
-        """
+        """The user calls ``opt.step()``: the iteration is joined."""
         self._go(_Event.STEP_CALLED)
         backwards, self._backwards_since_step = self._backwards_since_step, 0
         self.user_calls_step = True
@@ -347,11 +340,7 @@ class OverlapMachine:
         self.status = status
 
     def _go(self, event: _Event) -> None:
-        """Change phase.
-
-        Raises:
-            RuntimeError: if the event does not belong to this phase.
-        """
+        """Change phase."""
         following = _NEXT.get((self.phase, event))
         if following is not None:
             self.phase = following

@@ -37,10 +37,6 @@ class ReduceOptions:
         comm_dtype: dtype on the wire, summed in fp32; None: their own.
         predivide_factor: gradients are divided by this before they are summed, and by the rest of the number of ranks
             after; None: by the number of ranks before, as DDP does.
-
-    Raises:
-        TypeError: for a ``comm_dtype`` that is not a floating dtype of at least 16 bits, or a factor that is no number.
-        ValueError: for a ``predivide_factor`` that is not positive.
     """
 
     comm_dtype: torch.dtype | None = None
@@ -64,12 +60,7 @@ class ReduceOptions:
 def options_of_stage(
     stage: int, comm_dtype: torch.dtype | None, predivide_factor: float | None
 ) -> ReduceOptions | None:
-    """How gradients travel in a stage; None in stage 1, where DDP reduces them.
-
-    Raises:
-        TypeError: for a stage that is not an int.
-        ValueError: for a stage other than 1 and 2, or options that stage 1 does not have.
-    """
+    """How gradients travel in a stage; None in stage 1, where DDP reduces them."""
     if type(stage) is not int:
         raise TypeError(f"Expected stage to be the int 1 or 2, got {stage!r}.")
     if stage not in (1, 2):

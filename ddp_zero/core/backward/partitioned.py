@@ -368,11 +368,7 @@ def gradients_of_stage(
     passes: ForwardPasses,
     sums_in_fp32: bool,
 ) -> Gradients:
-    """The gradients of stage 2 if it has options, otherwise those of stage 1.
-
-    Raises:
-        ValueError: if stage 2 cannot take over the gradients of the model.
-    """
+    """The gradients of stage 2 if it has options, otherwise those of stage 1."""
     if options is None and sums_in_fp32:
         return SummedGradients(sharded, ddp, wrapped, side, passes)
     if options is None:

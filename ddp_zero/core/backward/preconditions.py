@@ -22,11 +22,7 @@ WRAPPED_AGAIN = "Then call opt.reset() and opt.attach(model) with the new DDP mo
 
 
 def check_can_sync(sync: str, as_views: bool) -> None:
-    """Check that ``sync="forward"`` has flat storage, in which parameters can arrive after the step.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """Check that ``sync="forward"`` has flat storage, in which parameters can arrive after the step."""
     if sync == "forward" and not as_views:
         raise ValueError(
             "Expected parameters_as_bucket_view=True with sync='forward', got False: parameters in flight would need "
@@ -35,11 +31,7 @@ def check_can_sync(sync: str, as_views: bool) -> None:
 
 
 def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -> None:
-    """Check that an optimizer can be given a hook.
-
-    Raises:
-        ValueError: if it needs none, or has one that was not reset.
-    """
+    """Check that an optimizer can be given a hook."""
     if not takes_hook:
         raise ValueError(
             "Expected an optimizer built with overlap_with_ddp=True, stage=2 or accumulate_in_fp32=True, got one that "
@@ -53,11 +45,7 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
 
 
 def check_is_free(ddp: DistributedDataParallel) -> None:
-    """Check that a hook can be registered on a model.
-
-    Raises:
-        ValueError: if one is registered already; DDP takes one.
-    """
+    """Check that a hook can be registered on a model."""
     if has_hook(ddp):
         raise ValueError(
             "Expected a DDP model without a communication hook, got one that has one. DDP takes one hook: pass a "
@@ -99,9 +87,6 @@ def check_keeps_parameters(ddp: DistributedDataParallel, need: str | None) -> No
     Args:
         ddp: the model.
         need: why that is needed; None: it is not.
-
-    Raises:
-        NotImplementedError: for distributed tensors under ``DDP(model, device_mesh=...)``.
     """
     if need is not None and (names := localized_parameters(ddp)):
         raise NotImplementedError(
@@ -113,11 +98,7 @@ def check_keeps_parameters(ddp: DistributedDataParallel, need: str | None) -> No
 
 
 def check_finalizes(ddp: DistributedDataParallel) -> None:
-    """Check that DDP publishes gradients at the end of each backward pass, after which the hook acts.
-
-    Raises:
-        NotImplementedError: if the user is to call ``finalize_backward()``.
-    """
+    """Check that DDP publishes gradients at the end of each backward pass, after which the hook acts."""
     if is_finalized_by_hand(ddp):
         raise NotImplementedError(
             "Expected DDP to finalize each backward pass, got a model with require_manual_backward_finalization=True: "
@@ -127,12 +108,7 @@ def check_finalizes(ddp: DistributedDataParallel) -> None:
 
 
 def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wrapped: object) -> None:
-    """Check that stage 2 can take over the gradients of a model.
-
-    Raises:
-        ValueError: for a wrapped hook, for a model whose gradients are not views of its buckets, or one with parameters
-            that are in a different optimizer or none.
-    """
+    """Check that stage 2 can take over the gradients of a model."""
     if wrapped is not None:
         raise ValueError(
             "Expected no communication hook to wrap with stage=2, which has a reduction of its own, got one. Pass "
@@ -152,11 +128,7 @@ def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wra
 
 
 def check_bucket_of(ddp: DistributedDataParallel, params: list[Tensor]) -> None:
-    """Check that a bucket is one of a model's.
-
-    Raises:
-        RuntimeError: if it has parameters of a different model.
-    """
+    """Check that a bucket is one of a model's."""
     own = set(ddp.parameters())
     if any(param not in own for param in params):
         raise RuntimeError(
@@ -169,11 +141,7 @@ def check_bucket_of(ddp: DistributedDataParallel, params: list[Tensor]) -> None:
 def check_none_unused(
     ddp: DistributedDataParallel, table: ParameterTable, arrived: Collection[Tensor], where: str
 ) -> None:
-    """Check that a backward pass of which DDP has not averaged all buckets has left out no parameter.
-
-    Raises:
-        RuntimeError: naming the first parameter that has no gradient where others do.
-    """
+    """Check that a backward pass of which DDP has not averaged all buckets has left out no parameter."""
     grads = {param: param.grad is not None for _, param in reduced_parameters(ddp) if param in table.index_of}
     unused = [param for param, has_grad in grads.items() if not has_grad and param not in arrived]
     if unused and any(grads.values()) and not finds_unused(ddp):

@@ -97,9 +97,6 @@ class VisibleGradients:
         """A shown gradient in the dtype of its sum; None if that is its own, or if the user has changed it since.
 
         If the user has changed the sum instead (see `editable`), the gradient is made to show that.
-
-        Raises:
-            RuntimeError: if both were changed, or one without a trace.
         """
         exact: Tensor | None = self._shown.get(grad)
         if exact is None or not (self._lent and grad in self._lent):
@@ -147,10 +144,6 @@ class VisibleGradients:
         Args:
             will_be_reduced: whether this backward pass is meant to be reduced.
             is_view: whether a parameter's gradient is the reducer's own view.
-
-        Raises:
-            RuntimeError: if a step has used up gradients that were not set to None since, or if averaged gradients
-                would be, or were, mixed with those of this rank alone.
         """
         carried, left = self._workshop.carried, list[tuple[Tensor, Tensor]]()
         for lent in list(self._lent):
@@ -309,11 +302,7 @@ def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
 
 
 def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
-    """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective.
-
-    Raises:
-        RuntimeError: if it was used up.
-    """
+    """A parameter's averaged gradient from its owner, on every rank; None if it has none. A collective."""
     param, comm, pieces = sharded.table.params[index], sharded.comm, sharded.binding.pieces[index]
     grad = param.grad
     held = None if grad is None else on_this_rank(grad)

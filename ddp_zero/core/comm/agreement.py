@@ -200,22 +200,13 @@ class StepErrors:
         self.has_own = own is not None
 
     def receive(self) -> None:
-        """Wait for the blocks of the peers.
-
-        Raises:
-            RuntimeError: if a peer is gone or the group's time-out passed.
-        """
+        """Wait for the blocks of the peers."""
         if self._sent is not None:
             with self._comm.trace.label("wait_errors"):
                 self._sent.exchange.wait("the end of the step")
 
     def raise_any(self) -> None:
-        """Wait for the blocks of the peers, and raise the errors once. Does nothing if nothing was shared.
-
-        Raises:
-            Exception: this rank's own error.
-            StepFailedElsewhereError: a RuntimeError with the errors of other ranks.
-        """
+        """Wait for the blocks of the peers, and raise the errors once. Does nothing if nothing was shared."""
         sent, self._sent = self._sent, None
         self.has_own = self._own is not None
         if sent is None:

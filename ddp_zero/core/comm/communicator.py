@@ -94,10 +94,6 @@ class Communicator:
         device: where this rank trains. Control messages travel from there on a backend without CPU memory, for this
             and all later communicators of the group; None: as before, or the current device.
 
-    Raises:
-        RuntimeError: if `torch.distributed` is not initialised, this process is not a member of the group, or it was
-            forked from one that is.
-
     Attributes:
         sent_bytes: bytes of parameters and gradients that this rank has sent to its peers, in syncs and in reductions
             of this library.
@@ -403,11 +399,7 @@ class Communicator:
     # Trees, one rank to another
 
     def send_tree(self, tree: Tree, to: GroupRank) -> None:
-        """Send a tree of tensors and plain values (see `local.tree`); the receiver calls `receive_tree`.
-
-        Raises:
-            TypeError: for a value that cannot be sent; then nothing has been sent.
-        """
+        """Send a tree of tensors and plain values (see `local.tree`); the receiver calls `receive_tree`."""
         text, tensors = flatten(tree)
         raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         self._send(torch.tensor([raw.numel()], dtype=torch.int64), to)

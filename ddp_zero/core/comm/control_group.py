@@ -25,9 +25,6 @@ class ControlGroup:
 
     Building one is a collective of the group, but sends no message on the group. `torch.distributed.new_group` is not
     used: it requires all ranks of the job, or names a group by the number of a rank's groups, which differs by rank.
-
-    Raises:
-        RuntimeError: if a rank does not arrive within the group's time-out, or is lost within a second one.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -75,10 +72,6 @@ class Across:
 
     What all gather goes along one dimension after the other, so no process group of all of them is needed. Ranks are in
     the order of their numbers in the job. Building one is a collective of all of them.
-
-    Raises:
-        RuntimeError: as `ControlGroup`.
-        ValueError: if the groups do not make up a grid.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
@@ -132,9 +125,6 @@ def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: ti
         rank: from 0 to ``world_size - 1``.
         world_size: number of ranks.
         time_out: how long to wait: rank 0 for all other ranks, each of them for rank 0.
-
-    Raises:
-        RuntimeError: when the time-out has passed.
     """
     shared = PrefixStore("ddp_zero/attempt", store)
     if rank == 0:

@@ -80,9 +80,6 @@ class Exchange:
         Args:
             what: the name of the exchange in the error message, such as ``the sync of bucket 3``.
             first: wait only for the first messages, this many; None: for all.
-
-        Raises:
-            RuntimeError: naming the peer, if one failed or the group's time-out passed.
         """
         for position in range(self._waited, len(self._works) if first is None else first):
             peer, work = self._works[position]
@@ -195,9 +192,6 @@ def gather_directly(
 
     Returns:
         Every rank's tensor, in rank order.
-
-    Raises:
-        RuntimeError: naming the peer, if one failed or the group's time-out passed.
     """
     me, ranks = group.rank(), group.size()
     gathered = [torch.empty_like(mine) for _ in range(ranks)]
@@ -231,11 +225,7 @@ def seed_of(generation: int, subject: tuple[int, ...]) -> int:
 
 
 def started(work: Work | None) -> Work:
-    """A collective in flight.
-
-    Raises:
-        RuntimeError: if it did not start.
-    """
+    """A collective in flight."""
     if work is None:
         raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
     return work

@@ -31,9 +31,6 @@ def check_process(process: int) -> None:
 
     Args:
         process: the id of the process that has the connections.
-
-    Raises:
-        RuntimeError: in any other process, where no message would ever arrive.
     """
     if process != os.getpid():
         raise RuntimeError(
@@ -43,11 +40,7 @@ def check_process(process: int) -> None:
 
 
 def store_of(group: ProcessGroup) -> Store:
-    """The key-value store of a group.
-
-    Raises:
-        RuntimeError: if its backend has none.
-    """
+    """The key-value store of a group."""
     if hasattr(group, "get_group_store"):
         store: Store = group.get_group_store()
     else:  # torch 2.8
@@ -180,11 +173,7 @@ def gather_text_across(levels: Sequence[Peers], text: str) -> list[str]:
 
 
 def check_not_alone(group: ProcessGroup | None) -> None:
-    """Check that a missing process group means a job of one rank: several ranks would each act alone.
-
-    Raises:
-        ValueError: if the job has several ranks.
-    """
+    """Check that a missing process group means a job of one rank: several ranks would each act alone."""
     if group is None and is_available() and is_initialized() and get_world_size() > 1:
         raise ValueError(
             f"Expected a model in DistributedDataParallel or a sharded optimizer in a job of {get_world_size()} "

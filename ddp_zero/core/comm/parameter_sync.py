@@ -61,11 +61,7 @@ class BucketSync:
         self.changed = [param for param in self._of_others if param.grad is not None]
 
     def receive(self) -> None:
-        """Wait for the messages and show the parameters in the model.
-
-        Raises:
-            RuntimeError: if a peer failed or the group's time-out passed.
-        """
+        """Wait for the messages and show the parameters in the model."""
         assert self._exchange is not None, "started before"
         with self._waiting:
             self._exchange.wait(self._what)
@@ -130,23 +126,14 @@ class PendingSyncs:
             self.complete_bucket(index)
 
     def complete(self) -> None:
-        """Wait for everything.
-
-        Raises:
-            RuntimeError: if a peer failed, in its local step or otherwise, or the group's time-out passed.
-        """
+        """Wait for everything."""
         for index in list(self._syncs):
             self.complete_bucket(index)
         for index in list(self._received):
             self._received.pop(index).make_ordinary()
 
     def complete_bucket(self, index: int, on_host: bool = False) -> None:
-        """Wait for one bucket; returns at once if it has arrived.
-
-        Raises:
-            RuntimeError: if a peer failed or the group's time-out passed, at every call until `abandon_failed`; with
-                the last bucket of a step, if a local step failed; always in a process that was forked meanwhile.
-        """
+        """Wait for one bucket; returns at once if it has arrived."""
         self._check_process()
         with self._one_waits:
             if self._error is not None:
@@ -189,11 +176,7 @@ class PendingSyncs:
             self._errors.forget(sent_too=True)
 
     def _check_process(self) -> None:
-        """Check for a fork. Runs outside the lock, which a different thread of the parent may have held at the fork.
-
-        Raises:
-            RuntimeError: in a process that was forked while buckets were in flight: they arrive in its parent only.
-        """
+        """Check for a fork. Runs outside the lock, which a different thread of the parent may have held at the fork."""
         if self._syncs and os.getpid() != self._process:
             raise RuntimeError(
                 f"Expected parameters that have arrived, got a process (pid {os.getpid()}) that was forked from rank "
@@ -327,10 +310,6 @@ class ParameterSync:
         """After `end_step`: raise if the local step failed on any rank.
 
         Other ranks' errors are raised when the step's last bucket has arrived, if it may outlast the step.
-
-        Raises:
-            Exception: this rank's own error.
-            RuntimeError: with the errors of other ranks.
         """
         if self.errors.has_own:
             self.left.complete()

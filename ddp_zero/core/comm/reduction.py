@@ -89,11 +89,7 @@ class DirectSum:
         self._in_flight = self._messages.post(self._subject)
 
     def wait(self) -> Tensor:
-        """Block until this rank's segment is summed, and return it.
-
-        Raises:
-            RuntimeError: naming the peer, if one failed or the group's time-out passed.
-        """
+        """Block until this rank's segment is summed, and return it."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return self.out
@@ -172,11 +168,7 @@ class SegmentReduction:
             self._direct.start(subject)
 
     def wait(self) -> Tensor:
-        """Block until this rank's segment is summed, and return it.
-
-        Raises:
-            RuntimeError: naming the peer, if one failed or the group's time-out passed.
-        """
+        """Block until this rank's segment is summed, and return it."""
         if self._direct is not None:
             return self._direct.wait()
         if self._in_flight is not None:
@@ -222,11 +214,7 @@ class GroupedReduction:
             ranks.in_background(self)
 
     def wait(self) -> Tensor:
-        """Block until this rank's segment is summed over everyone, and return it.
-
-        Raises:
-            RuntimeError: naming the peer, if one failed or a group's time-out passed.
-        """
+        """Block until this rank's segment is summed over everyone, and return it."""
         if not self._is_in_background and not self._has_ended.is_set():
             try:
                 self.run()
@@ -244,11 +232,7 @@ class GroupedReduction:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Do all of it.
-
-        Raises:
-            RuntimeError: if a rank failed or a group's time-out passed.
-        """
+        """Do all of it."""
         with self._comm.trace.label("reduce_across", self._subject[1]):
             self._add_up()
         has_ended(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`

@@ -90,9 +90,6 @@ class RingTransfer:
 
         Args:
             what: the name of the transfer in the error message, such as ``the sync of bucket 3``.
-
-        Raises:
-            RuntimeError: naming the neighbour, if a rank failed or the group's time-out passed.
         """
         waits_for(what, self._neighbours.before)
         self._has_received.wait()
@@ -118,11 +115,7 @@ class RingTransfer:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Receive everything, passing on what others need.
-
-        Raises:
-            RuntimeError: if a rank failed or the group's time-out passed.
-        """
+        """Receive everything, passing on what others need."""
         schedule = self._schedule
         for chunk in schedule.first:
             self._send(self._own_part(chunk))
