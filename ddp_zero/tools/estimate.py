@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.backward.scratch_buffers import BufferPool, pools_for
-from ddp_zero.core.backward.side_stream import SideStream
+from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, pools_for
 from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
 from ddp_zero.core.comm.reduction import received_window
 from ddp_zero.core.comm.ring import ring_room_numel
