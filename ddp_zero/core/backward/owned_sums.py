@@ -241,7 +241,8 @@ class ReducedSegment:
         wire, factor = flat, workshop.factor
         travels_smaller = options.comm_dtype is not None and options.comm_dtype.itemsize < layout.dtype.itemsize
         parts = [flat[begin:end] for begin, end in layout.ranges]
-        averages = workshop.sharded.ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
+        ranks = workshop.sharded.ranks
+        averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
         if (travels_smaller or not (averages or scales_late(comm, flat))) and factor != 1.0:
             flat.mul_(factor)
             factor = 1.0
@@ -259,7 +260,7 @@ class ReducedSegment:
             nbytes = numel * wire.element_size()
             room = self._lend_room(nbytes)[:nbytes].view(wire.dtype)
         subject = (workshop.sharded.binding.digest, layout.index)
-        return start_reduction(workshop.sharded.ranks, whole, parts, out, room, subject, whole.numel(), factor)
+        return start_reduction(ranks, whole, parts, out, room, subject, whole.numel(), factor)
 
     def wait(self) -> None:
         """Block until the sum is complete, with what was accumulated before."""
@@ -270,8 +271,7 @@ class ReducedSegment:
             total = self._reduction.wait()
             if workshop.late_factor != 1.0:
                 total.mul_(workshop.late_factor)
-            was_summed_wide = workshop.comm.has_direct_messages(layout.device) or workshop.late_factor != 1.0
-            if total.dtype != layout.dtype and was_summed_wide:
+            if total.dtype != layout.dtype and self._was_summed_wide():
                 total.copy_(total.to(layout.dtype))  # rounded as DDP's average; several add up in fp32
             for index in self.owned if workshop.carried else ():
                 carried = workshop.carried.pop(index, None)
@@ -283,6 +283,11 @@ class ReducedSegment:
         self._rooms.clear()
         self._reduction = None  # it holds on to memory
         self.is_summed = True
+
+    def _was_summed_wide(self) -> bool:
+        """Whether the sum has more digits than the dtype of the bucket, as where the backend does not add up itself."""
+        workshop = self._workshop
+        return workshop.late_factor != 1.0 or workshop.comm.has_direct_messages(self.layout.device)
 
     def keep(self) -> None:
         """Once it is summed: copy the sum out for a later step, and free the scratch."""
