@@ -16,7 +16,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -124,7 +123,8 @@ class CouplingWatch:
     def begin(self, step: int) -> bool:
         """Begin a step; its number, from 1 up, is the same on every rank. Returns whether values are compared."""
         self._is_on = self._follows or is_looked_at(step)
-        self.next_step = 0 if self._follows else next(later for later in count(step + 1) if is_looked_at(later))
+        further = (later for later in range(step + 1, step + _EVERY) if is_looked_at(later))
+        self.next_step = 0 if self._follows else next(further, step + _EVERY)
         self._has_ended = False
         self._seen = []
         return self._is_on
