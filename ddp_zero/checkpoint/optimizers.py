@@ -21,7 +21,7 @@ from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 from ddp_zero.core.state.state_dicts import check_state, own_part
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of, states_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
-from ddp_zero.parallel.states import split
+from ddp_zero.parallel.placement import split
 
 Birth = tuple[int, int]
 State = dict[Any, Any]

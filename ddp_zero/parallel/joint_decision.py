@@ -1,23 +1,182 @@
-"""One decision for several optimizers on a rank, and for the ranks that hold other parts of the model.
+"""One decision, and one outcome, for several optimizers on a rank and the ranks that hold other parts of the model.
 
-Each member looks at its own gradients when its step begins. Instead of deciding, it lets the next member begin; the
-last one joins what all have found, over the ranks beyond, in one exchange. Then every member goes on with the same
-numbers, innermost first, so that all step or none does.
+*Decisions.* Each member looks at its own gradients when its step begins. Instead of deciding, it lets the next member
+begin; the last one joins the norms and flags of all, over the ranks beyond, in one exchange. Then every member goes on
+with the same numbers, innermost first, so that all step or none does.
+
+*Errors.* The ranks that share a member's parameters learn of an error at the end of its step (`comm.agreement`).
+Ranks with other parameters do not: they would wait for those in the next collective, until it times out. So members
+hold errors back, also of steps inside backward, which a pipeline schedule or other parts of a layer must be able to
+finish. Then all ranks tell each other how it went, level by level, and all raise.
+
+The first message of everything that levels exchange has one size. So a rank that has failed before a decision is taken
+meets the others in the message of that decision, which tells them.
 """
 
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ddp_zero.core.comm.agreement import WHAT_NOW, StepFailedElsewhereError
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import Beyond, Culprit, Share
-from ddp_zero.parallel.errors import GlobalErrorCheck
+
+_SLOTS = 14  # numbers in the first message besides its subject
+_ENDED, _FAILED = -1.0, -2.0  # subjects; those of decisions are not negative
+
+# Errors
+
+
+class HeldErrors:
+    """The first error of the members' steps, until it is raised."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Hold back an error of this block; of several, that of this rank's own step."""
+        try:
+            yield
+        except Exception as error:
+            if self._error is None or isinstance(self._error, StepFailedElsewhereError):
+                self._error = error
+
+    def take(self) -> Exception | None:
+        """The error, which is forgotten."""
+        error, self._error = self._error, None
+        return error
+
+    def raise_now(self) -> None:
+        """Raise the error on this rank, in loops that leave ``opt.step()`` out: before the next forward pass."""
+        error = self.take()
+        if error is not None:
+            raise error.with_traceback(error.__traceback__)
+
+
+class GlobalErrorCheck:
+    """Raises an error of one rank on all ranks that hold parts of a model.
+
+    A rank that has learnt of an error in one of its levels, ``comms``, tells the ranks of the next.
+    """
+
+    def __init__(self, comms: Sequence[Communicator]) -> None:
+        self._comms = comms
+        self._known: dict[int, str] = {}  # errors by global rank
+        self._told = 0  # how many levels know of them
+
+    def gather(self, comm: Communicator, mine: Tensor, subject: float) -> Tensor:
+        """Every rank's numbers, a row each, if they stand for the same things. A collective of one level.
+
+        Args:
+            comm: the level.
+            mine: 1-D, fp64; as many on every rank.
+            subject: a number for what they stand for, not negative.
+
+        Raises:
+            StepFailedElsewhereError: on every rank, if another has failed.
+            RuntimeError: on every rank, if they stand for other things.
+        """
+        every = self._gather_first(comm, mine[:_SLOTS], subject)
+        rest = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
+        return torch.cat([every[:, : min(_SLOTS, mine.numel())], *rest], dim=1)
+
+    def check(self, error: Exception | None, doing: str) -> None:
+        """Before anything is decided: raise on every rank if one has failed; 120 bytes for each level if all is well.
+
+        Args:
+            error: this rank's, or None.
+            doing: what was done, for messages.
+
+        Raises:
+            Exception: this rank's own error.
+            RuntimeError: on the others, with the errors and the ranks that they come from.
+        """
+        self._known, self._told = {}, 0
+        self._end(error, doing, "")
+
+    def conclude(self, error: Exception | None) -> None:
+        """As `check`, at the end of a step, which may have changed parameters."""
+        self._end(error, "the step", WHAT_NOW)
+
+    def tell(self, error: Exception) -> None:
+        """Before this rank raises an error: tell the levels that do not know yet, whose next message meets this one."""
+        if not isinstance(error, StepFailedElsewhereError):
+            self._known[dist.get_rank()] = f"{type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # of a lost peer
+            self._tell(has_failed=True)
+
+    def _end(self, error: Exception | None, doing: str, remedy: str) -> None:
+        is_own = error is not None and not isinstance(error, StepFailedElsewhereError)
+        if is_own:
+            self._known[dist.get_rank()] = f"{type(error).__name__}: {error}"
+        try:
+            has_failed = self._tell(error is not None)
+        except RuntimeError:
+            if error is not None:
+                # the reason on this rank: a peer that is lost is lost here, too
+                raise error.with_traceback(error.__traceback__) from None
+            raise
+        known, self._known, self._told = self._known, {}, 0
+        if error is not None and (is_own or not known):
+            raise error.with_traceback(error.__traceback__)
+        if has_failed:
+            message = f"Expected {doing} to succeed on every rank, got {shown(known)}. {remedy}".strip()
+            raise RuntimeError(message) from error
+
+    def _tell(self, has_failed: bool) -> bool:
+        """Tell the levels that do not know yet; returns whether any rank has failed."""
+        for comm in self._comms[self._told :]:
+            try:
+                self._gather_first(comm, torch.zeros(0), _FAILED if has_failed else _ENDED)
+            except StepFailedElsewhereError:
+                has_failed = True
+        return has_failed
+
+    def _gather_first(self, comm: Communicator, head: Tensor, subject: float) -> Tensor:
+        first = torch.zeros(_SLOTS + 1, dtype=torch.float64)
+        first[0] = subject
+        first[1 : 1 + head.numel()] = head
+        every = torch.stack(comm.all_gather_tensor(first))
+        subjects = every[:, 0].tolist()
+        if any(one != subject for one in subjects) or subject == _FAILED:
+            self._told = 1 + next(place for place, one in enumerate(self._comms) if one is comm)
+        if _FAILED in subjects:
+            for text in comm.all_gather_text(json.dumps(self._known)):
+                self._known.update({int(rank): message for rank, message in json.loads(text).items()})
+            raise StepFailedElsewhereError(f"Expected every rank to decide, got {shown(self._known)}.")
+        other = next((rank for rank, one in enumerate(subjects) if one != subjects[0]), None)
+        if other is not None:
+            raise RuntimeError(
+                "Expected the same decision on every rank that holds a part of the model, got one about other limits "
+                f"or parameter groups on {comm.name(GroupRank(other))} than on {comm.name(GroupRank(0))}. Set "
+                "max_grad_norm of groups, and call opt.step() and opt.clip_grad_norm_(), alike on all of them."
+            )
+        return every[:, 1:]
+
+
+def shown(errors: Mapping[int, str]) -> str:
+    """Errors by global rank in words; one that several ranks have is shown once."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in sorted(errors.items()):
+        ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"{text} (global rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
+        for text, ranks in ranks_of.items()
+    )
+
+
+# Decisions
 
 
 @dataclass(frozen=True)
@@ -31,11 +190,9 @@ class _Joined:
 
 @dataclass(frozen=True)
 class NormLevel:
-    """Ranks that join what they have found.
+    """Ranks that join their norms.
 
-    Attributes:
-        comm: the ranks.
-        counted: by member and rank, whether what the rank adds to a norm counts, or others add the same; None: all do.
+    ``counted``: by member and rank, whether the rank's norms count, or another rank adds the same; None: all count.
     """
 
     comm: Communicator
@@ -48,12 +205,12 @@ class JointDecision:
     Args:
         levels: one after the other; what the ranks of one have joined, one rank of each brings to the next. Of several
             members the first level makes one.
-        assembly: of their ranks, who learn here if one has failed before it could decide.
+        errors: of their ranks, which learn here if one has failed before it could decide.
     """
 
-    def __init__(self, levels: Sequence[NormLevel], assembly: GlobalErrorCheck) -> None:
+    def __init__(self, levels: Sequence[NormLevel], errors: GlobalErrorCheck) -> None:
         self._levels = levels
-        self._assembly = assembly
+        self._errors = errors
         self._waiting: deque[Callable[[], None]] = deque()
         self._shares: dict[int, Share] = {}
         self._joined: _Joined | None = None
@@ -70,7 +227,7 @@ class JointDecision:
         def begin(number: int) -> None:
             results[number] = actions[number]()
 
-        self._waiting = deque((lambda number=number: begin(number)) for number in range(len(actions)))  # type: ignore[misc]
+        self._waiting = deque(partial(begin, number) for number in range(len(actions)))
         self._is_open = True
         try:
             while self._waiting:
@@ -83,7 +240,7 @@ class JointDecision:
         return [results[number] for number in range(len(actions))]
 
     def join(self, member: int, share: Share) -> Share:
-        """What all members, here and beyond, have found together."""
+        """The totals and flags of all members, here and beyond."""
         if not self._is_open:
             raise RuntimeError(
                 "Expected a step of the ParallelOptimizer, got one of its members alone, which cannot know the rest of "
@@ -124,30 +281,42 @@ class JointDecision:
         for level in self._levels:
             mine = torch.cat([torch.tensor([flag, is_wide], dtype=torch.float64), rows.flatten()])
             # once joined, members do not matter: pipeline stages may have different ones
-            every = self._assembly.gather(level.comm, mine, _digest([keys, norm_type, members]))
+            every = self._errors.gather(level.comm, mine, digest_of([keys, norm_type, members]))
             flag, is_wide = float(every[:, 0].sum()), bool(every[:, 1].any())
-            table = every[:, 2:].reshape(len(every), *rows.shape)  # ranks, members, keys
-            if level.counted is not None:
-                counts = torch.tensor([level.counted[member] for member in members]).T
-                table = torch.where(counts[:, :, None], table, 0.0)
-            rows = torch.linalg.vector_norm(table.flatten(0, 1), norm_type, dim=0)[None]
+            table = every[:, 2:].reshape(len(every), *rows.shape)
+            counted = None if level.counted is None else [level.counted[member] for member in members]
+            rows = join_norms(table, counted, norm_type)[None]
             members = members[:1]
         dtype = torch.float64 if is_wide else torch.float32
         return _Joined(dict(zip(keys, rows[0].tolist(), strict=True)), flag, dtype)
 
 
-class MemberBeyond(Beyond):
-    """What one member's decisions see of the others.
+def join_norms(table: Tensor, counted: Sequence[Sequence[bool]] | None, norm_type: float) -> Tensor:
+    """Norms over ranks and members.
 
     Args:
-        council: of all members.
+        table: norms of [rank, member, key].
+        counted: by member and rank, whether it counts; None: all do.
+        norm_type: of the norms.
+    """
+    if counted is not None:
+        table = torch.where(torch.tensor(counted).T[:, :, None], table, 0.0)
+    norms: Tensor = torch.linalg.vector_norm(table.flatten(0, 1), norm_type, dim=0)
+    return norms
+
+
+class MemberBeyond(Beyond):
+    """A member's view of the other members in its decisions.
+
+    Args:
+        joint: the decision of all members.
         member: this one's number.
         counted: whether each of its parameters adds to norms on this rank.
         positions: the position of each of its groups among all groups.
     """
 
-    def __init__(self, council: JointDecision, member: int, counted: Sequence[bool], positions: Sequence[int]) -> None:
-        self._council = council
+    def __init__(self, joint: JointDecision, member: int, counted: Sequence[bool], positions: Sequence[int]) -> None:
+        self._joint = joint
         self._member = member
         self._counted = counted
         self._positions = positions
@@ -159,14 +328,14 @@ class MemberBeyond(Beyond):
     def join(self, share: Share) -> Share:
         """See `JointDecision.join`; limits of groups go by the positions that users see."""
         outside = {key: key if key < 0 else self._positions[key] for key in share.totals}
-        joined = self._council.join(
+        joined = self._joint.join(
             self._member, replace(share, totals={outside[key]: total for key, total in share.totals.items()})
         )
         return replace(joined, totals={key: joined.totals[outside[key]] for key in share.totals})
 
     def culprit(self, share: Share) -> Culprit | None:
         """See `JointDecision.culprit`."""
-        return self._council.culprit()
+        return self._joint.culprit()
 
 
 def _numbers(totals: Sequence[Tensor | None]) -> Tensor:
@@ -177,6 +346,6 @@ def _is_wide(total: Tensor | None) -> bool:
     return total is not None and total.dtype == torch.float64
 
 
-def _digest(facts: object) -> float:
-    """48 bits, which a 64-bit float holds."""
+def digest_of(facts: object) -> float:
+    """48 bits of a digest, which a 64-bit float holds."""
     return float(int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:6], "big"))

@@ -1,70 +1,302 @@
-"""The members of a `ParallelOptimizer`: a sharded optimizer for each set of ranks that share parameter groups."""
+"""The members of a `ParallelOptimizer`: a sharded optimizer for each set of ranks that share parameter groups.
+
+With eight ranks, two experts and experts held by ranks 0 2 4 6 and 1 3 5 7, ::
+
+    dense    0 1 2 3 4 5 6 7      one group
+    experts  0 2 4 6 | 1 3 5 7    two groups; ranks 0 and 1 are the first of theirs, and count in norms
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero.core.backward.reducer import has_static_graph, reduced_parameters
+from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.local.arguments import PARALLEL_KEYS, check_group
+from ddp_zero.core.local.arguments import (
+    PARALLEL_KEYS,
+    PARALLEL_OPTIONS,
+    check_class,
+    check_group,
+    check_known,
+    check_params,
+    grouped,
+)
 from ddp_zero.core.local.inner import ParamGroup, is_elementwise
-from ddp_zero.ddp_hooks import build_with_hook
+from ddp_zero.core.local.live_model import ddp_models_in
+from ddp_zero.ddp_hooks import build_with_hook, options_of_hook
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
-from ddp_zero.parallel.idle_experts import take_part_with_zeros
-from ddp_zero.parallel.membership import check_groups, counted
-from ddp_zero.parallel.shards import Held, held, read_cuts
+from ddp_zero.parallel.gradients import Averages, check_same_values, take_part_with_zeros
+from ddp_zero.parallel.placement import Held, held, read_cuts
 
+_DECIDING = ("max_grad_norm", "norm_type", "nonfinite", "loss_scale", "stage", "overlap")
+"""Options that must be the same on ranks with different parameters."""
+_REFUSED = {
+    "shard_group": "Shard over all ranks that hold a parameter.",
+    "process_group": "Parameter groups name theirs.",
+    "overlap_with_ddp": "Use overlap=.",
+}
+_NOT_OPTIONS = ("params", "param_names", *PARALLEL_KEYS)
 _OF_HOOKS = ("hook", "hook_state", "interleaved", "shard_buckets", "overlap", "stage", "accumulate_in_fp32", "sync")
 _OF_REDUCTIONS = ("grad_comm_dtype", "gradient_predivide_factor")
 
 
+# Arguments of the optimizer
+
+
+def check_arguments(model: object, optimizer_class: Any, options: Mapping[str, Any]) -> None:
+    """Check types, and that no option is misspelt or decided elsewhere.
+
+    Raises:
+        TypeError: for one that is not right.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"Expected the model that this rank trains, an nn.Module, got {type(model).__name__}. The order is: model, "
+            "optimizer class, parameter groups."
+        )
+    check_class(optimizer_class)
+    for name, remedy in _REFUSED.items():
+        if name in options:
+            raise TypeError(f"Expected an option of ParallelOptimizer, got {name!r}. {remedy}")
+    own = options_of_hook()
+    check_known([name for name in options if name not in own], optimizer_class, [*own, *PARALLEL_OPTIONS])
+
+
+def other_dims(mesh: DeviceMesh | None, data: str | None, pipeline: str | None) -> list[str]:
+    """The names of the mesh dimensions besides the data-parallel one."""
+    names = list(mesh.mesh_dim_names or ()) if mesh is not None else []
+    for argument, name in (("data_parallel_dim", data), ("pipeline_dim", pipeline)):
+        if name is not None and name not in names:
+            raise ValueError(f"Expected {argument} to name a dimension of the mesh, {names}, got {name!r}.")
+    if mesh is not None and data is None:
+        raise ValueError(
+            f"Expected data_parallel_dim with mesh=, got none. Pass the name of the dimension of {names} along which "
+            "ranks hold the same parameters."
+        )
+    return [name for name in names if name != data]
+
+
+def data_group(
+    model: nn.Module, given: ProcessGroup | None, mesh: DeviceMesh | None, dim: str | None
+) -> ProcessGroup | None:
+    """The data-parallel ranks; of several DDP models, those of the largest group."""
+    if given is not None or mesh is not None:
+        return given if mesh is None else mesh.get_group(dim)
+    models = ddp_models_in(model) if isinstance(model, nn.Module) else {}  # else refused later, by all ranks
+    groups: list[ProcessGroup] = [ddp.process_group for ddp in models.values()]
+    return max(groups, key=lambda group: group.size(), default=None)
+
+
+def copied(params: Any, model: nn.Module) -> Any:
+    """Parameter groups that may be written to."""
+    check_params(params)
+    named = [(name, param) for name, param in model.named_parameters()]
+    if params is None:
+        return named
+    if callable(params):
+        return grouped(named, params)
+    return [dict(one) if isinstance(one, dict) else one for one in params]
+
+
+def nonfinite(options: Mapping[str, Any], groups: Sequence[ParamGroup]) -> str:
+    """The option of that name, if it is not given: alike in all members, whether their steps wait or not."""
+    given: str | None = options.get("nonfinite")
+    if given is not None:
+        return given
+    deciding = [options.get("max_grad_norm"), options.get("loss_scale"), *(one.get("max_grad_norm") for one in groups)]
+    return "step" if all(one is None for one in deciding) else "skip"
+
+
+@contextmanager
+def agreements(
+    comms: Sequence[Communicator], optimizer_class: object, options: Mapping[str, Any]
+) -> Iterator[list[Agreement]]:
+    """A block that succeeds on all of these ranks, with these options, or raises on all."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(Agreement(comm, "building ParallelOptimizer")) for comm in reversed(comms)]
+        for agreement in found:
+            agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
+            for name in _DECIDING:
+                agreement.declare(name, options.get(name))
+        yield found[::-1]
+
+
+# Members
+
+
 @dataclass
-class Plan:
-    """What will become a member.
+class Member:
+    """Parameter groups that the same ranks hold, and their sharded optimizer once `build` has made it.
 
     Attributes:
         group: its ranks; None for all data-parallel ones.
         positions: of its groups among all.
-        groups: its parameter groups, without what concerns ranks.
+        groups: its parameter groups, without ``process_group`` and ``sharded_over``.
         held: how each of its parameters is held, in the order of the groups.
+        ddp: the DDP model that reduces its gradients; None: they are averaged in ``opt.step()``.
+        stated: by data-parallel rank, the global ranks of its group.
     """
 
     group: ProcessGroup | None
     positions: list[int] = field(default_factory=list)
     groups: list[ParamGroup] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
+    ddp: DistributedDataParallel | None = None
+    stated: list[list[int]] = field(default_factory=list)
+    averages: Averages | None = field(init=False, default=None)
+    zero: ZeroRedundancyOptimizer = field(init=False)
 
     def describe(self) -> str:
         """Its groups, for messages."""
         shown = ", ".join(map(str, self.positions))
         return f"parameter group{'s' if len(self.positions) > 1 else ''} {shown}"
 
+    def build(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        everyone: Communicator,
+        names: Mapping[int, str],
+        options: dict[str, Any],
+    ) -> None:
+        """Make the sharded optimizer: with the hook of the DDP model, or standalone in stage 1 without one.
 
-def planned(groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh | None) -> list[Plan]:
-    """One plan for groups without a process group, which comes first, and one for each process group.
+        Args:
+            optimizer_class: the class.
+            everyone: the data-parallel ranks.
+            names: of parameters, by identity.
+            options: of `ddp_zero.shard_optimizer`.
+
+        Raises:
+            ValueError: for a DDP model on other ranks than the member's, or distributed tensors in flat storage.
+            TypeError: for an optimizer that looks at whole parameters where ranks hold parts.
+        """
+        group = everyone.process_group if self.group is None else self.group
+        distributed = next((one.label for one in self.held if one.source is not None), None)
+        if distributed is not None and options.get("parameters_as_bucket_view"):
+            raise ValueError(
+                f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
+                "elsewhere, its part would no longer be the one that the model uses. Leave the option out."
+            )
+        options = {"partition": "parameters", **options}  # whole ones, so that `sharded_state_dict` knows their names
+        if self.ddp is not None:
+            self._check_ranks_of(self.ddp, group)
+            self.zero = build_with_hook(self.ddp, optimizer_class, self.groups, **options)
+            if self.group is not None:
+                take_part_with_zeros(self.ddp)
+        else:
+            own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
+            self.zero = ZeroRedundancyOptimizer(self.groups, optimizer_class, process_group=group, **own)
+        table = sharded_of(self.zero).table
+        table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
+        cut = next((index for index, one in enumerate(self.held) if one.cut_over), None)
+        if cut is not None and not is_elementwise(self.zero.optim):
+            raise TypeError(
+                f"Expected an optimizer that steps each element by itself for {table.label(cut)}, of which each rank "
+                f"along {sorted(self.held[cut].cut_over)} holds a part, got {type(self.zero.optim).__name__}. Use one "
+                "such as AdamW, or declare the class by ddp_zero.elementwise(...) if it is one."
+            )
+
+    def _check_ranks_of(self, ddp: DistributedDataParallel, group: ProcessGroup) -> None:
+        if Communicator(group).has_same_ranks(ddp.process_group):
+            return
+        # DDP compares the name of a parameter of the root module with a leading dot
+        own = {id(param): name for name, param in ddp.module.named_parameters(recurse=False)}
+        names = [own[id(one.param)] for one in self.held if id(one.param) in own]
+        by_name = f", of which it knows {names[0]!r} as {'.' + names[0]!r}: pass both names" if names else ""
+        raise ValueError(
+            f"Expected the DDP model over {self.describe()} on their ranks, {get_process_group_ranks(group)}, got "
+            f"one on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
+            f"have DDP ignore these parameters{by_name}."
+        )
+
+    def begin_averages(self, divisor: int) -> None:
+        """Average gradients in ``opt.step()`` if no DDP model reduces them. A collective of the member's ranks."""
+        if self.ddp is None:
+            sharded = sharded_of(self.zero)
+            check_same_values(sharded.ranks.everyone, sharded.table)
+            self.averages = Averages(sharded.ranks.everyone, sharded.table, self.held, divisor)
+
+    def follow_schedule(self) -> None:
+        """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.backward.forward_passes`.
+
+        Raises:
+            NotImplementedError: for a static graph, of which DDP averages the first backward pass of all, unless it
+                was to.
+        """
+        if self.ddp is None:
+            return
+        engine = engine_of(self.zero)
+        holds_back = self.zero.stage == 2 or engine.decision.options.accumulate_in_fp32
+        if holds_back and has_static_graph(self.ddp):
+            raise NotImplementedError(
+                "Expected a DDP model without static_graph=True around a pipeline stage with stage=2 or "
+                "accumulate_in_fp32=True, got one with it: it averages the first backward pass, which a schedule runs "
+                "under no_sync(). Wrap the stage without static_graph=True, or pass stage=1."
+            )
+        engine.passes.follow_schedule(holds_back)
+
+    def check_can_step(self) -> None:
+        """Check, without communicating, that this rank can take a step that waits for ``opt.step()``.
+
+        Raises:
+            RuntimeError: for groups that were edited, state that was moved away, or a parameter that is not its master.
+            NotImplementedError: for a gradient that is not dense.
+        """
+        engine = engine_of(self.zero)
+        if engine.hook is None or engine.hook.is_waiting:
+            if engine.hook is not None:
+                engine.hook.check_complete()
+            sharded = engine.sharded
+            sharded.table.check_groups(self.zero.param_groups)
+            sharded.table.check_gradients()
+            sharded.stepped.follow_model()
+            sharded.check_ready()
+
+    def drop_gradients(self, set_to_none: bool) -> None:
+        """Follow ``opt.zero_grad()``, which drops those of distributed tensors in any case."""
+        self.zero.zero_grad(set_to_none)
+        for one in self.held:
+            if one.source is not None:
+                one.source.grad = None
+
+    def counted_here(self, mesh: DeviceMesh | None, dims: Sequence[str], pipeline_dim: str | None) -> list[bool]:
+        """For each parameter, whether this rank counts it in norms: of its replicas one counts."""
+        replicated = [dim for dim in dims if dim != pipeline_dim]
+        at_first = {dim: mesh is None or mesh.get_local_rank(dim) == 0 for dim in replicated}
+        return [all(dim in one.cut_over or at_first[dim] for dim in replicated) for one in self.held]
+
+
+def planned(
+    groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh | None, model: nn.Module
+) -> list[Member]:
+    """A member for groups without a process group, which comes first, and one for each process group; not built yet.
 
     Args:
         groups: parameter groups as torch has read them.
         dims: names of the mesh dimensions other than the data-parallel one.
         mesh: the mesh; along dimensions of one rank, parameters are whole.
+        model: holds the DDP models.
 
     Raises:
         TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `held`.
+        ValueError: if several DDP models reduce a member's parameters.
     """
-    plans: dict[int | None, Plan] = {None: Plan(None)}
+    members: dict[int | None, Member] = {None: Member(None)}
     shared = {dim for dim in dims if mesh is not None and mesh[dim].size() > 1}
     for position, given in enumerate(groups):
         group, declared = given.get("process_group"), read_cuts(given.get("sharded_over", ()), position)
         if group is not None and not isinstance(group, ProcessGroup):
             check_group(group, f"process_group of parameter group {position}")
-        plan = plans.setdefault(None if group is None else id(group), Plan(group))
+        member = members.setdefault(None if group is None else id(group), Member(group))
         names = given.get("param_names", [None] * len(given["params"]))
         all_held = [
             held(param, declared, dims, f"parameter {name or number} of parameter group {position}").along(shared)
@@ -73,22 +305,17 @@ def planned(groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh 
         params = [one.param for one in all_held]
         options = {key: value for key, value in given.items() if key not in _NOT_OPTIONS}
         named = [*zip(names, params, strict=True)] if "param_names" in given else params
-        plan.positions.append(position)
-        plan.groups.append({**options, "params": named})
-        plan.held += all_held
-    return [plan for plan in plans.values() if plan.groups]
+        member.positions.append(position)
+        member.groups.append({**options, "params": named})
+        member.held += all_held
+    found = [member for member in members.values() if member.groups]
+    for member in found:
+        member.ddp = _reducing(model, member)
+    return found
 
 
-_NOT_OPTIONS = ("params", "param_names", *PARALLEL_KEYS)
-
-
-def reducing(model: nn.Module, plan: Plan) -> DistributedDataParallel | None:
-    """The DDP model, in a module, that reduces a plan's parameters; None if none does.
-
-    Raises:
-        ValueError: if several do.
-    """
-    mine = {id(one.param) for one in plan.held}
+def _reducing(model: nn.Module, member: Member) -> DistributedDataParallel | None:
+    mine = {id(one.param) for one in member.held}
     found = {
         name: module
         for name, module in model.named_modules()
@@ -97,146 +324,101 @@ def reducing(model: nn.Module, plan: Plan) -> DistributedDataParallel | None:
     }
     if len(found) > 1:
         raise ValueError(
-            f"Expected one DDP model over {plan.describe()}, got {len(found)}: {', '.join(map(repr, found))}. Give the "
-            "parameters of each DDP model a parameter group with its process_group=."
+            f"Expected one DDP model over {member.describe()}, got {len(found)}: {', '.join(map(repr, found))}. Give "
+            "the parameters of each DDP model a parameter group with its process_group=."
         )
     return next(iter(found.values()), None)
 
 
-def built(
-    plan: Plan,
-    ddp: DistributedDataParallel | None,
-    optimizer_class: Callable[..., Optimizer],
-    everyone: Communicator,
-    names: Mapping[int, str],
-    options: dict[str, Any],
-) -> ZeroRedundancyOptimizer:
-    """The sharded optimizer of a plan: with the hook of its DDP model, or standalone in stage 1 without one.
-
-    Args:
-        plan: the groups.
-        ddp: the model that reduces their gradients, or None.
-        optimizer_class: the class.
-        everyone: the data-parallel ranks.
-        names: of parameters, by identity.
-        options: of `ddp_zero.shard_optimizer`.
-
-    Raises:
-        ValueError: for a DDP model on other ranks than the plan's, or distributed tensors in flat storage.
-        TypeError: for an optimizer that looks at whole parameters where ranks hold parts.
-    """
-    group = everyone.process_group if plan.group is None else plan.group
-    distributed = next((one.label for one in plan.held if one.source is not None), None)
-    if distributed is not None and options.get("parameters_as_bucket_view"):
-        raise ValueError(
-            f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
-            "elsewhere, its part would no longer be the one that the model uses. Leave the option out."
-        )
-    options = {"partition": "parameters", **options}  # whole ones, so that `sharded_state_dict` knows their names
-    if ddp is not None:
-        if not Communicator(group).has_same_ranks(ddp.process_group):
-            raise ValueError(
-                f"Expected the DDP model over {plan.describe()} on their ranks, {get_process_group_ranks(group)}, got "
-                f"one on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
-                f"have DDP ignore these parameters{_by_name(ddp, plan)}."
-            )
-        zero = build_with_hook(ddp, optimizer_class, plan.groups, **options)
-        if plan.group is not None:
-            take_part_with_zeros(ddp)
-    else:
-        own = {key: value for key, value in options.items() if key not in (*_OF_HOOKS, *_OF_REDUCTIONS)}
-        zero = ZeroRedundancyOptimizer(plan.groups, optimizer_class, process_group=group, **own)
-    table = sharded_of(zero).table
-    table.learn_names([(names[id(param)], param) for param in table.params if id(param) in names])
-    cut = next((index for index, one in enumerate(plan.held) if one.cut_over), None)
-    if cut is not None and not is_elementwise(zero.optim):
-        raise TypeError(
-            f"Expected an optimizer that steps each element by itself for {table.label(cut)}, of which each rank "
-            f"along {sorted(plan.held[cut].cut_over)} holds a part, got {type(zero.optim).__name__}. Use one such as "
-            "AdamW, or declare the class by ddp_zero.elementwise(...) if it is one."
-        )
-    return zero
+# Membership
 
 
-def _by_name(ddp: DistributedDataParallel, plan: Plan) -> str:
-    """How to ignore a parameter of the root module, whose name DDP compares with a leading dot."""
-    own = {id(param): name for name, param in ddp.module.named_parameters(recurse=False)}
-    names = [own[id(one.param)] for one in plan.held if id(one.param) in own]
-    return f", of which it knows {names[0]!r} as {'.' + names[0]!r}: pass both names" if names else ""
-
-
-def follow_schedule(zero: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
-    """Expect a pipeline schedule to run the DDP model of a member; see `ddp_zero.core.backward.forward_passes`.
-
-    Raises:
-        NotImplementedError: for a static graph, of which DDP averages the first backward pass of all, unless it was to.
-    """
-    holds_back = zero.stage == 2 or engine_of(zero).decision.options.accumulate_in_fp32
-    if holds_back and has_static_graph(ddp):
-        raise NotImplementedError(
-            "Expected a DDP model without static_graph=True around a pipeline stage with stage=2 or "
-            "accumulate_in_fp32=True, got one with it: it averages the first backward pass, which a schedule runs "
-            "under no_sync(). Wrap the stage without static_graph=True, or pass stage=1."
-        )
-    engine_of(zero).passes.follow_schedule(holds_back)
-
-
-def check_can_step(zero: ZeroRedundancyOptimizer) -> None:
-    """Check, without communicating, that a member whose step waits for ``opt.step()`` can take it on this rank.
-
-    Raises:
-        RuntimeError: for groups that were edited, state that was moved away, or a parameter that is not its master.
-        NotImplementedError: for a gradient that is not dense.
-    """
-    engine = engine_of(zero)
-    if engine.hook is None or engine.hook.is_waiting:
-        if engine.hook is not None:
-            engine.hook.check_complete()
-        sharded = engine.sharded
-        sharded.table.check_groups(zero.param_groups)
-        sharded.table.check_gradients()
-        sharded.stepped.follow_model()
-        sharded.check_ready()
-
-
-def stated_groups(everyone: Communicator, plans: Sequence[Plan]) -> list[list[list[int]]]:
-    """The global ranks of each plan's group, as every data-parallel rank has stated them: by plan, then by rank.
-
-    A collective.
+def state_groups(everyone: Communicator, members: Sequence[Member]) -> None:
+    """Tell each member the global ranks of its group on every data-parallel rank. A collective.
 
     Raises:
         ValueError: on every rank, if two of them differ.
     """
-    own = [get_process_group_ranks(plan.group or everyone.process_group) for plan in plans]
+    own = [get_process_group_ranks(member.group or everyone.process_group) for member in members]
     every = [json.loads(text) for text in everyone.all_gather_text(json.dumps(own))]
     ranks = get_process_group_ranks(everyone.process_group)
-    by_plan = [[one[number] for one in every] for number in range(len(plans))]
-    for plan, stated in zip(plans, by_plan, strict=True):
-        check_groups(ranks, stated, plan.describe())
-    return by_plan
+    for number, member in enumerate(members):
+        member.stated = [stated[number] for stated in every]
+        check_groups(ranks, member.stated, member.describe())
 
 
-def counted_by_rank(everyone: Communicator, stated: Sequence[Sequence[Sequence[int]]]) -> list[list[bool]]:
-    """By plan and data-parallel rank, whether its share of the plan's groups counts in norms."""
-    ranks = get_process_group_ranks(everyone.process_group)
-    return [counted(ranks, one) for one in stated]
+def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: str) -> None:
+    """Check that ranks which share a parameter group have the same view of who shares it.
+
+    Args:
+        ranks: the global ranks that train one copy of the model's dense part, in the order of their process group.
+        stated: for each of them the ranks of its process group for the parameter group.
+        what: the parameter group, for messages.
+
+    Raises:
+        ValueError: naming two ranks that differ; the same on every rank.
+    """
+    said = dict(zip(ranks, map(tuple, stated), strict=True))
+    for rank, group in said.items():
+        if rank not in group:
+            raise ValueError(
+                f"Expected process_group of {what} to contain the rank that passes it, got {list(group)} on global "
+                f"rank {rank}. Every rank passes the group of the ranks that hold the same parameters as itself."
+            )
+        for peer in group:
+            if said.get(peer, group) != group:
+                raise ValueError(
+                    f"Expected the ranks of process_group of {what} to agree on who they are, got {list(group)} on "
+                    f"global rank {rank} and {list(said[peer])} on global rank {peer}. Build the groups from one "
+                    "table of ranks, as torch.distributed.device_mesh.init_device_mesh does."
+                )
 
 
-def counted_here(plan: Plan, mesh: DeviceMesh | None, dims: Sequence[str], pipeline_dim: str | None) -> list[bool]:
-    """For each parameter of a plan, whether this rank counts it in norms: one of those that hold a replica does."""
-    replicated = [dim for dim in dims if dim != pipeline_dim]
-    at_first = {dim: mesh is None or mesh.get_local_rank(dim) == 0 for dim in replicated}
-    return [all(dim in one.cut_over or at_first[dim] for dim in replicated) for one in plan.held]
+def counted(ranks: Sequence[int], stated: Sequence[Sequence[int]]) -> list[bool]:
+    """For each rank whether its share of a parameter group counts in norms, so that each parameter counts once.
+
+    The first rank of each group counts. If that is not one of ``ranks``, as where pipeline stages share a parameter,
+    the group counts there.
+    """
+    return [rank == group[0] for rank, group in zip(ranks, stated, strict=True)]
 
 
-def held_params(plans: Sequence[Plan]) -> dict[Tensor, Tensor]:
-    """The parameter that is stepped for each that the user gave."""
-    return {one.given: one.param for plan in plans for one in plan.held}
+def describe(members: Sequence[Member], everyone: Communicator, rows: Sequence[str]) -> str:
+    """The text of `ParallelOptimizer.explain`.
+
+    Args:
+        members: the members.
+        everyone: the data-parallel ranks.
+        rows: of every rank of the mesh, from `own_row`.
+    """
+    lines = [f"ParallelOptimizer of {len(members)} members, {everyone.world_size} data-parallel ranks"]
+    for number, member in enumerate(members):
+        distinct = list(dict.fromkeys(map(tuple, member.stated)))
+        shared = " | ".join(" ".join(map(str, ranks)) for ranks in distinct)
+        mine = " ".join(map(str, member.stated[everyone.group_rank]))
+        averaged = "in opt.step()" if member.ddp is None else "by DDP"
+        lines += [
+            f"member {number}: parameter groups {member.positions}, {_sizes(member)} here",
+            f"  shared by global ranks {shared}; this rank's are {mine}; averaged {averaged}",
+        ]
+    every = [text for _, text in sorted(json.loads(row) for row in rows)]
+    parts = ["\n".join(lines), "\n".join(["every rank", *every]), *(member.zero.explain() for member in members)]
+    return "\n\n".join(parts)
 
 
-def places_of(plans: Sequence[Plan]) -> list[tuple[int, int]]:
-    """For each parameter group its member, and its position there."""
-    found = {
-        position: (member, group) for member, plan in enumerate(plans) for group, position in enumerate(plan.positions)
-    }
-    return [found[position] for position in sorted(found)]
+def own_row(members: Sequence[Member], everyone: Communicator, mesh: DeviceMesh | None) -> str:
+    """This rank's line of `describe`, for all others: its number, and lines of text, as JSON."""
+    rank = everyone.global_rank(everyone.group_rank)
+    place = ""
+    if mesh is not None:
+        place = f" ({', '.join(f'{dim} {mesh.get_local_rank(dim)}' for dim in mesh.mesh_dim_names or ())})"
+    lines = [f"  global rank {rank}{place}"]
+    for member in members:
+        shared = " ".join(map(str, member.stated[everyone.group_rank]))
+        lines.append(f"    groups {member.positions}: {_sizes(member)}, shared by global ranks {shared}")
+    return json.dumps([rank, "\n".join(lines)])
+
+
+def _sizes(member: Member) -> str:
+    params = sharded_of(member.zero).table.params
+    return f"{len(params)} parameters, {sum(param.nbytes for param in params):,} bytes"

@@ -1,50 +1,43 @@
 """`ParallelOptimizer`: sharded optimizers for parameters that different ranks share, with one decision over all."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import gather_text_across
-from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup
 from ddp_zero.core.plan.global_names import GlobalNames
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of, states_of
-from ddp_zero.parallel.arguments import agreements, check_arguments, copied, data_group, nonfinite, other_dims
-from ddp_zero.parallel.averages import Averages, average_together, check_same_values
-from ddp_zero.parallel.errors import GlobalErrorCheck, HeldErrors
-from ddp_zero.parallel.joint_decision import JointDecision, MemberBeyond, NormLevel
+from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
 from ddp_zero.parallel.members import (
-    Plan,
-    built,
-    counted_by_rank,
-    counted_here,
-    follow_schedule,
-    held_params,
-    places_of,
+    agreements,
+    check_arguments,
+    copied,
+    counted,
+    data_group,
+    describe,
+    nonfinite,
+    other_dims,
+    own_row,
     planned,
-    reducing,
-    stated_groups,
+    state_groups,
 )
-from ddp_zero.parallel.membership import describe, own_row
-from ddp_zero.parallel.placement import Holdings
-from ddp_zero.parallel.shards import Shards
-from ddp_zero.parallel.states import merged, pack, split, unpack
-from ddp_zero.parallel.unsupported import Refused
+from ddp_zero.parallel.placement import Holdings, merged, pack, split, unpack
 
 
-class ParallelOptimizer(Refused, Optimizer):
+class ParallelOptimizer(Optimizer):
     """Any optimizer, sharded over the ranks that hold the same parameters, where not all ranks hold the same.
 
     Parameter groups name the ranks that hold their parameters as ``process_group``; groups without one are held by all
@@ -113,44 +106,50 @@ class ParallelOptimizer(Refused, Optimizer):
         everyone = Communicator(data_group(model, data_parallel_group, mesh, data_parallel_dim), device=device)
         further = [] if mesh is None else [mesh.get_group(dim) for dim in dims if mesh[dim].size() > 1]
         beyond = [Communicator(group, device=device) for group in further]
-        with agreements([everyone, *beyond], optimizer_class, options) as statements:
+        self._comms = [everyone, *beyond]
+        with agreements(self._comms, optimizer_class, options) as statements:
             check_arguments(model, optimizer_class, options)
             Optimizer.__init__(self, copied(params, model), {})
             options["nonfinite"] = nonfinite(options, self._own_groups)
-            names = {id(param): name for name, param in model.named_parameters()}
-            plans = planned(self._own_groups, dims, mesh)
-            models = [reducing(model, plan) for plan in plans]
-            shape = [(plan.positions, ddp is not None) for plan, ddp in zip(plans, models, strict=True)]
+            members = planned(self._own_groups, dims, mesh, model)
+            shape = [(member.positions, member.ddp is not None) for member in members]
             statements[0].declare("parameter groups with a process group, and a DDP model", shape)
-        with agreements([everyone, *beyond], optimizer_class, {}):
+        with agreements(self._comms, optimizer_class, {}):
             kept = [dim for dim in (data_parallel_dim, pipeline_dim) if dim is not None]
-            self._holdings = Holdings(plans, everyone.process_group, mesh, kept, global_names)
-            self._stated = stated_groups(everyone, plans)
-            for plan, ddp in zip(plans, models, strict=True):
-                self.members.append(built(plan, ddp, optimizer_class, everyone, names, dict(options)))
-                if pipeline_dim is not None and ddp is not None:
-                    follow_schedule(self.members[-1], ddp)
-            self._averages = _averages(plans, models, self.members, everyone)
+            held = [(member.group or everyone.process_group, member.held) for member in members]
+            self._holdings = Holdings(held, everyone.process_group, mesh, kept, global_names)
+            state_groups(everyone, members)
+            names = {id(param): name for name, param in model.named_parameters()}
+            for member in members:
+                member.build(optimizer_class, everyone, names, dict(options))
+                if pipeline_dim is not None:
+                    member.follow_schedule()
+            for member in members:
+                member.begin_averages(everyone.world_size)
+        has_own = any(member.group is not None for member in members)
+        ranks = get_process_group_ranks(everyone.process_group)
+        levels = [NormLevel(everyone, [counted(ranks, member.stated) for member in members])] if has_own else []
         self._held = HeldErrors()
-        self._assembly = GlobalErrorCheck([everyone, *beyond] if _have_own(plans) or beyond else [])
-        levels = [NormLevel(everyone, counted_by_rank(everyone, self._stated))] if _have_own(plans) else []
-        council = JointDecision([*levels, *map(NormLevel, beyond)], self._assembly)
-        for number, (plan, member) in enumerate(zip(plans, self.members, strict=True)):
-            if levels or beyond:
-                here = counted_here(plan, mesh, dims, pipeline_dim)
-                engine_of(member).decision.beyond = MemberBeyond(council, number, here, plan.positions)
-                sharded_of(member).catching = self._held.catching
-                engine_of(member).passes.checks.append(self._held.raise_now)
-        self._council = council
-        self._everyone = everyone
-        self._comms = [everyone, *beyond]
-        self._places = places_of(plans)
-        self._stepped_for = held_params(plans)
-        self._shards = [Shards(plan.held) for plan in plans]
+        self._errors = GlobalErrorCheck(self._comms if has_own or beyond else [])
+        self._joint = JointDecision([*levels, *map(NormLevel, beyond)], self._errors)
+        for number, member in enumerate(members):
+            if has_own or beyond:
+                here = member.counted_here(mesh, dims, pipeline_dim)
+                engine = engine_of(member.zero)
+                engine.decision.beyond = MemberBeyond(self._joint, number, here, member.positions)
+                engine.sharded.catching = self._held.catching
+                engine.passes.checks.append(self._held.raise_now)
+        self._members = members
+        self.members = [member.zero for member in members]
+        places = {
+            position: (number, group)
+            for number, member in enumerate(members)
+            for group, position in enumerate(member.positions)
+        }
+        self._places = [places[position] for position in sorted(places)]
+        self._stepped_for = {one.given: one.param for member in members for one in member.held}
         self._last_step: StepRecord | None = None
-        self._roster = gather_text_across(
-            self._comms, own_row(self.members, self._places, self._stated, everyone, mesh)
-        )
+        self._rows = gather_text_across(self._comms, own_row(members, everyone, mesh))
         self.defaults = self.members[0].defaults
 
     # Groups
@@ -166,7 +165,22 @@ class ParallelOptimizer(Refused, Optimizer):
     def param_groups(self, groups: list[ParamGroup]) -> None:
         self._own_groups = groups
 
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Refuse further groups, which the members would have to agree on.
+
+        Raises:
+            NotImplementedError: always, after construction.
+        """
+        if hasattr(self, "_places"):
+            raise NotImplementedError(
+                "ParallelOptimizer does not support add_param_group(). Instead build a new ParallelOptimizer with all "
+                "groups, and load the state_dict() of this one."
+            )
+        super().add_param_group(param_group)
+
     # A step
+
+    _step_supports_amp_scaling = True  # GradScaler then calls step(), which refuses it on every rank
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average what no DDP model reduces, decide over the whole model, and step. A collective.
@@ -181,7 +195,11 @@ class ParallelOptimizer(Refused, Optimizer):
             NotImplementedError: under `torch.amp.GradScaler`.
             RuntimeError: as `ZeroRedundancyOptimizer.step`.
         """
-        self._check_no_scaler()
+        if vars(self).get("found_inf") is not None:  # set by a scaler; not that of an inner optimizer
+            raise NotImplementedError(
+                "ParallelOptimizer does not support torch.amp.GradScaler, whose scales would differ between ranks with "
+                "different parameters. Instead build it with loss_scale=ddp_zero.DynamicLossScale(), or use bfloat16."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -190,21 +208,20 @@ class ParallelOptimizer(Refused, Optimizer):
         last = self.members[-1]
         error: Exception | None = None
         try:
-            self._council.run([member.step for member in self.members])
+            self._joint.run([member.step for member in self.members])
             last = self.members[0]
         except Exception as raised:
             error = raised
         finally:
             self._last_step = last.last_step  # if all raise, only the last one has recorded why
             self._forget()
-        self._assembly.conclude(error or self._held.take())
+        self._errors.conclude(error or self._held.take())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients of all parameters; see `ZeroRedundancyOptimizer.zero_grad`."""
-        for member, shards in zip(self.members, self._shards, strict=True):
-            member.zero_grad(set_to_none)
-            shards.drop_gradients()
+        for member in self._members:
+            member.drop_gradients(set_to_none)
         self._forget()
 
     def reset(self) -> None:
@@ -242,9 +259,9 @@ class ParallelOptimizer(Refused, Optimizer):
         wanted = zip(self.members, self._by_member(parameters), strict=True)
         clips = [partial(one.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite, own) for one, own in wanted]
         try:
-            total: Tensor = self._council.run(clips)[0]
+            total: Tensor = self._joint.run(clips)[0]
         except Exception as error:
-            self._assembly.tell(error)
+            self._errors.tell(error)
             raise
         return total
 
@@ -270,11 +287,11 @@ class ParallelOptimizer(Refused, Optimizer):
         A collective of the ranks that hold it.
         """
         param = self._stepped_for.get(param, param)
-        for member, averages in zip(self.members, self._averages, strict=True):
-            if param in sharded_of(member).table.index_of:
-                if averages is not None:
-                    averages.take()
-                return member.full_grad(param)
+        for member in self._members:
+            if param in sharded_of(member.zero).table.index_of:
+                if member.averages is not None:
+                    member.averages.take()
+                return member.zero.full_grad(param)
         raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -301,12 +318,25 @@ class ParallelOptimizer(Refused, Optimizer):
         return [[param for param in stepped if param in table.index_of] for table in tables]
 
     def _average(self) -> None:
-        average_together(self._assembly, self.members, self._averages)
+        """Average what no DDP model reduces, and check that all ranks can step. A collective."""
+        error: Exception | None = None
+        try:
+            for member in self._members:
+                member.check_can_step()
+        except Exception as raised:
+            error = raised
+        for member in self._members:
+            try:
+                if member.averages is not None:
+                    member.averages.take(error)
+            except Exception as raised:
+                error = error or raised
+        self._errors.check(error, "averaging gradients")
 
     def _forget(self) -> None:
-        for averages in self._averages:
-            if averages is not None:
-                averages.forget()
+        for member in self._members:
+            if member.averages is not None:
+                member.averages.forget()
 
     # State
 
@@ -375,27 +405,29 @@ class ParallelOptimizer(Refused, Optimizer):
 
     def explain(self) -> str:
         """Which ranks share what, here and on every other rank, and what each member shards. Never communicates."""
-        return describe(self.members, self._places, self._everyone, self._stated, self._roster)
+        return describe(self._members, self._comms[0], self._rows)
 
     def __repr__(self) -> str:
         return "ParallelOptimizer of " + "\n".join(map(repr, self.members))
 
+    # Refused
 
-def _have_own(plans: Sequence[Plan]) -> bool:
-    return any(plan.group is not None for plan in plans)
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuse `torch.distributed.algorithms.Join`.
 
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "ParallelOptimizer does not support Join: a rank that has joined could not exchange activations with the "
+            "rest of the model. Instead give every rank the same number of batches, empty ones if need be."
+        )
 
-def _averages(
-    plans: Sequence[Plan], models: Sequence[object], members: Sequence[ZeroRedundancyOptimizer], everyone: Communicator
-) -> list[Averages | None]:
-    """For each member that no DDP model reduces, what averages its gradients. A collective."""
-    found: list[Averages | None] = []
-    for plan, ddp, member in zip(plans, models, members, strict=True):
-        sharded = sharded_of(member)
-        if ddp is not None:
-            found.append(None)
-            continue
-        ranks: Ranks = sharded.ranks
-        check_same_values(ranks.everyone, [sharded.table])
-        found.append(Averages(ranks.everyone, sharded.table, everyone.world_size, Shards(plan.held)))
-    return found
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise NotImplementedError(
+            "Expected ParallelOptimizer not to be copied, since its members share process groups. Build another one, "
+            "and load state_dict()."
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("Expected ParallelOptimizer not to be pickled. Save state_dict() instead.")

@@ -1,7 +1,14 @@
-"""How a rank's parameters lie in the whole model: names there, which elements they are, and who holds the same."""
+"""How a rank's parameters lie in the whole model: which elements they are, their names there, and who holds the same.
+
+Also state dicts in these terms: of several members as one, in which parameters are numbered in the order of all
+groups, or go by name. Those by name, for `torch.distributed.checkpoint`, have the keys of torch's
+``flatten_optimizer_state_dict``: one for each state and each option of each parameter, so that the dicts of ranks with
+different parameters make up one.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,20 +16,125 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from ddp_zero.core.local.inner import loaded_group
 from ddp_zero.core.local.live_model import PartModel, Placed, box_of
 from ddp_zero.core.plan.boxes import Box
 from ddp_zero.core.plan.global_names import GlobalNames
-from ddp_zero.parallel.members import Plan
-from ddp_zero.parallel.shards import Held
+from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of, states_of
+
+# One parameter
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter as a member steps it.
+
+    Attributes:
+        param: a plain parameter; for a distributed tensor this rank's part, in its memory.
+        source: the distributed tensor, or None.
+        cut_over: names of the mesh dimensions along which ranks hold different parts.
+        declared: of those that the user has named: which dimension of the tensor is cut; None: not said.
+        label: the parameter in messages.
+    """
+
+    param: Tensor
+    source: DTensor | None
+    cut_over: frozenset[str]
+    declared: Mapping[str, int | None]
+    label: str
+
+    @property
+    def given(self) -> Tensor:
+        """The parameter as the user gave it."""
+        return self.param if self.source is None else self.source
+
+    def along(self, dims: Collection[str]) -> "Held":
+        """The parameter with cuts over these dimensions only."""
+        return replace(self, cut_over=self.cut_over.intersection(dims))
+
+    def bring_gradient(self) -> None:
+        """Give the part this rank's part of the distributed tensor's gradient."""
+        if self.source is None:
+            return
+        self.param.requires_grad_(self.source.requires_grad)
+        grad: Any = self.source.grad
+        if grad is not None and grad.placements != self.source.placements:
+            grad = grad.redistribute(placements=self.source.placements)
+        self.param.grad = None if grad is None else grad.to_local().detach()
+
+
+def read_cuts(given: object, position: int) -> dict[str, int | None]:
+    """A group's ``sharded_over`` as a dict from mesh dimensions to dimensions of its tensors, None where not said.
+
+    Raises:
+        TypeError: for anything but names, or a dict from names to numbers.
+    """
+    if isinstance(given, str):
+        return {given: None}
+    found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given) if isinstance(given, Iterable) else None
+    kinds = (int, type(None))
+    if found is None or not all(type(dim) is str and type(cut) in kinds for dim, cut in found.items()):
+        raise TypeError(
+            f"Expected sharded_over= of parameter group {position} to name mesh dimensions, or to map them to the "
+            f"dimension of the tensors that is cut, as in {{'tensor': 0}}, got {given!r:.80}."
+        )
+    return found
+
+
+def held(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str], label: str) -> Held:
+    """How a rank holds a parameter.
+
+    Args:
+        param: as the user gave it.
+        declared: mesh dimensions along which the user has said that it is cut, from `read_cuts`.
+        dims: names of the mesh dimensions other than the data-parallel one.
+        label: the parameter in messages.
+
+    Raises:
+        ValueError: for a distributed tensor on dimensions that are not among these.
+        NotImplementedError: for one that is neither cut nor replicated along a dimension.
+    """
+    unknown = [dim for dim in declared if dim not in dims]
+    if unknown:
+        raise ValueError(
+            f"Expected sharded_over= of {label} to name dimensions of the mesh besides the data-parallel one, "
+            f"{list(dims)}, got {unknown[0]!r}."
+        )
+    if not isinstance(param, DTensor):
+        return Held(param, None, frozenset(declared), declared, label)
+    names = param.device_mesh.mesh_dim_names or ()
+    shown = set()
+    for name, placement in zip(names, param.placements, strict=False):
+        if name not in dims:
+            raise ValueError(
+                f"Expected {label} distributed over dimensions of the mesh besides the data-parallel one, "
+                f"{list(dims)}, got {name!r}. Pass the mesh to ParallelOptimizer(mesh=...), and parallelize the model "
+                "over a dimension of that mesh."
+            )
+        if not isinstance(placement, Shard | Replicate):
+            raise NotImplementedError(
+                f"Expected {label} cut or replicated along {name!r}, got {placement}. Redistribute it first."
+            )
+        if isinstance(placement, Shard):
+            shown.add(name)
+    if not names:
+        raise ValueError(f"Expected {label} on a mesh with named dimensions, got one without names.")
+    own: Any = param.detach()
+    part = nn.Parameter(own.to_local(), requires_grad=param.requires_grad)
+    rest = {dim: tensor_dim for dim, tensor_dim in declared.items() if dim not in shown}
+    return Held(part, param, frozenset(shown.union(declared)), rest, label)
+
+
+# All parameters
 
 
 class Holdings:
-    """What a rank's `ParallelOptimizer` knows of the whole model.
+    """The parameters of a rank's `ParallelOptimizer` in the whole model.
 
     Args:
-        plans: of its members.
+        held: for each member, the ranks that share its parameters, and the parameters.
         everyone: the data-parallel ranks.
         mesh: of all ranks, or None.
         kept: names of the mesh dimensions along which plain parameters differ or are shared by data-parallel ranks:
@@ -35,7 +147,7 @@ class Holdings:
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        held: Sequence[tuple[ProcessGroup, Sequence[Held]]],
         everyone: ProcessGroup,
         mesh: DeviceMesh | None,
         kept: Sequence[str],
@@ -48,10 +160,14 @@ class Holdings:
             )
         self._mesh = mesh
         self._names = names
-        self._home = _home(everyone, mesh, kept)
-        self._homes = [self._home if plan.group is None else _home(plan.group, mesh, kept) for plan in plans]
-        self._plans = plans
-        self._held = {one.param: one for plan in plans for one in plan.held}
+        dims = () if mesh is None else mesh.mesh_dim_names or ()
+        grid = None if mesh is None else mesh.mesh
+        self._home = home_of(get_process_group_ranks(everyone), grid, dims, kept)
+        self._held = {
+            one.param: (one, home_of(get_process_group_ranks(group), grid, dims, kept))
+            for group, of_member in held
+            for one in of_member
+        }
 
     def part_of(self, model: nn.Module) -> PartModel:
         """This rank's part of the model, as `PartModel`.
@@ -59,16 +175,12 @@ class Holdings:
         Raises:
             ValueError: for a parameter that is cut along a dimension that nobody has stated, or names that collide.
         """
-        placed = {
-            one.given: Placed(one.param, *self._extent(one), home)
-            for plan, home in zip(self._plans, self._homes, strict=True)
-            for one in plan.held
-        }
+        placed = {one.given: Placed(one.param, *self._extent(one), home) for one, home in self._held.values()}
         return PartModel(model, placed, self._names, self._home)
 
     def as_distributed(self, param: Tensor, value: Any) -> Any:
         """A value of the state of a parameter that is stepped: as a `DTensor` if the parameter is cut and it is too."""
-        one = self._held[param]
+        one, _ = self._held[param]
         if not one.cut_over or not isinstance(value, Tensor) or value.shape != param.shape:
             return value
         shape, _ = self._extent(one)
@@ -78,15 +190,15 @@ class Holdings:
 
     def _extent(self, one: Held) -> tuple[tuple[int, ...], Box]:
         """The shape of the whole parameter, and the elements that are here."""
-        shape, offsets = list(one.param.shape), [0] * one.param.dim()
-        sizes = tuple(shape)
+        shape, offsets = tuple(one.param.shape), (0,) * one.param.dim()
         if one.source is not None:
-            shape, offsets = list(one.source.shape), list(box_of(one.source, one.label).offsets)
-        for dim, tensor_dim in reversed(self._declared(one)):
+            shape, offsets = tuple(one.source.shape), tuple(box_of(one.source, one.label).offsets)
+        cuts = []
+        for dim, tensor_dim in self._declared(one):
             assert self._mesh is not None, "sharded_over names a dimension of the mesh"
-            offsets[tensor_dim] += self._mesh.get_local_rank(dim) * shape[tensor_dim]
-            shape[tensor_dim] *= self._mesh[dim].size()
-        return tuple(shape), Box(tuple(offsets), sizes)
+            cuts.append((tensor_dim, self._mesh.get_local_rank(dim), self._mesh[dim].size()))
+        shape, offsets = whole_of(shape, offsets, cuts)
+        return shape, Box(offsets, tuple(one.param.shape))
 
     def _declared(self, one: Held) -> list[tuple[str, int]]:
         """Dimensions of the mesh, in its order, and of the tensor that are cut as the user has said."""
@@ -116,13 +228,157 @@ class Holdings:
         return self._mesh[tuple(dim for dim, _ in declared)], [Shard(tensor_dim) for _, tensor_dim in declared]
 
 
-def _home(group: ProcessGroup, mesh: DeviceMesh | None, kept: Sequence[str]) -> str:
-    """Who holds a parameter, as text: ranks, or where they are in the mesh along the dimensions that matter."""
-    ranks = get_process_group_ranks(group)
-    if mesh is None:
+def whole_of(
+    shape: Sequence[int], offsets: Sequence[int], cuts: Sequence[tuple[int, int, int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of a tensor of which a rank holds one of equal parts, and where that part begins.
+
+    Args:
+        shape: of the part.
+        offsets: where it begins in a part that is larger already.
+        cuts: the dimension that is cut, which part the rank holds, and of how many; the outermost cut first.
+    """
+    sizes, begins = list(shape), list(offsets)
+    for dim, place, count in reversed(cuts):
+        begins[dim] += place * sizes[dim]
+        sizes[dim] *= count
+    return tuple(sizes), tuple(begins)
+
+
+def home_of(ranks: Sequence[int], grid: Tensor | None, dims: Sequence[str], kept: Sequence[str]) -> str:
+    """The holders of a parameter, as text: ranks, or their places in the mesh along the dimensions that matter.
+
+    Args:
+        ranks: that share the parameter.
+        grid: all ranks of the mesh, or None.
+        dims: names of the mesh dimensions.
+        kept: those that matter.
+    """
+    if grid is None:
         return f"ranks {json.dumps(sorted(ranks))}"
-    names = list(mesh.mesh_dim_names or ())
-    columns = [names.index(dim) for dim in kept]
-    rows = {rank: [(mesh.mesh == rank).nonzero()[:, column].tolist() for column in columns] for rank in ranks}
-    places = sorted({tuple(one for found in row for one in found) for row in rows.values()})
-    return f"{', '.join(kept)} {json.dumps(places)}"
+    columns = [dims.index(dim) for dim in kept]
+    found = {rank: (grid == rank).nonzero() for rank in ranks}
+    places = {tuple(at for column in columns for at in place[:, column].tolist()) for place in found.values()}
+    return f"{', '.join(kept)} {json.dumps(sorted(places))}"
+
+
+# State dicts
+
+Places = Sequence[tuple[int, int]]
+"""The member of each parameter group, and its position there."""
+
+
+def merged(state_dicts: Sequence[dict[str, Any]], places: Places) -> dict[str, Any]:
+    """The state dict over all groups; other entries, such as a loss scale, are the first member's."""
+    groups: list[dict[str, Any]] = []
+    numbers: dict[tuple[int, int], int] = {}
+    for member, position in places:
+        group = state_dicts[member]["param_groups"][position]
+        for old in group["params"]:
+            numbers[member, old] = len(numbers)
+        groups.append({**group, "params": [numbers[member, old] for old in group["params"]]})
+    state = {
+        numbers.get((member, old), old): value
+        for member, state_dict in enumerate(state_dicts)
+        for old, value in state_dict["state"].items()
+    }
+    rest = {key: value for key, value in state_dicts[0].items() if key not in ("state", "param_groups")}
+    order = sorted(state, key=lambda key: (isinstance(key, str), str(key) if isinstance(key, str) else key))
+    return {"state": {key: state[key] for key in order}, "param_groups": groups, **rest}
+
+
+def split(state_dict: dict[str, Any], places: Places) -> list[dict[str, Any]]:
+    """The members' state dicts, of which `merged` makes one.
+
+    Raises:
+        ValueError: if it has another number of groups.
+    """
+    groups = state_dict["param_groups"]
+    if len(groups) != len(places):
+        raise ValueError(f"Expected a state dict of {len(places)} parameter groups, got {len(groups)}.")
+    rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    parts = []
+    for member in range(1 + max(one for one, _ in places)):
+        own = [group for group, (one, _) in zip(groups, places, strict=True) if one == member]
+        old = [number for group in own for number in group["params"]]
+        new = {number: place for place, number in enumerate(old)}
+        renumbered = [{**group, "params": [new[number] for number in group["params"]]} for group in own]
+        state = {
+            new.get(key, key): value for key, value in state_dict["state"].items() if key in new or isinstance(key, str)
+        }
+        parts.append({"state": state, "param_groups": renumbered, **rest})
+    return parts
+
+
+_STATE, _GROUPS, _REST = "state", "param_groups", "rest"
+
+
+def pack(
+    members: Sequence[ZeroRedundancyOptimizer], holdings: Holdings, model: nn.Module, init_missing: bool
+) -> dict[str, Any]:
+    """See `ParallelOptimizer.sharded_state_dict`."""
+    part, found = holdings.part_of(model), dict[str, Any]()
+    for member in members:
+        packed, table = states_of(member).shard(part, init_missing), sharded_of(member).table
+        param_of = dict(zip(part.names_of(table), table.params, strict=True))
+        for name, state in packed.pop(_STATE).items():
+            if name not in param_of:
+                found[f"{_REST}.{name}"] = state  # belongs to no parameter
+                continue
+            for key, value in state.items():
+                found[f"{_STATE}.{name}.{key}"] = holdings.as_distributed(param_of[name], value)
+        for group in packed.pop(_GROUPS):
+            for name in group.pop("params"):
+                found.update({f"{_GROUPS}.{name}.{key}": value for key, value in group.items()})
+        found.update({f"{_REST}.{key}": value for key, value in packed.items()})
+    return found
+
+
+def unpack(
+    state_dict: Mapping[str, Any], members: Sequence[ZeroRedundancyOptimizer], holdings: Holdings, model: nn.Module
+) -> list[dict[str, Any]]:
+    """The state dict of each member by parameter index, from what `pack` returned with the same keys.
+
+    Raises:
+        ValueError: if options are missing, or differ in a group, naming the parameter.
+    """
+    part = holdings.part_of(model)
+    states: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    rest: dict[str, Any] = {}
+    for path, value in state_dict.items():
+        kind, _, name = path.partition(".")
+        if kind == _REST:
+            rest[name] = value
+            continue
+        name, _, key = name.rpartition(".")
+        local = value.to_local() if isinstance(value, DTensor) else value
+        {_STATE: states, _GROUPS: options}.get(kind, {}).setdefault(name, {})[key] = local
+    scale = {"loss_scale": rest.pop("loss_scale")} if "loss_scale" in rest else {}
+    found = []
+    for member in members:
+        names = part.names_of(sharded_of(member).table)
+        remaining = iter(names)
+        groups = [
+            _group([next(remaining) for _ in group["params"]], group, options, member.defaults)
+            for group in member.param_groups
+        ]
+        own = {name: states[name] for name in names if name in states}
+        nested = {"state": {**rest, **own}, "param_groups": groups, **scale}
+        found.append(states_of(member).by_index(nested, part))
+    return found
+
+
+def _group(
+    names: list[str], group: Mapping[str, Any], options: Mapping[str, dict[str, Any]], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    missing = next((name for name in names if name not in options), None)
+    if missing is not None:
+        raise ValueError(f"Expected options of {missing!r} in the state dict, got none.")
+    other = next((name for name in names if options[name] != options[names[0]]), None)
+    if other is not None:
+        raise ValueError(
+            f"Expected the same options for the parameters of a group, got others for {other!r} than for {names[0]!r}."
+        )
+    kept = {key: value for key, value in group.items() if key != "param_names"}
+    return {**(loaded_group(kept, options[names[0]], defaults) if names else kept), "params": names}

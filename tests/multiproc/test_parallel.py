@@ -276,10 +276,10 @@ def _the_norm_shows_each_parameter_that_is_left_out_or_counted_twice(setup: Setu
             found = float(opt.clip_grad_norm_(1e9))
             assert abs(found / float(norm) - 1) > 2e-6, f"parameter {left_out} is missing, and nothing shows it"
         beyond._counted = counted
-    (level,) = opt._council._levels
+    (level,) = opt._joint._levels
     assert level.counted is not None
     for counts in ([[True] * 4, level.counted[1]], [level.counted[0], [True] * 4]):
-        opt._council._levels = [NormLevel(level.comm, counts)]
+        opt._joint._levels = [NormLevel(level.comm, counts)]
         found = float(opt.clip_grad_norm_(1e9))
         assert found > float(norm) * 1.001, "parameters that every rank counts, and nothing shows it"
 

@@ -264,14 +264,14 @@ def check_counting(mesh: DeviceMesh, tied: dist.ProcessGroup) -> None:
                 found = float(opt.clip_grad_norm_(1e9))
                 assert (abs(found / norm - 1) > 2e-6) == bool(anywhere), f"{place}, parameter {left_out} of {number}"
         beyond._counted = counted
-    level = opt._council._levels[0]
+    level = opt._joint._levels[0]
     assert level.counted is not None
     for number in range(len(opt.members)):
         for counts in (True, False):
             rows = [[counts] * len(row) if at == number else list(row) for at, row in enumerate(level.counted)]
-            opt._council._levels = [NormLevel(level.comm, rows), *opt._council._levels[1:]]
+            opt._joint._levels = [NormLevel(level.comm, rows), *opt._joint._levels[1:]]
             assert abs(float(opt.clip_grad_norm_(1e9)) / norm - 1) > 2e-6, f"member {number}, all count: {counts}"
-        opt._council._levels = [level, *opt._council._levels[1:]]
+        opt._joint._levels = [level, *opt._joint._levels[1:]]
     assert float(opt.clip_grad_norm_(1e9)) == norm
 
 

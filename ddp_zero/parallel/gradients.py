@@ -1,0 +1,208 @@
+"""Gradients of parameters that not every data-parallel rank holds: averaged here, or by DDP with zeros of idle ranks.
+
+Gradients that no DDP model reduces, such as those of experts that DDP was told to ignore, are averaged once per step,
+after the last backward pass, so that a step may follow any number of them. First the ranks that hold the parameters
+exchange which of them have a gradient: a parameter that is used on some ranks only counts as zeros on the others, and
+one that no rank has used keeps none.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from ddp_zero.core.backward.reducer import finds_unused, models_over, reduced_parameters
+from ddp_zero.core.comm.agreement import StepFailedElsewhereError
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.reduction import average_in_place
+from ddp_zero.core.local.parameters import ParameterTable
+from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.parallel.placement import Held
+
+_HAS, _TRAINS, _REDUCED, _FAILED = 1, 2, 4, 8
+
+
+# Averages
+
+
+class Averages:
+    """The averages of one member's gradients.
+
+    Args:
+        comm: the ranks that hold its parameters.
+        table: the parameters.
+        held: how each is held.
+        divisor: of sums of gradients: the number of ranks with inputs of their own.
+    """
+
+    def __init__(self, comm: Communicator, table: ParameterTable, held: Sequence[Held], divisor: int) -> None:
+        self._comm = comm
+        self._table = table
+        self._held = held
+        self._divisor = divisor
+        self._is_first = True
+        self._are_done = False
+
+    def take(self, error: Exception | None = None) -> None:
+        """Average what is in ``param.grad``, unless that was done since the last step. A collective.
+
+        Args:
+            error: why this rank cannot step; its peers then raise instead of waiting for it.
+
+        Raises:
+            Exception: this error.
+            RuntimeError: on every rank, if a parameter is frozen on some of them only, or a DDP model reduces it; if
+                another rank has failed.
+            NotImplementedError: for a gradient that is not dense.
+        """
+        if self._are_done:
+            return
+        for one in self._held:
+            one.bring_gradient()
+        params = self._table.params
+        mine = [_FAILED] * len(params)
+        try:
+            if error is None:
+                mine = self._statements()
+        except NotImplementedError as raised:
+            error = raised
+        every = torch.stack(self._comm.all_gather_tensor(torch.tensor(mine, dtype=torch.uint8)))
+        if error is not None:
+            raise error.with_traceback(error.__traceback__)
+        self._check(every)
+        used = [index for index, has in enumerate((every & _HAS).any(dim=0).tolist()) if has]
+        average_in_place(self._comm, [_gradient(params[index]) for index in used], self._divisor)
+        self._are_done = True
+
+    def forget(self) -> None:
+        """The gradients were used or dropped: average those of the next backward passes."""
+        self._are_done = False
+
+    def _statements(self) -> list[int]:
+        """Flags of every parameter, for the other ranks."""
+        self._table.check_gradients()
+        reduced = self._reduced_by_ddp()
+        return [
+            _HAS * (param.grad is not None) | _TRAINS * param.requires_grad | _REDUCED * (id(param) in reduced)
+            for param in self._table.params
+        ]
+
+    def _reduced_by_ddp(self) -> set[int]:
+        """The parameters that DDP models reduce, by identity; looked for once."""
+        if not self._is_first:
+            return set()
+        self._is_first = False
+        params = self._table.params
+        reduced = {id(param) for ddp in models_over(params) for _, param in reduced_parameters(ddp)}
+        return reduced.intersection(map(id, params))
+
+    def _check(self, every: Tensor) -> None:
+        table, name = self._table, self._comm.name
+        failed = [name(GroupRank(rank)) for rank, flags in enumerate(every[:, :1].tolist()) if _FAILED in flags]
+        if failed:
+            raise StepFailedElsewhereError(f"Expected gradients of every rank, got a failure on {', '.join(failed)}.")
+        for index, column in enumerate(every.T.tolist()):
+            if any(flags & _REDUCED for flags in column):
+                raise RuntimeError(
+                    f"Expected {table.label(index)} in no DDP model, since the optimizer averages its gradient, got "
+                    "one that reduces it. Give the module that holds both DDP models to ParallelOptimizer(model, "
+                    "...), or have DDP ignore the parameter."
+                )
+            trains = [bool(flags & _TRAINS) for flags in column]
+            if len(set(trains)) > 1:
+                frozen, trained = (name(GroupRank(trains.index(one))) for one in (False, True))
+                raise RuntimeError(
+                    f"Expected {table.label(index)} frozen on every rank that holds it or on none, got it frozen on "
+                    f"{frozen} and trainable on {trained}. Freeze it on all ranks of its process_group."
+                )
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """The gradient, zeros where this rank has not used the parameter."""
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad
+
+
+def check_same_values(comm: Communicator, table: ParameterTable) -> None:
+    """Check that parameters which no DDP model has sent to all ranks begin with the same values. A collective.
+
+    Raises:
+        ValueError: on every rank, naming the first that does not.
+    """
+    samples = [fingerprint.sample for fingerprint in table.fingerprints()]
+    every = [text.split() for text in comm.all_gather_text(" ".join(samples))]
+    for index, column in enumerate(zip(*every, strict=True)):
+        other = next((rank for rank, sample in enumerate(column) if sample != column[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"Expected the same values of {table.label(index)} on every rank that holds it, got different ones "
+                f"on {comm.name(GroupRank(0))} and {comm.name(GroupRank(other))}. DDP sends only what it does not "
+                "ignore: give ranks with the same expert the same seed, or broadcast its parameters within their "
+                "process_group."
+            )
+
+
+# Ranks without gradients
+
+
+def take_part_with_zeros(ddp: DistributedDataParallel) -> None:
+    """Let a rank whose experts received no tokens take part in DDP's reduction, with zero gradients.
+
+    DDP averages parameters that some ranks have not used, but not on a rank that has used none: nothing starts its
+    reducer there, and the ranks that hold the same experts wait for it until their time-out (torch 2.13.0). So forward
+    passes of a model that looks for unused parameters use all of them where they would use none, as if it had run its
+    experts on empty batches.
+    """
+    if finds_unused(ddp):
+        ddp.module.register_forward_hook(_Tie([param for _, param in reduced_parameters(ddp)]))
+
+
+class _Tie:
+    """A forward hook of the module in a DDP model; it does nothing in copies of the model."""
+
+    def __init__(self, params: Collection[Tensor] = ()) -> None:
+        self._params = list(params)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Tie, ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        trained = [param for param in self._params if param.requires_grad]
+        if not (trained and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return output
+        found = list[Tensor]()
+        tree_map_only(Tensor, found.append, output)
+        if not any(one.requires_grad for one in found) or not set(map(id, trained)).isdisjoint(_leaves_of(found)):
+            return output
+        tie: Callable[..., Tensor] = _WithZeros.apply
+        return tree_map_only(Tensor, lambda one: tie(one, *trained) if one.requires_grad else one, output)
+
+
+class _WithZeros(Function):
+    """A tensor as it is, whose graph has parameters with zero gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *params: Tensor) -> Tensor:
+        ctx.save_for_backward(*params)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], *(torch.zeros_like(param) for param in ctx.saved_tensors)
+
+
+def _leaves_of(outputs: Collection[Tensor]) -> Iterator[int]:
+    """The identities of the leaves that a graph reaches."""
+    seen, waiting = set[Any](), [one.grad_fn for one in outputs if one.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            yield id(node.variable)
+        following: list[Any] = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        seen.update(following)
+        waiting += following

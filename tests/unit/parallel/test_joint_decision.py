@@ -1,0 +1,226 @@
+"""One decision of several members: norms over levels, digests, the order in which members begin, and shared errors."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_zero.core.comm.agreement import StepFailedElsewhereError
+from ddp_zero.core.step.clipping import Share
+from ddp_zero.parallel.joint_decision import (
+    GlobalErrorCheck,
+    HeldErrors,
+    JointDecision,
+    MemberBeyond,
+    NormLevel,
+    digest_of,
+    join_norms,
+    shown,
+)
+
+
+class Level:
+    """The connections of a level of one process: every peer sends what ``peers`` makes of this rank's numbers."""
+
+    def __init__(self, *peers: Callable[[Tensor], Tensor], texts: tuple[str, ...] = ()) -> None:
+        self.peers = peers
+        self.texts = texts
+        self.sent: list[Tensor] = []
+
+    def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
+        self.sent.append(mine.clone())
+        return [mine, *(peer(mine.clone()) for peer in self.peers)]
+
+    def all_gather_text(self, mine: str) -> list[str]:
+        return [mine, *self.texts]
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+
+def level(*peers: Callable[[Tensor], Tensor], texts: tuple[str, ...] = ()) -> Any:
+    return Level(*peers, texts=texts)
+
+
+def share(totals: dict[int, float | None], flag: float = 0.0, dtype: torch.dtype = torch.float32) -> Share:
+    numbers = {key: None if total is None else torch.tensor(total, dtype=dtype) for key, total in totals.items()}
+    return Share(numbers, flag=torch.tensor(flag))
+
+
+def numbers_of(found: Share) -> dict[int, float]:
+    return {key: math.nan if total is None else float(total) for key, total in found.totals.items()}
+
+
+def dtypes_of(found: Share) -> set[torch.dtype]:
+    return {total.dtype for total in found.totals.values() if total is not None}
+
+
+# Norms
+
+
+def test_norms_join_over_ranks_and_members() -> None:
+    table = torch.tensor([[[3.0], [4.0]], [[12.0], [84.0]]], dtype=torch.float64)  # ranks, members, keys
+    assert join_norms(table, None, 2.0).tolist() == [math.sqrt(9 + 16 + 144 + 84 * 84)]
+    assert join_norms(table, [[True, True], [True, False]], 2.0).tolist() == [13.0], "by member and rank"
+    assert join_norms(table, None, math.inf).tolist() == [84.0]
+    assert join_norms(table, [[True, False], [True, False]], 1.0).tolist() == [7.0]
+
+
+def test_a_norm_that_does_not_count_may_be_anything() -> None:
+    table = torch.tensor([[[2.0, 1.0]], [[math.nan, math.inf]]])
+    assert join_norms(table, [[True, False]], 2.0).tolist() == [2.0, 1.0]
+
+
+def test_digests_tell_subjects_apart_and_are_exact_in_fp64() -> None:
+    subjects = [list(subject) for subject in product(([0], [0, 1]), (1.0, 2.0), ([0], [1]))]
+    digests = [digest_of(subject) for subject in subjects]
+    assert len(set(digests)) == len(subjects)
+    assert digests == [digest_of(subject) for subject in subjects]
+    assert all(0 <= digest < 2**48 and digest == int(digest) for digest in digests), "those of errors are negative"
+
+
+# Decisions
+
+
+def decide(joint: JointDecision, shares: list[Share]) -> list[Share]:
+    return joint.run([partial(joint.join, member, one) for member, one in enumerate(shares)])
+
+
+def test_members_of_one_rank_join_over_two_levels() -> None:
+    double, other_stage = level(lambda theirs: theirs), level(lambda theirs: theirs)
+    everyone = NormLevel(double, [[True, True], [True, False]])
+    joint = JointDecision([everyone, NormLevel(other_stage)], GlobalErrorCheck([double, other_stage]))
+    first, second = decide(joint, [share({-1: 3.0}), share({-1: 4.0, 1: 5.0}, flag=1.0)])
+    total = 2 * (2 * 9 + 16)  # two stages; of two equal ranks, both count for the first member, one for the second
+    assert numbers_of(first) == {-1: pytest.approx(math.sqrt(total))}
+    assert numbers_of(second)[1] == pytest.approx(math.sqrt(2 * 25))
+    assert first.flag == second.flag == 4.0, "of two ranks in two stages"
+    assert dtypes_of(second) == {torch.float32}
+
+
+def test_a_member_begins_when_the_one_before_it_waits_and_goes_on_last() -> None:
+    joint = JointDecision([NormLevel(alone := level())], GlobalErrorCheck([alone]))
+    order: list[str] = []
+
+    def act(member: int) -> int:
+        order.append(f"begin {member}")
+        joint.join(member, share({-1: 1.0}))
+        order.append(f"end {member}")
+        return member
+
+    assert joint.run([partial(act, member) for member in range(3)]) == [0, 1, 2]
+    assert order == ["begin 0", "begin 1", "begin 2", "end 2", "end 1", "end 0"]
+    assert joint.run([lambda: "needs no decision"]) == ["needs no decision"]
+
+
+def test_norms_that_are_not_finite_raise_the_flag_also_where_they_do_not_count() -> None:
+    alone = level()
+    joint = JointDecision([NormLevel(alone, [[False]])], GlobalErrorCheck([alone]))
+    (found,) = decide(joint, [share({-1: math.inf})])
+    assert numbers_of(found) == {-1: 0.0}
+    assert found.flag == 1.0
+
+
+def test_totals_are_as_wide_as_the_widest_of_any_rank() -> None:
+    def wide(theirs: Tensor) -> Tensor:
+        theirs[2] = 1.0  # subject, flag, whether a norm is in fp64
+        return theirs
+
+    peer = level(wide)
+    joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]))
+    (found,) = decide(joint, [share({-1: 1.0})])
+    assert dtypes_of(found) == {torch.float64}
+
+
+def test_many_limits_take_a_second_message() -> None:
+    peer = level(lambda theirs: theirs)
+    joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]))
+    (found,) = decide(joint, [share({key: float(key) for key in range(30)})])
+    assert [len(sent) for sent in peer.sent] == [15, 18]
+    assert numbers_of(found) == pytest.approx({key: key * math.sqrt(2) for key in range(30)})
+
+
+def test_a_member_alone_is_refused() -> None:
+    joint = JointDecision([], GlobalErrorCheck([]))
+    with pytest.raises(RuntimeError, match=r"got one of its members alone.*opt\.step\(\)"):
+        joint.join(0, share({}))
+    joint.run([])
+    with pytest.raises(RuntimeError, match="members alone"):
+        joint.join(0, share({}))
+
+
+def test_a_member_sees_limits_by_its_own_positions() -> None:
+    joint = JointDecision([NormLevel(alone := level())], GlobalErrorCheck([alone]))
+    first, second = MemberBeyond(joint, 0, [True, False], [0, 2]), MemberBeyond(joint, 1, [True], [1])
+    shares = [share({-1: 3.0, 1: 5.0}), share({-1: 4.0, 0: 7.0})]
+    ours, theirs = joint.run([lambda: first.join(shares[0]), lambda: second.join(shares[1])])
+    assert set(ours.totals) == {-1, 1}
+    assert set(theirs.totals) == {-1, 0}
+    assert numbers_of(ours)[-1] == numbers_of(theirs)[-1] == 5.0
+    assert (numbers_of(ours)[1], numbers_of(theirs)[0]) == (5.0, 7.0)
+    assert [first.counts(index) for index in (0, 1)] == [True, False]
+
+
+# Errors
+
+
+def with_subject(subject: float) -> Callable[[Tensor], Tensor]:
+    def send(theirs: Tensor) -> Tensor:
+        theirs[0] = subject
+        return theirs
+
+    return send
+
+
+def test_ranks_that_decide_about_something_else_are_named() -> None:
+    errors = GlobalErrorCheck([peer := level(with_subject(5.0))])
+    with pytest.raises(RuntimeError, match=r"got one about other limits or parameter groups on rank 1 than on rank 0"):
+        errors.gather(peer, torch.ones(2, dtype=torch.float64), 4.0)
+
+
+def test_a_rank_that_has_failed_meets_the_others_in_their_decision() -> None:
+    errors = GlobalErrorCheck([peer := level(with_subject(-2.0), texts=('{"7": "ValueError: bad batch"}',))])
+    with pytest.raises(StepFailedElsewhereError, match=r"ValueError: bad batch \(global rank 7\)") as raised:
+        errors.gather(peer, torch.ones(2, dtype=torch.float64), 4.0)
+    messages = len(peer.sent)
+    with pytest.raises(RuntimeError, match="the step to succeed on every rank, got ValueError: bad batch"):
+        errors.conclude(raised.value)
+    assert len(peer.sent) == messages, "all ranks of the level know already"
+
+
+def test_the_next_level_is_told() -> None:
+    first = level(with_subject(-2.0), texts=('{"7": "ValueError: bad batch"}',))
+    errors = GlobalErrorCheck([first, second := level(with_subject(-2.0), texts=("{}",))])
+    with pytest.raises(RuntimeError, match=r"averaging gradients to succeed on every rank, got ValueError: bad batch"):
+        errors.check(None, "averaging gradients")
+    assert float(second.sent[0][0]) == -2.0
+
+
+def test_nothing_is_raised_where_all_is_well() -> None:
+    errors = GlobalErrorCheck([peer := level(lambda theirs: theirs)])
+    errors.check(None, "averaging gradients")
+    errors.conclude(None)
+    assert [sent.nbytes for sent in peer.sent] == [120, 120]
+    GlobalErrorCheck([]).conclude(None)
+
+
+def test_an_error_that_several_ranks_have_is_shown_once() -> None:
+    assert shown({3: "ValueError: a", 1: "KeyError: b", 0: "ValueError: a"}) == (
+        "ValueError: a (global ranks 0, 3); KeyError: b (global rank 1)"
+    )
+
+
+def test_of_several_errors_the_own_one_is_kept() -> None:
+    held = HeldErrors()
+    for error in (StepFailedElsewhereError("of a peer"), ValueError("own"), StepFailedElsewhereError("later")):
+        with held.catching():
+            raise error
+    with pytest.raises(ValueError, match="own"):
+        held.raise_now()
+    held.raise_now()  # once
+    assert held.take() is None

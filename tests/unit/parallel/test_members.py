@@ -1,0 +1,144 @@
+"""Ranks that share a parameter group, those of them that count in norms, and arguments."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from ddp_zero.parallel.members import (
+    Member,
+    check_arguments,
+    check_groups,
+    copied,
+    counted,
+    nonfinite,
+    other_dims,
+    planned,
+)
+from ddp_zero.parallel.placement import Held
+
+
+def test_each_group_counts_once() -> None:
+    stated = [[0, 2], [1, 3], [0, 2], [1, 3]]
+    check_groups([0, 1, 2, 3], stated, "group 1")
+    assert counted([0, 1, 2, 3], stated) == [True, True, False, False]
+
+
+def test_a_group_that_begins_in_another_stage_counts_there() -> None:
+    stated = [[0, 1, 2, 3], [0, 1, 2, 3]]
+    check_groups([2, 3], stated, "group 2")
+    assert counted([2, 3], stated) == [False, False]
+    assert counted([0, 1], stated) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        (
+            [[0, 2], [0, 1], [0, 2], [1, 3]],
+            r"on who they are, got \[0, 1\] on global rank 1 and \[0, 2\] on global rank 0",
+        ),
+        ([[0, 2], [3], [0, 2], [1, 3]], r"contain the rank that passes it, got \[3\] on global rank 1"),
+        ([[0], [1, 3], [0, 2], [1, 3]], r"got \[0, 2\] on global rank 2 and \[0\] on global rank 0"),
+    ],
+)
+def test_ranks_that_differ_are_named(stated: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_groups([0, 1, 2, 3], stated, "group 1")
+
+
+@pytest.mark.parametrize("experts", [1, 2, 4, 8])
+def test_of_any_number_of_experts_each_counts_once(experts: int) -> None:
+    ranks = list(range(8))
+    stated = [[peer for peer in ranks if peer % experts == rank % experts] for rank in ranks]
+    check_groups(ranks, stated, "experts")
+    assert sum(counted(ranks, stated)) == experts
+    assert counted(ranks, stated)[:experts] == [True] * experts
+
+
+def test_groups_by_the_ranks_that_hold_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 1))
+    layers: list[Any] = [list(layer.named_parameters()) for layer in model]
+    groups = [{"params": [param for _, param in layer], "lr": lr} for lr, layer in enumerate(layers)]
+    (member,) = planned(groups, [], None, model)
+    assert (member.group, member.positions, member.ddp) == (None, [0, 1, 2], None)
+    assert [one["lr"] for one in member.groups] == [0, 1, 2]
+    assert [one.param for one in member.held] == list(model.parameters())
+    assert member.describe() == "parameter groups 0, 1, 2"
+    assert Member(None, [4]).describe() == "parameter group 4"
+    with pytest.raises(TypeError, match="process_group of parameter group 1"):
+        planned([groups[0], {**groups[1], "process_group": [0, 1]}], [], None, model)
+
+
+def test_replicas_count_at_their_first_rank_and_parts_everywhere() -> None:
+    class Mesh:
+        def get_local_rank(self, dim: str) -> int:
+            return {"tensor": 1, "context": 0, "pipeline": 1}[dim]
+
+    def part(*cut_over: str) -> Held:
+        return Held(torch.zeros(1), None, frozenset(cut_over), {}, "w")
+
+    member = Member(None, held=[part("tensor"), part(), part("context")])
+    mesh: Any = Mesh()
+    assert member.counted_here(mesh, ["tensor", "context", "pipeline"], "pipeline") == [True, False, False]
+    assert member.counted_here(mesh, ["context", "pipeline"], "pipeline") == [True, True, True]
+    assert member.counted_here(None, [], None) == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "groups", "found"),
+    [
+        ({}, [{}], "step"),
+        ({"max_grad_norm": 1.0}, [{}], "skip"),
+        ({"loss_scale": 8.0}, [{}], "skip"),
+        ({}, [{}, {"max_grad_norm": 1.0}], "skip"),
+        ({"nonfinite": "raise", "max_grad_norm": 1.0}, [{}], "raise"),
+    ],
+)
+def test_gradients_that_are_not_finite_are_treated_alike_in_all_members(
+    options: dict[str, Any], groups: list[dict[str, Any]], found: str
+) -> None:
+    assert nonfinite(options, groups) == found
+
+
+def test_dimensions_of_the_mesh_are_named() -> None:
+    class Mesh:
+        mesh_dim_names = ("data", "tensor", "stage")
+
+    mesh: Any = Mesh()
+    assert other_dims(mesh, "data", "stage") == ["tensor", "stage"]
+    assert other_dims(None, None, None) == []
+    with pytest.raises(ValueError, match=r"pipeline_dim to name a dimension of the mesh, .*got 'pipe'"):
+        other_dims(mesh, "data", "pipe")
+    with pytest.raises(ValueError, match="Expected data_parallel_dim with mesh=, got none"):
+        other_dims(mesh, None, None)
+    with pytest.raises(ValueError, match=r"data_parallel_dim to name a dimension of the mesh, \[\]"):
+        other_dims(None, "data", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard_group": None}, "got 'shard_group'. Shard over all ranks"),
+        ({"process_group": None}, "Parameter groups name theirs"),
+        ({"overlap_with_ddp": True}, "Use overlap="),
+        ({"max_grad_nrm": 0.9}, "max_grad_norm"),
+    ],
+)
+def test_options_that_are_decided_elsewhere_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        check_arguments(nn.Linear(1, 1), SGD, {"lr": 0.1, **options})
+    with pytest.raises(TypeError, match="The order is: model, optimizer class, parameter groups"):
+        check_arguments([1], SGD, {})
+    check_arguments(nn.Linear(1, 1), SGD, {"lr": 0.1, "stage": 2, "max_grad_norm": 1.0})
+
+
+def test_groups_are_copied_before_they_are_written_to() -> None:
+    model = nn.Linear(2, 2)
+    given = [{"params": list(model.parameters()), "lr": 1.0}]
+    (group,) = copied(given, model)
+    assert group == given[0]
+    assert group is not given[0]
+    assert [name for name, _ in copied(None, model)] == ["weight", "bias"]
