@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_zero.core.backward.reducer import at_end_of_backward
+from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
-from ddp_zero.tools.insight.stats import tensors_in
 from ddp_zero.tools.record.recorder import Recorder, Span
 
 __all__ = ["Csv", "JsonLines", "Monitor", "TensorBoard"]
@@ -333,7 +333,7 @@ class Passes:
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._end("forward")
-        for tensor in tensors_in(output):
+        for tensor in tensors_in(output, scalars=True):
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_of_output)
 

@@ -249,11 +249,11 @@ def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors with dimensions in a state, however nested."""
+def tensors_in(value: Any, *, scalars: bool = False) -> Iterator[Tensor]:
+    """The tensors in a state, however nested; those without dimensions only with ``scalars``."""
     if isinstance(value, Tensor):
-        if value.dim():
+        if value.dim() or scalars:
             yield value
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, scalars=scalars)

@@ -4,7 +4,7 @@ import math
 import resource
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.placeholders import on_this_rank, untouched
+from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.shard_plan import ShardPlan
 from ddp_zero.core.step.record import Number
 from ddp_zero.tools.insight.collectives import last_collectives
@@ -279,19 +280,7 @@ def process_memory(device: torch.device) -> tuple[int, int]:
 
 def state_bytes(state: Mapping[Any, Any]) -> int:
     """Bytes of all tensors in an optimizer's state, however nested."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(state))
-
-
-def tensors_in(value: Any) -> Iterable[Tensor]:
-    """The tensors in nested mappings, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(state, scalars=True))
 
 
 # Balance
