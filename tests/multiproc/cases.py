@@ -394,3 +394,17 @@ def _largest_difference(one: Tensor, other: Tensor) -> str:
     if one.shape != other.shape:
         return f"shape: {list(one.shape)} and {list(other.shape)}"
     return str((one.detach() - other.detach()).abs().max().item()) if one.numel() else "nothing"
+
+
+def train_step(pair: tuple[nn.Module, Any], batch: tuple[Any, Any], clip: float | None = None) -> None:
+    model, optimizer = pair
+    loss_of(model, *batch).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_moved(before: nn.Module, after: nn.Module) -> None:
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"

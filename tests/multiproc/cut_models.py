@@ -109,6 +109,19 @@ class LastStage(nn.Module):
         return result
 
 
+class Whole(nn.Module):
+    """Both stages on one device, with one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = FirstStage(), LastStage()
+        self.last.embedding = self.first.embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(tokens))
+        return result
+
+
 def embedding() -> nn.Parameter:
     """The same on every rank."""
     return nn.Parameter(torch.randn(11, 8, generator=torch.Generator().manual_seed(3)) / 3)

@@ -249,6 +249,26 @@ def _gradients_between_backward_and_step(setup: Setup) -> None:
     twins.assert_moved()
 
 
+def grow_and_train(twins: Twins, setup: Setup, cap: float, where: str) -> None:
+    """Append a layer in a parameter group of its own, wrap both again with buckets of this cap, and compare steps."""
+    for ddp in (twins.plain_model, twins.model):
+        ddp.module.append(nn.Linear(3, 97, bias=False))
+        nn.init.constant_(ddp.module[6].weight, 0.01)
+    twins.zero_grad()
+    twins.opt.reset()
+    twins.wrap_again(bucket_cap_mb=cap)
+    twins.plain.add_param_group({"params": [twins.plain_model.module[6].weight], "lr": 1e-3})
+    twins.opt.add_param_group({"params": [twins.model.module[6].weight], "lr": 1e-3})
+    twins.model.register_comm_hook(None, hook_with_zero_step(None, twins.model, twins.opt, True))
+    for step in range(4):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + setup.rank))
+        for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
+            optimizer.zero_grad()
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+        assert_equal_models(twins.plain_model, twins.model, f"{where}, step {step}")
+
+
 @case(2, 3)
 def _groups_freezing_and_new_wrappers(setup: Setup) -> None:
     for stage in (1, 2):
@@ -265,21 +285,7 @@ def _groups_freezing_and_new_wrappers(setup: Setup) -> None:
         assert_same_state(twins, setup, "after other buckets")
         for ddp in (twins.plain_model, twins.model):
             ddp.module[3].weight.requires_grad_(True)
-            ddp.module.append(nn.Linear(3, 97, bias=False))
-            nn.init.constant_(ddp.module[6].weight, 0.01)
-        twins.zero_grad()
-        twins.opt.reset()
-        twins.wrap_again(bucket_cap_mb=2 * CAP)
-        twins.plain.add_param_group({"params": [twins.plain_model.module[6].weight], "lr": 1e-3})
-        twins.opt.add_param_group({"params": [twins.model.module[6].weight], "lr": 1e-3})
-        twins.model.register_comm_hook(None, hook_with_zero_step(None, twins.model, twins.opt, True))
-        for step in range(4):
-            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + setup.rank))
-            for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                optimizer.zero_grad()
-                ddp(inputs).square().mean().backward()
-                optimizer.step()
-            assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+        grow_and_train(twins, setup, 2 * CAP, f"stage {stage}")
         assert_same_state(twins, setup, "after a group was added")
 
 

@@ -31,7 +31,16 @@ from ddp_zero.core.comm.groups import time_out_of
 from ddp_zero.core.comm.reduction import start_reduction
 from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.loss_scale import DynamicLossScale
-from tests.multiproc.cases import SumByGroup, assert_equal_models, assert_identical, batches, build_model, loss_of
+from tests.multiproc.cases import (
+    SumByGroup,
+    assert_equal_models,
+    assert_identical,
+    assert_moved,
+    batches,
+    build_model,
+    loss_of,
+    train_step,
+)
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 from tests.multiproc.rings import rings_for_all
 
@@ -84,20 +93,6 @@ def twins(
         reference = SumByGroup(dist.get_world_size(group), mode.get("gradient_predivide_factor"))
         expected.register_comm_hook(None, reference.average)
     return (expected, build(expected.parameters(), **OPTIONS)), (ddp, opt)
-
-
-def train_step(pair: Trained, batch: tuple[Any, Any], clip: float | None = None) -> None:
-    model, optimizer = pair
-    loss_of(model, *batch).backward()
-    if clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def assert_moved(before: nn.Module, after: nn.Module) -> None:
-    pairs = zip(before.parameters(), after.parameters(), strict=True)
-    assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"
 
 
 def assert_same_on_all_ranks(model: nn.Module, when: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from ddp_zero import Offload, ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, shard_optimizer
+from ddp_zero import Offload, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.offload.copy_pipeline import AwaitBack, AwaitHost, CopyToHost, Schedule
 from ddp_zero.core.step import sharded_step as binding
@@ -38,7 +38,7 @@ from tests.multiproc.cases import (
 )
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.recipes import MODES, Recipe, Reference, Sharded, low_precision_model, micro_batches
-from tests.multiproc.test_elements import large_model
+from tests.multiproc.test_elements import grow_and_train, large_model
 from tests.multiproc.test_forwarding import TOY
 from tests.multiproc.two_memories import TwoMemories, passage_of, taken_for_a_device
 
@@ -204,21 +204,7 @@ def _groups_freezing_and_new_wrappers(setup: Setup) -> None:
             twins.train(setup, 3)
             for ddp in (twins.plain_model, twins.model):
                 ddp.module[3].weight.requires_grad_(False)
-                ddp.module.append(nn.Linear(3, 97, bias=False))
-                nn.init.constant_(ddp.module[6].weight, 0.01)
-            twins.zero_grad()
-            twins.opt.reset()
-            twins.wrap_again(bucket_cap_mb=4 * CAP)
-            twins.plain.add_param_group({"params": [twins.plain_model.module[6].weight], "lr": 1e-3})
-            twins.opt.add_param_group({"params": [twins.model.module[6].weight], "lr": 1e-3})
-            twins.model.register_comm_hook(None, hook_with_zero_step(None, twins.model, twins.opt, True))
-            for step in range(4):
-                inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + setup.rank))
-                for ddp, optimizer in ((twins.plain_model, twins.plain), (twins.model, twins.opt)):
-                    optimizer.zero_grad()
-                    ddp(inputs).square().mean().backward()
-                    optimizer.step()
-                assert_equal_models(twins.plain_model, twins.model, f"stage {stage}, step {step}")
+            grow_and_train(twins, setup, 4 * CAP, f"stage {stage}, {where}")
             assert_kept(twins.opt, where)
             assert_same_state(twins, setup, f"stage {stage}, {where}")
 

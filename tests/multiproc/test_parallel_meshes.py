@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.cases import ToyLAMB, assert_identical, batches
-from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, is_cut, token_batch
+from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, Whole, is_cut, token_batch
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.parity import Parity
 
@@ -251,19 +251,6 @@ def _optimizers_that_look_at_whole_parameters_get_whole_ones_or_none(setup: Setu
 
 def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(scores, targets) / 4  # the mean over micro-batches, of which there are four
-
-
-class Whole(nn.Module):
-    """Both stages on one device, with one embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = FirstStage(), LastStage()
-        self.last.embedding = self.first.embedding
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        result: Tensor = self.last(self.first(tokens))
-        return result
 
 
 @case(4)

@@ -16,10 +16,10 @@ from torch.optim import AdamW, Optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from ddp_zero.parallel.joint_decision import NormLevel
 from tests.multiproc.cases import assert_identical, sum_in_rank_order
-from tests.multiproc.cut_models import FirstStage, LastStage, MiddleStage, is_cut, token_batch
+from tests.multiproc.cut_models import FirstStage, LastStage, MiddleStage, Whole, is_cut, token_batch
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.parity import Parity
-from tests.multiproc.test_parallel_meshes import CLIP, OPTIONS, Whole, norm_of, scale_gradients, tied_group, token_loss
+from tests.multiproc.test_parallel_meshes import CLIP, OPTIONS, norm_of, scale_gradients, tied_group, token_loss
 
 STEPS = 4
 MICRO_BATCHES = 4

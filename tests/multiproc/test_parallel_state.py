@@ -25,7 +25,7 @@ import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
 from tests.multiproc.cases import assert_identical, batches, loss_of
-from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, token_batch
+from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, Whole, token_batch
 from tests.multiproc.experts import Mixture, cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
 from tests.multiproc.harness import Cases, Setup
 
@@ -381,19 +381,6 @@ def _torchs_own_checkpoints_load_on_another_mesh(setup: Setup) -> None:
 
 
 # Pipeline stages
-
-
-class Whole(nn.Module):
-    """Both stages in one module, with one embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = FirstStage(), LastStage()
-        self.last.embedding = self.first.embedding
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        result: Tensor = self.last(self.first(tokens))
-        return result
 
 
 class Staged:

@@ -20,7 +20,14 @@ from torch.optim import SGD, AdamW
 
 from ddp_zero import shard_optimizer
 from ddp_zero.core.comm.ring import RingTransfer, RingWorker
-from tests.multiproc.cases import assert_equal_models, batches, build_model, loss_of, sum_in_rank_order
+from tests.multiproc.cases import (
+    assert_equal_models,
+    assert_moved,
+    batches,
+    build_model,
+    sum_in_rank_order,
+    train_step,
+)
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks_to_end
 from tests.multiproc.rings import SumInRingOrder, rings_for_all
 
@@ -57,20 +64,6 @@ def twins(mode: dict[str, Any], build: Any = AdamW) -> tuple[Pair, Pair]:
         opt = shard_optimizer(ddp, build, **mode, **OPTIONS, hook=sum_in_rank_order)
         expected.register_comm_hook(None, sum_in_rank_order)
     return (expected, build(expected.parameters(), **OPTIONS)), (ddp, opt)
-
-
-def train_step(pair: Pair, batch: tuple[Any, Any], clip: float | None = None) -> None:
-    model, optimizer = pair
-    loss_of(model, *batch).backward()
-    if clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def assert_moved(before: nn.Module, after: nn.Module) -> None:
-    pairs = zip(before.parameters(), after.parameters(), strict=True)
-    assert all(not torch.equal(one, other) for one, other in pairs), "nothing moved"
 
 
 @case(2, 3, 4)
