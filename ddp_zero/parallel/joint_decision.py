@@ -180,15 +180,6 @@ def shown(errors: Mapping[int, str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Joined:
-    """The numbers of all ranks; ``dtype``: the widest of their norms, float32 or float64."""
-
-    totals: Mapping[int, float]
-    flag: float
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class NormLevel:
     """Ranks that join their norms.
 
@@ -213,7 +204,7 @@ class JointDecision:
         self._errors = errors
         self._waiting: deque[Callable[[], None]] = deque()
         self._shares: dict[int, Share] = {}
-        self._joined: _Joined | None = None
+        self._joined: Share | None = None
         self._culprit: tuple[Culprit | None] | None = None
         self._is_open = False
 
@@ -251,10 +242,10 @@ class JointDecision:
             self._waiting.popleft()()
         if self._joined is None:
             self._joined = self._exchange()
-        joined, known = self._joined, [one for one in share.totals.values() if one is not None]
-        device = known[0].device if known else None
-        totals = {key: torch.tensor(joined.totals[key], dtype=joined.dtype, device=device) for key in share.totals}
-        return replace(share, totals=totals, flag=joined.flag)
+        device = next((one.device for one in share.totals.values() if one is not None), None)
+        joined = {key: total for key, total in self._joined.totals.items() if total is not None}
+        totals = {key: joined[key].to(device, copy=True) for key in share.totals}
+        return replace(share, totals=totals, flag=self._joined.flag)
 
     def culprit(self) -> Culprit | None:
         """The first culprit that any member has found, here or beyond. A collective, once for all members."""
@@ -267,28 +258,31 @@ class JointDecision:
             self._culprit = (Culprit(*json.loads(text)) if text else None,)
         return self._culprit[0]
 
-    def _exchange(self) -> _Joined:
-        """Join totals and add up flags, level by level."""
+    def _exchange(self) -> Share:
+        """Join totals and add up flags, level by level; norms are as wide as the widest of any rank."""
         members = sorted(self._shares)
         shares = [self._shares[member] for member in members]
         keys = sorted({key for share in shares for key in share.totals})
+        known = [total for share in shares for total in share.totals.values() if total is not None]
         norm_types = {share.norm_type for share in shares if share.totals} or {2.0}
         assert len(norm_types) == 1, "members have the options of one optimizer"
         norm_type = norm_types.pop()
-        rows = torch.stack([_numbers([share.totals.get(key) for key in keys]) for share in shares])
+        table = [[share.totals.get(key) for key in keys] for share in shares]
+        numbers = [[0.0 if total is None else float(total) for total in row] for row in table]
+        rows = torch.tensor(numbers, dtype=torch.float64).reshape(len(shares), len(keys))
         flag = sum(float(share.flag) for share in shares) + (not rows.isfinite().all())  # also where it does not count
-        is_wide = any(_is_wide(total) for share in shares for total in share.totals.values())
+        is_wide = any(total.dtype == torch.float64 for total in known)
         for level in self._levels:
             mine = torch.cat([torch.tensor([flag, is_wide], dtype=torch.float64), rows.flatten()])
             # once joined, members do not matter: pipeline stages may have different ones
             every = self._errors.gather(level.comm, mine, digest_of([keys, norm_type, members]))
             flag, is_wide = float(every[:, 0].sum()), bool(every[:, 1].any())
-            table = every[:, 2:].reshape(len(every), *rows.shape)
+            norms = every[:, 2:].reshape(len(every), *rows.shape)
             counted = None if level.counted is None else [level.counted[member] for member in members]
-            rows = join_norms(table, counted, norm_type)[None]
+            rows = join_norms(norms, counted, norm_type)[None]
             members = members[:1]
-        dtype = torch.float64 if is_wide else torch.float32
-        return _Joined(dict(zip(keys, rows[0].tolist(), strict=True)), flag, dtype)
+        joined = rows[0].to(torch.float64 if is_wide else torch.float32)
+        return Share(dict(zip(keys, joined, strict=True)), norm_type, flag)
 
 
 def join_norms(table: Tensor, counted: Sequence[Sequence[bool]] | None, norm_type: float) -> Tensor:
@@ -336,14 +330,6 @@ class MemberBeyond(Beyond):
     def culprit(self, share: Share) -> Culprit | None:
         """See `JointDecision.culprit`."""
         return self._joint.culprit()
-
-
-def _numbers(totals: Sequence[Tensor | None]) -> Tensor:
-    return torch.tensor([0.0 if total is None else float(total) for total in totals], dtype=torch.float64)
-
-
-def _is_wide(total: Tensor | None) -> bool:
-    return total is not None and total.dtype == torch.float64
 
 
 def digest_of(facts: object) -> float:

@@ -137,6 +137,12 @@ def test_totals_are_as_wide_as_the_widest_of_any_rank() -> None:
     assert dtypes_of(found) == {torch.float64}
 
 
+def test_a_member_without_gradients_learns_the_norm() -> None:
+    joint = JointDecision([NormLevel(alone := level())], GlobalErrorCheck([alone]))
+    first, second = decide(joint, [share({-1: None}), share({-1: 4.0})])
+    assert numbers_of(first) == numbers_of(second) == {-1: 4.0}
+
+
 def test_many_limits_take_a_second_message() -> None:
     peer = level(lambda theirs: theirs)
     joint = JointDecision([NormLevel(peer)], GlobalErrorCheck([peer]))
