@@ -17,7 +17,7 @@ from ddp_zero.core.backward.reducer import ddp_takes
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
 from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, is_parallel
-from ddp_zero.core.plan.global_names import GlobalNames
+from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.plan.partitions import AUTO
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
 from ddp_zero.loss_scale import DynamicLossScale

@@ -21,7 +21,7 @@ from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
-from ddp_zero.core.plan.global_names import renamed
+from ddp_zero.core.plan.global_layout import renamed
 from ddp_zero.core.plan.partition import partition_greedy
 from ddp_zero.core.plan.shapes import Value
 from ddp_zero.tools.record.progress import showing

@@ -316,7 +316,7 @@ class MemberBeyond(Beyond):
         self._positions = positions
 
     def counts(self, index: int) -> bool:
-        """Whether no rank before this one holds the same parameter."""
+        """True if no rank before this one holds the same parameter."""
         return self._counted[index]
 
     def join(self, share: Share) -> Share:

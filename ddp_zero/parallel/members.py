@@ -262,7 +262,7 @@ class Member:
             sharded.check_ready()
 
     def drop_gradients(self, set_to_none: bool) -> None:
-        """Follow ``opt.zero_grad()``, which drops those of distributed tensors in any case."""
+        """Follow ``opt.zero_grad()``; gradients of distributed tensors are dropped in any case."""
         self.zero.zero_grad(set_to_none)
         for one in self.held:
             if one.source is not None:

@@ -17,7 +17,7 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import gather_text_across
 from ddp_zero.core.local.arguments import Grouping
 from ddp_zero.core.local.inner import ParamGroup
-from ddp_zero.core.plan.global_names import GlobalNames
+from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.step.record import StepRecord
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of, states_of
 from ddp_zero.parallel.joint_decision import GlobalErrorCheck, HeldErrors, JointDecision, MemberBeyond, NormLevel
@@ -309,7 +309,7 @@ class ParallelOptimizer(Optimizer):
         return self._last_step
 
     def _by_member(self, parameters: Tensor | Iterable[Tensor] | None) -> list[list[Tensor] | None]:
-        """What each member steps of some parameters; None for all."""
+        """The parameters that each member steps, of some; None for all."""
         chosen = [parameters] if isinstance(parameters, Tensor) else parameters
         if chosen is None:
             return [None] * len(self.members)
@@ -404,7 +404,7 @@ class ParallelOptimizer(Optimizer):
         return [comm.process_group for comm in self._comms]
 
     def explain(self) -> str:
-        """Which ranks share what, here and on every other rank, and what each member shards. Never communicates."""
+        """The ranks that share each group, here and on every other rank, and the shards of each member. Stays local."""
         return describe(self._members, self._comms[0], self._rows)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""How a rank's parameters lie in the whole model: which elements they are, their names there, and who holds the same.
+"""A rank's parameters in the whole model: their elements, their names there, and the ranks that hold the same.
 
 Also state dicts in these terms: of several members as one, in which parameters are numbered in the order of all
 groups, or go by name. Those by name, for `torch.distributed.checkpoint`, have the keys of torch's
@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ddp_zero.core.local.inner import loaded_group
 from ddp_zero.core.local.live_model import PartModel, Placed, box_of
 from ddp_zero.core.plan.boxes import Box
-from ddp_zero.core.plan.global_names import GlobalNames
+from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of, states_of
 
 # One parameter
@@ -84,7 +84,7 @@ def read_cuts(given: object, position: int) -> dict[str, int | None]:
 
 
 def held(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str], label: str) -> Held:
-    """How a rank holds a parameter.
+    """A parameter as this rank holds it.
 
     Args:
         param: as the user gave it.

@@ -1,1 +1,1 @@
-"""What can be seen of a run: estimates, records, pictures, and what works on this machine."""
+"""Views of a run: estimates, records, pictures, and the capabilities of this machine."""

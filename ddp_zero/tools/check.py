@@ -52,7 +52,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether one thing works; None if it could not be tried."""
+    """The outcome of a probe; ``works`` is None if it could not be tried."""
 
     name: str
     works: bool | None
@@ -252,12 +252,12 @@ PROBES = (
 
 
 def backends() -> Mapping[str, bool]:
-    """Which backends of `torch.distributed` this build of torch has."""
+    """The backends of `torch.distributed`, and whether this build of torch has them."""
     return {name: bool(dist.is_backend_available(name)) for name in ("gloo", "nccl", "xccl", "ucc", "mpi")}
 
 
 def devices() -> Mapping[str, int]:
-    """How many devices there are, by type; the CPU is one."""
+    """The number of devices by type; the CPU is one."""
     found = {"cpu": 1}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
@@ -318,7 +318,7 @@ class Report:
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of what is installed under this name, without importing it; None if nothing is."""
+    """The version of an installed distribution, without importing it; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -345,7 +345,7 @@ def differences(versions: Mapping[str, str | None]) -> list[str]:
 
 
 def _is_of(version: str, release: str) -> bool:
-    """Whether a version is this release, or a build of it: 2.13.0+cpu is of 2.13.0, and 3.11.4 of 3.11."""
+    """True for this release, or a build of it: 2.13.0+cpu is of 2.13.0, and 3.11.4 of 3.11."""
     return version == release or version.startswith((f"{release}.", f"{release}+", f"{release} "))
 
 

@@ -1,4 +1,4 @@
-"""How much memory a rank will need, by part and in every mode side by side, before anything is allocated.
+"""Memory that a rank will need, by part and in every mode side by side, before anything is allocated.
 
 `estimate` is `ddp_zero.estimate`; ``python -m ddp_zero estimate MODULE:FUNCTION`` prints what it finds.
 """
@@ -225,7 +225,7 @@ def estimate(  # noqa: D417  # options that are those of the class are documente
     parameters_as_bucket_view: bool = True,
     **options: Any,
 ) -> Estimates:
-    """How much memory a rank needs for parameters, gradients and state: by part, in every mode, of the rank with most.
+    """Memory that a rank needs for parameters, gradients and state: by part, in every mode, of the rank with most.
 
     Nothing is allocated: the model may be on the meta device. Activations, and what PyTorch and the process need, are
     not part of it.
@@ -391,11 +391,10 @@ class _Training:
         return partition.plan(specs, pieces, ranks, layout, CAP_BYTES)
 
     def is_low(self, index: int) -> bool:
-        """Whether the parameter is of low precision."""
         return self.params[index].dtype in LOW_PRECISION
 
     def has_master(self, index: int) -> bool:
-        """Whether its owner keeps an fp32 master of it."""
+        """True if its owner keeps an fp32 master of it."""
         return self.masters and self.is_low(index)
 
     def itemsize(self, index: int) -> int:

@@ -143,7 +143,7 @@ def means(before: Row, after: Row) -> dict[str, float]:
 
 
 def breakdown(rank: int, step: int, mean: Row, is_inside: bool = False) -> str:
-    """Where the time of a step goes, in the words of DeepSpeed's ``wall_clock_breakdown``.
+    """The time of a step by part, in the words of DeepSpeed's ``wall_clock_breakdown``.
 
     ``bwd_allreduce`` is the time that backward waits for reductions, ``bwd_inner`` the rest of backward without a step
     inside it; ``step`` is the local step and all that the step waits for.
@@ -297,7 +297,7 @@ def sink_for(target: Any, rank: int | None) -> Sink:
 # Forward and backward passes
 
 _LAST = 2
-"""How often a callback must queue the next to come after the step at the end of backward, see `backward.hook`."""
+"""Rounds of callbacks after which the step at the end of backward has run, see `backward.hook`."""
 
 
 class Passes:

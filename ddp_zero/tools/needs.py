@@ -1,6 +1,6 @@
-"""What this library cannot do without in PyTorch; `ddp_zero` imports this file first, so that the error says why.
+"""Requirements of PyTorch; `ddp_zero` imports this file first, so that an unusable build is refused with the reason.
 
-Nothing here looks at a version number: what is there is used. What can be done without is asked where it is used
+Nothing here looks at a version number: features are looked for. Optional ones are asked for where they are used
 (`ddp_takes`), and tried by `check`.
 """
 

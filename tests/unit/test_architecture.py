@@ -74,7 +74,7 @@ DOORS = {"__init__", "__main__", "shard"}
 WITHOUT_TORCH = {
     "core.backward.overlap_machine",
     *("launch.hosts", "launch.slurm", "launch.environment", "launch.options", "launch.commands", "launch.guard"),
-    *("tools.record.regular_files", "core.plan.global_names", "core.plan.global_layout"),
+    "tools.record.regular_files",
 }
 """Files above floor 0 that are pure as well."""
 

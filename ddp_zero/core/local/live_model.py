@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero.core.local.parameters import ParameterTable, sample_values
 from ddp_zero.core.local.tree import flatten, memory_of, specs_in, unflatten
 from ddp_zero.core.plan.boxes import Box
-from ddp_zero.core.plan.global_layout import Entry, Statement
-from ddp_zero.core.plan.global_names import GlobalNames, renamed
+from ddp_zero.core.plan.global_layout import Entry, GlobalNames, Statement, renamed
 from ddp_zero.core.plan.shapes import Value
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -1,1 +1,1 @@
-"""What an optimizer says of itself: text, pages, numbers, and whether ranks agree."""
+"""Reports of an optimizer on itself: text, pages, numbers, and a check that ranks agree."""

@@ -1,4 +1,4 @@
-"""What a `ZeroRedundancyOptimizer` says of itself: its place among the ranks, its numbers, its plan as text or page."""
+"""Reports of a `ZeroRedundancyOptimizer` on itself: place among the ranks, numbers, and its plan as text or page."""
 
 import os
 from collections import Counter
@@ -181,7 +181,7 @@ def diverged(digests: Sequence[Sequence[int]]) -> dict[int, list[int]]:
     found = {}
     for index, numbers in enumerate(zip(*digests, strict=True)):
         usual, _ = max(Counter(numbers).items(), key=lambda item: item[1])  # the first of several: the lowest rank's
-        others = [rank for rank, number in enumerate(numbers) if number != usual]
-        if others:
-            found[index] = others
+        minority = [rank for rank, number in enumerate(numbers) if number != usual]
+        if minority:
+            found[index] = minority
     return found

@@ -131,7 +131,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """What was added between two copies of `Recorder.totals`."""
+    """The growth between two copies of `Recorder.totals`."""
     return {name: total - before.get(name, 0) for name, total in after.items()}
 
 
@@ -163,9 +163,8 @@ class OnDevice:
                     self.last = seconds(self._current)
                 self._current, self._step = Counter(), one.step
             nanoseconds = round(one.seconds * 1e9)
-            hidden = (
-                nanoseconds if one.is_beside and one.phase in EXPOSED else 0
-            )  # `join_streams` is what is left of it
+            # hidden behind the default stream, but for its `join_streams`
+            hidden = nanoseconds if one.is_beside and one.phase in EXPOSED else 0
             for counter in (self._all, self._current):
                 counter.update({one.phase: nanoseconds, "beside": hidden})
 
@@ -175,7 +174,7 @@ class OnDevice:
 
 
 class ReadLater:
-    """Reads numbers that are on an accelerator without waiting for it: copies them, and returns what has arrived."""
+    """Reads numbers on an accelerator without waiting for it: copies them, and returns the last copy that arrived."""
 
     def __init__(self) -> None:
         self._asked: Tensor | None = None
@@ -206,7 +205,7 @@ class Mark(NamedTuple):
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether `StreamClock` can measure time on a device."""
+    """True if `StreamClock` can measure time on the device."""
     return device.type != "cpu" and hasattr(torch.get_device_module(device), "default_stream")
 
 
@@ -235,7 +234,7 @@ class StreamClock:
         return float(begun.event.elapsed_time(ended.event)) * 1e-3
 
     def is_beside(self, mark: Mark) -> bool:
-        """Whether the mark is on a stream other than the device's default one, as the step inside backward is."""
+        """True for a mark on another stream than the device's default one, as the step inside backward is."""
         return mark.is_beside
 
 

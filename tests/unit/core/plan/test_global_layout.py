@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from ddp_zero.core.plan.boxes import Box
-from ddp_zero.core.plan.global_layout import Entry, Layout, Statement
-from ddp_zero.core.plan.global_names import renamed
+from ddp_zero.core.plan.global_layout import Entry, Layout, Statement, renamed
 
 
 def entry(shape: tuple[int, ...] = (4,), box: Box | None = None, home: str = "ranks [0, 1]", **rest: Any) -> Entry:
