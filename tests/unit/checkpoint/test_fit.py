@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_zero.checkpoint.loading import Fit, fit_groups, fit_values, listed
-from ddp_zero.core.plan import global_names
+from ddp_zero.core.plan import global_layout
 from ddp_zero.core.plan.shapes import Value
 
 MATRIX = Value((2, 3), "float32")
@@ -39,7 +39,7 @@ def of_groups(
 
 
 def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
-    return global_names.renamed(names, rename, "rename=", "the checkpoint")
+    return global_layout.renamed(names, rename, "rename=", "the checkpoint")
 
 
 def test_names_stay_where_nothing_is_renamed() -> None:
