@@ -264,6 +264,24 @@ def _join_before_the_buckets_are_known_with_odd_strides(setup: Setup) -> None:
     both.assert_moved(before)
 
 
+@case(2)
+def _a_memory_format_that_changes_right_after_buckets_were_built(setup: Setup) -> None:
+    """Buckets that no pass had used yet were read by the strides of after the change."""
+    for static_graph, steps in ((False, 1), (True, 2)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 4, 3, padding=1))
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        both = Both(SGD, model=model, ddp_options={"static_graph": static_graph}, lr=0.1)
+        both.train(setup, steps, shape=(2, 3, 5, 5))
+        for ddp, optimizer in both.sides:
+            optimizer.zero_grad()
+            ddp.module.to(memory_format=torch.contiguous_format)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of DDP, whose buckets have other strides
+            both.train(setup, 3, shape=(2, 3, 5, 5))
+        del both
+
+
 @case(2, 3)
 def _join_after_a_step_that_was_not_taken(setup: Setup) -> None:
     """The skipped step left a comparison of options open, which met the messages of ranks that had joined."""

@@ -180,6 +180,8 @@ class Gradients(GradientSource):
             built: the buckets that DDP has just built, if the plan is for them; else none: it is for this iteration's.
             publishes: whether ``param.grad`` holds the gradients of this iteration.
         """
+        # by the strides of now: they may change before the next pass, in which the buckets are first seen
+        self._windows |= {index: windows_in_bucket(bucket.params) for index, bucket in enumerate(built)}
         self._formats.buckets_built()
         if self._views is not None:
             self._views.forget()
