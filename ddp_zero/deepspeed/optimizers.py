@@ -1,12 +1,15 @@
 """Lion and Lamb, which torch does not have, and Muon for matrices with Adam for all else, with DeepSpeed's options.
 
-Alternative considered: a library of optimizers as an optional dependency. It has other options and defaults (no bounds
-of Lamb's coefficient, no bias correction), and would have to be installed for a page of code.
-
 Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023. Lamb: You et al., "Large Batch Optimization
 for Deep Learning", 2020. Muon: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the
 momentum of a matrix is replaced by one whose singular values are all about 1, found by five rounds of a polynomial in
 the matrix (Newton-Schulz). With ``ns_method="gram"`` the rounds work on the smaller square matrix X X^T.
+
+Alternatives considered, next to DeepSpeed 0.19.8 over 20 steps (tests/deepspeed/test_optimizers.py): `torch.optim.Muon`
+of torch 2.13 takes 2-D parameters only, has no ``gram``, DeepSpeed's default, and is up to 0.005 away from it at a rate
+of 0.02, where this one differs in no bit; torch before 2.9 has none. Lamb of pytorch_optimizer 4.1 has no bounds of the
+coefficient and no bias correction. Its Lion gives the same bits as this one, but takes misspelled options without a
+word, and would have to be installed for 15 lines.
 """
 
 import math
@@ -31,12 +34,27 @@ ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 _KINDS = ((True, MUON_OPTIONS, "muon_lr", 0.02), (False, ADAM_OPTIONS, "adam_lr", 3e-4))
 
 
-def _checked(lr: float, betas: tuple[float, float], weight_decay: float) -> dict[str, Any]:
-    """Options that both have.
+class _ByParameter(Optimizer):
+    """Steps each parameter that has a gradient by `_update`."""
 
-    Raises:
-        ValueError: for one out of its range.
-    """
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns the result of the closure, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, self.state[param], group)
+        return loss
+
+    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        raise NotImplementedError("every optimizer has an update")
+
+
+def _checked(lr: float, betas: tuple[float, float], weight_decay: float) -> dict[str, Any]:
     first, second = betas
     for name, value in {"lr": lr, "weight_decay": weight_decay}.items():
         if not value >= 0:
@@ -47,7 +65,7 @@ def _checked(lr: float, betas: tuple[float, float], weight_decay: float) -> dict
 
 
 @elementwise
-class Lion(Optimizer):
+class Lion(_ByParameter):
     """Steps by the sign of a momentum.
 
     Args:
@@ -62,26 +80,17 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, _checked(lr, betas, weight_decay))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; returns what the closure returns, if there is one."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(param)
-                momentum = state["exp_avg"]
-                update = (momentum * first).add_(param.grad, alpha=1 - first).sign_()
-                param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-                momentum.mul_(second).add_(param.grad, alpha=1 - second)
-        return loss
+    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        first, second = group["betas"]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param)
+        momentum = state["exp_avg"]
+        update = (momentum * first).add_(grad, alpha=1 - first).sign_()
+        param.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        momentum.mul_(second).add_(grad, alpha=1 - second)
 
 
-class Lamb(Optimizer):
+class Lamb(_ByParameter):
     """Adam with a rate for each parameter.
 
     A parameter's rate is ``lr`` times the ratio of its own norm to that of its update, within bounds.
@@ -113,18 +122,8 @@ class Lamb(Optimizer):
         own = dict(eps=eps, eps_inside_sqrt=eps_inside_sqrt, max_coeff=max_coeff, min_coeff=min_coeff)
         super().__init__(params, {**_checked(lr, betas, weight_decay), **own, "bias_correction": bias_correction})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; returns what the closure returns, if there is one."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step(param, param.grad, group)
-        return loss
-
-    def _step(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state, (first, second) = self.state[param], group["betas"]
+    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        first, second = group["betas"]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
         state["step"] += 1
@@ -142,8 +141,8 @@ class Lamb(Optimizer):
         param.sub_(update.mul_(ratio), alpha=rate)
 
 
-class MuonWithAdam(Optimizer):
-    """Steps groups with ``use_muon`` by Muon, the others by Adam.
+class MuonWithAdam(_ByParameter):
+    """Steps groups with ``use_muon`` by Muon, all other groups by Adam.
 
     Args:
         params: groups, each with ``use_muon``; see `muon_groups`.
@@ -183,22 +182,14 @@ class MuonWithAdam(Optimizer):
                         f"Expected matrices in a group with use_muon, got one of shape {list(param.shape)}."
                     )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; returns what the closure returns, if there is one."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if group["use_muon"]:
-                    self._step_by_muon(param, param.grad, group)
-                else:
-                    self._step_by_adam(param, param.grad, group)
-        return loss
+    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        if group["use_muon"]:
+            self._update_by_muon(param, grad, state, group)
+        else:
+            self._update_by_adam(param, grad, state, group)
 
-    def _step_by_muon(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        state, beta = self.state[param], group["momentum"]
+    def _update_by_muon(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        beta = group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
         momentum = state["momentum_buffer"].lerp_(grad, 1 - beta)
@@ -210,8 +201,8 @@ class MuonWithAdam(Optimizer):
         param.mul_(1 - group["lr"] * group["weight_decay"])
         param.sub_(update.reshape(param.shape), alpha=group["lr"])
 
-    def _step_by_adam(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        state, (first, second) = self.state[param], group["betas"]
+    def _update_by_adam(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        first, second = group["betas"]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
         state["step"] += 1
@@ -312,10 +303,3 @@ def _is_for_muon(param: nn.Parameter, names: Mapping[nn.Parameter, str]) -> bool
         return bool(given)
     name = names.get(param, "").lower()
     return param.ndim >= 2 and not any(word in name for word in ("embed", "lm_head"))
-
-
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -1,13 +1,14 @@
-"""What a parameter's owner holds of it, on every rank: the fp32 value, the gradient, the optimizer's state.
+"""DeepSpeed's ``safe_*`` functions: a parameter's fp32 value, gradient and optimizer state, held by its owners.
 
-The functions have the names of DeepSpeed's, and work for any `ddp_zero.ZeroRedundancyOptimizer`, with the engine or
-without. Those that get a whole value are collectives; those that set one take the whole value on every rank, the same
-one. The ``local`` forms touch what this rank owns, and never communicate.
+They work for any `ddp_zero.ZeroRedundancyOptimizer`, with the engine or without. Those that get a whole value are
+collectives; those that set one take the whole value on every rank, the same one. The ``local`` forms touch what this
+rank owns, and never communicate.
 """
 
 import gc
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +19,49 @@ from ddp_zero.core.engine.gradient_access import full_grad
 from ddp_zero.core.local.parts import whole_of
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.plan.ownership import home, is_cut
+from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 
-_found = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
+_optimizers = WeakTensorKeyDictionary()  # parameter: weak reference to its optimizer
 
 _DTYPES = (
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 _ABSENT, _OF_PARAMETER, _SCALAR, _OTHER = range(4)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter in its sharded optimizer."""
+
+    param: Tensor
+    optimizer: ZeroRedundancyOptimizer
+    sharded: ShardedStep
+    index: int
+
+    @property
+    def is_owned(self) -> bool:
+        return self.sharded.binding.owns(self.index)
+
+    @property
+    def has_master(self) -> bool:
+        return self.sharded.stepped.wants_master(self.index)
+
+    def own_part(self, value: Tensor) -> Tensor:
+        """The part of a whole value that this rank owns."""
+        return self.sharded.stepped.own_part(self.index, value)
+
+    def own_gradient(self) -> Tensor | None:
+        """The averaged gradient of the part that this rank owns; None if there is none here."""
+        held = on_this_rank(self.param.grad) if self.param.grad is not None and self.is_owned else None
+        return None if held is None else self.own_part(held)
+
+    def state(self, key: str) -> Any:
+        """A value of this rank's optimizer state; None if there is none."""
+        if not self.is_owned:
+            return None
+        return self.optimizer.optim.state.get(self.sharded.stepped[self.index], {}).get(key)
 
 
 # Whole values
@@ -38,18 +73,13 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     Returns:
         A new tensor in the parameter's shape; None if the parameter is in no sharded optimizer.
     """
-    optimizer = optimizer_of(param)
-    return None if optimizer is None else full_fp32_param(optimizer, param)
+    place = _place(param)
+    return None if place is None else _full_fp32(place)
 
 
 def full_fp32_param(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> Tensor:
     """See `safe_get_full_fp32_param`."""
-    sharded, index = sharded_of(optimizer), _index(optimizer, param)
-    if not sharded.stepped.wants_master(index):
-        return param.detach().float().clone()
-    found = _gathered(optimizer, index, sharded.stepped.master(index))
-    assert found is not None, "its owner has a master"
-    return found
+    return _full_fp32(_place_in(optimizer, param))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -59,16 +89,16 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         ValueError: for a parameter in no sharded optimizer, or a value of another shape.
         RuntimeError: between a backward pass that has stepped and ``opt.step()``.
     """
-    optimizer = _needed(param)
+    place = _needed(param)
     _check_shape(param, value)
-    engine_of(optimizer).check_before_step("safe_set_full_fp32_param()")
-    sharded, index = sharded_of(optimizer), _index(optimizer, param)
+    engine_of(place.optimizer).check_before_step("safe_set_full_fp32_param()")
+    sharded = place.sharded
     with torch.no_grad(), sharded.changes.one([param.device]):
         sharded.snapshot = None
         param.copy_(value)
-        master = sharded.stepped.master(index)
+        master = sharded.stepped.master(place.index)
         if master is not None:
-            master.copy_(sharded.stepped.own_part(index, value))
+            master.copy_(place.own_part(value))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -80,12 +110,11 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     Raises:
         RuntimeError: if the step inside backward has used the gradient up, or if no reduction has averaged it.
     """
-    optimizer = optimizer_of(param)
-    if optimizer is None:
+    place = _place(param)
+    if place is None:
         return None if param.grad is None else param.grad.detach().clone()
-    grad = full_grad(engine_of(optimizer), param)
-    has_master = sharded_of(optimizer).stepped.wants_master(_index(optimizer, param))
-    return grad.float() if grad is not None and has_master else grad
+    grad = full_grad(engine_of(place.optimizer), param)
+    return grad.float() if grad is not None and place.has_master else grad
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -98,14 +127,14 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     _check_shape(param, value)
     if param.grad is None:
         raise ValueError("Expected a parameter with a gradient, between backward and the step, got one without.")
-    optimizer = optimizer_of(param)
-    if optimizer is None:
+    place = _place(param)
+    if place is None:
         param.grad.copy_(value)
         return
-    engine_of(optimizer).let_gradients_wait()
+    engine_of(place.optimizer).let_gradients_wait()
     held = on_this_rank(param.grad)
     if held is not None:
-        held.copy_(sharded_of(optimizer).stepped.own_part(_index(optimizer, param), value).reshape(held.shape))
+        held.copy_(place.own_part(value).reshape(held.shape))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -117,10 +146,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Raises:
         TypeError: for a state that is neither of the parameter's shape nor a number.
     """
-    optimizer = optimizer_of(param)
-    if optimizer is None:
-        return None
-    return _gathered(optimizer, _index(optimizer, param), _held_state(optimizer, param, optim_state_key))
+    place = _place(param)
+    return None if place is None else _gathered(place, place.state(optim_state_key))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -129,23 +156,23 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     Raises:
         ValueError: for a parameter in no sharded optimizer, or on its owner for a state that does not exist yet.
     """
-    optimizer = _needed(param)
-    held = _held_state(optimizer, param, optim_state_key)
-    sharded, index = sharded_of(optimizer), _index(optimizer, param)
-    if held is None and sharded.binding.owns(index):
-        raise ValueError(f"Expected a state {optim_state_key!r} of {sharded.table.label(index)}, got none yet.")
+    place = _needed(param)
+    held, sharded = place.state(optim_state_key), place.sharded
+    if held is None and place.is_owned:
+        raise ValueError(f"Expected a state {optim_state_key!r} of {sharded.table.label(place.index)}, got none yet.")
     with torch.no_grad(), sharded.changes.one([param.device]):
         sharded.snapshot = None
         if isinstance(held, Tensor):
-            held.copy_(sharded.stepped.own_part(index, value) if value.shape == param.shape else value)
+            held.copy_(place.own_part(value) if value.shape == param.shape else value)
         elif held is not None:
-            optimizer.optim.state[sharded.stepped[index]][optim_state_key] = type(held)(value.item())
+            state = place.optimizer.optim.state[sharded.stepped[place.index]]
+            state[optim_state_key] = type(held)(value.item())
 
 
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Set each parameter's gradient to what a function makes of it. A collective in stage 2."""
+    """Set each parameter's gradient to the result of a function of it. A collective in stage 2."""
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
@@ -156,115 +183,93 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The fp32 value of what this rank owns of a parameter, a copy; None if that is nothing."""
-    optimizer = _needed(param)
-    held = _local(optimizer, param, lambda index: sharded_of(optimizer).stepped[index])
-    return None if held is None else held.detach().float().clone()
+    """The fp32 value of the part that this rank owns of a parameter, a copy; None if that is nothing."""
+    place = _needed(param)
+    return place.sharded.stepped[place.index].detach().float().clone() if place.is_owned else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set what this rank owns of a parameter; the model has it after the next step.
+    """Set the part that this rank owns of a parameter; the model has it after the next step.
 
     Raises:
         ValueError: if this rank owns nothing of the parameter, or for another shape.
         NotImplementedError: for a parameter without a master, whose copies on other ranks would differ.
     """
-    optimizer = _needed(param)
-    index = _index(optimizer, param)
-    master = sharded_of(optimizer).stepped.master(index)
-    if not sharded_of(optimizer).stepped.wants_master(index):
+    place = _needed(param)
+    if not place.has_master:
         raise NotImplementedError(
             "Expected a parameter with an fp32 master, got one of fp32, which every rank holds. Use "
             "safe_set_full_fp32_param() on every rank."
         )
-    _set_held(master, value)
+    _set_held(place.sharded.stepped.master(place.index), value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """What this rank has of the averaged gradient of a parameter that it owns, a copy; None if that is nothing."""
-    optimizer = _needed(param)
-    if param.grad is None or not sharded_of(optimizer).binding.owns(_index(optimizer, param)):
-        return None
-    held = on_this_rank(param.grad)
-    own = None if held is None else sharded_of(optimizer).stepped.own_part(_index(optimizer, param), held)
+    """The averaged gradient of the part that this rank owns of a parameter, a copy; None if that is nothing."""
+    own = _needed(param).own_gradient()
     return None if own is None else own.detach().clone()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set what this rank has of the averaged gradient of a parameter that it owns.
+    """Set the averaged gradient of the part that this rank owns of a parameter.
 
     Raises:
         ValueError: if that is nothing, or for another shape.
     """
-    optimizer = _needed(param)
-    index, sharded = _index(optimizer, param), sharded_of(optimizer)
-    engine_of(optimizer).let_gradients_wait()
-    held = on_this_rank(param.grad) if param.grad is not None and sharded.binding.owns(index) else None
-    _set_held(None if held is None else sharded.stepped.own_part(index, held), value)
+    place = _needed(param)
+    engine_of(place.optimizer).let_gradients_wait()
+    _set_held(place.own_gradient(), value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """What this rank holds of the optimizer's state of a parameter, a copy; None if that is nothing."""
-    held = _held_state(_needed(param), param, optim_state_key)
+    """This rank's part of the optimizer's state of a parameter, a copy; None if that is nothing."""
+    held = _needed(param).state(optim_state_key)
     return torch.as_tensor(held).detach().clone() if held is not None else None
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set what this rank holds of the optimizer's state of a parameter.
+    """Set this rank's part of the optimizer's state of a parameter.
 
     Raises:
         ValueError: if that is nothing, or for another shape.
     """
-    optimizer = _needed(param)
-    held = _held_state(optimizer, param, optim_state_key)
+    place = _needed(param)
+    held = place.state(optim_state_key)
     _set_held(held if isinstance(held, Tensor) else None, value)
-    sharded_of(optimizer).snapshot = None
+    place.sharded.snapshot = None
 
 
-# Finding
-
-
-def optimizer_of(param: Tensor) -> ZeroRedundancyOptimizer | None:
-    """The sharded optimizer of a parameter, found among the objects of this process the first time."""
-    known = _found.get(param)
-    optimizer = known() if known is not None else None
-    if optimizer is None:
-        for one in gc.get_objects():
-            if isinstance(one, ZeroRedundancyOptimizer) and hasattr(one, "_engine"):
-                remember(one)
-        known = _found.get(param)
-        optimizer = known() if known is not None else None
-    return optimizer
+# The optimizer of a parameter
 
 
 def remember(optimizer: ZeroRedundancyOptimizer) -> None:
     """Know the optimizer of its parameters."""
     for param in sharded_of(optimizer).table.params:
-        _found[param] = weakref.ref(optimizer)
+        _optimizers[param] = weakref.ref(optimizer)
 
 
-def _needed(param: Tensor) -> ZeroRedundancyOptimizer:
-    optimizer = optimizer_of(param)
-    if optimizer is None:
+def _place(param: Tensor) -> _Place | None:
+    """The place of a parameter; its optimizer is found among the objects of this process the first time."""
+    known = _optimizers.get(param)
+    if known is None or known() is None:
+        for one in gc.get_objects():
+            if isinstance(one, ZeroRedundancyOptimizer) and hasattr(one, "_engine"):
+                remember(one)
+        known = _optimizers.get(param)
+    optimizer = None if known is None else known()
+    return None if optimizer is None else _place_in(optimizer, param)
+
+
+def _place_in(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> _Place:
+    sharded = sharded_of(optimizer)
+    return _Place(param, optimizer, sharded, sharded.table.index_of[param])
+
+
+def _needed(param: Tensor) -> _Place:
+    place = _place(param)
+    if place is None:
         raise ValueError("Expected a parameter of a ZeroRedundancyOptimizer of this process, got one of none.")
-    return optimizer
-
-
-def _index(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> int:
-    return sharded_of(optimizer).table.index_of[param]
-
-
-def _local(optimizer: ZeroRedundancyOptimizer, param: Tensor, held: Callable[[int], Tensor]) -> Tensor | None:
-    index = _index(optimizer, param)
-    return held(index) if sharded_of(optimizer).binding.owns(index) else None
-
-
-def _held_state(optimizer: ZeroRedundancyOptimizer, param: Tensor, key: str) -> Any:
-    """A value of this rank's state of a parameter; None if there is none."""
-    sharded, index = sharded_of(optimizer), _index(optimizer, param)
-    if not sharded.binding.owns(index):
-        return None
-    return optimizer.optim.state.get(sharded.stepped[index], {}).get(key)
+    return place
 
 
 def _set_held(held: Tensor | None, value: Tensor) -> None:
@@ -280,12 +285,23 @@ def _check_shape(param: Tensor, value: Tensor) -> None:
         raise ValueError(f"Expected a value of shape {list(param.shape)}, got one of {list(value.shape)}.")
 
 
-def _gathered(optimizer: ZeroRedundancyOptimizer, index: int, held: Any) -> Tensor | None:
-    """What the owners hold for a parameter, put together on every rank; None if they hold nothing. A collective."""
-    sharded = sharded_of(optimizer)
+# Gathering
+
+
+def _full_fp32(place: _Place) -> Tensor:
+    if not place.has_master:
+        return place.param.detach().float().clone()
+    found = _gathered(place, place.sharded.stepped.master(place.index))
+    assert found is not None, "its owner has a master"
+    return found
+
+
+def _gathered(place: _Place, held: Any) -> Tensor | None:
+    """The owners' parts of a value, put together on every rank; None if there is none. A collective."""
+    sharded, index = place.sharded, place.index
     param, comm, pieces = sharded.table.params[index], sharded.comm, sharded.binding.pieces[index]
     mine = None if held is None else torch.as_tensor(held).detach()
-    kind = _kind(sharded.stepped.own_part(index, param.detach()), mine) if sharded.binding.owns(index) else _ABSENT
+    kind = _kind(place.own_part(param.detach()), mine) if place.is_owned else _ABSENT
     code = 0 if mine is None or mine.dtype not in _DTYPES else _DTYPES.index(mine.dtype)
     kinds, codes = zip(*comm.all_gather_ints([kind, code]), strict=True)
     first = home(pieces)

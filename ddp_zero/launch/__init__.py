@@ -3,6 +3,59 @@
 Importing this package imports what a script needs, `init_process_group`, and not the launcher.
 """
 
-from ddp_zero.launch.process_group import init_process_group
+import os
+from datetime import timedelta
+
+import torch
+from torch.distributed import init_process_group as init_default_group
+from torch.distributed import is_torchelastic_launched
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from ddp_zero.core.comm.control_group import store_of_this_attempt
 
 __all__ = ["init_process_group"]
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_process_group(
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    *,
+    device_id: torch.device | int | None = None,
+) -> None:
+    """As `torch.distributed.init_process_group` from the environment, but safe with ``torchrun --max-restarts``.
+
+    torchrun keeps the addresses of the previous attempt, and torch's own function may take them for those of this
+    attempt, especially if ranks start at different times. This function finds only the ranks of this attempt. Without
+    torchrun it does the same as torch's.
+
+    Args:
+        backend: such as ``"gloo"`` or ``"nccl"``; None: torch chooses by the available devices.
+        timeout: of the process group's operations, and how long to wait for all ranks here; None: torch's defaults.
+        device_id: the accelerator that this process uses, as for torch's function.
+
+    Raises:
+        RuntimeError: if the environment does not specify this rank and the address of the others, or if a rank has not
+            arrived within the time-out.
+    """
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise RuntimeError(
+            f"Expected {', '.join(_VARIABLES)} in the environment, as torchrun sets them, got no {', '.join(missing)}. "
+            "Start the script with torchrun, or call torch.distributed.init_process_group() with an init_method."
+        )
+    if not is_torchelastic_launched():
+        init_default_group(backend, timeout=timeout, device_id=device_id)
+        return
+    limit = timeout or default_pg_timeout
+    store, rank, world_size = next(rendezvous("env://", timeout=limit))
+    init_default_group(
+        backend,
+        store=store_of_this_attempt(store, rank, world_size, limit),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device_id,
+    )

@@ -1,31 +1,73 @@
 """``python -m ddp_zero launch``: choose hosts, ask whether they are ready, start torchrun on each, stop together."""
 
+import json
 import os
 import secrets
+import selectors
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import IO
 
 import torch
 
-from ddp_zero.launch import guard, slurm
-from ddp_zero.launch.check import Answer, ask
-from ddp_zero.launch.commands import Meeting, check_command, commands
-from ddp_zero.launch.environment import exported, parse_environment
-from ddp_zero.launch.hosts import Host, filtered, limited, parse_hostfile
-from ddp_zero.launch.options import Options, parse
-from ddp_zero.launch.processes import run
+from ddp_zero.launch import guard
+from ddp_zero.launch.guard import MARK
+from ddp_zero.launch.job import (
+    Host,
+    HostCommand,
+    Meeting,
+    Options,
+    check_command,
+    commands,
+    exported,
+    filtered,
+    hosts_of_allocation,
+    is_allocation,
+    limited,
+    parse,
+    parse_environment,
+    parse_hostfile,
+    port_of_allocation,
+)
 
 LOCAL = "localhost"
 DEFAULT_PORT = 29500
 _ANSWER_SECONDS = 60.0
 _FAILED_TO_START = 2
 _INTERRUPTED = 130
+_MOST_AT_ONCE = 64
+_SHOWN_LINES = 3
+_POLL_SECONDS = 0.1
+_DRAIN_SECONDS = 2.0
+_MARGIN_SECONDS = 15.0
+_LONGEST_LINE = 1 << 16
+_LOST = 255
+"""The exit code for a host whose guard is gone, as ssh's for a connection that is."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A host's addresses, the most useful first, and a free port on it."""
+
+    addresses: tuple[str, ...]
+    port: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a job; returns the exit code, see `ddp_zero.launch.processes.run`, or 2 if nothing was started."""
+    """Run a job; returns the exit code, see `run`, or 2 if nothing was started."""
     options = parse(sys.argv[1:] if arguments is None else arguments, sys.executable)
     try:
         hosts = hosts_of(options, os.environ)
@@ -59,17 +101,12 @@ def say(text: str) -> None:
 
 
 def hosts_of(options: Options, environment: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts of the job: those of the hostfile, of the Slurm allocation, or this machine.
-
-    Raises:
-        ValueError: if the hostfile, a filter or a number does not fit.
-        OSError: if the hostfile cannot be read.
-    """
+    """The hosts of the job: those of the hostfile, of the Slurm allocation, or this machine."""
     nproc = options.nproc
     if options.hostfile is not None:
         hosts = parse_hostfile(Path(options.hostfile).read_text(encoding="utf-8"), options.hostfile)
-    elif options.launcher == "slurm" or (options.launcher is None and slurm.is_allocation(environment)):
-        hosts = slurm.hosts_of_allocation(environment, nproc)
+    elif options.launcher == "slurm" or (options.launcher is None and is_allocation(environment)):
+        hosts = hosts_of_allocation(environment, nproc)
     elif options.launcher in (None, "local"):
         hosts = (Host(LOCAL, tuple(range(nproc or torch.accelerator.device_count() or 1))),)
     else:
@@ -78,18 +115,14 @@ def hosts_of(options: Options, environment: Mapping[str, str]) -> tuple[Host, ..
 
 
 def launcher_of(options: Options, hosts: Sequence[Host], environment: Mapping[str, str]) -> str:
-    """How the hosts are reached.
-
-    Raises:
-        ValueError: if that is ``local``, and they are not this machine alone.
-    """
+    """The way to reach the hosts, one of `LAUNCHERS`."""
     is_here = len(hosts) == 1 and hosts[0].name in (LOCAL, "127.0.0.1", socket.gethostname(), socket.getfqdn())
     if options.launcher == "local" and not is_here:
         shown = ", ".join(host.name for host in hosts)
         raise ValueError(f"Expected this machine alone with --launcher local, {LOCAL}, got {shown}. Use ssh.")
     if options.launcher is not None:
         return options.launcher
-    if options.hostfile is None and slurm.is_allocation(environment):
+    if options.hostfile is None and is_allocation(environment):
         return "slurm"
     return "local" if is_here else "ssh"
 
@@ -109,11 +142,7 @@ def meeting_of(
     answers: Mapping[str, Answer],
     environment: Mapping[str, str],
 ) -> Meeting:
-    """Where torchrun's agents meet: on the first host.
-
-    Raises:
-        RuntimeError: if no address of the first host was found.
-    """
+    """The place where torchrun's agents meet: the first host."""
     first, job = hosts[0].name, f"ddp_zero-{secrets.token_hex(4)}"
     if len(hosts) == 1:
         return Meeting(None, options.master_port, job)
@@ -123,6 +152,290 @@ def meeting_of(
         raise RuntimeError(f"Expected an address of {first} that other hosts can reach, got none. Say --master-addr.")
     port = answers[first].port if answers else DEFAULT_PORT
     if launcher == "slurm":
-        port = slurm.port_of_allocation(environment)
+        port = port_of_allocation(environment)
         own = {host.name: host.name for host in hosts}
     return Meeting(address, options.master_port or port, job, own)
+
+
+# Asking hosts whether they are ready
+
+
+def ask(hosts: Sequence[str], command_of: Callable[[str], HostCommand], time_out: float) -> dict[str, Answer]:
+    """The answers of hosts to commands, by name, each within ``time_out`` seconds.
+
+    Raises:
+        RuntimeError: naming every host that has not answered, or is not ready, with the reason.
+    """
+    with ThreadPoolExecutor(min(len(hosts), _MOST_AT_ONCE)) as pool:
+        found = list(pool.map(lambda host: _ask(command_of(host), time_out), hosts))
+    wrong = [f"{host}: {answer}" for host, answer in zip(hosts, found, strict=True) if isinstance(answer, str)]
+    if wrong:
+        raise RuntimeError("\n  ".join([f"Expected all {len(hosts)} hosts to be ready, got from", *wrong]))
+    return {host: answer for host, answer in zip(hosts, found, strict=True) if isinstance(answer, Answer)}
+
+
+def read_answer(printed: str) -> Answer | None:
+    """The answer in what a host has printed, which may begin with a greeting; None if there is none."""
+    lines = [line.removeprefix(MARK) for line in printed.splitlines() if line.startswith(MARK)]
+    try:
+        content = json.loads(lines[-1])
+        return Answer(tuple(map(str, content["addresses"])), int(content["port"]))
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _ask(command: HostCommand, time_out: float) -> Answer | str:
+    try:
+        result = subprocess.run(
+            command.argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=time_out,
+            env={**os.environ, **command.environment},
+            start_new_session=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {time_out:g} s"
+    except OSError as error:
+        return f"{command.argv[0]} cannot be started: {error.strerror}"
+    if result.returncode == 0 and (answer := read_answer(result.stdout)) is not None:
+        return answer
+    lines = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()]
+    return f"exit code {result.returncode}, " + ("; ".join(lines[-_SHOWN_LINES:]) or "no output")
+
+
+# The processes of all hosts: output, exit codes, and the end of all when one fails
+
+
+class Lines:
+    """Turns pieces of a stream into whole lines with a prefix; a carriage return ends a line, too."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """The lines that a piece completes; an empty piece, at the end of the stream, completes the last one."""
+        text = self._rest + piece
+        cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if not piece or len(text) - cut > _LONGEST_LINE:
+            text += b"\n" if len(text) > cut else b""
+            cut = len(text)
+        self._rest = text[cut:]
+        whole = text[:cut].replace(b"\r\n", b"\n")
+        return b"".join(self._prefix + line for line in whole.splitlines(keepends=True))
+
+
+class Running:
+    """The command of one host, as a process in a session of its own.
+
+    Attributes:
+        deaf_since: when its input was found closed by the other end, on the monotonic clock; None: it was not. The
+            guard there is gone then, though a connection may live on, whose output a daemon holds open.
+    """
+
+    def __init__(self, command: HostCommand) -> None:
+        self.command = command
+        self.deaf_since: float | None = None
+        pipe = subprocess.PIPE if command.has_prefix else None
+        self.process = subprocess.Popen(
+            command.argv,
+            stdin=subprocess.PIPE,
+            stdout=pipe,
+            stderr=pipe,
+            env={**os.environ, **command.environment},
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the others in order
+            bufsize=0,
+        )
+
+    def streams(self) -> Iterator[tuple[IO[bytes], IO[bytes], Lines]]:
+        """Each stream of output, the stream to forward it to, and its lines."""
+        for source, target in ((self.process.stdout, sys.stdout.buffer), (self.process.stderr, sys.stderr.buffer)):
+            if source is not None:
+                os.set_blocking(source.fileno(), False)
+                yield source, target, Lines(f"{self.command.host}: ".encode())
+
+    def beat(self) -> None:
+        """Let the host know that the launcher lives."""
+        if self.process.stdin is not None:
+            try:
+                self.process.stdin.write(b"\n")
+            except BrokenPipeError:
+                self.deaf_since = self.deaf_since or time.monotonic()
+            except (OSError, ValueError):  # its input was closed to stop it
+                pass
+
+    def stop(self) -> None:
+        """Ask the host to stop: the end of its input reaches it, and the host's guard does the rest."""
+        if self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.close()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every process of the session."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        """Close the pipes."""
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+    def is_alive(self) -> bool:
+        """Whether a process of the session is left; the first may end before those that it has started."""
+        self.process.poll()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, 0)
+            return True
+        return False
+
+
+def run(commands: Sequence[HostCommand], grace: float, lost_after: float, say: Say) -> int:
+    """Run all commands; if one fails, or this process is told to end, stop all.
+
+    Args:
+        commands: one for each host.
+        grace: seconds that a host's processes have to end.
+        lost_after: a host that hears nothing for this long, in seconds, stops.
+        say: reports what happens, a line each.
+
+    Returns:
+        0, the exit code of the first that failed, or 128 and the number of the signal that this process got.
+    """
+    with _signals() as signals:
+        running: list[Running] = []
+        try:
+            for command in commands:
+                running.append(Running(command))
+        except OSError as error:
+            say(f"Expected {command.argv[0]} to be started for {command.host}, got: {error}.")
+            _Job(running, signals, say).end(grace)
+            return 127
+        ended = threading.Event()
+        heart = threading.Thread(target=_beat, args=(running, ended, lost_after / 4), daemon=True)
+        heart.start()
+        try:
+            return _Job(running, signals, say).run(grace)
+        finally:
+            ended.set()
+
+
+def _beat(running: Sequence[Running], ended: threading.Event, every: float) -> None:
+    while not ended.wait(every):
+        for one in running:
+            one.beat()
+
+
+class _Job:
+    """All hosts' commands together; see `run`."""
+
+    def __init__(self, running: Sequence[Running], signals: list[int], say: Say) -> None:
+        self._running = running
+        self._signals = signals
+        self._say = say
+        self._selector = selectors.DefaultSelector()
+        for one in running:
+            for source, target, lines in one.streams():
+                self._selector.register(source, selectors.EVENT_READ, (target, lines))
+
+    def run(self, grace: float) -> int:
+        """Forward output until all have ended, or one fails; then end the rest. Returns the exit code of `run`."""
+        code, left = 0, list(self._running)
+        while left and not code:
+            code = self._pass_on(_POLL_SECONDS) or (128 + self._signals[0] if self._signals else 0)
+            if self._signals:
+                self._say(f"got {signal.Signals(self._signals[0]).name}; stopping {_names(left)}")
+            for one in [one for one in left if one.process.poll() is not None]:
+                left.remove(one)
+                code = code or self._code_of(one, left)
+            for one in [one for one in left if one.deaf_since is not None]:
+                if time.monotonic() - (one.deaf_since or 0.0) > grace:
+                    left.remove(one)
+                    code = code or _LOST
+                    self._say(
+                        f"{one.command.host} no longer listens: its guard has ended, by SIGKILL perhaps, while "
+                        f"something there holds the output open; stopping {_names([one, *left])}"
+                    )
+        self.end(grace)
+        return code
+
+    def _code_of(self, one: Running, left: Sequence[Running]) -> int:
+        number = one.process.returncode
+        code = 128 - number if number < 0 else number
+        if code:
+            lost = ", that of a connection that failed" if one.command.argv[0] == "ssh" and code == 255 else ""
+            stopping = f"; stopping {_names(left)}" if left else ""
+            self._say(f"{one.command.host} ended with exit code {code}{lost}{stopping}")
+        return code
+
+    def end(self, grace: float) -> None:
+        """Stop the processes that still run, kindly at first, and forward all output."""
+        for one in self._running:
+            if one.process.poll() is None:
+                one.stop()
+        for number, seconds in ((None, grace + _MARGIN_SECONDS), (signal.SIGTERM, grace), (signal.SIGKILL, grace)):
+            left = [one for one in self._running if one.is_alive()]
+            if number is not None:
+                for one in left:
+                    self._say(f"{one.command.host} has not ended; sending {number.name}")
+                    one.signal(number)
+            deadline, asked = time.monotonic() + seconds, len(self._signals)
+            while any(one.is_alive() for one in left) and time.monotonic() < deadline:
+                self._pass_on(_POLL_SECONDS)
+                if len(self._signals) > asked:  # told again: do not wait any longer
+                    break
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while self._selector.get_map() and time.monotonic() < deadline:
+            self._pass_on(_POLL_SECONDS)
+        self._selector.close()
+        for one in self._running:
+            one.close()
+
+    def _pass_on(self, seconds: float) -> int:
+        """Forward pending output, after a wait if there is none. Returns 141 if the output pipe was closed, else 0."""
+        if not self._selector.get_map():
+            time.sleep(seconds)
+            return 0
+        for key, _ in self._selector.select(seconds):
+            source: IO[bytes] = key.fileobj  # type: ignore[assignment]
+            target, lines = key.data
+            piece = source.read(_LONGEST_LINE)
+            if piece is None:
+                continue
+            if not piece:
+                self._selector.unregister(source)
+            try:
+                target.write(lines.feed(piece))
+                target.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
+                return 128 + signal.SIGPIPE
+        return 0
+
+
+def _names(running: Sequence[Running]) -> str:
+    return ", ".join(one.command.host for one in running)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that this process has got since, in order, instead of their usual effect."""
+    got: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        got.append(number)
+
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    taken = [number for number in _SIGNALS if number is not signal.SIGHUP or not is_kept]
+    before = {number: signal.signal(number, note) for number in taken}
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -72,9 +72,7 @@ GROUND = {"options", "loss_scale"}
 DOORS = {"__init__", "__main__", "shard"}
 
 WITHOUT_TORCH = {
-    "core.backward.overlap_machine",
-    *("launch.hosts", "launch.slurm", "launch.environment", "launch.options", "launch.commands", "launch.guard"),
-    "tools.record.regular_files",
+    *("core.backward.overlap_machine", "tools.record.regular_files", "launch.job", "launch.guard"),
 }
 """Files above floor 0 that are pure as well."""
 
@@ -314,10 +312,10 @@ def test_the_design_page_shows_the_same_packages() -> None:
 
 
 def test_only_comm_communicates() -> None:
-    """`launch.process_group` calls `init_process_group`, which is what it is for."""
+    """`launch` calls `init_process_group`, which is what it is for."""
     found = {name: lines for name in FILES if (lines := communications(read(name)))}
     assert len(found.pop("core.comm.communicator")) > 5
-    assert {line.split()[1] for line in found.pop("launch.process_group")} == {"torch.distributed.init_process_group"}
+    assert {line.split()[1] for line in found.pop("launch")} == {"torch.distributed.init_process_group"}
     assert {name: lines for name, lines in found.items() if package_of(name) != "core.comm"} == {}
 
 

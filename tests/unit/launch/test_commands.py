@@ -7,12 +7,9 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from ddp_zero.launch.check import Answer, read_answer
-from ddp_zero.launch.commands import HostCommand, Meeting, check_command, commands, torchrun_command
 from ddp_zero.launch.guard import MARK
-from ddp_zero.launch.hosts import Host
-from ddp_zero.launch.options import Options, parse
-from ddp_zero.launch.processes import Lines
+from ddp_zero.launch.job import Host, HostCommand, Meeting, Options, check_command, commands, parse, torchrun_command
+from ddp_zero.launch.launcher import Answer, Lines, read_answer
 
 GUARD, FOLDER = PurePosixPath("/lib/guard.py"), PurePosixPath("/my runs")
 TWO = (Host("a", (0, 1)), Host("b", (1, 3)))

@@ -2,9 +2,19 @@
 
 import pytest
 
-from ddp_zero.launch.environment import exported, parse_environment
-from ddp_zero.launch.hosts import Host, filtered, limited, parse_filter, parse_hostfile
-from ddp_zero.launch.slurm import expand_nodelist, hosts_of_allocation, is_allocation, port_of_allocation
+from ddp_zero.launch.job import (
+    Host,
+    expand_nodelist,
+    exported,
+    filtered,
+    hosts_of_allocation,
+    is_allocation,
+    limited,
+    parse_environment,
+    parse_filter,
+    parse_hostfile,
+    port_of_allocation,
+)
 
 HOSTS = (Host("a", (0, 1, 2, 3)), Host("b", (0, 1)), Host("c-1.example", (0,)))
 

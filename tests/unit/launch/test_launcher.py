@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_zero.launch import launcher, processes
-from ddp_zero.launch.check import Answer, ask
-from ddp_zero.launch.commands import HostCommand
+from ddp_zero.launch import launcher
 from ddp_zero.launch.guard import MARK
-from ddp_zero.launch.hosts import Host
-from ddp_zero.launch.launcher import hosts_of, launcher_of, main, meeting_of, variables_of
-from ddp_zero.launch.options import Options, parse
+from ddp_zero.launch.job import Host, HostCommand, Options, parse
+from ddp_zero.launch.launcher import Answer, ask, hosts_of, launcher_of, main, meeting_of, variables_of
 
 ALLOCATION = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
 TWO = (Host("n1", (0, 1)), Host("n2", (0, 1)))
@@ -132,7 +129,7 @@ def test_the_first_failure_is_the_exit_code_and_ends_the_others(
     programs: Sequence[str], code: int, said: Sequence[str]
 ) -> None:
     lines: list[str] = []
-    assert processes.run(commands_of(*programs), 5, 100, lines.append) == code
+    assert launcher.run(commands_of(*programs), 5, 100, lines.append) == code
     assert lines == said
 
 
@@ -143,7 +140,7 @@ def test_a_job_under_nohup_ends_at_other_signals_only() -> None:
             "import os, signal; os.kill(os.getppid(), signal.SIGHUP); os.kill(os.getppid(), signal.SIGTERM); input()"
         )
         lines: list[str] = []
-        assert processes.run(commands_of(program), 5, 100, lines.append) == 143
+        assert launcher.run(commands_of(program), 5, 100, lines.append) == 143
         assert lines == ["got SIGTERM; stopping h0"]
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -153,5 +150,5 @@ def test_a_job_under_nohup_ends_at_other_signals_only() -> None:
 def test_a_program_that_cannot_be_started_ends_those_that_were() -> None:
     lines: list[str] = []
     commands = [*commands_of("import sys; sys.stdin.read()"), HostCommand("h1", ("no-such-program",))]
-    assert processes.run(commands, 5, 100, lines.append) == 127
+    assert launcher.run(commands, 5, 100, lines.append) == 127
     assert "Expected no-such-program to be started for h1" in lines[0]

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from ddp_zero.launch import processes
-from ddp_zero.launch.commands import HostCommand
-from ddp_zero.launch.processes import run
+from ddp_zero.launch import launcher
+from ddp_zero.launch.job import HostCommand
+from ddp_zero.launch.launcher import run
 
 _DEAF = "import os, time; os.close(0); time.sleep(600)"
 """As ssh does when what it has started is killed, and a daemon of that still has the output."""
@@ -15,7 +15,7 @@ _WAITS = "import sys; sys.stdin.read()"
 
 
 def test_a_host_that_no_longer_listens_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_MARGIN_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "_MARGIN_SECONDS", 0.5)
     commands = [
         HostCommand(name, (sys.executable, "-c", program)) for name, program in (("one", _WAITS), ("two", _DEAF))
     ]

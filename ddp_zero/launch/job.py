@@ -1,0 +1,510 @@
+"""A job as a value: the command line, the hosts, their environment, and the command that starts torchrun on each.
+
+Text in, values out: nothing here reads files, opens connections or needs torch. A host runs the guard
+(`ddp_zero/launch/guard.py`), and under it torchrun. Each host has a command of its own, so that its output, its exit
+code and its end are its own, whichever program carries the command there.
+"""
+
+import argparse
+import difflib
+import math
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+
+PROGRAM = "python -m ddp_zero launch"
+LAUNCHERS = ("local", "ssh", "pdsh", "slurm", "mpirun")
+TORCHRUN = ("-m", "torch.distributed.run")
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTHON", "OMP_", "UCX_", "MV2_")
+"""Variables of this process that other hosts get as well."""
+
+Filter = Mapping[str, tuple[int, ...] | None]
+"""Slots by host; None: all of them."""
+
+_DESCRIPTION = "Start torchrun on every host of a job, and stop it everywhere when it fails anywhere."
+_EPILOG = """\
+Without --hostfile, and outside a Slurm allocation, the job runs on this machine. The exit code is that of the first
+host that failed, 128 and its number after a signal, and 2 if nothing was started."""
+
+_CONNECT_SECONDS = 10
+_GUARD_SECONDS = 10  # a guard that is killed by the program around it has this much longer than the guard below it
+_MOST_NODES = 100_000
+
+_HOST_LINE = re.compile(r"(\S+)\s+slots=([0-9]{1,6})")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SLOT = re.compile(r"[0-9]{1,6}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_RANGES = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+# The command line
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line, see `parse`; None stands for a value that is still to be found.
+
+    ``script`` is torchrun's own ``--module`` or ``--no-python``, the script, and its arguments.
+    """
+
+    hostfile: str | None
+    include: str
+    exclude: str
+    num_nodes: int | None
+    nproc: int | None
+    master_addr: str | None
+    master_port: int | None
+    launcher: str | None
+    max_restarts: int
+    env_files: tuple[str, ...]
+    ssh_args: tuple[str, ...]
+    python: str
+    lost_after: float
+    grace: float
+    dry_run: bool
+    script: tuple[str, ...]
+
+
+def parse(arguments: Sequence[str], python: str) -> Options:
+    """The options in a command line; wrong ones end the process with a message and exit code 2.
+
+    ``python`` is the interpreter on the hosts unless the command line names one.
+    """
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    _add_hosts(parser)
+    _add_torchrun(parser)
+    _add_reach(parser, python)
+    found = vars(parser.parse_args(arguments))
+    kind = [option for option in ("--module", "--no-python") if found.pop(option[2:].replace("-", "_"))]
+    if len(kind) > 1:
+        parser.error("Expected --module or --no-python, got both.")
+    script = (*kind, found.pop("script"), *found.pop("args"))
+    try:
+        ssh_args = tuple(shlex.split(found.pop("ssh_args")))
+    except ValueError as error:
+        parser.error(f"Expected options for ssh in --ssh-args, got text that no shell takes apart: {error}.")
+    return Options(**{**found, "env_files": tuple(found["env_files"])}, ssh_args=ssh_args, script=script)
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("hosts").add_argument
+    add("--hostfile", metavar="FILE", help="a line 'name slots=8' for each host")
+    add("--include", default="", metavar="FILTER", help="use only these hosts and slots: host1@host2:0,2")
+    add("--exclude", default="", metavar="FILTER", help="use all but these hosts and slots: host1@host2:0,2")
+    add("--num-nodes", "--num_nodes", "--nnodes", type=int, metavar="N", help="use the first N hosts")
+    nproc = "processes on each host, instead of one for each slot"
+    add("--nproc", "--num-gpus", "--num_gpus", "--nproc-per-node", type=int, metavar="N", help=nproc)
+
+
+def _add_torchrun(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("torchrun").add_argument
+    add("--master-addr", "--master_addr", metavar="ADDRESS", help="the first host's, instead of asking it")
+    add("--master-port", "--master_port", type=_port, metavar="PORT", help="a free port on it, instead of asking it")
+    add("--max-restarts", "--max_restarts", type=_count, default=0, metavar="N", help="restarts after a failure")
+    add("--module", "-m", action="store_true", help="the script is the name of a module")
+    add("--no-python", "--no_python", action="store_true", help="the script is a program of its own")
+    add("script", metavar="SCRIPT", help="what every process runs")
+    add("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def _add_reach(parser: argparse.ArgumentParser, python: str) -> None:
+    add = parser.add_argument_group("reaching hosts").add_argument
+    add("--launcher", choices=LAUNCHERS, help="how to reach them; default: slurm in an allocation, ssh for others")
+    files = "variables for all hosts, a line NAME=value or NAME for each; may be repeated"
+    add("--env-file", "--env_file", dest="env_files", action="append", default=[], metavar="FILE", help=files)
+    add("--ssh-args", "--ssh_args", default="", metavar="TEXT", help="such as '-p 2222 -i key', for ssh and pdsh")
+    add("--python", default=python, metavar="PATH", help="the interpreter on the hosts; default: this one")
+    lost = "how long a host may be silent, or a host may hear nothing from here, before it stops; default: 120"
+    add("--lost-after", type=_seconds, default=120.0, metavar="SECONDS", help=lost)
+    grace = "how long processes may take to end before they are killed; default: 15"
+    add("--grace", type=_seconds, default=15.0, metavar="SECONDS", help=grace)
+    add("--dry-run", "--dry_run", action="store_true", help="print the commands, start nothing, ask no host")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"Expected at least 0, got {text}.")
+    return number
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 < number < 65536:
+        raise argparse.ArgumentTypeError(f"Expected a port from 1 to 65535, got {text}.")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"Expected a number of seconds above 0, got {text}.")
+    return number
+
+
+# Hosts: a hostfile as DeepSpeed has it, and filters
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by the name that ssh is given, and the indices of its devices, one for each process to start."""
+
+    name: str
+    slots: tuple[int, ...]
+
+    @property
+    def is_first_slots(self) -> bool:
+        """Whether the slots are 0, 1, 2 and so on, so that processes find their devices without being told."""
+        return self.slots == tuple(range(len(self.slots)))
+
+
+def parse_hostfile(text: str, shown: object) -> tuple[Host, ...]:
+    """The hosts of a hostfile: a line ``name slots=8`` for each; ``#`` begins a comment.
+
+    Raises:
+        ValueError: with every line that is not of this form, or that repeats a host; or if there is no host. It calls
+            the file ``shown``.
+    """
+    hosts: dict[str, tuple[int, Host]] = {}
+    wrong = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = _HOST_LINE.fullmatch(content)
+        if match is None or not int(match[2]):
+            wrong.append(f"line {number}: Expected 'name slots=count' with a count of at least 1, got {content!r}.")
+        elif not _HOST_NAME.fullmatch(match[1]):
+            wrong.append(f"line {number}: Expected a host name of letters, digits, '.', '-' and '_', got {match[1]!r}.")
+        elif match[1] in hosts:
+            wrong.append(f"line {number}: Expected each host once, got {match[1]!r}, as in line {hosts[match[1]][0]}.")
+        else:
+            hosts[match[1]] = number, Host(match[1], tuple(range(int(match[2]))))
+    if wrong:
+        raise ValueError("\n  ".join([f"Expected a hostfile in {shown}, got", *wrong]))
+    if not hosts:
+        raise ValueError(f"Expected a line 'name slots=count' for each host in {shown}, got none.")
+    return tuple(host for _, host in hosts.values())
+
+
+def parse_filter(text: str, option: str) -> Filter:
+    """A filter such as ``host1@host2:0,2``: hosts separated by ``@``, each with the slots after ``:``, or all of them.
+
+    Raises:
+        ValueError: naming the option, and the part that has a different form, or repeats a host or a slot.
+    """
+    found: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        name, colon, listed = part.strip().partition(":")
+        slots = [slot.strip() for slot in listed.split(",")] if colon else []
+        if not _HOST_NAME.fullmatch(name) or not all(map(_SLOT.fullmatch, slots)):
+            raise ValueError(f"Expected {option} host1@host2:0,2, got {part!r} in {text!r}.")
+        if name in found or len({int(slot) for slot in slots}) < len(slots):
+            raise ValueError(f"Expected each host and slot once in {option}, got {part!r} in {text!r}.")
+        found[name] = tuple(sorted(map(int, slots))) if colon else None
+    return found
+
+
+def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:
+    """The hosts and slots that filters leave, in the order of the hosts.
+
+    Raises:
+        ValueError: for both filters, for a host or a slot that does not exist, or if nothing is left.
+    """
+    if include and exclude:
+        raise ValueError(f"Expected --include or --exclude, got both: {include!r} and {exclude!r}.")
+    if not include and not exclude:
+        return tuple(hosts)
+    option, text = ("--include", include) if include else ("--exclude", exclude)
+    chosen = parse_filter(text, option)
+    _check_exist(chosen, hosts, option)
+    left = []
+    for host in hosts:
+        slots = chosen.get(host.name, ())
+        named = set(host.slots if slots is None else slots)
+        kept = tuple(slot for slot in host.slots if (slot in named) == bool(include))
+        if kept:
+            left.append(replace(host, slots=kept))
+    if not left:
+        raise ValueError(f"Expected {option} to leave a slot, got {text!r}, which leaves none.")
+    return tuple(left)
+
+
+def _check_exist(chosen: Filter, hosts: Sequence[Host], option: str) -> None:
+    slots_of = {host.name: host.slots for host in hosts}
+    for name, slots in chosen.items():
+        if name not in slots_of:
+            near = difflib.get_close_matches(name, slots_of, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(slots_of)}."
+            raise ValueError(f"Expected hosts of the job in {option}, got {name!r}.{hint}")
+        missing = [slot for slot in slots or () if slot not in slots_of[name]]
+        if missing:
+            raise ValueError(f"Expected slots of {name} in {option}, {list(slots_of[name])}, got {missing}.")
+
+
+def limited(hosts: Sequence[Host], num_nodes: int | None, nproc: int | None) -> tuple[Host, ...]:
+    """The first ``num_nodes`` hosts, and the first ``nproc`` slots of each; None: all of them.
+
+    Raises:
+        ValueError: if there are fewer.
+    """
+    if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
+        raise ValueError(f"Expected --num-nodes from 1 to {len(hosts)}, the number of hosts, got {num_nodes}.")
+    used = tuple(hosts[:num_nodes])
+    if nproc is None:
+        return used
+    for host in used:
+        if not 1 <= nproc <= len(host.slots):
+            raise ValueError(f"Expected --nproc from 1 to {len(host.slots)}, the slots of {host.name}, got {nproc}.")
+    return tuple(replace(host, slots=host.slots[:nproc]) for host in used)
+
+
+# The nodes of a Slurm allocation
+
+
+def is_allocation(environment: Mapping[str, str]) -> bool:
+    """Whether a process with these variables runs in a Slurm allocation."""
+    return bool(environment.get("SLURM_JOB_ID") and _nodelist(environment))
+
+
+def hosts_of_allocation(environment: Mapping[str, str], nproc: int | None) -> tuple[Host, ...]:
+    """The allocated nodes, with ``nproc`` slots, or one for each GPU that Slurm gives, or else for each task.
+
+    Raises:
+        ValueError: if this is no allocation, or a variable is not of Slurm's form.
+    """
+    if not is_allocation(environment):
+        raise ValueError("Expected SLURM_JOB_ID and SLURM_JOB_NODELIST, got none. Start this within salloc or sbatch.")
+    names = expand_nodelist(_nodelist(environment))
+    counts = [nproc] * len(names) if nproc is not None else _slots(environment, len(names))
+    return tuple(Host(name, tuple(range(count))) for name, count in zip(names, counts, strict=True))
+
+
+def port_of_allocation(environment: Mapping[str, str]) -> int:
+    """A port, 20000 to 29999, that differs between jobs whose numbers are near each other."""
+    return 20000 + int(re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or 0) % 10000
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """The names in a list such as ``gpu[01-03,7],login``.
+
+    Raises:
+        ValueError: if it is not of this form, or repeats a name.
+    """
+    items = _ITEM.findall(text)
+    if not items or ",".join(items) != text:
+        raise ValueError(f"Expected a list of nodes such as 'gpu[01-03,7],login', got {text!r}.")
+    names = [name for item in items for name in _expand(item, text)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"Expected each node once, got {text!r}.")
+    return names
+
+
+def _expand(item: str, text: str) -> Iterator[str]:
+    match = _RANGES.search(item)
+    if match is None:
+        yield item
+        return
+    for one in match[1].split(","):
+        bounds = _RANGE.fullmatch(one)
+        if bounds is None:
+            raise ValueError(f"Expected numbers and ranges in brackets, got {one!r} in {text!r}.")
+        first, last = int(bounds[1]), int(bounds[2] or bounds[1])
+        if not first <= last < first + _MOST_NODES:
+            raise ValueError(f"Expected a range that goes up, got {one!r} in {text!r}.")
+        for number in range(first, last + 1):
+            yield from _expand(f"{item[: match.start()]}{number:0{len(bounds[1])}d}{item[match.end() :]}", text)
+
+
+def _slots(environment: Mapping[str, str], nodes: int) -> list[int]:
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        count = environment.get(name, "").rpartition(":")[2]
+        if count.isdecimal() and int(count):
+            return [int(count)] * nodes
+    text = environment.get("SLURM_TASKS_PER_NODE", "1")
+    matches = [_COUNT.fullmatch(part) for part in text.split(",")]
+    counts = [count for match in matches if match for count in [int(match[1])] * int(match[2] or 1)]
+    if not all(matches) or len(counts) != nodes or not all(counts):
+        raise ValueError(f"Expected SLURM_TASKS_PER_NODE for {nodes} nodes, got {text!r}. Say --nproc.")
+    return counts
+
+
+def _nodelist(environment: Mapping[str, str]) -> str:
+    return environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST", "")
+
+
+# The environment of the hosts
+
+
+def parse_environment(text: str, shown: object, here: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a file: ``NAME=value``, or ``NAME`` for the value that it has here; ``#`` begins a comment line.
+
+    A value is the rest of its line, without quotes around it.
+
+    Raises:
+        ValueError: with every line that is of a different form, repeats a name, or names a variable not set here. It
+            calls the file ``shown``.
+    """
+    found: dict[str, str] = {}
+    wrong = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.strip()
+        if not content or content.startswith("#"):
+            continue
+        name, equals, value = content.removeprefix("export ").strip().partition("=")
+        if not _VARIABLE.fullmatch(name):
+            wrong.append(f"line {number}: Expected 'NAME=value' or 'NAME', got {content!r:.80}.")
+        elif name in found:
+            wrong.append(f"line {number}: Expected each variable once, got {name} again.")
+        elif not equals and name not in here:
+            wrong.append(f"line {number}: Expected {name} to be set here, or '{name}=value', got neither.")
+        else:
+            found[name] = _unquoted(value) if equals else here[name]
+    if wrong:
+        raise ValueError("\n  ".join([f"Expected an environment file in {shown}, got", *wrong]))
+    return found
+
+
+def exported(here: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process with one of `PREFIXES`, in alphabetical order."""
+    return {name: here[name] for name in sorted(here) if name.startswith(PREFIXES)}
+
+
+def _unquoted(value: str) -> str:
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    return value[1:-1] if is_quoted else value
+
+
+# The command for each host
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The place where torchrun's agents meet.
+
+    Attributes:
+        address: of the first host; None: this machine alone.
+        port: on it; None: torchrun finds one.
+        job: a name that no other job at this address has.
+        own: the known addresses of hosts, by name.
+    """
+
+    address: str | None
+    port: int | None
+    job: str
+    own: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HostCommand:
+    """The command that this machine runs for one host, and whether lines of its output get the host's name."""
+
+    host: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    has_prefix: bool = True
+
+    def shown(self) -> str:
+        """As a line for a shell."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.argv)])
+
+
+def commands(
+    launcher: str,
+    hosts: Sequence[Host],
+    meeting: Meeting,
+    options: Options,
+    guard: PurePath,
+    folder: PurePath,
+    variables: Mapping[str, str],
+) -> tuple[HostCommand, ...]:
+    """The command for each host, in the order of their ranks.
+
+    Processes get ``variables`` in their environment, and start in ``folder``; ``guard`` is the guard's file.
+    """
+    found = []
+    for rank, host in enumerate(hosts):
+        torchrun = torchrun_command(host, rank, len(hosts), meeting, options)
+        devices = {} if host.is_first_slots else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
+        lost_after = options.lost_after if launcher != "pdsh" else None
+        guarded = guard_command(options, guard, folder, {**variables, **devices}, lost_after)
+        if launcher == "mpirun":  # kills what it has started, where nobody reads its output any more
+            patient = replace(options, grace=options.grace + _GUARD_SECONDS)
+            outer = guard_command(patient, guard, folder, {}, lost_after)
+            inner = guard_command(options, guard, folder, {**variables, **devices}, None)
+            guarded = [*outer, *inner[:-1], "--inner", "--"]
+        found.append(reach(launcher, host.name, [*guarded, *torchrun], options, guard))
+    return tuple(found)
+
+
+def torchrun_command(host: Host, rank: int, count: int, meeting: Meeting, options: Options) -> list[str]:
+    """The command that runs torchrun on one host.
+
+    Agents with fixed ranks keep the order of the hosts but do not meet again after a failure; so where restarts are
+    wanted, they meet by rendezvous, and torchrun ranks them by address.
+    """
+    argv = [options.python, *TORCHRUN, f"--nproc-per-node={len(host.slots)}"]
+    if meeting.address is None:
+        argv += ["--standalone"] if meeting.port is None else [f"--master-port={meeting.port}"]
+    elif not options.max_restarts:
+        argv += [f"--nnodes={count}", f"--node-rank={rank}"]
+        argv += [f"--master-addr={meeting.address}", f"--master-port={meeting.port}"]
+    else:
+        argv += [f"--nnodes={count}", "--rdzv-backend=c10d", f"--rdzv-id={meeting.job}"]
+        argv += [f"--rdzv-endpoint={meeting.address}:{meeting.port}", f"--rdzv-conf=is_host={int(rank == 0)}"]
+        own = meeting.own.get(host.name) or (meeting.address if rank == 0 else None)
+        argv += [f"--local-addr={own}"] if own else []
+    argv += [f"--max-restarts={options.max_restarts}"] if options.max_restarts else []
+    return [*argv, *options.script]
+
+
+def guard_command(
+    options: Options, guard: PurePath, folder: PurePath, variables: Mapping[str, str], lost_after: float | None
+) -> list[str]:
+    """The guard and its options; a command follows."""
+    argv = [options.python, str(guard), f"--chdir={folder}", f"--grace={options.grace:g}"]
+    argv += [] if lost_after is None else [f"--lost-after={lost_after:g}"]
+    return [*argv, *(f"--env={name}={value}" for name, value in variables.items()), "--"]
+
+
+def check_command(
+    launcher: str, host: str, toward: str, options: Options, guard: PurePath, folder: PurePath
+) -> HostCommand:
+    """The command that asks a host whether it is ready, for an address that ``toward`` reaches, and for a free port."""
+    is_file = not options.script[0].startswith("--")
+    script = [f"--script={options.script[0]}"] if is_file else []
+    argv = [options.python, str(guard), "--check", f"--chdir={folder}", *script, f"--toward={toward}"]
+    return reach(launcher, host, argv, options, None)
+
+
+def reach(launcher: str, host: str, argv: Sequence[str], options: Options, guard: PurePath | None) -> HostCommand:
+    """A command that runs ``argv`` on a host, and ends there when its standard input ends here.
+
+    pdsh passes no input on, but ends its connections when it ends; so it has a guard of its own on this machine, which
+    then leaves the connections time to end with the processes behind them. None: a short command needs no guard.
+    """
+    alive = [f"-oConnectTimeout={_CONNECT_SECONDS}", f"-oServerAliveInterval={max(1, int(options.lost_after / 4))}"]
+    ssh = ["-oBatchMode=yes", *alive, "-oServerAliveCountMax=3", *options.ssh_args]
+    if launcher == "local":
+        return HostCommand(host, tuple(argv), has_prefix=False)
+    if launcher == "ssh":
+        return HostCommand(host, ("ssh", "-x", *ssh, host, shlex.join(argv)))
+    if launcher == "pdsh":
+        line = shlex.join(argv).replace("%", "%%")  # pdsh replaces %h, %u and %n
+        linger = f"--linger={options.grace + _GUARD_SECONDS:g}"
+        own = (sys.executable, str(guard), "--chdir=.", linger, f"--grace={options.grace:g}", "--") if guard else ()
+        argv = (*own, "pdsh", "-R", "ssh", "-S", "-N", "-b", "-w", host, line)
+        return HostCommand(host, argv, {"PDSH_SSH_ARGS_APPEND": shlex.join(ssh)})
+    if launcher == "slurm":
+        placed = ("--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered", "--kill-on-bad-exit=1")
+        return HostCommand(host, ("srun", *placed, *argv))
+    if launcher == "mpirun":
+        return HostCommand(host, ("mpirun", "-n", "1", "-host", host, *argv))
+    raise ValueError(f"Expected a launcher that is known here, got {launcher!r}.")
