@@ -145,7 +145,7 @@ class Engine(nn.Module):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a backward pass without the engine."""
         self._has_scaled = True
-        return loss if self.zero is None or self.zero.loss_scale is None else self.zero.scale(loss)
+        return self.zero.scale(loss) if self.zero is not None and self.parsed.fp16.enabled else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a round; at the boundary, take the step. A collective there.

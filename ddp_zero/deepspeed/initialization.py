@@ -126,8 +126,9 @@ def _parsed(source: Source, model: nn.Module, **given: Any) -> Config:
     for name in (name for name, value in given.items() if value is not None and name in parsed.document):
         if get_rank() == 0:
             logger.warning("%r of the configuration has no effect: one was passed to initialize().", name)
-    if parsed.rest.log_level is not None:
-        logger.setLevel(getattr(logging, parsed.rest.log_level.upper()))
+    level = parsed.rest.log_level
+    if level is not None:
+        logger.setLevel(getattr(logging, level.upper()))
     return parsed
 
 

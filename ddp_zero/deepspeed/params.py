@@ -48,6 +48,11 @@ class _Place:
     def has_master(self) -> bool:
         return self.sharded.stepped.wants_master(self.index)
 
+    @property
+    def master(self) -> Tensor | None:
+        """This rank's part of the fp32 master; None if it has none."""
+        return self.sharded.stepped.master(self.index)
+
     def own_part(self, value: Tensor) -> Tensor:
         """The part of a whole value that this rank owns."""
         return self.sharded.stepped.own_part(self.index, value)
@@ -57,11 +62,10 @@ class _Place:
         held = on_this_rank(self.param.grad) if self.param.grad is not None and self.is_owned else None
         return None if held is None else self.own_part(held)
 
-    def state(self, key: str) -> Any:
-        """A value of this rank's optimizer state; None if there is none."""
-        if not self.is_owned:
-            return None
-        return self.optimizer.optim.state.get(self.sharded.stepped[self.index], {}).get(key)
+    def states(self) -> dict[str, Any]:
+        """This rank's optimizer state by key; empty if there is none."""
+        inner = self.optimizer.optim
+        return inner.state.get(self.sharded.stepped[self.index], {}) if self.is_owned else {}
 
 
 # Whole values
@@ -96,9 +100,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     with torch.no_grad(), sharded.changes.one([param.device]):
         sharded.snapshot = None
         param.copy_(value)
-        master = sharded.stepped.master(place.index)
-        if master is not None:
-            master.copy_(place.own_part(value))
+        if place.master is not None:
+            place.master.copy_(place.own_part(value))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -147,7 +150,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         TypeError: for a state that is neither of the parameter's shape nor a number.
     """
     place = _place(param)
-    return None if place is None else _gathered(place, place.state(optim_state_key))
+    return None if place is None else _gathered(place, place.states().get(optim_state_key))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -157,7 +160,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         ValueError: for a parameter in no sharded optimizer, or on its owner for a state that does not exist yet.
     """
     place = _needed(param)
-    held, sharded = place.state(optim_state_key), place.sharded
+    states, sharded = place.states(), place.sharded
+    held = states.get(optim_state_key)
     if held is None and place.is_owned:
         raise ValueError(f"Expected a state {optim_state_key!r} of {sharded.table.label(place.index)}, got none yet.")
     with torch.no_grad(), sharded.changes.one([param.device]):
@@ -165,8 +169,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         if isinstance(held, Tensor):
             held.copy_(place.own_part(value) if value.shape == param.shape else value)
         elif held is not None:
-            state = place.optimizer.optim.state[sharded.stepped[place.index]]
-            state[optim_state_key] = type(held)(value.item())
+            states[optim_state_key] = type(held)(value.item())
 
 
 def safe_update_full_grad_vectorized(
@@ -201,7 +204,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
             "Expected a parameter with an fp32 master, got one of fp32, which every rank holds. Use "
             "safe_set_full_fp32_param() on every rank."
         )
-    _set_held(place.sharded.stepped.master(place.index), value)
+    _set_held(place.master, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -223,7 +226,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's part of the optimizer's state of a parameter, a copy; None if that is nothing."""
-    held = _needed(param).state(optim_state_key)
+    held = _needed(param).states().get(optim_state_key)
     return torch.as_tensor(held).detach().clone() if held is not None else None
 
 
@@ -234,7 +237,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
         ValueError: if that is nothing, or for another shape.
     """
     place = _needed(param)
-    held = place.state(optim_state_key)
+    held = place.states().get(optim_state_key)
     _set_held(held if isinstance(held, Tensor) else None, value)
     place.sharded.snapshot = None
 
@@ -291,7 +294,7 @@ def _check_shape(param: Tensor, value: Tensor) -> None:
 def _full_fp32(place: _Place) -> Tensor:
     if not place.has_master:
         return place.param.detach().float().clone()
-    found = _gathered(place, place.sharded.stepped.master(place.index))
+    found = _gathered(place, place.master)
     assert found is not None, "its owner has a master"
     return found
 

@@ -163,8 +163,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         if self._zero_config is not None:
-            self._zero_config.complete(self.args, self.model, max_steps)
-            if self._zero_config.config.fp16.enabled:
+            config = self._zero_config.complete(self.args, self.model, max_steps)
+            if config.fp16.enabled:
                 self._scale_here()
         prepared = super()._prepare_for_training(max_steps, *args, **kwargs)
         self._attach()
@@ -280,7 +280,7 @@ class _TrainerConfig:
         assert self._config is not None, "the Trainer completes it before it builds anything"
         return self._config
 
-    def complete(self, args: Any, model: nn.Module, training_steps: int) -> None:
+    def complete(self, args: Any, model: nn.Module, training_steps: int) -> Config:
         """Fill in what is ``"auto"``, check it, and cast the model for bf16 or fp16.
 
         Args:
@@ -309,6 +309,7 @@ class _TrainerConfig:
         self._config = config
         if config.has_low_precision:
             cast(model, config)
+        return config
 
     def options(self) -> dict[str, Any]:
         """Options of `ZeroRedundancyOptimizer`.
