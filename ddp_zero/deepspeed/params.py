@@ -97,7 +97,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     _check_shape(param, value)
     engine_of(place.optimizer).check_before_step("safe_set_full_fp32_param()")
     sharded = place.sharded
-    with torch.no_grad(), sharded.changes.one([param.device]):
+    with torch.no_grad(), sharded.change():
         sharded.snapshot = None
         param.copy_(value)
         if place.master is not None:
@@ -164,7 +164,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     held = states.get(optim_state_key)
     if held is None and place.is_owned:
         raise ValueError(f"Expected a state {optim_state_key!r} of {sharded.table.label(place.index)}, got none yet.")
-    with torch.no_grad(), sharded.changes.one([param.device]):
+    with torch.no_grad(), sharded.change():
         sharded.snapshot = None
         if isinstance(held, Tensor):
             held.copy_(place.own_part(value) if value.shape == param.shape else value)
