@@ -19,8 +19,8 @@ BOUNDS = {
     "`state_dict()`": (12, 140, 410),
     "`checkpoint.save`": (30, 350, 1980),
     "`checkpoint.load`": (42, 690, 2250),
-    "`deepspeed.initialize`": (65, 350, 790),
-    "an iteration of its engine": (39, 290, 570),
+    "`deepspeed.initialize`": (56, 350, 790),
+    "an iteration of its engine": (31, 280, 560),
 }
 
 
