@@ -29,11 +29,11 @@ from ddp_zero.tools.postmortem.command import report
 from ddp_zero.tools.postmortem.records import read_folder
 from tests.multiproc.harness import kill_this_process
 
-GROUP_TIMEOUT = 6.0
+GROUP_TIMEOUT = 8.0
 VICTIM = 1
 AT = 3
 """The step in which the victim does what its case says, from 0."""
-AT_ONCE = 9
+AT_ONCE = 5
 
 MODES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1, "overlap": False},
@@ -136,7 +136,7 @@ class Stopped(Loop):
 class SlowLoader(Loop):
     def load(self) -> torch.Tensor:
         if self.is_odd:
-            time.sleep(10 * GROUP_TIMEOUT)
+            time.sleep(30 * GROUP_TIMEOUT)
         return torch.randn(4, 16)
 
 
@@ -234,7 +234,7 @@ def _stage(folder: Path, case: str, mode: str, world_size: int) -> Path:
         processes.append(context.Process(target=_be_a_rank, args=(rank, world_size, str(folder), case, mode)))
         processes[-1].start()
     try:
-        deadline = time.monotonic() + 8 * GROUP_TIMEOUT
+        deadline = time.monotonic() + 20 * GROUP_TIMEOUT  # starting alone takes a minute on a busy machine
         for rank in range(world_size):
             if rank != VICTIM:
                 processes[rank].join(max(0.0, deadline - time.monotonic()))
