@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ddp_zero.core.backward.gradients import CommHook
-from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import INTERLEAVED_LAG
 from ddp_zero.core.local.arguments import Grouping, check_class, check_flags, check_known, grouped
 from ddp_zero.core.local.live_model import the_ddp_model_in

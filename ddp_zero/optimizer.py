@@ -17,8 +17,7 @@ from torch.optim.optimizer import ParamsT
 from ddp_zero.core.backward.gradients import CommHook
 from ddp_zero.core.backward.owned_sums import options_of_stage
 from ddp_zero.core.backward.preconditions import check_can_sync
-from ddp_zero.core.comm.agreement import Agreement
-from ddp_zero.core.comm.ranks import arrange
+from ddp_zero.core.comm.ranks import Agreement, arrange
 from ddp_zero.core.engine.engine import Engine, add_param_group
 from ddp_zero.core.engine.forwarding import attribute_of_inner
 from ddp_zero.core.engine.gradient_access import (

@@ -35,9 +35,9 @@ from ddp_zero.checkpoint.saving import (
     start_folder,
     writer_of,
 )
-from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.groups import Peers, check_not_alone
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import class_name
 from ddp_zero.core.local.live_model import LiveModel, group_of
 from ddp_zero.core.plan.global_layout import Layout, Statement

@@ -34,10 +34,10 @@ from ddp_zero.checkpoint.folder import (
 from ddp_zero.checkpoint.optimizers import OptimizerState
 from ddp_zero.checkpoint.tensor_file import write_dcp_metadata, write_tensors
 from ddp_zero.core.backward.reducer import reduced_parameters
-from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.control_group import Across, ControlGroup
 from ddp_zero.core.comm.groups import Alone, Peers
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import class_name, group_options, other_state
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, options_of_text

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ddp_zero import checkpoint as checkpoints
 from ddp_zero.checkpoint.export import model_state
-from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.deepspeed.config.answers import SETTINGS, way_here
 from ddp_zero.deepspeed.config.config import Batch, Config

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ddp_zero.core.backward.reducer import finds_unused, models_over, reduced_parameters
-from ddp_zero.core.comm.agreement import StepFailedElsewhereError
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import StepFailedElsewhereError
 from ddp_zero.core.comm.reduction import average_in_place
 from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.plan.partition import GroupRank

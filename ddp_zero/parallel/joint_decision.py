@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_zero.core.comm.agreement import WHAT_NOW, StepFailedElsewhereError
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import WHAT_NOW, StepFailedElsewhereError
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import Beyond, Culprit, Share
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero.core.backward.reducer import has_static_graph, reduced_parameters
-from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.arguments import (
     PARALLEL_KEYS,
     PARALLEL_OPTIONS,

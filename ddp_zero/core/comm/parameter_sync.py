@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ddp_zero.core.comm.agreement import StepErrors
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import InFlight
-from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.ranks import Ranks, StepErrors
 from ddp_zero.core.local.placeholders import all_arrivals, arrived, can_await, expect
 from ddp_zero.core.local.storage import ParameterStorage
 from ddp_zero.core.plan.shard_plan import Bucket

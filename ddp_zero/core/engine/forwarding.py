@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.backward.hook import OverlapHook
 from ddp_zero.core.backward.overlap_machine import Phase
-from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.local.memory import digest
 from ddp_zero.core.local.parts import run_of

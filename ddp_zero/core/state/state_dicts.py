@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm.agreement import Agreement
+from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import ParamGroup, check_epsilon, fresh_state, rehearse_load
 from ddp_zero.core.local.live_model import LiveModel, by_group, clean
 from ddp_zero.core.local.memory import return_freed_memory

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.parameter_sync import ParameterSync, PendingSyncs
-from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.ranks import Agreement, Ranks
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of, is_elementwise, reserve_room
 from ddp_zero.core.local.memory import LARGE_BYTES, FreedMemory, SummedMemory, return_freed_memory

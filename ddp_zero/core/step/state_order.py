@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_zero.core.comm.agreement import Agreement
 from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.ranks import Agreement, Ranks
 from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedTensors
 from ddp_zero.core.local.parts import joined, narrowed, narrowed_value
 from ddp_zero.core.local.tree import check_can_travel

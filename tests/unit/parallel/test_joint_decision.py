@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.core.comm.agreement import StepFailedElsewhereError
+from ddp_zero.core.comm.ranks import StepFailedElsewhereError
 from ddp_zero.core.step.clipping import Share
 from ddp_zero.parallel.joint_decision import (
     GlobalErrorCheck,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_zero.core.comm.agreement import _BLOCK_BYTES, _decode, _encode
+from ddp_zero.core.comm.ranks import _BLOCK_BYTES, _decode, _encode
 
 
 @pytest.mark.parametrize("text", ["", "KeyError: 'a'", "ValueError: größer", "two\nlines"])
