@@ -14,13 +14,13 @@ BOUNDS = {
     "stage 2 interleaved, clipped: a further bucket": (15, 45, 80),
     "stage 1 interleaved: a further bucket": (15, 45, 80),
     "stage 2 interleaved: `opt.step()` after it": (15, 25, 60),
-    "stage 2 interleaved: backward of 4 buckets": (38, 300, 550),
-    "`opt.step()` standalone": (18, 78, 195),
-    "`state_dict()`": (12, 140, 410),
-    "`checkpoint.save`": (30, 350, 1980),
-    "`checkpoint.load`": (42, 690, 2250),
-    "`deepspeed.initialize`": (56, 350, 790),
-    "an iteration of its engine": (31, 280, 560),
+    "stage 2 interleaved: backward of 4 buckets": (25, 270, 500),
+    "`opt.step()` standalone": (15, 75, 200),
+    "`state_dict()`": (11, 135, 400),
+    "`checkpoint.save`": (27, 350, 1980),
+    "`checkpoint.load`": (37, 690, 2250),
+    "`deepspeed.initialize`": (55, 350, 800),
+    "an iteration of its engine": (30, 280, 565),
 }
 
 
