@@ -344,7 +344,7 @@ def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Se
 
 
 def missing() -> list[str]:
-    """What this file relies on and this version of torch does not have, in words; `about.probes` tries the rest."""
+    """What this file relies on and this version of torch does not have, in words; `tools.check` tries the rest."""
     needed = {
         "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_check_reducer_finalized")),
         "DDP": (DistributedDataParallel, ("register_comm_hook", "_get_ddp_logging_data", "_set_static_graph")),
