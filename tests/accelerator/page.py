@@ -12,14 +12,18 @@ _HEADER = """\
 | mode | collectives and messages of a step, with their elements | host synchronisations of a step |
 | --- | --- | --- |
 """
+_ANSWERS = (
+    "core/state/connections.py",
+    "core/step/sharded_step.py",
+)  # the latter: an answer waits for the step before it
 
 
 def row(mode: Mode, report: Report) -> str:
     """What the first of two ranks has shown in its last step."""
     runs = [(kind, numel, len(list(same))) for (kind, numel), same in groupby(report.messages)]
     sent = ", ".join(f"{count} x {kind} {numel}" if count > 1 else f"{kind} {numel}" for kind, numel, count in runs)
-    asks = any(line.startswith("service/") for _, line in report.syncs)  # from a thread that answers, at any time
-    waits = Counter((what, line.rsplit(":", 1)[0]) for what, line in report.syncs if not line.startswith("service/"))
+    asks = any(line.startswith(_ANSWERS) for _, line in report.syncs)  # from a thread that answers, at any time
+    waits = Counter((what, line.rsplit(":", 1)[0]) for what, line in report.syncs if not line.startswith(_ANSWERS))
     found = [f"{count} x {what} ({file})" for (what, file), count in sorted(waits.items())]
     waited = ", ".join([*found, *(["those of `state_dict()`"] if asks else [])])
     return f"| {mode.name} | {sent} | {waited or 'none'} |\n"
