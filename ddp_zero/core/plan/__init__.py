@@ -1,4 +1,4 @@
-"""The owner of every parameter and its place in memory, as plain ints: no torch, no communication.
+"""Ownership of parameters and their layout in memory, in plain ints.
 
-Imports nothing.
+Imports neither torch nor any other package of the library.
 """

@@ -1,4 +1,4 @@
-"""Boxes of a tensor's elements, in plain ints: which part of a whole tensor a rank holds."""
+"""Boxes of elements of a tensor, in plain ints: the part of a whole tensor that one rank holds."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,10 @@ from operator import add
 
 @dataclass(frozen=True)
 class Box:
-    """A run of elements in every dimension of a tensor.
+    """An axis-aligned block of a tensor's elements."""
 
-    Attributes:
-        offsets: the first element, by dimension.
-        sizes: how many, by dimension.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]  # index of the first element, per dimension
+    sizes: tuple[int, ...]  # number of elements, per dimension
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
@@ -31,42 +26,37 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """To index the tensor with."""
+        """An index that selects these elements of the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: "Box") -> "Box | None":
-        """The elements of both; None if there are none."""
+        """The intersection of two boxes, or None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = [min(a.stop, b.stop) for a, b in zip(self.slices, other.slices, strict=True)]
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def is_within(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape has all of these elements."""
+        """True if a tensor of this shape has all of these elements."""
         if len(shape) != len(self.sizes):
             return False
         return all(one.stop <= size for one, size in zip(self.slices, shape, strict=True))
 
     def seen_from(self, origin: Sequence[int]) -> "Box":
-        """The same elements, with offsets counted from an element."""
+        """The same elements with offsets relative to ``origin``."""
         return Box(tuple(start - first for start, first in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def moved_by(self, offsets: Sequence[int]) -> "Box":
-        """Elements of the same sizes, further on by these offsets."""
+        """A box of the same sizes, shifted by these offsets."""
         return Box(tuple(map(add, self.offsets, offsets)), self.sizes)
 
     def describe(self) -> str:
-        """For messages, as in ``[0:4, 2:8]``."""
+        """The box as text, such as ``[0:4, 2:8]``."""
         return f"[{', '.join(f'{one.start}:{one.stop}' for one in self.slices)}]"
 
 
 def fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why boxes do not make up a tensor, each element once; None if they do.
-
-    Args:
-        shape: of the tensor.
-        boxes: different ones, in any order.
-    """
+    """Describe why distinct boxes do not tile a tensor of this shape exactly once; None if they do."""
     every = Box.whole(shape)
     for box in boxes:
         if not box.is_within(shape):

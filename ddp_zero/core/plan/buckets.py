@@ -1,4 +1,4 @@
-"""DDP's buckets in plain ints: their size where the library chooses it, how DDP fills them, what gradients need."""
+"""DDP's buckets in plain ints: bucket size by default, DDP's assignment of parameters, gradient buffers of stage 2."""
 
 from collections.abc import Sequence
 
@@ -7,29 +7,23 @@ _LARGEST_MIB, _SMALLEST_MIB, _SMALLEST_PART_MIB = 25.0, 1.0, 0.25
 _LARGEST_NATIVE_MIB, _SMALLEST_NATIVE_MIB = 256.0, 25.0
 _BUCKETS = 16
 FIRST_CAP_BYTES, CAP_BYTES = 1 << 20, 25 << 20
-"""DDP's own: of the bucket that is ready first, and of the others."""
+"""DDP's default caps: for the first bucket to be ready, and for every later bucket."""
 
 SCRATCHES, ROOMS = 2, 1
-"""Buffers of the largest bucket in stage 2: one being filled, one being reduced; one to receive into."""
+"""Stage 2 buffers as large as the largest bucket: one being filled, one being reduced; one to receive into."""
 
 
 def gradient_buffers(largest: int) -> int:
-    """Bytes of the buffers that stage 2 needs at most for a largest bucket of so many bytes."""
+    """Upper bound in bytes of stage 2's gradient buffers, given the bytes of the largest bucket."""
     return (SCRATCHES + ROOMS) * largest
 
 
 def ddp_layout(sizes: Sequence[int], kinds: Sequence[str], caps: Sequence[int]) -> list[list[int]]:
-    """How DDP fills its buckets once it has seen a backward pass: from the last parameter to the first.
+    """Reproduce DDP's buckets after its rebuild from a first backward pass, from the last parameter to the first.
 
-    A bucket is closed when it has reached its cap, so that it may be larger by up to one parameter.
-
-    Args:
-        sizes: bytes of the parameters that it reduces.
-        kinds: device and dtype of each; a bucket holds one kind.
-        caps: bytes of a kind's first bucket, of its second, ...; the last one holds for all that follow.
-
-    Returns:
-        Indices of the parameters of each bucket.
+    DDP closes a bucket once it reaches its cap, so a bucket may exceed the cap by up to one parameter. A bucket holds
+    one kind (device and dtype). ``caps`` are bytes of a kind's first bucket, its second, and so on; the last cap
+    applies to all further ones.
     """
     closed: list[list[int]] = []
     filling: dict[str, list[int]] = {}
@@ -45,21 +39,16 @@ def ddp_layout(sizes: Sequence[int], kinds: Sequence[str], caps: Sequence[int]) 
 
 
 def bucket_mb(sizes: Sequence[int], world_size: int, *, cuts: bool = False, is_native: bool = False) -> float:
-    """The size of DDP's buckets, in MiB, that bounds the memory of gradients without sending much more.
+    """Default bucket size in MiB: bounds the memory of gradients without adding much latency.
 
-    A sixteenth of the parameters, so that three buckets are a fifth of them, but at least a quarter of a MiB per rank,
-    since smaller messages cost more in latency than they hide. Where parameters are not cut, also at least half of
-    ``world_size`` times the largest one: in a smaller bucket many ranks would own nothing. From 1 to 25 MiB.
+    A sixteenth of the parameters, so that three buckets take a fifth of their memory, but at least a quarter of a MiB
+    per rank: smaller messages cost more latency than they hide. With whole parameters also at least half of
+    ``world_size`` times the largest parameter; in a smaller bucket many ranks would own nothing. Clamped to 1 to 25
+    MiB.
 
-    From 25 to 256 MiB where collectives are native: at hundreds of GB/s a collective of 25 MiB takes about as long as
-    the host needs to launch it and the step of its bucket, and three buckets of 256 MiB are little beside the memory of
-    an accelerator. A Llama of 7B in bf16 has 44 of them.
-
-    Args:
-        sizes: bytes of the parameters.
-        world_size: number of ranks that share a bucket.
-        cuts: whether parameters are cut where parts end.
-        is_native: whether the backend sums and gathers equal segments in one collective, as NCCL does.
+    With native collectives clamped to 25 to 256 MiB: at hundreds of GB/s a collective of 25 MiB takes about as long as
+    the host needs to launch it and the bucket's step, and three buckets of 256 MiB are small beside an accelerator's
+    memory. A 7B Llama in bf16 has 44 such buckets.
     """
     smallest, largest = (_SMALLEST_NATIVE_MIB, _LARGEST_NATIVE_MIB) if is_native else (_SMALLEST_MIB, _LARGEST_MIB)
     if not sizes:

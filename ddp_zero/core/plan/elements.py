@@ -1,23 +1,23 @@
 """``partition="elements"``: each bucket is cut into one part per rank, wherever parameters begin.
 
-Parts have equal numbers of elements, except that a parameter is cut only at multiples of `GRAIN` elements of its own: a
-vectorised kernel then rounds every element as it would in the whole parameter. At most one parameter is cut at each of
-the N - 1 boundaries; all others stay whole. Three parameters of 200, 100 and 500 elements on two ranks:
+Parts have equal numbers of elements, except that a parameter is cut only at multiples of `GRAIN` of its own elements,
+so that a vectorised kernel rounds every element as it would in the whole parameter. At most one parameter is cut at
+each of the N - 1 boundaries. Three parameters of 200, 100 and 500 elements on two ranks:
 
     elements    0         200    300                        800
     parameters  [   p0    |  p1  |            p2            ]
     owners      [ rank 0: p0, p1, p2[0:128] | rank 1: p2[128:500] ]
 
 [Note: even parts]
-Native collectives move parts of one size. For them parameters lie at multiples of `GRAIN` elements, so that a cut after
-any multiple of it is allowed, and parts are exactly equal, gaps and the end of the last one included:
+Native collectives need parts of one size. For them parameters start at multiples of `GRAIN` elements, so that a cut
+after any multiple of `GRAIN` is allowed, and parts are exactly equal, gaps and the padding of the last part included:
 
     elements    0        200 256 356 384          448                  896
     parameters  [   p0   | . | p1 | . |            p2          | ..... ]
     owners      [ rank 0: p0, p1, p2[0:64]        | rank 1: p2[64:500] ]
 
-The gradients and the parameters of a bucket lie in memory like this, so that it is summed by one reduce-scatter and
-sent by one all-gather, both in place. Where gaps would add more than an eighth, parts are cut as above.
+Gradients and parameters of a bucket use this layout in memory, so that one reduce-scatter and one all-gather work in
+place. Where the gaps would add more than an eighth, parts are cut as above.
 """
 
 from bisect import bisect_right
@@ -31,15 +31,15 @@ from ddp_zero.core.plan.shapes import aligned_offsets
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan, cut, segments_of
 
 GRAIN = 64
-"""Elements: at least the widest vector of any kernel."""
+"""Granularity of cuts in elements; at least the widest vector of any kernel."""
 
 
 class CutParameters:
     """The plan of ``partition="elements"``; see `ddp_zero.core.plan.partitions.Partition`.
 
     Args:
-        why: the reason for it, if it was chosen.
-        is_native: whether parts are to be even, for native collectives; see [Note: even parts].
+        why: reason for the choice, if ``partition="auto"`` made it.
+        is_native: True for even parts, as native collectives need; see [Note: even parts].
     """
 
     name = "elements"
@@ -52,7 +52,7 @@ class CutParameters:
     def assign(
         self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
     ) -> list[Pieces]:
-        """Cut each run of new parameters of one kind; those already decided keep their pieces."""
+        """Cut each run of new parameters of one kind; parameters already decided keep their pieces."""
         assigned = [*decided, *(whole(GroupRank(0), spec.numel) for spec in specs[len(decided) :])]
         for active in (True, False):
             members = [index for index in range(len(decided), len(specs)) if specs[index].active is active]
@@ -83,7 +83,7 @@ class CutParameters:
         layout: Sequence[Sequence[int]] | None,
         cap: int,
     ) -> ShardPlan:
-        """One bucket per DDP bucket, then one per run of the other active parameters of a kind."""
+        """One bucket per DDP bucket, then one per run of the remaining active parameters of a kind."""
         reduced = {param for bucket in layout or () for param in bucket}
         rest = [index for index, spec in enumerate(specs) if spec.active and index not in reduced]
         members = [sorted(bucket) for bucket in layout or ()] + _runs(rest, specs, cap)
@@ -101,7 +101,7 @@ class CutParameters:
         pieces: Sequence[Pieces],
         world_size: int,
     ) -> Bucket:
-        """A bucket that is in no plan, cut anew: its parts lie end to end, whoever owns them later."""
+        """A bucket outside the plan, cut anew: its parts lie end to end, regardless of later owners."""
         anew = list(pieces)
         self._assign([param for param in sorted(params) if specs[param].active], specs, world_size, anew)
         kind = specs[params[0]].kind if params else ""
@@ -119,7 +119,7 @@ class CutParameters:
     def _segments(
         self, params: Sequence[int], specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int
     ) -> tuple[Segment, ...]:
-        """The parts of a bucket; end to end where the pieces were cut in a different bucket, or must not be even."""
+        """Segments of a bucket; end to end if its pieces were cut in a different bucket, or are not even."""
         active = [param for param in params if specs[param].active]
         even = _EvenParts.of([specs[param].numel for param in active], world_size) if self._is_native else None
         if even is None or even.pieces != [pieces[param] for param in active]:
@@ -128,7 +128,7 @@ class CutParameters:
 
 
 def cut_evenly(numels: Sequence[int], world_size: int) -> list[Pieces]:
-    """Cut parameters that lie end to end into one part per rank; parts differ by at most `GRAIN` from their mean."""
+    """Cut consecutive parameters into one part per rank; parts differ from their mean by at most `GRAIN` elements."""
     ends = [0, *accumulate(numels)]
     bounds = [_nearest_cut(ends, ends[-1] * rank // world_size) for rank in range(world_size)] + [ends[-1]]
     found = []
@@ -143,7 +143,7 @@ def cut_evenly(numels: Sequence[int], world_size: int) -> list[Pieces]:
 
 
 def _nearest_cut(ends: Sequence[int], position: int) -> int:
-    """The place nearest to a position at which a parameter ends or has a multiple of `GRAIN` elements before it."""
+    """The legal cut nearest to a position: the end of a parameter, or a multiple of `GRAIN` elements into one."""
     param = bisect_right(ends, position) - 1
     if param >= len(ends) - 1:
         return ends[-1]
@@ -154,29 +154,21 @@ def _nearest_cut(ends: Sequence[int], position: int) -> int:
 
 
 def _owner_at(bounds: Sequence[int], position: int) -> GroupRank:
-    """The owner of a parameter without elements."""
     return GroupRank(min(bisect_right(bounds, position) - 1, len(bounds) - 2))
 
 
 @dataclass(frozen=True)
 class _EvenParts:
-    """The parts of a bucket that are exactly equal; see [Note: even parts].
+    """Exactly equal parts of a bucket; see [Note: even parts]."""
 
-    Attributes:
-        starts: where each parameter begins.
-        pieces: of each parameter.
-        numel: elements of a part.
-        world_size: number of ranks.
-    """
-
-    starts: list[int]
-    pieces: list[Pieces]
-    numel: int
-    world_size: int
+    starts: list[int]  # offset of each parameter in the bucket, in elements
+    pieces: list[Pieces]  # pieces of each parameter
+    numel: int  # elements of one part
+    world_size: int  # number of ranks
 
     @classmethod
     def of(cls, numels: Sequence[int], world_size: int) -> "_EvenParts | None":
-        """The parts of parameters with these numbers of elements; None if gaps add more than an eighth."""
+        """Even parts for parameters of these sizes; None if gaps add more than an eighth."""
         *starts, end = aligned_offsets(numels, 1, GRAIN)
         part = -(-end // (world_size * GRAIN)) * GRAIN
         if not end or 8 * part * world_size > 9 * sum(numels):
@@ -191,7 +183,6 @@ class _EvenParts:
         return cls(starts, pieces, part, world_size)
 
     def segments(self, params: Sequence[int]) -> tuple[Segment, ...]:
-        """One segment per rank, of these parameters."""
         held: list[list[tuple[int, int, tuple[int, int]]]] = [[] for _ in range(self.world_size)]
         for param, start, pieces in zip(params, self.starts, self.pieces, strict=True):
             for piece in pieces:

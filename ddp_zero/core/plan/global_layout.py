@@ -1,4 +1,4 @@
-"""The values of a whole model, as all ranks hold them: stated by each, checked by all, with the writer of each part.
+"""The values of a whole model across ranks: stated by each rank, checked by all, with the writer of each part.
 
 A value has one name in the whole model. Ranks that state the same name must hold the same value, or different parts of
 it; otherwise one expert could be saved, or loaded, in place of another.
@@ -13,59 +13,42 @@ from typing import Any
 from ddp_zero.core.plan.boxes import Box, fault
 
 GlobalNames = Mapping[str, str] | Callable[[str], str]
-"""Names in the whole model of values that a rank holds: by name or prefix up to a dot, or a function of a name."""
+"""Maps a rank's names to names in the whole model: by full name or dotted prefix, or by a function of the name."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A value of the whole model, as one rank holds it.
+    """A value of the whole model, as one rank holds it."""
 
-    Attributes:
-        shape: of the whole value; None for one that is not a tensor.
-        dtype: its name, or None.
-        box: the part that the rank holds, or None.
-        home: tells ranks that hold the same value, or parts of it, from those whose value is another one.
-        sample: of its elements, where nothing else makes sure that ranks hold the same; else "".
-        is_owned: whether the rank has the state of an optimizer for it.
-        weight: bytes that the rank holds.
-    """
-
-    shape: tuple[int, ...] | None
-    dtype: str | None
-    box: Box | None
-    home: str
-    sample: str = ""
-    is_owned: bool = False
-    weight: int = 0
+    shape: tuple[int, ...] | None  # shape of the whole value; None if the value is not a tensor
+    dtype: str | None  # name of the dtype, or None
+    box: Box | None  # the part that the rank holds, or None
+    home: str  # identifies the ranks that hold this value or parts of it; a different home means a different value
+    sample: str = ""  # sample of the elements where nothing else guarantees that ranks hold the same; else ""
+    is_owned: bool = False  # True if the rank owns optimizer state for it
+    weight: int = 0  # bytes that the rank holds
 
 
 @dataclass(frozen=True)
 class Statement:
-    """The values that one rank holds.
+    """The values that one rank holds."""
 
-    Attributes:
-        entries: by name in the whole model.
-        trainable: names of parameters that are not frozen, aliases included.
-        aliases: additional names, with the name of the entry.
-        buffers: names of entries that are no parameters.
-        groups: of the optimizer: options as text, and names of the parameters.
-    """
-
-    entries: Mapping[str, Entry]
-    trainable: Sequence[str] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    buffers: Sequence[str] = ()
+    entries: Mapping[str, Entry]  # entries by name in the whole model
+    trainable: Sequence[str] = ()  # names of parameters that require a gradient, aliases included
+    aliases: Mapping[str, str] = field(default_factory=dict)  # additional names, each with the name of its entry
+    buffers: Sequence[str] = ()  # names of entries that are not parameters
+    # parameter groups of the optimizer: options as text, and parameter names
     groups: Sequence[tuple[str, Sequence[str]]] = ()
 
     def as_text(self) -> str:
-        """As it is sent."""
+        """Serialise for the wire."""
         rows = {name: _row(entry) for name, entry in self.entries.items()}
         rest = (list(self.trainable), dict(self.aliases), list(self.buffers), list(self.groups))
         return json.dumps([rows, *rest])
 
     @classmethod
     def of_text(cls, text: str) -> "Statement":
-        """As it arrives."""
+        """Parse the text of `as_text`."""
         rows, trainable, aliases, buffers, groups = json.loads(text)
         entries = {name: _entry(row) for name, row in rows.items()}
         return cls(entries, trainable, aliases, buffers, [(options, names) for options, names in groups])
@@ -83,14 +66,10 @@ def _entry(row: Sequence[Any]) -> Entry:
 
 
 class Layout:
-    """The statements of all ranks, which fit together.
-
-    Args:
-        statements: in rank order.
-        name_of: the name of a rank in messages.
+    """The consistent statements of all ranks, in rank order.
 
     Raises:
-        ValueError: naming a value and two ranks, if they do not.
+        ValueError: if the statements contradict each other; names a value and two ranks.
     """
 
     def __init__(self, statements: Sequence[Statement], name_of: Callable[[int], str]) -> None:
@@ -106,38 +85,38 @@ class Layout:
 
     @property
     def names(self) -> list[str]:
-        """The names of all values, without aliases."""
+        """Names of all values, without aliases."""
         return list(self._holders)
 
     @property
     def trainable(self) -> list[str]:
-        """The names of all parameters that are not frozen, aliases included."""
+        """Names of all parameters that require a gradient, aliases included."""
         return list(dict.fromkeys(name for one in self.statements for name in one.trainable))
 
     @property
     def buffers(self) -> list[str]:
-        """The names of all values that are no parameters."""
+        """Names of all values that are not parameters."""
         return list(dict.fromkeys(name for one in self.statements for name in one.buffers))
 
     @property
     def aliases(self) -> dict[str, str]:
-        """All additional names that no rank uses as the name of a value of its own."""
+        """All additional names that no rank uses for a value of its own."""
         found = {alias: name for one in self.statements for alias, name in one.aliases.items()}
         return {alias: name for alias, name in found.items() if alias not in self._holders}
 
     def groups(self) -> list[tuple[str, list[str]]]:
-        """Parameter groups of the whole model: groups with the same options are one, whoever holds them."""
+        """Parameter groups of the whole model; groups with equal options are merged across ranks."""
         found: dict[str, dict[str, None]] = {}
         for options, names in (group for statement in self.statements for group in statement.groups):
             found.setdefault(options, {}).update(dict.fromkeys(names))
         return [(options, list(names)) for options, names in found.items()]
 
     def written_by(self, rank: int) -> set[str]:
-        """The values of which a rank writes what it holds; of ranks that hold the same elements, one does."""
+        """Names of the values whose local part this rank writes; each distinct part has exactly one writer."""
         return self._writers[rank]
 
     def only_elsewhere(self, rank: int) -> set[str]:
-        """Names, aliases included, that other ranks hold and this one does not."""
+        """Names, aliases included, that other ranks hold and this rank does not."""
         mine, every = self._known(self.statements[rank]), [self._known(one) for one in self.statements]
         return {name for names in every for name in names} - mine
 
@@ -182,7 +161,7 @@ class Layout:
             )
 
     def _assigned(self) -> list[set[str]]:
-        """By rank, what it writes: the first rank that owns some elements, else the one with the least to write."""
+        """Names that each rank writes: the first rank with optimizer state, else the least loaded one."""
         found: list[set[str]] = [set() for _ in self.statements]
         loads = [0] * len(self.statements)
         rest = []
@@ -215,18 +194,18 @@ def _shown(entry: Entry) -> str:
 
 
 def renamed(names: Iterable[str], rename: GlobalNames, argument: str, owner: str) -> dict[str, str]:
-    """The new name of every name.
+    """Map every name to its new name.
 
     Args:
-        names: the present ones.
-        rename: maps old names or prefixes up to a dot to new ones, or to "" to drop a prefix. If several match, the
-            longest is used. Or a function.
-        argument: what the user calls ``rename``, for messages.
-        owner: what has the names, for messages.
+        names: the present names.
+        rename: maps old names or dotted prefixes to new ones, or to "" to drop a prefix; the longest match wins. Or a
+            function of the old name.
+        argument: the user's name for ``rename``, for messages.
+        owner: the object that has the names, for messages.
 
     Raises:
-        ValueError: for an old name that matches none, or two names that become the same.
-        TypeError: for a function that returns something else than a name.
+        ValueError: for an old name that matches nothing, or two names that become equal.
+        TypeError: if the function returns something other than a nonempty string.
     """
     names = list(names)
     if callable(rename):

@@ -1,4 +1,4 @@
-"""Who owns which elements of which parameter, and what moves when that changes."""
+"""Ownership of the elements of parameters, and the moves when ownership changes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ddp_zero.core.plan.partition import GroupRank
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements of a parameter that one rank owns: ``start`` to ``stop`` in the order of its memory."""
+    """The elements of a parameter that one rank owns: ``start`` to ``stop`` in memory order."""
 
     owner: GroupRank
     start: int
@@ -16,7 +16,7 @@ class Piece:
 
 
 Pieces = tuple[Piece, ...]
-"""One parameter's, in order: at least one, from its first to its last element, each of a different rank."""
+"""Pieces of one parameter: at least one, in order, covering all elements, each with a different owner."""
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,27 @@ class Move:
 
 
 def whole(owner: GroupRank, numel: int) -> Pieces:
-    """A parameter that is not cut."""
+    """The single piece of a parameter that is not cut."""
     return (Piece(owner, 0, numel),)
 
 
 def home(pieces: Pieces) -> GroupRank:
-    """The owner of the first element, which acts where one rank must act for a parameter."""
+    """The owner of the first element: the rank that acts for the parameter where exactly one rank must."""
     return pieces[0].owner
 
 
 def is_cut(pieces: Pieces) -> bool:
-    """Whether several ranks own a parameter."""
+    """True if several ranks own parts of the parameter."""
     return len(pieces) > 1
 
 
 def piece_of(pieces: Pieces, rank: GroupRank) -> Piece | None:
-    """What a rank owns of a parameter; None if that is nothing."""
+    """The piece that a rank owns, or None."""
     return next((piece for piece in pieces if piece.owner == rank), None)
 
 
 def moves(before: Pieces, after: Pieces) -> list[Move]:
-    """The elements of one parameter that change their owner, in order."""
+    """Elements of one parameter that change owner, in order."""
     overlaps = (
         Move(old.owner, new.owner, max(old.start, new.start), min(old.stop, new.stop))
         for old in before
@@ -62,11 +62,7 @@ def moves(before: Pieces, after: Pieces) -> list[Move]:
 
 
 def check_pieces(pieces: Sequence[Piece], numel: int, world_size: int, param: int) -> None:
-    """Check that pieces are those of one parameter.
-
-    Raises:
-        ValueError: if they do not cover it end to end, repeat an owner, or have one that is not a rank.
-    """
+    """Raise ValueError unless the pieces cover the parameter end to end, with distinct owners within the group."""
     owners = [piece.owner for piece in pieces]
     for owner in owners:
         if not 0 <= owner < world_size:

@@ -1,6 +1,6 @@
-"""Sizes in, owners out: the sorted-greedy partition.
+"""The sorted-greedy partition: sizes in, owners out.
 
-Pure: plain ints, no torch. Every rank computes the same answer from the same sizes, so no communication is needed.
+Pure: plain ints, no torch. Every rank computes the same owners from the same sizes, without communication.
 """
 
 import heapq
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NewType
 
 GroupRank = NewType("GroupRank", int)
-"""A rank within the optimizer's process group, from 0 to the group's size - 1. Every owner is one."""
+"""A rank within the optimizer's process group, from 0 to the group's size - 1. Owners are group ranks."""
 
 GlobalRank = NewType("GlobalRank", int)
 """A rank within the whole job, as `torch.distributed` numbers it. Used only in messages shown to people."""
@@ -18,16 +18,13 @@ def partition_greedy(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] 
     """Assign each size to a rank, largest first, always to the least loaded rank.
 
     This is longest-processing-time scheduling (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J.
-    Appl. Math. 17(2), 1969): from empty loads, the largest load is at most 4/3 - 1/(3 num_ranks) of the best possible
-    one. Equal sizes keep their order, equal loads go to the lowest rank, so the result is a function of its arguments.
+    Appl. Math. 17(2), 1969): from empty loads, the largest load is at most 4/3 - 1/(3 num_ranks) times the optimum.
+    Equal sizes keep their order and equal loads go to the lowest rank, so the result is a function of the arguments.
 
     Args:
         sizes: size of each item, in any unit; zero is allowed.
         num_ranks: number of ranks, at least 1.
-        loads: the load that each rank already carries, in the same unit; zero by default.
-
-    Returns:
-        The owner of each item, in the order of ``sizes``.
+        loads: initial load of each rank, in the same unit; zero by default.
 
     Raises:
         ValueError: for a negative size, ``num_ranks`` below 1, or a number of loads other than ``num_ranks``.

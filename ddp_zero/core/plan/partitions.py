@@ -1,4 +1,4 @@
-"""The two ways to divide parameters among ranks, as one interface: what `Binding` asks of a partition."""
+"""The two ways to divide parameters among ranks behind one interface, and the choice of ``partition="auto"``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,15 +29,15 @@ class Partition(Protocol):
     """The value of ``partition=``."""
 
     cuts: bool
-    """Whether several ranks may own parts of one parameter."""
+    """True if several ranks may own parts of one parameter."""
 
     why: str
-    """The reason for it, if it was chosen by ``partition="auto"``; else empty."""
+    """Reason for the choice if ``partition="auto"`` made it; else empty."""
 
     def assign(
         self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
     ) -> list[Pieces]:
-        """The pieces of all parameters, in buckets of ``cap`` bytes; those of the first ones are decided already."""
+        """Pieces of all parameters, in buckets of ``cap`` bytes; the leading ones in ``decided`` are kept."""
 
     def assign_by_bucket(
         self,
@@ -48,12 +48,12 @@ class Partition(Protocol):
         split: bool,
         decided: int,
     ) -> list[Pieces]:
-        """The pieces of all parameters once DDP's buckets are known; see `owners_by_bucket`."""
+        """Pieces of all parameters once DDP's buckets are known; see `owners_by_bucket`."""
 
     def plan(
         self, specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int, layout: Layout | None, cap: int
     ) -> ShardPlan:
-        """The plan for DDP's buckets, or without them for buckets of about ``cap`` bytes."""
+        """The plan for DDP's buckets, or, without a layout, for buckets of about ``cap`` bytes."""
 
     def bucket_over(
         self,
@@ -63,7 +63,7 @@ class Partition(Protocol):
         pieces: Sequence[Pieces],
         world_size: int,
     ) -> Bucket:
-        """A bucket that is in no plan."""
+        """A bucket outside the plan."""
 
 
 class WholeParameters:
@@ -78,7 +78,7 @@ class WholeParameters:
     def assign(
         self, specs: Sequence[ParameterSpec], decided: Sequence[Pieces], world_size: int, cap: int
     ) -> list[Pieces]:
-        """Balance bytes, those already assigned included.
+        """Balance bytes, including the parameters already assigned.
 
         Active parameters are spread first and dormant ones after, so that state is balanced now and stays nearly so
         when more parameters are unfrozen.
@@ -130,11 +130,7 @@ class WholeParameters:
 
 
 def partition_named(name: object, is_native: bool = False) -> Partition:
-    """The partition of this name, with even parts for native collectives.
-
-    Raises:
-        ValueError: for a different name.
-    """
+    """The partition of this name, with even parts for native collectives; ValueError for an unknown name."""
     for known in (WholeParameters(), CutParameters(is_native=is_native)):
         if name == known.name:
             return known
@@ -142,47 +138,34 @@ def partition_named(name: object, is_native: bool = False) -> Partition:
 
 
 AUTO = "auto"
-"""The value of ``partition=`` that leaves the choice to `choose_partition`."""
+"""Value of ``partition=`` that leaves the choice to `choose_partition`."""
 
 Exchange = Literal["native", "ring", "direct", "broadcast"]
-"""How buckets travel: as equal segments in one collective, around a ring, from rank to rank, or owner by owner."""
+"""Transport of buckets: one collective over equal segments, a ring, pairwise messages, or a broadcast per owner."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The facts by which ``partition="auto"`` is decided, the same on every rank.
+    """Facts that decide ``partition="auto"``, the same on every rank."""
 
-    Attributes:
-        optimizer: the name of the optimizer class.
-        is_elementwise: whether the class is known to step each element by itself.
-        world_size: number of ranks that share the state.
-        exchange: how a bucket of all parameters would travel.
-        is_small: whether messages cost more than their bytes, where they are not native.
-        stage: 1 or 2.
-        overlaps: whether the step is taken inside backward.
-        clips: whether steps clip by a norm that adds up, which a largest absolute value does not.
-        are_dense: whether the elements of every parameter fill one run of memory.
-        rounds_alike: whether kernels round an element of a part as in the whole parameter.
-    """
-
-    optimizer: str
-    is_elementwise: bool
-    world_size: int
-    exchange: Exchange
-    is_small: bool = False
-    stage: int = 1
-    overlaps: bool = True
-    clips: bool = False
-    are_dense: bool = True
-    rounds_alike: bool = True
+    optimizer: str  # name of the optimizer class
+    is_elementwise: bool  # True if the class is known to step each element independently
+    world_size: int  # number of ranks that share the state
+    exchange: Exchange  # transport of a bucket that holds all parameters
+    is_small: bool = False  # True if latency outweighs bytes, without native collectives
+    stage: int = 1  # 1 or 2
+    overlaps: bool = True  # True if the step runs inside backward
+    clips: bool = False  # True if steps clip by a norm that sums over elements, as the largest absolute value does not
+    are_dense: bool = True  # True if the elements of every parameter fill one run of memory
+    rounds_alike: bool = True  # True if kernels round an element of a part as in the whole parameter
 
 
 def choose_partition(setting: Setting) -> Partition:
     """The partition that ``partition="auto"`` stands for, with the reason for people.
 
-    Parameters are cut where that shortens a step and changes no bit: a native collective moves equal segments only, and
-    on Gloo each bucket is as slow as its largest segment. At two ranks, in DDP's buckets of a GPT of 87M parameters,
-    that is a fifth more than half of the bucket.
+    Parameters are cut where that shortens a step and changes no bit: a native collective needs equal segments, and on
+    Gloo each bucket is as slow as its largest segment. At two ranks, in DDP's buckets of a GPT of 87M parameters, that
+    segment exceeds half of the bucket by a fifth.
     """
     why_whole = next((why for applies, why in _reasons_for_whole_parameters(setting) if applies), None)
     if why_whole is not None:

@@ -1,7 +1,7 @@
-"""Groups of ranks that shard among themselves, and the replicas across them: pure facts about numbers of ranks.
+"""Shard groups and the replicas across them, in plain rank numbers.
 
-With shard groups (0, 1) and (2, 3) the parameters of a model are owned twice, once in each group. Ranks at the same
-position of their groups own the same parameters: 0 and 2 are *replicas*, and so are 1 and 3.
+With shard groups (0, 1) and (2, 3) each parameter is owned twice, once per group. Ranks at the same position in their
+groups own the same parameters: 0 and 2 are *replicas*, and so are 1 and 3.
 """
 
 from collections.abc import Sequence
@@ -15,25 +15,21 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """Disjoint groups of one size that cover some ranks.
+    """Disjoint groups of one size that cover the ranks of a process group."""
 
-    Attributes:
-        groups: global ranks of each group; groups in the order of their first ranks.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # global ranks of each group; groups in the order of their first ranks
 
     @classmethod
     def of(cls, ranks: Sequence[int], stated: Sequence[Sequence[int]]) -> "ShardGroups":
-        """The groups that ranks have stated.
+        """Build the groups from each rank's statement.
 
         Args:
-            ranks: the global ranks that train together, in the order of their process group.
-            stated: the group of each of them, by global ranks; it contains the rank itself.
+            ranks: global ranks that train together, in the order of their process group.
+            stated: shard group of each rank, as global ranks; it contains the rank itself.
 
         Raises:
-            ValueError: if the groups are not disjoint, differ in size, have other members, or order their ranks in
-                different ways. The same on every rank.
+            ValueError: if the groups are not disjoint, differ in size, have foreign members, or order their ranks
+                differently. The same on every rank.
         """
         place = {rank: position for position, rank in enumerate(ranks)}
         for rank, group in zip(ranks, stated, strict=True):
@@ -55,7 +51,7 @@ class ShardGroups:
         return found
 
     def replicas(self) -> list[tuple[int, ...]]:
-        """The global ranks that hold the same shards, for each position in the groups."""
+        """Global ranks that hold the same shards, for each position in the groups."""
         return list(zip(*self.groups, strict=True))
 
 

@@ -1,8 +1,8 @@
-"""Who owns what, as plain numbers: specs and owners in, an immutable `ShardPlan` out.
+"""`ShardPlan`: the immutable plan of ownership and buckets, in plain numbers.
 
-A plan is computed from sizes and the number of ranks alone, so every rank builds the same one without messages. The
-parameters of one kind (device type and dtype) are cut into *buckets*, the units of the pipeline "step a bucket, send
-it while stepping the next". What one rank owns of one bucket is a *segment*: parameters laid end to end, and one
+A plan is computed from sizes and the number of ranks alone, so every rank builds the same plan without messages. The
+parameters of one kind (device type and dtype) are cut into *buckets*, the units of the pipeline "step a bucket, send it
+while stepping the next". The part of a bucket that one rank owns is a *segment*: parameters laid end to end, and one
 message. Parameters are whole here; `elements.py` cuts them.
 
 Seven fp32 parameters on two ranks, with a cap of 64 bytes a bucket (numbers are elements):
@@ -30,45 +30,30 @@ from ddp_zero.core.plan.partition import GroupRank, partition_greedy
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a plan needs to know about one parameter.
+    """Planning input for one parameter."""
 
-    Attributes:
-        numel: number of elements.
-        nbytes: size in bytes.
-        kind: device type and dtype, such as ``cpu/float32``. A bucket holds parameters of one kind.
-        active: whether a step can change it. A dormant parameter (frozen, without a gradient on any rank) has an owner
-            but is in no bucket.
-    """
-
-    numel: int
-    nbytes: int
-    kind: str
+    numel: int  # number of elements
+    nbytes: int  # size in bytes
+    kind: str  # device type and dtype, such as ``cpu/float32``. A bucket holds parameters of one kind.
+    # True if a step can change it. A dormant parameter (frozen, without a gradient on any rank) has an owner but no
+    # bucket.
     active: bool = True
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What one rank owns of one bucket: parameters or pieces of them in one message, end to end unless it is even.
+    """The part of a bucket that one rank owns: whole or cut parameters in one message, end to end unless even."""
 
-    Attributes:
-        owner: the rank that steps these parameters and sends them.
-        params: parameter indices, increasing.
-        offsets: where each parameter starts in the segment, in elements.
-        numel: length of the segment, in elements.
-        ranges: which elements of each parameter it holds: start and stop.
-        is_even: whether it has gaps that make all segments of the bucket equally long; see [Note: even parts].
-    """
-
-    owner: GroupRank
-    params: tuple[int, ...]
-    offsets: tuple[int, ...]
-    numel: int
-    ranges: tuple[tuple[int, int], ...]
-    is_even: bool = False
+    owner: GroupRank  # the rank that steps these parameters and sends them
+    params: tuple[int, ...]  # parameter indices, increasing
+    offsets: tuple[int, ...]  # offset of each parameter in the segment, in elements
+    numel: int  # length of the segment, in elements
+    ranges: tuple[tuple[int, int], ...]  # elements of each parameter in the segment, as start and stop
+    is_even: bool = False  # True if gaps make all segments of the bucket equally long; see [Note: even parts]
 
     @property
     def ends(self) -> list[int]:
-        """Where each parameter ends in the segment."""
+        """End of each parameter in the segment, in elements."""
         return [at + stop - start for at, (start, stop) in zip(self.offsets, self.ranges, strict=True)]
 
 
@@ -82,12 +67,12 @@ class Bucket:
 
     @property
     def is_even(self) -> bool:
-        """Whether its segments are equally long and lie one after the other; see [Note: even parts]."""
+        """True if its segments are equally long and adjacent; see [Note: even parts]."""
         return self.segments[0].is_even
 
     @property
     def starts(self) -> dict[int, int]:
-        """Where each of its parameters begins if its segments lie one after the other, by index."""
+        """Offset of each parameter by index, in elements, if the segments lie one after the other."""
         found: dict[int, int] = {}
         begin = 0
         for segment in self.segments:
@@ -99,13 +84,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which rank owns which parameter, and in which bucket it travels.
-
-    Attributes:
-        world_size: number of ranks.
-        specs: one per parameter, in the optimizer's order.
-        pieces: who owns which elements of each parameter.
-        buckets: in the order in which every rank steps and syncs them.
+    """The owner and the bucket of every parameter.
 
     Raises:
         ValueError: if the pieces of an active parameter are not in exactly one bucket, each in the segment of its
@@ -113,10 +92,10 @@ class ShardPlan:
             their parameter.
     """
 
-    world_size: int
-    specs: tuple[ParameterSpec, ...]
-    pieces: tuple[Pieces, ...]
-    buckets: tuple[Bucket, ...]
+    world_size: int  # number of ranks
+    specs: tuple[ParameterSpec, ...]  # one per parameter, in the optimizer's order
+    pieces: tuple[Pieces, ...]  # owned elements of each parameter
+    buckets: tuple[Bucket, ...]  # buckets in the order in which every rank steps and syncs them
 
     def __post_init__(self) -> None:
         if len(self.pieces) != len(self.specs):
@@ -134,11 +113,11 @@ class ShardPlan:
 
     @property
     def owners(self) -> tuple[GroupRank, ...]:
-        """The owner of each parameter's first element, and so of all of it unless it is cut."""
+        """The owner of each parameter's first element, and of the whole parameter unless it is cut."""
         return tuple(map(home, self.pieces))
 
     def digest(self, *more: object) -> int:
-        """A 63-bit hash that differs if two plans differ in anything that is sent, or in ``more``."""
+        """A 63-bit hash of everything that affects messages, and of ``more``."""
         layout = [(bucket.kind, [(one.params, one.is_even) for one in bucket.segments]) for bucket in self.buckets]
         pieces = [[(piece.owner, piece.stop) for piece in pieces] for pieces in self.pieces]
         text = repr((self.world_size, pieces, [(spec.numel, spec.kind) for spec in self.specs], layout, more))
@@ -210,8 +189,8 @@ def plan_standalone(
 ) -> ShardPlan:
     """Cut the active parameters of each kind into buckets of about ``bucket_cap_bytes``.
 
-    The owners are given; this decides only which bucket each parameter is in. Each rank's parameters of a kind are
-    cut into the same number of runs of about the same size, and run *k* of every rank makes bucket *k*.
+    The owners are given; only the bucket of each parameter is decided here. Each rank's parameters of a kind are cut
+    into the same number of runs of about the same size, and run *k* of every rank makes bucket *k*.
 
     The cap bounds the average size of the buckets of a kind. A single bucket can exceed it: parameters are never cut.
 
@@ -251,7 +230,7 @@ def plan_for_ddp(
 ) -> ShardPlan:
     """Build one bucket per DDP bucket, at the same index, then buckets of active parameters that DDP does not reduce.
 
-    The layout is without parameters of other optimizers, so a bucket may be empty.
+    The layout excludes parameters of other optimizers, so a bucket may be empty.
     """
     reduced = {param for bucket in layout for param in bucket}
     outside = [replace(spec, active=spec.active and param not in reduced) for param, spec in enumerate(specs)]
@@ -266,7 +245,7 @@ def plan_for_ddp(
 def plan_bucket(
     index: int, params: Sequence[int], specs: Sequence[ParameterSpec], owners: Sequence[GroupRank], world_size: int
 ) -> Bucket:
-    """Build the bucket for one of DDP's: its active parameters, in one segment per rank."""
+    """Build the bucket of a DDP bucket: its active parameters, in one segment per rank."""
     segments = segments_of(sorted(params), specs, whole_pieces(specs, owners), world_size)
     return Bucket(index, specs[params[0]].kind if params else "", segments)
 
@@ -274,7 +253,7 @@ def plan_bucket(
 def segments_of(
     params: Sequence[int], specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int
 ) -> tuple[Segment, ...]:
-    """What each rank owns of some parameters, in this order; of the active ones among them."""
+    """Segments of the active parameters among ``params``, in this order."""
     of_rank: list[list[int]] = [[] for _ in range(world_size)]
     for param in params:
         for piece in pieces[param] if specs[param].active else ():
@@ -283,7 +262,7 @@ def segments_of(
 
 
 def whole_pieces(specs: Sequence[ParameterSpec], owners: Sequence[GroupRank]) -> tuple[Pieces, ...]:
-    """The pieces of parameters that are not cut."""
+    """Pieces of parameters that are not cut."""
     return tuple(whole(owner, spec.numel) for spec, owner in zip(specs, owners, strict=True))
 
 
@@ -298,7 +277,8 @@ def owners_by_bucket(
     """Assign the parameters of each DDP bucket, carrying the loads from bucket to bucket.
 
     Sorted greedy inside each bucket if ``split``, else a whole bucket goes to the least loaded rank. A parameter in no
-    bucket keeps its owner, as do those in the first ``decided`` buckets, whose gradients are already being sent.
+    bucket keeps its owner, as do the parameters of the first ``decided`` buckets, whose gradients are already in
+    flight.
     """
     assigned = list(owners)
     loads = [0] * world_size
