@@ -135,7 +135,11 @@ def _memory_format(side: Side, op: Do, memory: Memory) -> None:
     side.net.to(memory_format=torch.channels_last if op.args[0] % 2 else torch.contiguous_format)  # type: ignore[call-overload]
     if isinstance(side, Plain) and side.has_hook:
         buffers = [buffer.clone() for buffer in side.net.buffers()]
+        frozen = [param for param in side.params if not param.requires_grad]
+        _unfreeze(side, op, memory)  # DDP reduces only parameters that require gradients when it is built
         side.wrap_again(is_new=False)  # with a hook plain DDP mixes up gradients after such a change
+        for param in frozen:
+            param.requires_grad_(False)
         for buffer, before in zip(side.net.buffers(), buffers, strict=True):
             buffer.copy_(before)  # a new DDP model has those of rank 0
 
