@@ -3,6 +3,7 @@
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch.optim import Optimizer
 from ddp_zero import ZeroRedundancyOptimizer
 from gpt.corpus import EVAL_WINDOWS, Corpus
 from gpt.world import World
+
+STATUS = Path("/proc/self/status")  # of Linux
+CLEAR_REFS = Path("/proc/self/clear_refs")  # 5 resets VmHWM, see proc(5)
 
 
 @dataclass(frozen=True)
@@ -64,15 +68,31 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Begin to measure the peak anew where that is possible, which is on a GPU."""
+    """Start measuring the peak anew, on a GPU and on Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    elif CLEAR_REFS.exists():
+        CLEAR_REFS.write_text("5")
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes allocated on the GPU, or resident bytes of this process on Linux; else its peak so far."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _resident("VmRSS")
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak in bytes: of what was allocated on the GPU, or without one of the whole process."""
+    """The largest `memory_in_use` since `forget_peak_memory`; without a GPU or Linux, since the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return _resident("VmHWM")
+
+
+def _resident(field: str) -> int:
+    if STATUS.exists():
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -13,7 +13,7 @@ from gpt.position import Position
 from gpt.world import World
 
 LOG_LINES = 20
-PEAK_NOTE = "peak memory: of the process so far, Python and torch included; on a GPU, allocated there in this training"
+PEAK_NOTE = "peak memory: of the process in this training, Python and torch included; on a GPU, allocated there"
 
 
 @dataclass(frozen=True)

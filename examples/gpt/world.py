@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,17 @@ class World:
         else:
             dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
         return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    @classmethod
+    def meet(cls, rank: int, size: int, rendezvous: Path) -> "World":
+        """Join a job of processes on this machine that have agreed on a file that does not exist yet."""
+        has_gpus = torch.cuda.device_count() >= size and dist.is_nccl_available()
+        device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
+        if has_gpus:
+            torch.cuda.set_device(device)
+        backend = "nccl" if has_gpus else "gloo"
+        dist.init_process_group(backend, init_method=rendezvous.as_uri(), rank=rank, world_size=size)
+        return cls(rank, size, device)
 
     def check_is_multiple(self, of: int, what: str) -> None:
         """Leave the job and exit with a message if the number of ranks is no multiple of a number.
