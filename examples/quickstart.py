@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
@@ -96,7 +95,9 @@ def train(mode: str, world: World, options: Namespace) -> Training:
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of optimizer state that this rank holds."""
     local = optimizer.optim if isinstance(optimizer, ddp_zero.ZeroRedundancyOptimizer) else optimizer
-    return sum(value.nbytes for values in local.state.values() for value in values.values() if isinstance(value, Tensor))
+    return sum(
+        value.nbytes for values in local.state.values() for value in values.values() if isinstance(value, Tensor)
+    )
 
 
 def run_rank(rank: int, mode: str, options: Namespace, folder: str) -> None:

@@ -260,9 +260,9 @@ def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
 # The command
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code, and exits with 1 and a message for a checkpoint that cannot be read."""
-    parser = ArgumentParser(prog="python -m ddp_zero checkpoint", description="Work with sharded checkpoints.")
+def build_parser() -> ArgumentParser:
+    """The command line of ``ddp-zero checkpoint``."""
+    parser = ArgumentParser(prog="ddp-zero checkpoint", description="Work with sharded checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="say what a checkpoint of this library or of DeepSpeed holds")
     info.add_argument("--tensors", action="store_true", help="list the tensors of the model as well")
@@ -274,6 +274,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one in (info, command):
         one.add_argument("path", metavar="DIR", help="a checkpoint, or a folder of them: the newest")
     command.add_argument("out", metavar="OUT", help="a folder for the files")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code, and exits with 1 and a message for a checkpoint that cannot be read."""
+    parser = build_parser()
     options = parser.parse_args(arguments)
     try:
         _info(options) if options.command == "info" else _export(options)

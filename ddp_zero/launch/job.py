@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-PROGRAM = "python -m ddp_zero launch"
+PROGRAM = "ddp-zero launch"
 LAUNCHERS = ("local", "ssh", "pdsh", "slurm", "mpirun")
 TORCHRUN = ("-m", "torch.distributed.run")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTHON", "OMP_", "UCX_", "MV2_")
@@ -71,15 +71,21 @@ class Options:
     script: tuple[str, ...]
 
 
+def build_parser(python: str = "python3") -> argparse.ArgumentParser:
+    """The command line of ``ddp-zero launch``; ``python`` is the default interpreter on the hosts."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    _add_hosts(parser)
+    _add_torchrun(parser)
+    _add_reach(parser, python)
+    return parser
+
+
 def parse(arguments: Sequence[str], python: str) -> Options:
     """The options in a command line; wrong ones end the process with a message and exit code 2.
 
     ``python`` is the interpreter on the hosts unless the command line names one.
     """
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
-    _add_hosts(parser)
-    _add_torchrun(parser)
-    _add_reach(parser, python)
+    parser = build_parser(python)
     found = vars(parser.parse_args(arguments))
     kind = [option for option in ("--module", "--no-python") if found.pop(option[2:].replace("-", "_"))]
     if len(kind) > 1:

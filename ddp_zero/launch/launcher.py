@@ -39,6 +39,7 @@ from ddp_zero.launch.job import (
     parse_hostfile,
     port_of_allocation,
 )
+from ddp_zero.launch.job import build_parser as build_parser  # for completion
 
 LOCAL = "localhost"
 DEFAULT_PORT = 29500

@@ -378,11 +378,16 @@ def report(version: str, probes: Sequence[Probe] = PROBES) -> Report:
     )
 
 
+def build_parser() -> ArgumentParser:
+    """The command line of ``ddp-zero check``."""
+    parser = ArgumentParser(prog="ddp-zero check", description="Versions, and what works on this machine.")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m ddp_zero check [--json]``. Returns 0 if the library can work here, else 1."""
-    parser = ArgumentParser(prog="python -m ddp_zero check", description="Versions, and what works on this machine.")
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    options = parser.parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     found = report(version_of("ddp_zero") or "not installed")
     print(found.as_json() if options.json else found.as_text())
     return 0 if found.problem is None else 1

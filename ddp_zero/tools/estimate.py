@@ -588,13 +588,13 @@ def _lend_and_return(pool: BufferPool, nbytes: int) -> torch.Tensor:
 
 # The command
 
-_PROGRAM = "python -m ddp_zero estimate"
+_PROGRAM = "ddp-zero estimate"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "GB": 10**9, "MB": 10**6}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, and what else was asked for."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     try:
         with torch.device("meta"):
             model = _built(options.model)
@@ -629,7 +629,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> ArgumentParser:
+def build_parser() -> ArgumentParser:
+    """The command line of ``ddp-zero estimate``."""
     parser = ArgumentParser(
         prog=_PROGRAM,
         description="Memory per rank of a model, before anything is allocated.",

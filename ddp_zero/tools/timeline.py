@@ -262,15 +262,20 @@ def draw(step: Iteration, path: Path, title: str = "") -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write the picture, and print it in numbers. Returns the exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of ``ddp-zero timeline``."""
     description = "Draw one step of a trace of torch.profiler."
-    parser = argparse.ArgumentParser(prog="python -m ddp_zero timeline", description=description)
+    parser = argparse.ArgumentParser(prog="ddp-zero timeline", description=description)
     parser.add_argument("trace", help="what export_chrome_trace of torch.profiler has written, .json or .json.gz")
     parser.add_argument("-o", "--output", help="a .png, .svg or .pdf; by default the trace's name with .png")
     parser.add_argument("--step", type=int, default=-1, help="which step of the trace, from 0; -1 (default): the last")
     parser.add_argument("--title", default="", help="put above the picture")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the picture, and print it in numbers. Returns the exit status."""
+    given = build_parser().parse_args(arguments)
     path = Path(given.output or given.trace.removesuffix(".gz").removesuffix(".json") + ".png")
     try:
         steps = iterations_in(read_trace(given.trace))

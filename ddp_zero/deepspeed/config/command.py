@@ -18,15 +18,20 @@ This page is written by `python -m ddp_zero config keys`, and a test holds it ag
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 1 if a configuration cannot be used."""
-    parser = ArgumentParser(prog="python -m ddp_zero config", description="DeepSpeed configurations in ddp_zero.")
+def build_parser() -> ArgumentParser:
+    """The command line of ``ddp-zero config``."""
+    parser = ArgumentParser(prog="ddp-zero config", description="DeepSpeed configurations in ddp_zero.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="print what becomes of each key of a configuration")
     check.add_argument("config", help="a JSON file")
     check.add_argument("--ranks", type=int, default=1, help="the number of ranks, for the batch sizes (default: 1)")
     commands.add_parser("keys", help="print the page of all keys")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code: 1 if a configuration cannot be used."""
+    options = build_parser().parse_args(arguments)
     if options.command == "keys":
         print(render(), end="")
         return 0

@@ -13,14 +13,20 @@ _POSTED_BY = {"wait_reduce": "reduce", "wait_sync": "sync"}
 _SAME_RUN = 600.0  # seconds within which ranks of one attempt start
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the report. Returns the exit status: 0, or 1 if there are no records."""
-    parser = argparse.ArgumentParser(prog="python -m ddp_zero postmortem", description=__doc__)
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of ``ddp-zero postmortem``."""
+    description = "Name the rank, bucket and message that everyone waited for, from the flight records of a job."
+    parser = argparse.ArgumentParser(prog="ddp-zero postmortem", description=description)
     parser.add_argument("folder", metavar="DIR", help="where DDP_ZERO_RECORD_DIR or record_to has put the records")
     parser.add_argument("--attempt", type=int, help="of torchrun; by default the last one that has left a record")
     parser.add_argument("--events", type=int, default=0, metavar="N", help="also print the last N events of each rank")
     parser.add_argument("--stacks", action="store_true", help="also print where every thread of each rank was")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report. Returns the exit status: 0, or 1 if there are no records."""
+    given = build_parser().parse_args(arguments)
     try:
         records = read_folder(given.folder, given.attempt)
     except (OSError, ValueError) as error:

@@ -397,7 +397,7 @@ def test_where_there_is_no_checkpoint_the_command_fails_with_one_line(
     assert run(monkeypatch, "export", tmp_path / "nowhere", tmp_path / "plain") == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("python -m ddp_zero checkpoint: error: Expected a checkpoint of ddp_zero.checkpoint.save, or")
+    assert err.startswith("ddp-zero checkpoint: error: Expected a checkpoint of ddp_zero.checkpoint.save, or")
     assert str(tmp_path / "nowhere") in err
     assert err.count("\n") == 1
     assert not (tmp_path / "plain").exists()
@@ -435,7 +435,7 @@ def test_what_is_wrong_is_told_by_the_command_in_one_line(
     assert run(monkeypatch, "export", tmp_path / "runs", tmp_path / "plain") == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("python -m ddp_zero checkpoint: error: ")
+    assert err.startswith("ddp-zero checkpoint: error: ")
     assert what in err
 
 
@@ -444,7 +444,7 @@ def test_a_command_that_is_none_is_answered_with_how_to_use_it(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, *arguments) == 2
-    assert "usage: python -m ddp_zero checkpoint" in capsys.readouterr().err
+    assert "usage: ddp-zero checkpoint" in capsys.readouterr().err
 
 
 def test_help_names_the_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
