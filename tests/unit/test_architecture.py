@@ -64,6 +64,7 @@ FRAMEWORKS = {
     "integrations.lightning": {"lightning"},
     "tools.timeline": {"matplotlib"},
     "tools.record.progress": {"tqdm"},
+    "__main__": {"shtab"},
     "tools.estimate": {"matplotlib"},
 }
 """What a file may import besides torch."""
