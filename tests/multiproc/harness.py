@@ -26,7 +26,10 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.optim", "ddp_zero", "tests.multiproc.harness"])
+_CONTEXT.set_forkserver_preload(
+    # a first DDP model imports torch._dynamo, a third of a second that every rank would spend for itself
+    ["torch", "torch._dynamo", "torch.distributed.optim", "ddp_zero", "tests.multiproc.harness"]
+)
 
 
 @dataclass(frozen=True)
