@@ -94,7 +94,7 @@ def shard_optimizer(
 ) -> "ZeroRedundancyOptimizer | ParallelOptimizer": ...
 
 
-def shard_optimizer(  # noqa: D417  # options that are those of the class are documented there
+def shard_optimizer(  # options that are those of the class are documented there
     ddp: nn.Module, optimizer_class: Callable[..., Optimizer], params: Any = None, **options: Any
 ) -> "ZeroRedundancyOptimizer | ParallelOptimizer":
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
@@ -115,11 +115,11 @@ def shard_optimizer(  # noqa: D417  # options that are those of the class are do
         hook_state: handed to ``hook``; None: the model's process group.
         interleaved: step buckets while backward computes, see `hook_with_zero_step_interleaved`; None: in stage 2.
         shard_buckets: spread each bucket over the ranks.
-        parameters_as_bucket_view, grad_comm_dtype, gradient_predivide_factor, max_grad_norm, norm_type,
-            nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, partition, shard_group, offload: see
-            `ZeroRedundancyOptimizer`.
-        **defaults: options for ``optimizer_class``; ``mesh``, ``data_parallel_dim``, ``pipeline_dim``,
-            ``data_parallel_group``, ``global_names`` of `ddp_zero.parallel.ParallelOptimizer`.
+        **options: further options of `ZeroRedundancyOptimizer` (``parameters_as_bucket_view``, ``grad_comm_dtype``,
+            ``gradient_predivide_factor``, ``max_grad_norm``, ``norm_type``, ``nonfinite``, ``loss_scale``,
+            ``master_weights``, ``sync``, ``accumulate_in_fp32``, ``partition``, ``shard_group``, ``offload``) and of
+            `ddp_zero.parallel.ParallelOptimizer` (``mesh``, ``data_parallel_dim``, ``pipeline_dim``,
+            ``data_parallel_group``, ``global_names``); all other options go to ``optimizer_class``.
 
     Raises:
         TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an unknown option.
