@@ -1,6 +1,6 @@
 """``ddp-zero COMMAND``, or ``python -m ddp_zero COMMAND``: the commands of the library, one program.
 
-Without a command: ``check``, versions and what works on this machine.
+Without a command: ``check``, versions and features that work on this machine.
 """
 
 import importlib
@@ -49,7 +49,7 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status; 2 for a command that does not exist."""
+    """Run a command. Returns its exit status; 2 for an unknown command."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     first = given[0] if given else "check"
     if first in ("-h", "--help"):

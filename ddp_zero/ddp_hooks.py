@@ -1,4 +1,4 @@
-"""Hook builders with torch's signatures, and an optimizer built with its hook on a DDP model."""
+"""Hook builders with torch's signatures, and construction of an optimizer with its hook on a DDP model."""
 
 import inspect
 from collections.abc import Callable
@@ -22,26 +22,27 @@ from ddp_zero.options import PartitionName
 def hook_with_zero_step(
     hook: CommHook | None, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> CommHook:
-    """Extend a DDP communication hook by the optimizer step, taken when the last bucket has arrived.
+    """Extend a DDP communication hook by the optimizer step, taken once DDP has passed the last bucket.
 
-    Backward computes without interruption; then buckets are stepped in order as their reductions resolve, each sent
-    while the next one is stepped. When ``backward()`` returns, every rank has the new parameters.
+    Backward computes without interruption; then buckets are stepped in order as their reductions complete, and each
+    bucket's all-gather overlaps with the step of the next. When ``backward()`` returns, every rank has the new
+    parameters.
 
     Args:
-        hook: the reduction to extend, such as ``allreduce_hook``; it returns a future of the averaged bucket. None: the
-            reduction of DDP without a hook, which ``allreduce_hook`` matches bit for bit only at 2, 4, 8 ... ranks.
-            Must be None in stage 2, which has its own reduction.
+        hook: the reduction to extend, such as ``allreduce_hook``; it returns a future of the averaged bucket. None for
+            DDP's own reduction, which ``allreduce_hook`` matches bit for bit only at 2, 4, 8, ... ranks. Must be None
+            in stage 2, which has its own reduction.
         ddp: the model. Register the result on it: ``ddp.register_comm_hook(state, result)``.
         zero: an optimizer over the model's parameters, built with ``overlap_with_ddp=True`` or ``stage=2``. In stage 2
             without overlap the hook only reduces, and ``zero.step()`` takes the step.
-        shard_buckets: spread each bucket over the ranks; if False, a bucket goes whole to the least loaded rank.
+        shard_buckets: True to spread each bucket over the ranks; False to assign it whole to the least loaded rank.
 
     Returns:
-        The hook for ``ddp.register_comm_hook``; its ``state`` is handed to ``hook``.
+        The hook for ``ddp.register_comm_hook``; its ``state`` is passed to ``hook``.
 
     Raises:
-        ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or has a
-            hook already.
+        ValueError: if ``zero`` was not built for overlap, shares no parameter or not all ranks with ``ddp``, or already
+            has a hook.
     """
     return engine_of(zero).build_hook(ddp, hook, split=shard_buckets, lag=None)
 
@@ -51,16 +52,28 @@ def hook_with_zero_step_interleaved(
 ) -> CommHook:
     """As `hook_with_zero_step`, but each bucket is stepped while backward computes the gradients of the next.
 
-    Bucket *i* is stepped when bucket *i + 1* arrives, so that its reduction has had time to resolve.
+    Bucket *i* is stepped when DDP passes bucket *i + 1* to the hook, so that its reduction overlaps with backward.
+
+    Args:
+        hook: see `hook_with_zero_step`.
+        ddp: see `hook_with_zero_step`.
+        zero: see `hook_with_zero_step`.
+        shard_buckets: see `hook_with_zero_step`.
+
+    Returns:
+        The hook for ``ddp.register_comm_hook``.
+
+    Raises:
+        ValueError: as `hook_with_zero_step`.
     """
     return engine_of(zero).build_hook(ddp, hook, split=shard_buckets, lag=INTERLEAVED_LAG)
 
 
 _RENAMED = {"overlap_with_ddp": "Use overlap=.", "process_group": "It is that of the model."}
-"""Options of the optimizer that go by another name here, or are the model's."""
+"""Options of the optimizer that have another name here, or come from the model."""
 
 
-def build_with_hook(  # noqa: D417  # arguments that are those of shard_optimizer are documented there
+def build_with_hook(  # noqa: D417  # shard_optimizer documents its arguments
     ddp: nn.Module,
     optimizer_class: Callable[..., Optimizer],
     params: ParamsT | Grouping | None = None,
@@ -74,13 +87,13 @@ def build_with_hook(  # noqa: D417  # arguments that are those of shard_optimize
     partition: PartitionName = "auto",
     **options: Any,
 ) -> ZeroRedundancyOptimizer:
-    """Build a sharded optimizer over a DDP model's named parameters, and its hook, and register that on the model.
+    """Build a sharded optimizer over a DDP model's named parameters, and register its hook on the model.
 
     Args:
         ddp, optimizer_class, params, overlap, hook, hook_state, interleaved, shard_buckets: see
-            `ddp_zero.shard_optimizer`.
+        `ddp_zero.shard_optimizer`.
         parameters_as_bucket_view, partition: see `ZeroRedundancyOptimizer`.
-        **options: of `ZeroRedundancyOptimizer`, among them those of ``optimizer_class``.
+        **options: further options of `ZeroRedundancyOptimizer`, and options for ``optimizer_class``.
 
     Raises:
         TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an unknown option.
@@ -116,7 +129,7 @@ def build_with_hook(  # noqa: D417  # arguments that are those of shard_optimize
 
 
 def door_parameters() -> dict[str, inspect.Parameter]:
-    """The parameters of `build_with_hook`, and the options of `ZeroRedundancyOptimizer` that it hands on."""
+    """The parameters of `build_with_hook`, and the options of `ZeroRedundancyOptimizer` that it passes on."""
     own, of_class = (dict(inspect.signature(one).parameters) for one in (build_with_hook, ZeroRedundancyOptimizer))
     del own["options"]
     handed_on = {
@@ -128,5 +141,5 @@ def door_parameters() -> dict[str, inspect.Parameter]:
 
 
 def options_of_hook() -> list[str]:
-    """The names of the options that `build_with_hook` takes, without options of an optimizer class."""
+    """Names of the options of `build_with_hook`, without options of an optimizer class."""
     return [name for name in door_parameters() if name not in ("ddp", "params", "defaults")]

@@ -1,8 +1,8 @@
-"""Loss scaling in plain numbers: the factor on the loss, and how it changes when gradients overflow.
+"""Loss scaling in plain numbers: the factor on the loss, and its response to overflowing gradients.
 
 Gradients in fp16 underflow unless the loss is multiplied by a scale before backward; the step divides it out again. A
-*dynamic* scale is lowered when gradients overflow and raised when they have not for a while, as described by
-Micikevicius et al., "Mixed Precision Training", 2018. bf16 has the range of fp32 and needs none.
+*dynamic* scale is lowered when gradients overflow and raised after a run of steps without overflow, as described by
+Micikevicius et al., "Mixed Precision Training", 2018. bf16 has the range of fp32 and needs no scale.
 """
 
 import math
@@ -14,17 +14,17 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**127  # the range in which fp32 has a scale a
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """The policy by which a loss scale follows the gradients.
+    """Policy of a loss scale that follows the gradients.
 
     Attributes:
         initial: the first scale.
-        growth_factor: the scale is multiplied by this after ``growth_interval`` steps in a row without an overflow.
-        backoff_factor: the scale is multiplied by this at an overflow; above 0 and below 1.
-        growth_interval: see ``growth_factor``.
-        hysteresis: the number of overflows since the last growth at which the scale starts to back off; 1: at once.
-        minimum: the scale never falls below this; an overflow at it raises.
-        first_interval: the ``growth_interval`` at the start and after an overflow; None: the same as later.
-        restores_hysteresis: whether every step without an overflow restores the hysteresis, not only a growth.
+        growth_factor: factor applied after ``growth_interval`` consecutive steps without an overflow; at least 1.
+        backoff_factor: factor applied at an overflow; above 0 and below 1.
+        growth_interval: number of steps, see ``growth_factor``; at least 1.
+        hysteresis: number of overflows since the last growth at which the scale starts to back off; 1: at once.
+        minimum: lower bound of the scale; an overflow at this scale raises.
+        first_interval: ``growth_interval`` at the start and after an overflow; None for ``growth_interval``.
+        restores_hysteresis: True if every step without an overflow restores the hysteresis, not only a growth.
 
     Raises:
         TypeError: for a value that is not a number.
@@ -62,7 +62,7 @@ class DynamicLossScale:
 
     @property
     def head_start(self) -> int:
-        """Steps that count towards the first growth as if they had been taken; negative if it comes later."""
+        """Steps counted in advance towards the first growth; negative if the first growth comes later."""
         return 0 if self.first_interval is None else self.growth_interval - self.first_interval
 
 
@@ -70,7 +70,7 @@ class LossScale:
     """The scale of one optimizer.
 
     Args:
-        policy: how the scale changes; a number for one that never does.
+        policy: a dynamic policy, or a constant scale.
 
     Attributes:
         value: the current factor on the loss.
@@ -84,12 +84,12 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """True if it follows the gradients."""
+        """True if the scale follows the gradients."""
         return self._policy is not None
 
     @property
     def is_at_minimum(self) -> bool:
-        """True if the next overflow cannot lower it."""
+        """True if the next overflow cannot lower the scale."""
         return self._policy is not None and self._patience <= 1 and self.value <= self._policy.minimum
 
     def state_dict(self) -> dict[str, float]:
@@ -97,11 +97,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good_steps, "patience": self._patience}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a state from `state_dict`.
-
-        Raises:
-            ValueError: for numbers out of range.
-        """
+        """Restore a state from `state_dict`; ValueError for numbers out of range."""
         numbers = {name: state.get(name) for name in self.state_dict()}
         for name, number in numbers.items():
             check_number(f"{name} of the loss scale", number)
@@ -116,7 +112,7 @@ class LossScale:
         """Update the scale after a step has checked the gradients.
 
         Args:
-            has_overflowed: whether any gradient of any rank was not finite.
+            has_overflowed: True if any gradient of any rank was not finite.
         """
         policy = self._policy
         if policy is None:
@@ -138,10 +134,6 @@ class LossScale:
 
 
 def check_number(name: str, value: object) -> None:
-    """Check that an option is a number.
-
-    Raises:
-        TypeError: if not, naming it.
-    """
+    """Raise TypeError, naming the option, unless the value is a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"Expected {name} to be a number, got {value!r}.")

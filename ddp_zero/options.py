@@ -1,4 +1,4 @@
-"""Frozen, validated options of a step: clipping, loss scale, sync, place of state."""
+"""Frozen, validated options of a step: clipping, loss scale, sync, offload."""
 
 import os
 from dataclasses import dataclass, field
@@ -17,18 +17,18 @@ PLACES: tuple[str, ...] = get_args(Place)
 
 @dataclass(frozen=True)
 class Offload:
-    """The place of optimizer state, fp32 masters and the step, if not with the parameters.
+    """Placement of optimizer state, fp32 masters and the step, if not with the parameters.
 
     Attributes:
-        to: ``"cpu"``: in the host's memory, for parameters on an accelerator; parameters on the CPU are stepped as
-            without it. ``"disk"``: in memory-mapped files, also for parameters on the CPU; the step is on the host.
-        folder: for ``"disk"``: a folder on this rank's disk. Ranks may give different ones.
-        buffers: pinned buffers through which an accelerator's gradients and parameters travel, each of the size of the
-            largest part of a bucket that a rank owns. At least 1; with 3 copies in both directions and steps overlap.
+        to: ``"cpu"`` for host memory, with parameters on an accelerator; parameters on the CPU are stepped as without
+            it. ``"disk"`` for memory-mapped files, also with parameters on the CPU; the step is on the host.
+        folder: for ``"disk"``: a folder on this rank's disk. Ranks may give different folders.
+        buffers: number of pinned buffers for an accelerator's gradients and parameters, each as large as the largest
+            part of a bucket that a rank owns. At least 1; with 3, copies in both directions and steps overlap.
 
     Raises:
         TypeError: for a value of the wrong type.
-        ValueError: for another place, a missing folder or one that is not used, or fewer than one buffer.
+        ValueError: for an unknown placement, a missing or superfluous folder, or fewer than one buffer.
     """
 
     to: Place = "cpu"
@@ -53,7 +53,10 @@ class Offload:
 
     @classmethod
     def of(cls, given: "Offload | str | None") -> "Offload | None":
-        """The options that a user gives, who may give the place alone.
+        """Normalise an offload option: a placement alone becomes an `Offload`.
+
+        Args:
+            given: the user's value.
 
         Raises:
             TypeError: if it is neither.
@@ -67,7 +70,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The treatment of gradients by a step; `ZeroRedundancyOptimizer` documents each option.
+    """Treatment of gradients by a step; `ZeroRedundancyOptimizer` documents each option.
 
     Raises:
         TypeError: for a value of the wrong type.
@@ -117,7 +120,7 @@ class StepOptions:
             raise ValueError(f"Expected loss_scale from {SMALLEST} to {LARGEST}, got {self.loss_scale!r}.")
 
     def why_wait(self) -> str | None:
-        """Why a step with these options needs all gradients before it starts, or None if it does not."""
+        """The reason for a step with these options to need all gradients before it starts, or None."""
         if self.max_grad_norm is not None:
             return "max_grad_norm needs the norm of all gradients"
         if self.loss_scale is not None and self.nonfinite == "step":
@@ -130,11 +133,7 @@ class StepOptions:
 
 
 def check_max_grad_norm(max_grad_norm: float) -> None:
-    """Check that gradients can be clipped to a norm.
-
-    Raises:
-        TypeError: if it is not a number; ValueError if it is not above 0.
-    """
+    """Check a clipping norm; TypeError if it is not a number, ValueError if it is not above 0."""
     check_number("max_grad_norm", max_grad_norm)
     if not max_grad_norm > 0:
         raise ValueError(f"Expected max_grad_norm above 0, got {max_grad_norm!r}.")

@@ -1,4 +1,4 @@
-"""The one-line doors: `shard_optimizer` for a model that is wrapped, on any ranks, and `wrap` for one that is not."""
+"""The one-line entry points: `shard_optimizer` for a DDP model, on any ranks, and `wrap` for a plain module."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -94,32 +94,35 @@ def shard_optimizer(
 ) -> "ZeroRedundancyOptimizer | ParallelOptimizer": ...
 
 
-def shard_optimizer(  # options that are those of the class are documented there
+def shard_optimizer(
     ddp: nn.Module, optimizer_class: Callable[..., Optimizer], params: Any = None, **options: Any
 ) -> "ZeroRedundancyOptimizer | ParallelOptimizer":
     """Shard an optimizer over the ranks of a DDP model and step it inside backward.
 
-    Builds the optimizer over the model's named parameters, builds the hook and registers it. The training loop stays as
-    it was: ``loss.backward(); opt.step(); opt.zero_grad()``. With ``mesh=``, groups with a ``process_group`` or
+    Builds the optimizer over the model's named parameters, builds the hook and registers it. The training loop stays
+    unchanged: ``loss.backward(); opt.step(); opt.zero_grad()``. With ``mesh=``, groups with a ``process_group`` or
     distributed tensors, where ranks hold different parameters, it is a `ddp_zero.parallel.ParallelOptimizer`.
 
     Args:
         ddp: the model, without a communication hook, or a module that holds it, as ``torch.compile(ddp)`` does.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
-        params: parameters or parameter groups, named or not; or a function of a name and the parameter that returns
-            the options of its group, or None for the class's own; equal options form a group. None: all.
+        params: parameters or parameter groups, named or not; or a function of a name and the parameter that returns the
+            options of its group, or None for the class's own; equal options form a group. None: all parameters.
         stage: 1 shards optimizer state; 2 also shards gradients, with ``gradient_as_bucket_view=True`` in the model.
         overlap: step inside backward, unless an option needs all gradients first. If False, ``opt.step()`` takes the
             step; before it, gradients can be inspected, in stage 2 on their owner.
-        hook: the reduction, such as ``fp16_compress_hook``; None: that of DDP without a hook.
-        hook_state: handed to ``hook``; None: the model's process group.
-        interleaved: step buckets while backward computes, see `hook_with_zero_step_interleaved`; None: in stage 2.
+        hook: the reduction, such as ``fp16_compress_hook``; None for DDP's own.
+        hook_state: passed to ``hook``; None for the model's process group.
+        interleaved: step buckets while backward computes, see `hook_with_zero_step_interleaved`; None: in stage 2 only.
         shard_buckets: spread each bucket over the ranks.
         **options: further options of `ZeroRedundancyOptimizer` (``parameters_as_bucket_view``, ``grad_comm_dtype``,
             ``gradient_predivide_factor``, ``max_grad_norm``, ``norm_type``, ``nonfinite``, ``loss_scale``,
             ``master_weights``, ``sync``, ``accumulate_in_fp32``, ``partition``, ``shard_group``, ``offload``) and of
             `ddp_zero.parallel.ParallelOptimizer` (``mesh``, ``data_parallel_dim``, ``pipeline_dim``,
             ``data_parallel_group``, ``global_names``); all other options go to ``optimizer_class``.
+
+    Returns:
+        The optimizer, whose hook is registered on the model.
 
     Raises:
         TypeError: for a model that neither is nor holds a DDP model, a wrong type, or an unknown option.
@@ -146,23 +149,23 @@ def wrap(
     """Wrap a module in `DistributedDataParallel` and shard an optimizer over its ranks.
 
     The model gets ``gradient_as_bucket_view=True``, and buckets of a sixteenth of the parameters, from 1 to 25 MiB, and
-    of a quarter of a MiB per rank at least: three of them are what gradients need in stage 2. On backends of native
-    collectives, such as NCCL, where a message costs microseconds and memory is plenty, they are from 25 to 256 MiB.
-    They are given as ``bucket_cap_mb_list``, which holds from the first iteration on; with ``bucket_cap_mb``, which is
-    used where this version of DDP has no such list, the first one has a single bucket of all parameters. A collective,
-    as the construction of DDP is.
+    of a quarter of a MiB per rank at least: gradients in stage 2 need three of them. With native collectives, such as
+    NCCL's, where a message costs microseconds and memory is plenty, they are from 25 to 256 MiB. The size is passed as
+    ``bucket_cap_mb_list``, which holds from the first iteration on; with ``bucket_cap_mb``, used where this version of
+    DDP has no such list, the first iteration has a single bucket of all parameters. A collective, as is the
+    construction of DDP.
 
     Args:
         module: the model, not wrapped, on the device where it trains.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
         ddp: options of `DistributedDataParallel`, such as ``{"find_unused_parameters": True}``; they take precedence.
-        **options: of `shard_optimizer`, among them those of ``optimizer_class``.
+        **options: options of `shard_optimizer`, and options for ``optimizer_class``.
 
     Returns:
         The wrapped model and its optimizer.
 
     Raises:
-        TypeError: for a module that is wrapped already, or as `shard_optimizer` does.
+        TypeError: for a module that is already wrapped, or as `shard_optimizer` does.
         ValueError: as `shard_optimizer` does.
     """
     if isinstance(module, DistributedDataParallel) or not isinstance(module, nn.Module):
@@ -187,7 +190,7 @@ def _cuts(
     group: ProcessGroup | None,
     options: Mapping[str, Any],
 ) -> bool:
-    """True if the optimizer will cut parameters; of options that it refuses, whatever."""
+    """True if the optimizer will cut parameters; undefined for options that it refuses."""
     division = partition_for(
         options.get("partition", AUTO),
         optimizer_class,
@@ -204,13 +207,12 @@ def _cuts(
 def _over_more_dimensions(
     model: nn.Module, optimizer_class: Callable[..., Optimizer], params: Any, **options: Any
 ) -> "ParallelOptimizer":
-    """A `ParallelOptimizer`, imported only where there is one: it loads torch's distributed tensors."""
-    from ddp_zero.parallel.optimizer import ParallelOptimizer
+    from ddp_zero.parallel.optimizer import ParallelOptimizer  # late: it loads torch's distributed tensors
 
     return ParallelOptimizer(model, optimizer_class, params, **options)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from their defaults, which are not the same for all members of a `ParallelOptimizer`."""
+    """Options that differ from their defaults, which differ between the members of a `ParallelOptimizer`."""
     known = door_parameters()
     return {name: value for name, value in options.items() if name not in known or known[name].default is not value}

@@ -1,1 +1,1 @@
-"""The private core: who owns what, one sharded step, and the backward pass that drives it."""
+"""The private core: plan, communication, backward, step and state of a sharded optimizer."""

@@ -1,16 +1,16 @@
-"""Communicates within a process group: every `torch.distributed` collective and message of the library.
+"""`Communicator`: every `torch.distributed` collective and message of the library.
 
 Everything is sent as bytes, so any dtype works on any backend (Gloo has no bfloat16 or complex collectives). Ranks are
 `GroupRank` everywhere; the one conversion to `GlobalRank` is `Communicator.global_rank`, for messages to people.
 
 The parameter sync is an all-gather of segments of unequal size. On Gloo with CPU memory it is a direct exchange: every
 receive is posted, then every send, in chunks; each rank sends (N - 1) times its own segments and nothing else. From
-`RING_RANKS` ranks and `RING_BYTES` on it is a ring instead, which sends as much. On NCCL and its likes (every backend
-but Gloo and MPI) it is a native all-gather if padding segments to equal sizes adds at most an eighth; otherwise, and on
-Gloo and MPI, one broadcast per owner.
+`RING_RANKS` ranks and `RING_BYTES` on it is a ring, which sends as many bytes. On NCCL and similar backends (all but
+Gloo and MPI) it is a native all-gather if padding segments to equal sizes adds at most an eighth. Otherwise, and on
+Gloo with other memory and MPI, it is one broadcast per owner.
 
 Alternatives considered for Gloo: ``all_gather_into_tensor`` (equal sizes only, so a rank with a small segment would
-send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of it).
+send padding); one broadcast per owner (the same bytes over all ranks, but relayed by ranks that own nothing of them).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -65,18 +65,18 @@ _TREE_TAG = 0x7EE0
 
 RING_RANKS = 4
 RING_BYTES = 1 << 20
-"""Where rings are faster than a direct exchange: see docs/performance.md."""
+"""Thresholds from which rings are faster than a direct exchange: see docs/performance.md."""
 
 
 def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    """The reduction that DDP does without a communication hook, as a hook: the same bits for any number of ranks.
+    """DDP's own reduction as a communication hook: the same bits for any number of ranks.
 
-    DDP multiplies by the reciprocal of the number of ranks and then sums; ``allreduce_hook`` of torch divides, which
+    DDP multiplies by the reciprocal of the number of ranks and then sums; torch's ``allreduce_hook`` divides, which
     rounds differently unless that number is a power of two.
 
     Args:
         state: the process group.
-        bucket: the bucket that DDP passes to a hook; averaged in place.
+        bucket: DDP's bucket; averaged in place.
     """
     buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
     future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
@@ -89,17 +89,17 @@ class Communicator:
     Args:
         group: the process group; None for the default one.
         generation: distinguishes the messages of optimizers on one group; see `next_generation`.
-        member: what messages call a member of the group.
-        trace: takes the events of the optimizer; None: a new one.
-        device: where this rank trains. Control messages travel from there on a backend without CPU memory, for this
-            and all later communicators of the group; None: as before, or the current device.
+        member: word for a member of the group in messages.
+        trace: receives the optimizer's events; None for a new one.
+        device: device of this rank's parameters. On a backend without CPU memory it carries the control messages of
+            this and all later communicators of the group; None keeps the earlier device, or the current one.
 
     Attributes:
-        sent_bytes: bytes of parameters and gradients that this rank has sent to its peers, in syncs and in reductions
-            of this library.
+        sent_bytes: bytes of parameters and gradients that this rank has sent, in syncs and in this library's
+            reductions.
         control_bytes: bytes sent to report to peers how a step went; see `StepErrors`.
         round: number of steps synced or abandoned so far; part of a message's tag.
-        gathering_group: the process group on which native collectives send parameters; see `ranks.arrange`.
+        gathering_group: the process group of native collectives over parameters; see `ranks.arrange`.
     """
 
     def __init__(
@@ -133,13 +133,14 @@ class Communicator:
         self.control_bytes = 0
         self.generation = generation
         self._member = member
+        # part of every tag: a late message of an abandoned step matches no receive of a later one
         self.round = 0
         self._ring_worker: RingWorker | None = None
         self._backends = dict(entry.split(":") for entry in str(dist.get_backend_config(self.process_group)).split(","))
 
     @property
     def time_out(self) -> timedelta:
-        """See `time_out_of`."""
+        """The group's time-out."""
         return time_out_of(self.process_group)
 
     def global_rank(self, group_rank: GroupRank) -> GlobalRank:
@@ -147,7 +148,7 @@ class Communicator:
         return GlobalRank(dist.get_global_rank(self.process_group, group_rank))
 
     def place_of(self, rank: GlobalRank) -> GroupRank | None:
-        """The rank in the group of a member by its job-wide number; None for one that is not a member."""
+        """The group rank of a global rank; None if it is not a member."""
         members = dist.get_process_group_ranks(self.process_group)
         return GroupRank(members.index(rank)) if rank in members else None
 
@@ -156,7 +157,7 @@ class Communicator:
         return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(self.process_group)
 
     def name(self, group_rank: GroupRank) -> str:
-        """The name of a rank in messages."""
+        """A rank's name in messages."""
         return f"{self._member} {group_rank} (global rank {self.global_rank(group_rank)})"
 
     # Parameter sync
@@ -164,33 +165,29 @@ class Communicator:
     def start_exchange(self, segments: Sequence[Tensor], subject: tuple[int, ...]) -> InFlight:
         """Start an all-gather of segments of unequal size; see `all_gather_of`.
 
-        Where the backend has tags, a rank at a different round or with a different subject matches no message: its
-        peers raise when the group's time-out passes, instead of taking one parameter's bytes for another's.
-
-        Args:
-            segments: see `all_gather_of`.
-            subject: identifies this exchange, the same on every rank: the plan and the bucket.
-
-        Returns:
-            The exchange in flight.
+        ``subject`` identifies the exchange, the same on every rank: the plan and the bucket. Where the backend has
+        tags, a rank at a different round or with a different subject matches no message: its peers raise when the
+        group's time-out passes, instead of taking one parameter's bytes for another's.
         """
         return self.all_gather_of(segments)(subject)
 
     def all_gather_of(self, segments: Sequence[Tensor]) -> Callable[[tuple[int, ...]], InFlight]:
-        """Prepare an all-gather of segments of unequal size, in memory that stays where it is.
+        """Prepare an all-gather of segments of unequal size, in memory that stays in place.
 
         Args:
-            segments: 1-D contiguous tensors of one device, one per rank in rank order. This rank's is sent, the others'
-                are written. Every rank passes the same sizes; empty segments cost nothing.
+            segments: 1-D contiguous tensors on one device, one per rank in rank order, of the same sizes on every rank.
+                This rank's is sent, all other segments are written; empty ones cost nothing.
 
         Returns:
-            A function that starts it, as often as needed; see `start_exchange`.
+            A function of the subject that starts the all-gather, as often as needed; see `start_exchange`.
         """
         mine = segments[self.group_rank].detach()
         device = next((segment.device for segment in segments if segment.numel()), torch.device("cpu"))
         if self.world_size == 1:
             return lambda _: Exchange([], segments)
         raw = [segment.detach().view(torch.uint8) for segment in segments]
+        # sizes and backend alone choose the branch, so that all ranks choose the same: two algorithms in one group
+        # would wait for each other until the time-out
         if self.has_rings(device, sum(segment.nbytes for segment in segments)):
             return partial(self._start_ring, gather_schedule, raw)
         if self.has_direct_messages(device):
@@ -206,6 +203,8 @@ class Communicator:
 
     def _start_gather(self, whole: Tensor, mine: Tensor, subject: tuple[int, ...]) -> InFlight:
         self.count(*[mine.nbytes * (self.world_size - 1)] * 2)
+        # not on `process_group`: a group runs its collectives in order of issue, and this all-gather would hold up the
+        # next bucket's reduce-scatter
         work = all_gather_native(whole, mine, group=self.gathering_group, async_op=True)
         return Exchange([(lambda: "every rank", work)], [whole])
 
@@ -223,13 +222,15 @@ class Communicator:
     # Messages between pairs of ranks
 
     def peers(self) -> list[GroupRank]:
-        """The other ranks, starting with the next one, so that not all ranks send to the same one first."""
+        """The other ranks, starting with the next one."""
+        # rotated, so that not all ranks send to the same peer first
         return [GroupRank((self.group_rank + step) % self.world_size) for step in range(1, self.world_size)]
 
     def has_native_collectives(self, device: torch.device) -> bool:
-        """True if the backend gathers and reduce-scatters equal segments of a device's memory in one collective each.
+        """True if the backend all-gathers and reduce-scatters equal segments of a device's memory.
 
-        So do NCCL and the backends of other accelerators, whatever their names (``xccl``, ``hccl``, ...).
+        NCCL does so in one collective each, as do the backends of other accelerators, whatever their names (``xccl``,
+        ``hccl``, ...).
         """
         return self._backends.get(device.type) not in (None, "gloo", "mpi")
 
@@ -247,34 +248,35 @@ class Communicator:
         """Post every receive, then every send, in chunks.
 
         Args:
-            sent: for each peer 1-D contiguous tensors.
-            received: for each peer tensors to write, in the order in which it sends them, of the same sizes.
+            sent: 1-D contiguous tensors for each peer.
+            received: tensors to write for each peer, of the sizes and in the order in which it sends them.
             subject: see `start_exchange`. Messages of one subject between two ranks keep their order.
-            is_control: True if these are neither parameters nor gradients.
+            is_control: True for messages that are neither parameters nor gradients.
         """
         return Messages(self, sent, received).post(subject, is_control)
 
     # Rings
 
     def has_rings(self, device: torch.device, nbytes: int) -> bool:
-        """True if as many bytes of all ranks together travel around a ring instead of from each rank to each."""
+        """True if this many bytes, summed over ranks, are exchanged around a ring instead of pairwise."""
         return self.world_size >= RING_RANKS and nbytes >= RING_BYTES and self.has_direct_messages(device)
 
     def start_ring_sum(
         self, parts: Sequence[Tensor], room: Tensor, factor: float, subject: tuple[int, ...]
     ) -> RingTransfer:
-        """Start a sum over ranks, of which each rank gets its own part, in ring order; see `ddp_zero.core.plan.ring`.
+        """Start a reduce-scatter in ring order; see `ddp_zero.core.plan.ring`.
 
         Args:
-            parts: 1-D contiguous, one per rank in rank order; destroyed. This rank's then holds its sum.
-            room: `ring_room_numel` elements to receive into.
+            parts: 1-D contiguous, one per rank in rank order; destroyed. This rank's part finally holds its sum.
+            room: receive buffer of `ring_room_numel` elements.
             factor: multiplies every rank's contribution before the sum.
             subject: see `start_exchange`.
         """
         return self._start_ring(sum_schedule, parts, subject, room, factor)
 
     def leave_rings(self) -> None:
-        """After an error: let later transfers not wait for those that may never end."""
+        """After an error: start later transfers in new threads, not behind transfers that may never end."""
+        # not joined: a thread may sit in a receive from a dead peer. A dropped worker puts None behind its transfers
         self._ring_worker = None
 
     def _start_ring(
@@ -299,46 +301,45 @@ class Communicator:
         self.count(*(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received)))
         if self._ring_worker is None:
             self._ring_worker = RingWorker()
+        # one order on every rank: the worker's threads take transfers alternately, in the order of these calls
         return self._ring_worker.start(RingTransfer(neighbours, schedule, segments, room, factor))
 
     # Sums
 
     def sum_room_numel(self, device: torch.device, sizes: Sequence[int]) -> int:
-        """Elements of room that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
+        """Elements of the buffer that `start_sum` needs for parts of these sizes: padded parts, and their sum."""
         numel = padded_size(sizes)
         if numel is None or len(set(sizes)) == 1 or not self.has_native_collectives(device):
             return 0
         return (len(sizes) + 1) * numel
 
     def averages(self, parts: Sequence[Tensor]) -> bool:
-        """True if `start_sum` can average with the bits of DDP, which multiplies by 1/N and then sums.
-
-        NCCL multiplies by 1/N what it sends. If N is a power of two the products are exact, so that no rounding depends
-        on the dtype in which it holds 1/N, nor on whether it fuses product and sum.
-        """
+        """True if `start_sum` can average with DDP's bits, which multiplies by 1/N and then sums."""
+        # NCCL multiplies its input by 1/N. Only for a power of two are the products exact, whatever the dtype in which
+        # it holds 1/N and whether or not it fuses product and sum
         is_even, ranks = len({part.numel() for part in parts}) == 1, self.world_size
         return is_even and ranks & (ranks - 1) == 0 and self._backends.get(parts[0].device.type) == "nccl"
 
     def start_sum(
         self, whole: Tensor, parts: Sequence[Tensor], room: Tensor, averages: bool = False
     ) -> tuple[Exchange, Tensor]:
-        """Where messages are not direct, start a sum over ranks, of which this rank needs its own part.
+        """Start a reduce-scatter where messages are not direct.
 
-        Equal parts, as `CutParameters` lays them out, are reduce-scattered in place; padded ones where `sum_room_numel`
-        has room for them. Otherwise a reduce to each owner, in place, on a backend of native collectives, and an
-        all-reduce on others.
-
-        The caller owns all memory, and keeps it until the stream on which it has waited is done with it.
+        Equal parts, as `CutParameters` lays them out, are reduce-scattered in place; padded ones if `sum_room_numel`
+        has room for them. Otherwise a reduce to each owner, in place, with native collectives, and an all-reduce on
+        other backends.
 
         Args:
             whole: 1-D, destroyed.
             parts: windows of ``whole``, one per rank in rank order, of any sizes.
-            room: `sum_room_numel` elements, of the dtype of ``whole``.
+            room: buffer of `sum_room_numel` elements, of the dtype of ``whole``.
             averages: divide by the number of ranks; see `averages`.
 
         Returns:
             The sum in flight, and the tensor that will hold this rank's part of it.
         """
+        # the collectives read and write `whole` and `room` until the stream that has waited for them is done: the
+        # caller keeps both, nothing is allocated here
         mine = parts[self.group_rank]
         if len({part.numel() for part in parts}) == 1 and self.has_native_collectives(whole.device):
             self.count(*[mine.nbytes * (self.world_size - 1)] * 2)
@@ -351,6 +352,8 @@ class Communicator:
             return start_padded_sum(self.process_group, parts, room)
         works: list[Pending] = []
         if self.has_native_collectives(whole.device):
+            # in rank order on every rank, and parts without elements skipped by all: NCCL matches collectives by order
+            # of issue alone
             for owner, part in enumerate(parts):
                 if part.numel():
                     reduce = partial(dist.reduce, part, group_dst=owner, group=self.process_group, async_op=True)
@@ -363,7 +366,7 @@ class Communicator:
         return Exchange(works, [whole]), mine
 
     def send_to_all(self, tensor: Tensor, owner: GroupRank) -> None:
-        """Write the owner's values into a contiguous tensor on every rank."""
+        """Broadcast the owner's values into a contiguous tensor on every rank."""
         raw = as_bytes(tensor.detach())
         if raw.numel():
             dist.broadcast(raw, group_src=owner, group=self.process_group)
@@ -377,14 +380,15 @@ class Communicator:
     # Agreement
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        """Every rank's values (signed 64-bit, equally many on every rank), in rank order."""
         mine = torch.tensor(list(values), dtype=torch.int64, device=self._control_device())
         return [part.tolist() for part in self.all_gather_tensor(mine)]
 
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, of the same shape and dtype, in rank order, on the device of this rank's."""
+        """Every rank's tensor, of the same shape and dtype, in rank order, on this rank's device."""
         group, staged = self.process_group, mine.to(self._message_device(mine.device.type)).contiguous()
         if self.has_direct_messages(staged.device):
+            # numbers match because every rank enters agreements of a group in the same order
             number = count_built(group, "gather")
             gathered = gather_directly(group, staged, number, self.name, "an agreement between ranks")
         else:
@@ -402,6 +406,7 @@ class Communicator:
         """Send a tree of tensors and plain values (see `local.tree`); the receiver calls `receive_tree`."""
         text, tensors = flatten(tree)
         raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        # length, text, tensors: all on one tag, so the receiver relies on this order
         self._send(torch.tensor([raw.numel()], dtype=torch.int64), to)
         self._send(raw, to)
         for tensor in tensors:
@@ -412,7 +417,7 @@ class Communicator:
 
         Args:
             source: the sender.
-            device: device of tensors that were on an accelerator at the sender; those from the CPU stay on the CPU.
+            device: device for tensors that were on an accelerator at the sender; CPU tensors stay on the CPU.
         """
         length = int(self._receive(TensorSpec((1,), (1,), torch.int64, "cpu"), source, device).item())
         raw = self._receive(TensorSpec((length,), (1,), torch.uint8, "cpu"), source, device)
@@ -450,7 +455,7 @@ class Communicator:
         return torch.device("cpu") if "cpu" in self._backends else self._accelerator()
 
     def _message_device(self, device_type: str) -> torch.device:
-        """The device from which a tensor is sent: Gloo's messages are in CPU memory, NCCL's are not."""
+        """Device from which a tensor is sent: Gloo's messages are in CPU memory, NCCL's are not."""
         backend = self._backends.get(device_type)
         if device_type == "cpu" or backend in (None, "gloo"):
             return self._control_device()
@@ -461,10 +466,8 @@ class Communicator:
 
 
 def next_generation(group: ProcessGroup | None) -> int:
-    """A new number for each optimizer built on a group, the same on every rank that builds as many.
-
-    Unmatched messages of a dropped optimizer must not match those of the next one, which has the same plan.
-    """
+    """A new number for each optimizer built on a group, the same on every rank that builds as many."""
+    # unmatched messages of a dropped optimizer must not match those of its successor, which has the same plan
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
     is_member = group is not None and dist.get_rank(group) >= 0  # a group without this process is a number in torch

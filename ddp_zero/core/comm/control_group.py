@@ -21,10 +21,9 @@ _GLOO_TRIES = 5
 
 
 class ControlGroup:
-    """The ranks of a process group on Gloo connections of their own, whose messages never mix with those of training.
+    """The ranks of a process group on separate Gloo connections, for messages outside the training stream.
 
-    Building one is a collective of the group, but sends no message on the group. `torch.distributed.new_group` is not
-    used: it requires all ranks of the job, or names a group by the number of a rank's groups, which differs by rank.
+    Building one is a collective of the group that sends no message on it.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -33,9 +32,13 @@ class ControlGroup:
         self._names = [comm.name(GroupRank(rank)) for rank in range(self.world_size)]
         self._process = os.getpid()
         self._gathers = 0
+        # not `new_group`: it requires all ranks of the job, or names a group by the number of a rank's groups, which
+        # differs by rank
         shared = dist.PrefixStore(f"ddp_zero/{count_built(group, 'beside')}", store_of(group))  # type: ignore[attr-defined]
         try:
             store = store_of_this_attempt(shared, self.group_rank, self.world_size, comm.time_out)
+            # every rank must be here before any connects, or Gloo's shorter time-out below would run against a late
+            # rank
             store.set(str(self.group_rank), "here")
             store.wait([str(rank) for rank in range(self.world_size)], comm.time_out)
             # Gloo tries this often to reach a rank that died after publishing its address, with a time-out for each
@@ -49,11 +52,11 @@ class ControlGroup:
             ) from error
 
     def name(self, group_rank: GroupRank) -> str:
-        """The name of a rank in messages."""
+        """A rank's name in messages."""
         return self._names[group_rank]
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        """Every rank's values (signed 64-bit, equally many on every rank), in rank order."""
         return [part.tolist() for part in self.all_gather_tensor(torch.tensor(list(values), dtype=torch.int64))]
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -63,15 +66,16 @@ class ControlGroup:
     def all_gather_tensor(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, of the same shape and dtype, in rank order; on the CPU."""
         check_process(self._process)
+        # part of the tags: gathers of one group match by number
         self._gathers += 1
         return gather_directly(self._gloo, mine, self._gathers, self.name, "a save or load")
 
 
 class Across:
-    """All ranks of a grid on connections of their own, one `ControlGroup` along each of its dimensions.
+    """All ranks of a grid on separate connections, one `ControlGroup` per dimension.
 
-    What all gather goes along one dimension after the other, so no process group of all of them is needed. Ranks are in
-    the order of their numbers in the job. Building one is a collective of all of them.
+    Gathers go along one dimension after the other, so no process group of all ranks is needed. Ranks are ordered by
+    their global ranks. Building one is a collective of all of them.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup]) -> None:
@@ -85,11 +89,11 @@ class Across:
         self.group_rank, self.world_size = GroupRank(self._ranks.index(own)), len(numbers)
 
     def name(self, group_rank: GroupRank) -> str:
-        """The name of a rank in messages."""
+        """A rank's name in messages."""
         return f"rank {group_rank} (global rank {self._ranks[group_rank]})"
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values (64 bits, signed, as many on every rank), in rank order."""
+        """Every rank's values (signed 64-bit, equally many on every rank), in rank order."""
         return self._sorted(self._gathered(values))
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -113,18 +117,17 @@ _POLL_SECONDS = 0.001, 0.05
 def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: timedelta) -> Store:
     """A part of a store that only the ranks of this attempt use. A collective of those ranks.
 
-    torchrun keeps one store for all attempts, and in each attempt process groups write addresses there under the same
-    names. So a rank may find the address of a process that is gone. Here the ranks agree on a prefix that no earlier
-    attempt used. ``TORCHELASTIC_RESTART_COUNT`` cannot serve as one: each node of a job counts its own restarts.
+    torchrun keeps one store for all attempts, and each attempt's process groups write addresses there under the same
+    names, so a rank may find the address of a dead process. Here the ranks agree on a prefix that no earlier attempt
+    used. ``TORCHELASTIC_RESTART_COUNT`` cannot serve: each node of a job counts its own restarts.
 
-    Each rank asks under a ticket of its own, new in every attempt, and rank 0 answers tickets with its prefix. It also
-    answers tickets of earlier attempts, for which no process waits.
+    Each rank asks under a new ticket, and rank 0 answers tickets with its prefix.
 
     Args:
         store: a store that all ranks can reach.
         rank: from 0 to ``world_size - 1``.
         world_size: number of ranks.
-        time_out: how long to wait: rank 0 for all other ranks, each of them for rank 0.
+        time_out: how long rank 0 waits for all other ranks, and each of them for rank 0.
     """
     shared = PrefixStore("ddp_zero/attempt", store)
     if rank == 0:
@@ -147,6 +150,8 @@ def _hand_out(prefix: str, shared: Store, world_size: int, time_out: timedelta) 
     while (came := shared.add(_counting(prefix), 0)) < world_size - 1:
         if time.monotonic() > deadline:
             raise RuntimeError(f"Expected {world_size - 1} other ranks within {time_out}, got {came}.")
+        # tickets of earlier attempts are answered too, harmlessly: no process waits for them. A rank of this attempt
+        # replaces its ticket and is answered in a later pass
         for rank in range(1, world_size):
             ticket = shared.get(_asking(rank)).decode() if shared.check([_asking(rank)]) else ""
             if ticket != answered.get(rank, ""):

@@ -1,4 +1,4 @@
-"""Messages and collectives in flight, from posting to completion. `communicator` decides which."""
+"""Messages and collectives in flight, from posting to completion. `communicator` chooses among them."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ Started = TypeVar("Started")
 
 all_gather_native = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""By their names since torch 2.13, or before."""
+"""Under their names since torch 2.13, or the earlier ones."""
 
 
 class Waitable(Protocol):
-    """What `torch.distributed.Work` is to an exchange."""
+    """The part of `torch.distributed.Work` that an exchange uses."""
 
     def wait(self) -> object:
         """Block until it is complete."""
@@ -50,36 +50,34 @@ class NotPosted:
 
 
 Pending = tuple[Callable[[], str], Waitable]
-"""A message in flight, and a function that names the peer."""
+"""A function that names the peer, and the message in flight."""
 
 
 class InFlight(Protocol):
-    """What was started and must be waited for."""
+    """An operation that was started and must be waited for."""
 
     def wait(self, what: str) -> None:
         """Block until it is complete; see `Exchange.wait`."""
 
 
 class Exchange:
-    """Messages in flight. The tensors they are read from and written to must stay untouched until `wait` returns.
-
-    An exchange that is dropped before that is kept until the process ends, with its memory: a peer may still read or
-    write there, and on Gloo freeing a message's buffer meanwhile makes the connection to its peer unusable.
-    """
+    """Messages in flight. The tensors they read and write must stay untouched until `wait` returns."""
 
     def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
         self._works = works
         self._tensors = tensors  # keeps the memory alive that the backend reads and writes
         self._waited = 0  # completed works: waiting again on Gloo would wait for a second message
         if works:
+            # an exchange dropped before its wait is kept with its memory until the process ends: a peer may still read
+            # or write there, and on Gloo freeing a buffer of a pending message breaks the connection
             _unfinished.add(self)
 
     def wait(self, what: str, first: int | None = None) -> None:
         """Block until everything was received and sent. Can be called again after a signal handler has raised.
 
         Args:
-            what: the name of the exchange in the error message, such as ``the sync of bucket 3``.
-            first: wait only for the first messages, this many; None: for all.
+            what: name of the exchange in the error message, such as ``the sync of bucket 3``.
+            first: wait only for this many leading messages; None for all.
         """
         for position in range(self._waited, len(self._works) if first is None else first):
             peer, work = self._works[position]
@@ -98,7 +96,7 @@ class Exchange:
 
 
 def lost(peer: str, what: str, error: RuntimeError) -> RuntimeError:
-    """The error of an exchange with a peer that has failed."""
+    """The error of an exchange with a failed peer."""
     has_ended = "onnection closed" in str(error) or "onnection reset" in str(error)
     hint = (
         " If that process ended with an error of its own, it names the rank that was lost first." if has_ended else ""
@@ -107,7 +105,7 @@ def lost(peer: str, what: str, error: RuntimeError) -> RuntimeError:
 
 
 class Member(Protocol):
-    """What messages need to know of a `Communicator`."""
+    """The part of a `Communicator` that messages use."""
 
     process_group: ProcessGroup
     generation: int
@@ -117,18 +115,16 @@ class Member(Protocol):
 
     @property
     def trace(self) -> Recorder:
-        """Takes the events of the optimizer."""
+        """Receives the optimizer's events."""
 
     def name(self, group_rank: GroupRank) -> str:
-        """The name of a rank."""
+        """A rank's name in messages."""
 
 
 class Messages:
-    """Messages between this rank and its peers in memory that stays where it is: cut once, posted as often as needed.
+    """Messages between this rank and its peers in memory that stays in place: cut once, posted as often as needed.
 
-    Args:
-        comm: the group, a `Communicator`.
-        sent, received: see `Communicator.start_messages`.
+    See `Communicator.start_messages` for ``sent`` and ``received``.
     """
 
     def __init__(
@@ -139,6 +135,7 @@ class Messages:
     ) -> None:
         self._comm = comm
         group = comm.process_group
+        # receives first: Gloo moves a message only once its receive is posted, so a late receive stalls the peer
         self._posts = [
             (post, partial(comm.name, peer), [chunk], peer)
             for post, messages in ((group.recv, received), (group.send, sent))
@@ -178,20 +175,16 @@ class Messages:
 def gather_directly(
     group: ProcessGroup, mine: Tensor, number: int, name: Callable[[GroupRank], str], what: str
 ) -> list[Tensor]:
-    """Gather a small tensor of each rank by messages between pairs, whose errors name the rank that is missing.
+    """All-gather a small tensor by pairwise messages, whose errors name the missing rank.
 
-    A collective of Gloo would say that some connection is closed. It passes the tensors around in a ring, so it is not
-    faster either.
+    A Gloo collective would only report a closed connection, and is not faster: it passes the tensors around a ring.
 
     Args:
-        group: on Gloo, for memory of the CPU.
-        mine: this rank's, in CPU memory, of the same shape and dtype on every rank.
-        number: of this gather on the group, the same on every rank.
-        name: the name of a rank in messages.
+        group: a Gloo group, for CPU memory.
+        mine: this rank's tensor, in CPU memory, of the same shape and dtype on every rank.
+        number: number of this gather on the group, the same on every rank.
+        name: a rank's name in messages.
         what: as in `Exchange.wait`.
-
-    Returns:
-        Every rank's tensor, in rank order.
     """
     me, ranks = group.rank(), group.size()
     gathered = [torch.empty_like(mine) for _ in range(ranks)]
@@ -199,6 +192,7 @@ def gather_directly(
     pieces = [chunks([part.reshape(-1)]) for part in gathered]
     tag, works = tag_of(-1, number, ()), list[Pending]()
     peers = [GroupRank((me + step) % ranks) for step in range(1, ranks)]
+    # all receives before any send, as in `Messages`
     for post, owner_of in ((group.recv, lambda peer: peer), (group.send, lambda _: me)):
         for peer in peers:
             for chunk in pieces[owner_of(peer)]:
@@ -215,28 +209,26 @@ def _posted(post: Callable[[], Waitable], name: Callable[[], str]) -> Pending:
 
 
 def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:
-    """A tag of 31 bits, never that of trees; tags of two rounds differ, and of two subjects but for one in 2^30."""
+    """A 31-bit tag, never the tag of trees; tags of two rounds differ, and of two subjects except for one in 2^30."""
     return seed_of(generation, subject) ^ round_ * _ROUND & 0x3FFFFFFF | 0x40000000
 
 
 def seed_of(generation: int, subject: tuple[int, ...]) -> int:
-    """The part of a tag that is the same in every round, in 30 bits."""
+    """The 30-bit part of a tag that is the same in every round."""
     return zlib.crc32(repr((generation, *subject)).encode()) & 0x3FFFFFFF
 
 
 def started(work: Work | None) -> Work:
-    """A collective in flight."""
+    """The collective in flight; RuntimeError if this rank is not a member of the group."""
     if work is None:
         raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
     return work
 
 
 def unrecorded(start: Callable[[], Started]) -> Started:
-    """Start what may outlast a profiler, without ranges of its own.
-
-    Gloo opens a range for each message and ends it with the message. If the profiler has ended before, torch writes to
-    memory that the profiler has freed (seen as SIGSEGV and SIGABRT with torch 2.13.0). NCCL ends its ranges at once.
-    """
+    """Start an operation that may outlast a profiler, without its own profiler ranges."""
+    # Gloo closes a message's range when the message ends. If the profiler has ended before, torch writes to memory that
+    # the profiler has freed (SIGSEGV and SIGABRT with torch 2.13.0). NCCL closes its ranges at once
     torch._C._autograd._enable_record_function(False)
     try:
         return start()
@@ -245,20 +237,15 @@ def unrecorded(start: Callable[[], Started]) -> Started:
 
 
 def chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The bytes of tensors in pieces, several of which a backend can have in flight."""
+    """The bytes of tensors in chunks, so that a backend can have several in flight."""
     filled = (tensor for tensor in tensors if tensor.numel())
     return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), _CHUNK_BYTES)]
 
 
 def start_broadcasts(group: ProcessGroup, raw: Sequence[Tensor], name: Callable[[GroupRank], str]) -> list[Pending]:
-    """Start a broadcast of each segment from its owner.
-
-    Args:
-        group: the ranks.
-        raw: one segment per rank in rank order, as bytes.
-        name: the name of a rank in messages.
-    """
+    """Start a broadcast of each rank's segment (as bytes, in rank order) from its owner."""
     works: list[Pending] = []
+    # in rank order on every rank: collectives of a group match by order of issue
     for owner, segment in enumerate(raw):
         if segment.numel():
             work = unrecorded(partial(dist.broadcast, segment, group_src=owner, group=group, async_op=True))
@@ -267,7 +254,7 @@ def start_broadcasts(group: ProcessGroup, raw: Sequence[Tensor], name: Callable[
 
 
 def adjoining(segments: Sequence[Tensor]) -> Tensor | None:
-    """The memory of 1-D segments of one size that lie one after the other, as one tensor; else None."""
+    """The memory of adjacent 1-D segments of one size, as one tensor; else None."""
     first, numel = segments[0], segments[0].numel()
     starts = range(first.storage_offset(), first.storage_offset() + numel * len(segments), max(1, numel))
     memory = first.untyped_storage().data_ptr()
@@ -279,10 +266,10 @@ def adjoining(segments: Sequence[Tensor]) -> Tensor | None:
 
 
 class PaddedGather:
-    """An all-gather of segments of equal size, which were padded for it; see `padded_size`.
+    """An all-gather of segments padded to equal size; see `padded_size`.
 
     Args:
-        segments: one per rank in rank order, as bytes, 1-D; that of this rank is sent, the others are written.
+        segments: one per rank in rank order, as 1-D bytes; this rank's is sent, all other segments are written.
     """
 
     def __init__(self, group: ProcessGroup, segments: Sequence[Tensor], nbytes: int, device: torch.device) -> None:
@@ -309,12 +296,12 @@ class PaddedGather:
 
 
 def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], room: Tensor) -> tuple[Exchange, Tensor]:
-    """Start a sum over ranks, of which each rank gets its own part, padded to equal sizes; see `padded_size`.
+    """Start a reduce-scatter of parts padded to equal size; see `padded_size`.
 
     Args:
         group: the ranks.
-        parts: what this rank contributes to each rank's sum, in rank order, 1-D.
-        room: for as many padded parts and one more, in which this rank's sum arrives; padding is summed, too.
+        parts: this rank's contribution to each rank's sum, in rank order, 1-D.
+        room: buffer of as many padded parts and one more, for this rank's sum.
 
     Returns:
         The sum in flight, and the tensor that will hold this rank's part of it.

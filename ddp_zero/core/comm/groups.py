@@ -1,4 +1,4 @@
-"""Per-group records of this process: who holds the connections, on which device, and how often things were built."""
+"""Per-group records of this process: its connections' process id, its device, and counts of objects built."""
 
 import json
 import os
@@ -27,11 +27,7 @@ from ddp_zero.core.plan.partition import GroupRank
 
 
 def check_process(process: int) -> None:
-    """Check that this is the process whose connections are about to be used, not one that was forked from it.
-
-    Args:
-        process: the id of the process that has the connections.
-    """
+    """Raise RuntimeError in a process forked from the one (with this id) that has the connections."""
     if process != os.getpid():
         raise RuntimeError(
             f"Expected the process that has the connections to the other ranks (pid {process}), got one that was "
@@ -61,7 +57,7 @@ def time_out_of(group: ProcessGroup) -> timedelta:
 
 
 def take_time_out_of_the_job(group: ProcessGroup) -> None:
-    """Give a group the time-out of the default group, if that is shorter and nobody has chosen the group's own.
+    """Give a group the default group's time-out if that is shorter and the group still has torch's default.
 
     ``new_group`` and ``init_device_mesh`` give their groups torch's default, 30 minutes, whatever the job has.
     """
@@ -96,7 +92,7 @@ def remember_device(group: ProcessGroup, device: torch.device) -> None:
 
 
 def device_of(group: ProcessGroup, device_type: str) -> torch.device:
-    """The accelerator for a group's messages: as remembered, as the group is bound to, or else the current device."""
+    """The accelerator for a group's messages: remembered, else bound to the group, else the current device."""
     record = _records.get(group)
     for known in (None if record is None else record.device, group.bound_device_id):
         if known is not None and known.type == device_type:
@@ -112,13 +108,13 @@ def count_built(group: ProcessGroup, what: str) -> int:
 
 
 class Peers(Protocol):
-    """Ranks that agree on something."""
+    """Ranks that reach agreements."""
 
     group_rank: GroupRank
     world_size: int
 
     def name(self, group_rank: GroupRank) -> str:
-        """The name of a rank in messages."""
+        """A rank's name in messages."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, in rank order."""
@@ -135,13 +131,13 @@ class GathersTensors(Peers, Protocol):
 
 
 class Alone:
-    """A process that has no peers, whether or not `torch.distributed` is initialised."""
+    """A process without peers, whether or not `torch.distributed` is initialised."""
 
     group_rank = GroupRank(0)
     world_size = 1
 
     def name(self, group_rank: GroupRank) -> str:
-        """The name of this process in messages."""
+        """This process's name in messages."""
         return "this process"
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
@@ -165,7 +161,7 @@ def gather_text(peers: GathersTensors, text: str, device: torch.device) -> list[
 
 
 def gather_text_across(levels: Sequence[Peers], text: str) -> list[str]:
-    """The text of every rank of a grid; the last dimension's ranks follow each other."""
+    """The text of every rank of a grid; the last dimension varies fastest."""
     texts = [text]
     for level in reversed(levels):
         texts = [one for part in level.all_gather_text(json.dumps(texts)) for one in json.loads(part)]
@@ -173,7 +169,7 @@ def gather_text_across(levels: Sequence[Peers], text: str) -> list[str]:
 
 
 def check_not_alone(group: ProcessGroup | None) -> None:
-    """Check that a missing process group means a job of one rank: several ranks would each act alone."""
+    """Raise ValueError if there is no process group in a job of several ranks: each rank would act alone."""
     if group is None and is_available() and is_initialized() and get_world_size() > 1:
         raise ValueError(
             f"Expected a model in DistributedDataParallel or a sharded optimizer in a job of {get_world_size()} "

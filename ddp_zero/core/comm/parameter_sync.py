@@ -25,7 +25,7 @@ class BucketSync:
 
     Attributes:
         params: its parameters, in the order of their owners.
-        changed: parameters that other ranks have stepped and that do not count as changed in place yet: not those
+        changed: parameters stepped by other ranks whose version counters are not incremented yet. Excludes parameters
             without a gradient, which a graph may still need in backward.
     """
 
@@ -50,7 +50,7 @@ class BucketSync:
         self.changed: list[Tensor] = []
 
     def start(self) -> None:
-        """Send what this rank has stepped, and post the receives of what others step."""
+        """Send the owned segment, and post the receives of all other segments."""
         with self._sending:
             all_gather = self._all_gather
             if all_gather is None:
@@ -60,31 +60,33 @@ class BucketSync:
         self.changed = [param for param in self._of_others if param.grad is not None]
 
     def receive(self) -> None:
-        """Wait for the messages and show the parameters in the model."""
+        """Wait for the messages and write the parameters into the model."""
         assert self._exchange is not None, "started before"
         with self._waiting:
             self._exchange.wait(self._what)
         if self._all_gather is None:
+            # the packed copy is this exchange's receive buffer: complete only now
             self._storage.write_back(self.bucket, self._packed, self._comm.group_rank)
         self._packed, self._exchange = (), None
         if self.changed:
             increment_version(self.changed)
 
     def count_changes(self) -> None:
-        """Count received parameters as changed in place, as the step does on their owners."""
+        """Increment the version counters of received parameters, as the step does on their owners."""
         increment_version(self.changed)
         self.changed = []
 
 
 def _indices(bucket: Bucket, ranks: Iterable[int]) -> list[int]:
-    """The parameters of which these ranks own anything, once each."""
+    """Parameters with elements owned by these ranks, once each."""
     return list(dict.fromkeys(index for rank in ranks for index in bucket.segments[rank].params))
 
 
 class PendingSyncs:
-    """What steps that have ended left in flight; false if that is nothing.
+    """Syncs left in flight by steps that have ended; false if there are none.
 
     Args:
+        comm: the shard ranks.
         errors: errors of local steps, raised when the last bucket of a step has arrived.
     """
 
@@ -105,12 +107,9 @@ class PendingSyncs:
         return bucket in self._syncs
 
     def take(self, syncs: Iterable[BucketSync]) -> None:
-        """At the end of a step: make any use of a parameter wait for its bucket; wait now where no use can be noticed.
-
-        Args:
-            syncs: of this step, in flight; those of earlier steps have arrived.
-        """
+        """At the end of a step: make uses of parameters wait for their bucket; wait now if uses go unnoticed."""
         self._process = os.getpid()
+        # the syncs of earlier steps have all arrived: `end_step` completes them before it takes new ones
         unnoticed = []
         for sync in syncs:
             index = sync.bucket.index
@@ -125,14 +124,14 @@ class PendingSyncs:
             self.complete_bucket(index)
 
     def complete(self) -> None:
-        """Wait for everything."""
+        """Wait for all buckets."""
         for index in list(self._syncs):
             self.complete_bucket(index)
         for index in list(self._received):
             self._received.pop(index).make_ordinary()
 
     def complete_bucket(self, index: int, on_host: bool = False) -> None:
-        """Wait for one bucket; returns at once if it has arrived."""
+        """Wait for one bucket, with ``on_host`` on the host, not just a stream. Returns at once if it has arrived."""
         self._check_process()
         with self._one_waits:
             if self._error is not None:
@@ -163,7 +162,7 @@ class PendingSyncs:
             self._errors.raise_any()
 
     def abandon_failed(self) -> None:
-        """If an exchange failed, forget it and all others: parameters keep the values that they have."""
+        """If an exchange failed, drop all exchanges: parameters keep their present values."""
         if self._error is not None:
             for sync in self._syncs.values():
                 arrived(sync.params)
@@ -175,7 +174,8 @@ class PendingSyncs:
             self._errors.forget(sent_too=True)
 
     def _check_process(self) -> None:
-        """Check for a fork. Runs outside the lock, which a different thread of the parent may have held at the fork."""
+        """Raise RuntimeError in a forked process, which has no connections."""
+        # outside of the lock, which another thread of the parent may have held at the fork
         if self._syncs and os.getpid() != self._process:
             raise RuntimeError(
                 f"Expected parameters that have arrived, got a process (pid {os.getpid()}) that was forked from rank "
@@ -185,7 +185,7 @@ class PendingSyncs:
 
 
 class _Received:
-    """A bucket that the current stream of its device has received, which others must wait for."""
+    """A bucket received on its device's current stream, which other streams must wait for."""
 
     def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
         self._params = params
@@ -194,19 +194,21 @@ class _Received:
         self._ordered = {torch.accelerator.current_stream(device)}  # streams that come after the event
 
     def is_there_for_all(self, on_host: bool) -> bool:
-        """Make the current stream wait, or the host. Returns whether no stream needs to wait any more."""
+        """Make the current stream wait, or the host. Returns True if no stream needs to wait any more."""
         if on_host:
             self._event.synchronize()
         if self._event.query():
             return True
         current = torch.accelerator.current_stream(self._device)
         if current not in self._ordered:
+            # the copy ran on the stream that received it: this one must not read the parameters before
             current.wait_event(self._event)
             self._ordered.add(current)
         return False
 
     def make_ordinary(self) -> None:
-        """Make the current stream wait; those after it are not noticed any more."""
+        """Make the current stream wait, and stop intercepting uses."""
+        # later uses on other streams are not noticed: they order themselves after this stream, as with any tensor
         torch.accelerator.current_stream(self._device).wait_event(self._event)
         arrived(self._params)
 
@@ -224,7 +226,9 @@ class _Arrival:
 
 @atexit.register
 def _complete_all() -> None:
-    """Peers may still wait for what this process sends; exchanges of a parent that forked it are skipped."""
+    """Complete all syncs at exit."""
+    # peers may still wait for this process's messages. In a forked process each raises and is skipped: the messages are
+    # its parent's
     for arrival in all_arrivals():
         if isinstance(arrival, _Arrival):
             with contextlib.suppress(RuntimeError):
@@ -234,21 +238,23 @@ def _complete_all() -> None:
 class ParameterSync:
     """Keeps bucket exchanges in flight, started and finished in the same order on every rank.
 
-    The link carries one message at a time, so a bucket that was stepped is sent when all that come before it in
-    ``order`` were. If backward steps the bucket that is needed first last, all are sent then, after the last reduction.
+    The link carries one message at a time, so a stepped bucket is sent once all buckets before it in ``order`` are. If
+    backward steps the bucket that is needed first last, all are sent then, after the last reduction.
 
     Args:
         ranks: the ranks; buckets travel within the shard group, errors to everyone.
-        storage: where segment tensors come from. It must be the memory of the parameters if syncs may outlast a step.
+        storage: source of the segment tensors. It must be the memory of the parameters if syncs may outlast a step.
+        params: the parameters, by index.
+        plan_digest: digest of the plan, for the tags.
         order: all buckets of the plan, in the order in which they are sent.
-        max_in_flight: exchanges that may be in flight at once, at least 1; bounds the temporary memory of a packed
+        max_in_flight: maximum number of exchanges in flight, at least 1; bounds the temporary memory of a packed
             storage to that many buckets. None: no bound.
-        may_outlast: whether exchanges may still be in flight when a step ends; any use of a parameter then waits for
+        may_outlast: True if exchanges may still be in flight when a step ends; any use of a parameter then waits for
             its bucket, see `PendingSyncs`.
 
     Attributes:
         errors: errors of local steps, shared with all ranks at the end of a step.
-        left: what steps that have ended left in flight.
+        left: syncs left in flight by steps that have ended.
     """
 
     def __init__(
@@ -276,8 +282,10 @@ class ParameterSync:
         self.left = PendingSyncs(ranks.shard, self.errors)
 
     def start(self, bucket: Bucket) -> None:
-        """Start the exchange of a bucket whose owned segment has been stepped, and of those that waited only for it."""
+        """Start the exchange of a bucket whose owned segment has been stepped, and those that waited only for it."""
         self._held.add(bucket.index)
+        # never "whichever is stepped": ranks step buckets at different times, and exchanges issued in different orders
+        # deadlock on NCCL
         while self._next < len(self._order) and self._order[self._next].bucket.index in self._held:
             self._send(self._order[self._next])
             self._next += 1
@@ -288,11 +296,13 @@ class ParameterSync:
         Raises:
             RuntimeError: if a peer failed or the group's time-out passed.
         """
+        # buckets held back by one that was not stepped, in plan order
         for sync in self._order if self._held else ():
             if sync.bucket.index in self._held:
                 self._send(sync)
         self._held.clear()
         self._next = 0
+        # raises errors of the step before, whose blocks `share` would replace
         self.left.complete()
         self.errors.share()
         if self._may_outlast:
@@ -308,7 +318,7 @@ class ParameterSync:
     def raise_errors(self) -> None:
         """After `end_step`: raise if the local step failed on any rank.
 
-        Other ranks' errors are raised when the step's last bucket has arrived, if it may outlast the step.
+        Errors of other ranks are raised when the step's last bucket has arrived, if it may outlast the step.
         """
         if self.errors.has_own:
             self.left.complete()
@@ -316,9 +326,9 @@ class ParameterSync:
             self.errors.raise_any()
 
     def abandon(self) -> None:
-        """After an error: forget what is in flight without waiting for peers that may never answer.
+        """After an error: drop exchanges in flight without waiting for peers that may never answer.
 
-        What earlier steps left in flight still arrives, unless it has failed.
+        Exchanges left by earlier steps still arrive, unless they have failed.
         """
         self._in_flight.clear()
         self._held.clear()
@@ -326,10 +336,12 @@ class ParameterSync:
         self.errors.forget(sent_too=not self.left)
         self.left.abandon_failed()
         self._ranks.leave()
+        # a new round: messages of the dropped exchanges match nothing posted later
         self._ranks.begin_round()
 
     def _send(self, sync: BucketSync) -> None:
         while len(self._in_flight) >= self._max_in_flight:
+            # the oldest first: all ranks finish exchanges in plan order
             self._in_flight.popleft().receive()
         self._held.discard(sync.bucket.index)
         sync.start()

@@ -1,17 +1,17 @@
-"""The ranks of an optimizer: which of them a thing concerns, and how they agree that every one of them succeeded.
+"""The ranks of an optimizer, and their agreement that all of them succeeded.
 
-*Everyone* trains together; some share the shards; some are the replicas of one shard. Without a shard group everyone
-shares the shards, and there are no replicas. With one, ::
+*Everyone* trains together; the *shard* ranks share one copy of the state; *replicas* hold the same shard. Without a
+shard group the shard ranks are everyone, and there are no replicas. With one, ::
 
     everyone:  0 1 2 3         DDP's ranks: agreement, errors of a step, whether gradients are averaged
     shard:     0 1 | 2 3       own the state once: sums to owners, syncs, norms, moves and gathers of state
-    replicas:  0 2 | 1 3       hold the same shards: the sums of what they own add up across
+    replicas:  0 2 | 1 3       hold the same shards: the sums of owned gradients add up across
 
 Replicas take the same decisions, because they see the same sums to the last bit.
 
-A rank that fails while others succeed would leave them waiting in the next collective. So code that can fail on only
-some ranks runs inside `Agreement`: at its end every rank reports whether it failed, and a digest of what must be equal.
-If a rank failed, it raises its own error and the others raise one that names it; if digests differ, the details are
+A rank that fails while its peers succeed would leave them waiting in the next collective. So code that can fail on only
+some ranks runs inside `Agreement`: at its end every rank reports whether it failed, and a digest of the facts that must
+be equal. A failed rank raises its own error and its peers raise one that names it; if digests differ, the details are
 exchanged and every rank raises the same error, which names the ranks and the parameter. Errors of a local step travel
 in `StepErrors`, at the end of the step.
 """
@@ -43,7 +43,7 @@ class Agreement:
     """A block that succeeds on every rank of the group or raises on every rank of it.
 
     Args:
-        doing: what the block does, for messages: "building ZeroRedundancyOptimizer".
+        doing: the action of the block, for messages: "building ZeroRedundancyOptimizer".
 
     Raises:
         RuntimeError: on ranks where the block succeeded, if it failed elsewhere; a failing rank raises its own error.
@@ -72,6 +72,8 @@ class Agreement:
     ) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # the user interrupts: do not communicate
+        # from here on every rank runs the same collectives, whether its block failed or not: first the flags and
+        # digests, then at most one exchange of text, chosen by facts that all ranks have seen
         structures = [fingerprint.structure() for fingerprint in self._fingerprints]
         samples = [fingerprint.sample for fingerprint in self._fingerprints]
         statements = [0 if error is None else 1, _digest([self._facts, structures]), _digest(samples)]
@@ -85,6 +87,7 @@ class Agreement:
 
     def _raise_failures(self, failed: Sequence[int], error: BaseException | None) -> None:
         mine = "" if error is None else f"{type(error).__name__}: {error}"
+        # a failed rank takes part too: its peers wait here for its text
         messages = self._comm.all_gather_text(mine)
         if error is None:
             shown = "; ".join(f"rank {rank}: {messages[rank]}" for rank, flag in enumerate(failed) if flag)
@@ -98,7 +101,7 @@ class Agreement:
                 self._refuse(what, expected, got, rank)
 
     def _raise_if_permuted(self, samples: Sequence[str]) -> None:
-        """Detect a different order of equal shapes, which values show if the ranks hold the same values."""
+        """Detect a different order of equally shaped parameters, which shows if the ranks hold the same values."""
         everyone = [json.loads(text) for text in self._comm.all_gather_text(json.dumps(samples))]
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0] and sorted(theirs) == sorted(everyone[0]):
@@ -147,7 +150,7 @@ def _digest(facts: object) -> int:
 
 
 _BLOCK_BYTES = 512
-_END_OF_STEP = -1  # the subject of these messages; others have the index of a bucket
+_END_OF_STEP = -1  # the subject of these messages, in place of a bucket's index
 WHAT_NOW = "Some parameters may have been updated: restart from a checkpoint."
 
 
@@ -157,7 +160,7 @@ class StepFailedElsewhereError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step's blocks in flight."""
+    """A step's error blocks in flight."""
 
     exchange: Exchange
     blocks: dict[GroupRank, Tensor]
@@ -169,24 +172,25 @@ class StepErrors:
 
     A local step may raise only on the owner of a parameter. That rank then stops stepping but still sends its segments,
     so that no peer waits for them. After its last segment every rank sends each peer a block of fixed size, with the
-    text of its error or nothing: receives can be posted before the outcome is known, so this costs no round trip.
+    text of its error or nothing.
 
-    Ranks learn of an error in this way only where messages are direct (Gloo, CPU memory). Elsewhere, as on NCCL,
-    reading a block would mean waiting for the device in every step. There an error is raised where it occurs, and the
-    peers raise when the group's time-out passes.
+    Ranks learn of an error in this way only where messages are direct (Gloo, CPU memory). Elsewhere, as on NCCL, an
+    error is raised where it occurs, and the peers raise when the group's time-out passes.
 
     Args:
-        comm: everyone who steps, also the replicas: a parameter that one of them has not stepped would differ.
-        tensors: the tensors that are stepped; their devices decide whether errors are shared.
+        comm: all ranks that step, replicas included: a parameter that one of them has not stepped would differ.
+        tensors: the stepped tensors; their devices decide whether errors are shared.
+        plan_digest: digest of the plan, for the tags.
 
     Attributes:
-        has_own: whether this rank's local step failed in the current step, or in the step that was shared last.
+        has_own: True if this rank's local step failed in the current step, or in the step that was shared last.
     """
 
     def __init__(self, comm: Communicator, tensors: Sequence[Tensor], plan_digest: int) -> None:
         self.has_own = False
         self._comm = comm
         self._subject = (plan_digest, _END_OF_STEP)
+        # not on an accelerator: reading a block would wait for the device in every step
         self._is_shared = comm.world_size > 1 and all(comm.has_direct_messages(one.device) for one in tensors)
         self._own: Exception | None = None
         self._sent: _Sent | None = None
@@ -200,10 +204,11 @@ class StepErrors:
         return self._is_shared
 
     def share(self) -> None:
-        """After every bucket was sent: report to the peers how the step went. A collective; waits for nothing."""
+        """After every bucket was sent: send each peer the outcome of the step. A collective; waits for nothing."""
         if not self._is_shared:
             return
         own, self._own = self._own, None
+        # of fixed size, so that receives are posted before the outcome is known: no round trip
         mine = _encode("" if own is None else f"{type(own).__name__}: {own}")
         blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
         exchange = self._comm.start_messages(
@@ -216,13 +221,14 @@ class StepErrors:
         self.has_own = own is not None
 
     def receive(self) -> None:
-        """Wait for the blocks of the peers."""
+        """Wait for the peers' blocks."""
         if self._sent is not None:
             with self._comm.trace.label("wait_errors"):
                 self._sent.exchange.wait("the end of the step")
 
     def raise_any(self) -> None:
-        """Wait for the blocks of the peers, and raise the errors once. Does nothing if nothing was shared."""
+        """Wait for the peers' blocks, and raise the errors once. Does nothing if nothing was shared."""
+        # taken first, so that errors are raised once
         sent, self._sent = self._sent, None
         self.has_own = self._own is not None
         if sent is None:
@@ -236,11 +242,7 @@ class StepErrors:
             raise StepFailedElsewhereError(f"Expected the local step to succeed on every rank, got {shown}. {WHAT_NOW}")
 
     def forget(self, sent_too: bool) -> None:
-        """Drop the error of the current step.
-
-        Args:
-            sent_too: True to also drop blocks that were sent and whose errors were not yet raised.
-        """
+        """Drop the error of the current step; with ``sent_too`` also blocks in flight with errors not yet raised."""
         self._own = None
         if sent_too:
             self._sent = None
@@ -252,6 +254,7 @@ def _encode(text: str) -> Tensor:
     block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     raw = bytearray(text.encode(errors="replace")[:_BLOCK_BYTES])
     if raw:
+        # zeros end the text: an empty block means success
         block[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
     return block
 
@@ -268,46 +271,42 @@ _NO_MEMBER = (
 
 @dataclass
 class Ranks:
-    """The ranks that an optimizer works with.
+    """The ranks that an optimizer works with."""
 
-    Attributes:
-        shard: those that share one copy of the state. The same object as ``everyone`` without a shard group.
-        replicas: those that hold the same shards as this one; None without a shard group, or with a single one.
-    """
-
-    everyone: Communicator
-    shard: Communicator
+    everyone: Communicator  # DDP's ranks
+    shard: Communicator  # ranks that share one copy of the state; the same object as ``everyone`` without a shard group
+    # ranks that hold the same shards as this one; None without a shard group, or with a single one
     replicas: Communicator | None = None
     _background: RingWorker | None = field(default=None, repr=False)
 
     @classmethod
     def alone(cls, comm: Communicator) -> "Ranks":
-        """Without a shard group."""
+        """Ranks without a shard group."""
         return cls(comm, comm)
 
     @property
     def replica(self) -> int:
-        """The number of this rank's shard group."""
+        """Index of this rank's shard group."""
         return 0 if self.replicas is None else self.replicas.group_rank
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks hold each shard."""
+        """Number of ranks that hold each shard."""
         return 1 if self.replicas is None else self.replicas.world_size
 
     def begin_round(self) -> None:
-        """Tell the messages that follow from those of the step before."""
+        """Start a new round, which separates later messages from earlier ones."""
         for comm in self._distinct():
             comm.round += 1
 
     def leave(self) -> None:
-        """After an error: let later messages not wait for those that may never end."""
+        """After an error: start later messages in new threads, not behind messages that may never end."""
         for comm in self._distinct():
             comm.leave_rings()
         self._background = None
 
     def in_background(self, job: Background) -> None:
-        """Run a job in a thread, behind those started before."""
+        """Run a job in a thread, after the jobs started before."""
         if self._background is None:
             self._background = RingWorker(threads=1)
         self._background.start(job)
@@ -318,22 +317,21 @@ class Ranks:
 
 
 def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device: torch.device | None = None) -> Ranks:
-    """The ranks of an optimizer. A collective of the group if there is a shard group, which builds those across.
+    """Build the ranks of an optimizer. A collective of the group if there is a shard group.
 
-    On a backend of native collectives also a collective that builds a second process group over the ranks that share
-    the state, for parameters: a group runs its collectives one after the other, so that on a single one the all-gather
-    of a bucket would delay the reduction of the next.
+    With native collectives also a collective that builds a second process group over the shard ranks, for parameters.
 
     Args:
         group: everyone; None for the default group.
         shard_group: the ranks that share one copy of the state with this one; None for everyone.
-        device: where this rank's parameters are; see `Communicator`.
+        device: device of this rank's parameters; see `Communicator`.
 
     Raises:
-        TypeError: for a shard group that is no process group.
-        ValueError: on every rank, if shard groups do not fit together, or are of different sizes.
+        TypeError: if ``shard_group`` is not a process group.
+        ValueError: on every rank, if shard groups do not fit together, or differ in size.
         RuntimeError: if it failed on another rank.
     """
+    # every branch below follows from statements that all ranks have gathered
     everyone = Communicator(group, next_generation(group), device=device)
     if shard_group is None:
         return _with_own_group_for_parameters(Ranks.alone(everyone), device)
@@ -353,11 +351,7 @@ def arrange(group: ProcessGroup | None, shard_group: ProcessGroup | None, device
 
 
 def _with_own_group_for_parameters(ranks: Ranks, device: torch.device | None) -> Ranks:
-    """Let parameters travel on a process group of their own, the one of earlier optimizers if all ranks have one.
-
-    Every rank issues the collectives of both groups from one thread, in the order of the plan, as NCCL requires of
-    communicators that are used concurrently. Without it where torch would not name the group alike on all ranks.
-    """
+    """Give parameters a separate process group; reuses an earlier optimizer's if all ranks have one."""
     comm = ranks.shard
     if device is None or comm.world_size == 1 or not comm.has_native_collectives(device):
         return ranks
@@ -365,6 +359,7 @@ def _with_own_group_for_parameters(ranks: Ranks, device: torch.device | None) ->
     found, is_whole_job = None if reference is None else reference(), comm.world_size == dist.get_world_size()
     facts = comm.all_gather_ints([int(found is not None), len(dist.distributed_c10d._world.pg_names)])
     if found is None or not all(is_known for is_known, _ in facts):
+        # torch names a group by a rank's number of groups: names would differ, and the ranks would never meet
         if not is_whole_job and len({count for _, count in facts}) > 1:
             return ranks
         found = dist.new_group(
@@ -374,14 +369,18 @@ def _with_own_group_for_parameters(ranks: Ranks, device: torch.device | None) ->
             use_local_synchronization=not is_whole_job,
         )
         _for_parameters[comm.process_group] = weakref.ref(found)
+    # a group runs its collectives one after the other: on a single one a bucket's all-gather would delay the next
+    # reduce-scatter. Each rank issues the collectives of both groups from one thread, in the order of the plan, as NCCL
+    # requires of communicators used concurrently
     comm.gathering_group = found
     return ranks
 
 
 def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: ShardGroups) -> ProcessGroup:
-    """This rank's group across the shard groups, the one of earlier optimizers if all ranks have one. A collective."""
+    """This rank's group of replicas; reuses an earlier optimizer's if all ranks have one. A collective."""
     me = everyone.global_rank(everyone.group_rank)
     replicas = next(ranks for ranks in groups.replicas() if me in ranks)
+    # weak: a destroyed group must not be reused, and nothing here may keep it alive
     reference = _known.setdefault(shard_group, {}).get(replicas)
     found = None if reference is None else reference()
     are_known = all(flag for (flag,) in everyone.all_gather_ints([int(found is not None)]))
@@ -391,13 +390,14 @@ def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: Sha
 
 
 def _build(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
-    """This rank's group across the shard groups, on the backend and with the time-out of everyone's. A collective."""
+    """This rank's group of replicas, with everyone's backend and time-out. A collective."""
     backend = str(dist.get_backend_config(everyone.process_group))
     me = everyone.global_rank(everyone.group_rank)
     is_whole_job = everyone.world_size == dist.get_world_size()
     if not is_whole_job:
         _check_same_count(everyone)
     found: ProcessGroup | None = None
+    # all ranks build all groups, in one order, or torch would name them differently
     for replicas in groups.replicas():
         if is_whole_job or me in replicas:  # torch counts the groups of a job: all of its ranks call this, or members
             built = dist.new_group(
@@ -409,11 +409,7 @@ def _build(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
 
 
 def _check_same_count(everyone: Communicator) -> None:
-    """Check that torch will name a group alike on its members: it does so by how many groups each of them is in.
-
-    Raises:
-        RuntimeError: on every rank, if ranks are in different numbers of groups.
-    """
+    """Raise RuntimeError on every rank if ranks are in different numbers of groups, by which torch names groups."""
     counts = [count for (count,) in everyone.all_gather_ints([len(dist.distributed_c10d._world.pg_names)])]
     if len(set(counts)) > 1:
         raise RuntimeError(
@@ -424,8 +420,8 @@ def _check_same_count(everyone: Communicator) -> None:
 
 
 _for_parameters: weakref.WeakKeyDictionary[ProcessGroup, "weakref.ref[ProcessGroup]"] = weakref.WeakKeyDictionary()
-"""Process groups for parameters, by that of their ranks, for further optimizers; weakly, as below."""
+"""Parameter process groups by the group of their ranks, reused by later optimizers; weak, as below."""
 
 _Across = dict[tuple[int, ...], "weakref.ref[ProcessGroup]"]
 _known: weakref.WeakKeyDictionary[ProcessGroup, _Across] = weakref.WeakKeyDictionary()
-"""Groups across, by shard group and replicas, for further optimizers; weakly: `destroy_process_group` ends them."""
+"""Replica groups by shard group and replicas, for later optimizers; weak: `destroy_process_group` ends them."""

@@ -1,20 +1,19 @@
-"""The reduction of stage 2: every rank gets the sum over ranks of its own segment of a bucket, and of nothing else.
+"""The reduce-scatter of stage 2: every rank receives the sum over ranks of its own segment of a bucket.
 
 On Gloo each rank sends every owner the owner's slice, and the owner sums the slices *in rank order*: the result depends
-neither on timing nor on which rank is the owner. Received slices are held in a bounded buffer: if those of all peers do
-not fit at once, they are received window by window. A rank sends (N - 1)/N of the bucket on average, the lower bound.
+neither on timing nor on the owner. Received slices are held in a bounded buffer; if the slices of all peers do not fit
+at once, they are received window by window. A rank sends (N - 1)/N of the bucket on average, the lower bound.
 
-Many ranks send large buckets around a ring instead, as many bytes, and sum *in ring order*: from the owner's right
-neighbour on, the owner last; see `ddp_zero.core.plan.ring`. The result depends on the owner, not on timing.
+With many ranks, large buckets travel around a ring, as many bytes, and are summed *in ring order*: from the owner's
+right neighbour on, the owner last; see `ddp_zero.core.plan.ring`. The result depends on the owner, not on timing.
 
-Gradients of less than 32 bits are summed in fp32, and so are slices that are sent in less. They do not travel around
-rings: partial sums in fp32 would be twice the bytes.
+Gradients below 32 bits are summed in fp32, and so are slices sent in a narrower dtype. They do not travel around rings:
+partial sums in fp32 would be twice the bytes.
 
-With shard groups the sum of a group is added up over the replicas, first those of the group and then the groups, in
-the order of their ranks (or rings): ``(g0 + g1) + (g2 + g3)`` with groups of two. Each replica sums a part of the
-segment and sends it to the others, so all have the same bits, and a rank sends 2 (R - 1)/R of its segment to other
-groups, for R replicas. A group's sum is rounded to the dtype on the wire before it leaves the group, and so is the
-total.
+With shard groups the sum is taken first within the groups and then over the replicas, each in the order of ranks (or
+rings): ``(g0 + g1) + (g2 + g3)`` with groups of two. Each replica sums a part of the segment and sends it to its fellow
+replicas, so all have the same bits, and a rank sends 2 (R - 1)/R of its segment to other groups, for R replicas. A
+group's sum is rounded to the dtype on the wire before it leaves the group, and so is the total.
 """
 
 import threading
@@ -42,14 +41,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
-    """Elements of room that `SegmentReduction` needs.
+    """Elements of the receive buffer that `SegmentReduction` needs for these parts.
 
     At most the limit, or 2 MiB around a ring; more for tiny buckets, and for the padded parts of native collectives.
-
-    Args:
-        comm: the group.
-        parts: what each rank contributes, in rank order.
-        limit: see `SegmentReduction`.
     """
     sizes = [part.numel() for part in parts]
     if _sums_in_ring_order(comm, parts):
@@ -60,9 +54,9 @@ def room_numel(comm: Communicator, parts: Sequence[Tensor], limit: int) -> int:
 
 
 class DirectSum:
-    """A sum over ranks of which each rank gets its own segment, by messages from each rank to each owner.
+    """A reduce-scatter by messages from each rank to each owner.
 
-    Prepared once for memory that stays where it is; `start` and `wait`, as often as needed.
+    Prepared once for memory that stays in place; `start` and `wait`, as often as needed.
     """
 
     def __init__(
@@ -80,11 +74,7 @@ class DirectSum:
         self._in_flight: Exchange | None = None
 
     def start(self, subject: tuple[int, ...]) -> None:
-        """Send this rank's contributions, and post the first receives.
-
-        Args:
-            subject: the plan, the bucket, and whatever else must be the same.
-        """
+        """Send this rank's contributions, and post the first receives."""
         self._subject = (*subject, _REDUCE)
         self._in_flight = self._messages.post(self._subject)
 
@@ -96,21 +86,24 @@ class DirectSum:
         what = f"the reduction of bucket {self._subject[1]}"
         if self._first:
             in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
+            # `add_up` may destroy this rank's own slice, never a peer's: pending sends still read the other slices
             self._first[0].add_up()
         for messages, window in self._further:  # into the room that the window before has left
             messages.post(self._subject).wait(what)
             window.add_up()
+        # last: only now may the caller reuse the bucket's memory, which sends to peers were still reading
         in_flight.wait(what)
         return self.out
 
 
 class _Window:
-    """A run of this rank's segment that is received at a time, and how it is summed: in rank order, piece by piece."""
+    """A run of this rank's segment that is received at once and summed in rank order, piece by piece."""
 
     def __init__(
         self, comm: Communicator, own: Tensor, out: Tensor, room: Tensor, start: int, stop: int, factor: float
     ) -> None:
         length, peers = stop - start, comm.peers()
+        # all windows share `room`: the next one is received only after this one is summed
         slots = {peer: room[place * length : (place + 1) * length] for place, peer in enumerate(sorted(peers))}
         self.slots = {peer: [slots[peer]] for peer in peers}
         parts = [slots.get(GroupRank(rank), own[start:stop]) for rank in range(comm.world_size)]
@@ -120,7 +113,7 @@ class _Window:
         self._rank = comm.group_rank
 
     def add_up(self) -> None:
-        """Sum what has been received."""
+        """Sum the received slices."""
         for pieces, total in self._pieces:
             if self._factor != 1.0:
                 torch._foreach_mul_(pieces, self._factor)
@@ -131,12 +124,13 @@ class SegmentReduction:
     """The reduction of one bucket's gradients to their owners. Starts when built; a collective.
 
     Args:
+        comm: the group.
         whole: this rank's contribution, 1-D contiguous; destroyed.
         parts: windows of ``whole``, one per rank in rank order.
-        out: receives this rank's sum; may be its own window of ``whole``. Of the dtype of the sum.
-        room: 1-D, of the dtype of ``whole``, `room_numel` elements.
-        subject: the plan, the bucket, and whatever else must be the same.
-        limit: elements of the bucket; bounds how much is received at a time.
+        out: receives this rank's sum; may be its own window of ``whole``. Has the dtype of the sum.
+        room: receive buffer, 1-D, of the dtype of ``whole``, `room_numel` elements.
+        subject: the plan, the bucket, and everything else that must be the same.
+        limit: elements of the bucket; bounds the elements received at once.
         factor: multiplies every rank's contribution before the sum; see `scales_late`.
     """
 
@@ -181,11 +175,7 @@ class SegmentReduction:
 
 
 class GroupedReduction:
-    """The reduction of one bucket within a shard group, and then across the groups; see the module docstring.
-
-    Where messages are direct, a thread does what comes after the slices of the group have been posted, while backward
-    goes on. Elsewhere `wait` does it: an accelerator's streams belong to threads.
-    """
+    """The reduction of one bucket within a shard group, and then across the groups; see the module docstring."""
 
     def __init__(
         self,
@@ -210,6 +200,8 @@ class GroupedReduction:
         self._error: RuntimeError | None = None
         self._has_ended = threading.Event()
         self._is_in_background = self._comm.has_direct_messages(whole.device)
+        # direct messages: a thread reduces across groups while backward goes on. Otherwise `wait` does, since an
+        # accelerator's current stream belongs to the calling thread
         if self._is_in_background:
             ranks.in_background(self)
 
@@ -226,19 +218,20 @@ class GroupedReduction:
         return self._out
 
     def fail(self, error: RuntimeError) -> None:
-        """End it with an error, for `wait` to raise."""
+        """End with an error, for `wait` to raise."""
         self._error = error
         self._has_ended.set()
 
     @torch.no_grad()
     def run(self) -> None:
-        """Do all of it."""
+        """Reduce within the group, then across groups."""
         with self._comm.trace.label("reduce_across", self._subject[1]):
             self._add_up()
         has_ended(self)  # nothing is in flight: `opt.reset()` may have dropped it without `wait`
         self._has_ended.set()
 
     def _add_up(self) -> None:
+        # outside of the `try`: this error concerns the own group, not a replica that waits for its group
         total = self._within.wait()
         try:
             if total.numel():
@@ -252,6 +245,7 @@ class GroupedReduction:
         share = -(-numel // comm.world_size)
         parts = [wire[min(numel, n * share) : min(numel, (n + 1) * share)] for n in range(comm.world_size)]
         own = parts[comm.group_rank]
+        # a narrower wire dtype: sum in fp32 outside of `wire`, round once, then gather the rounded parts
         out = own if sum_dtype(own.dtype) == own.dtype else torch.empty_like(own, dtype=sum_dtype(own.dtype))
         limit = self._room.numel() or numel
         needed = room_numel(comm, parts, limit)
@@ -282,15 +276,15 @@ def start_reduction(
 
 @torch.no_grad()
 def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int, cap_bytes: int = 25 << 20) -> None:
-    """Replace tensors by their sums over ranks, divided by a number. A collective.
+    """Replace tensors by their sums over ranks times ``1 / divisor``. A collective.
 
-    As DDP does, each is multiplied by the reciprocal first; those of less than 32 bits are summed in fp32.
+    As in DDP the reciprocal is multiplied first; tensors below 32 bits are summed in fp32.
 
     Args:
         comm: the ranks.
         tensors: dense, of the same shapes and dtypes on every rank, in the same order.
-        divisor: what the sums are divided by.
-        cap_bytes: how much travels at a time, and is copied; more for a larger tensor.
+        divisor: divisor of the sums.
+        cap_bytes: bytes that are copied and sent at once; more for a larger tensor.
     """
     start = 0
     while start < len(tensors):
@@ -320,7 +314,7 @@ def _sums_in_ring_order(comm: Communicator, parts: Sequence[Tensor]) -> bool:
 
 
 def sums_directly(ranks: Ranks, parts: Sequence[Tensor]) -> bool:
-    """Whether `start_reduction` of these windows, one per rank of the shard group, would be a `DirectSum`."""
+    """True if `start_reduction` of these windows, one per shard rank, would be a `DirectSum`."""
     comm = ranks.shard
     is_alone = ranks.replicas is None and comm.world_size > 1 and comm.has_direct_messages(parts[0].device)
     return is_alone and not _sums_in_ring_order(comm, parts)
@@ -329,19 +323,21 @@ def sums_directly(ranks: Ranks, parts: Sequence[Tensor]) -> bool:
 def scales_late(comm: Communicator, wire: Tensor) -> bool:
     """True if the owner can scale contributions while it sums them, instead of in a separate pass before.
 
-    False where the backend sums, and where they are sent in a dtype in which a product is rounded or may overflow.
+    False if the backend sums, and if the wire dtype would round a product or overflow.
     """
     return comm.world_size > 1 and comm.has_direct_messages(wire.device) and sum_dtype(wire.dtype) == wire.dtype
 
 
 def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
-    """Sum the contributions of all ranks, of which this rank's own may be in ``out``; destroys them."""
+    """Sum the contributions of all ranks; this rank's own may be in ``out``. Destroys them."""
     own = parts[rank]
     if out.dtype != own.dtype:
         out.copy_(parts[0])
         for part in parts[1:]:
             out.add_(part)
         return
+    # lower ranks first, into the first slice, and own last among them: `out` may be `own`, which must not be
+    # overwritten before it is added
     for part in parts[1:rank]:
         parts[0].add_(part)
     if rank:
@@ -353,7 +349,7 @@ def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
 
 
 def received_window(numel: int, world_size: int, limit: int) -> int:
-    """How many elements of an owner's segment each peer sends at a time; the same number on every rank."""
+    """Elements of an owner's segment that each peer sends at once; the same number on every rank."""
     return min(numel, max(1, limit // max(1, world_size - 1)))
 
 

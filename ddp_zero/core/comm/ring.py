@@ -1,12 +1,8 @@
-"""Sums and gathers around a ring, on Gloo: each rank receives from the rank before it and sends to the one after it.
+"""Ring sums and gathers on Gloo: each rank receives from the rank before it and sends to the rank after it.
 
 In a direct exchange N - 1 flows meet at each link, which slows them down from about four ranks on; in a ring there is
-one in each direction. Chunks must be passed on while the training loop computes, so a thread does it; see
-`ddp_zero.core.plan.ring` for what it does.
-
-Two threads take turns, so that a link is not idle at the end of a transfer: one begins the next one while the other
-still receives. Each runs its own transfers one after the other, in the order in which they were started, which is the
-same on every rank.
+one flow in each direction. See `ddp_zero.core.plan.ring` for the schedule. Chunks must be forwarded while the training
+loop computes, so threads do it.
 """
 
 import queue
@@ -33,37 +29,33 @@ Job = TypeVar("Job", bound="Background")
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The two ranks that a rank exchanges messages with.
+    """The two ranks that a rank exchanges messages with."""
 
-    Attributes:
-        receive: posts a receive into a contiguous tensor from the rank before.
-        send: posts a send of one to the rank after.
-        before: the name of the rank before, in messages.
-    """
-
-    receive: Callable[[Tensor], Work]
-    send: Callable[[Tensor], Work]
-    before: Callable[[], str]
-    after: Callable[[], str]
+    receive: Callable[[Tensor], Work]  # posts a receive into a contiguous tensor from the rank before
+    send: Callable[[Tensor], Work]  # posts a send of a contiguous tensor to the rank after
+    before: Callable[[], str]  # name of the rank before, for messages
+    after: Callable[[], str]  # name of the rank after, for messages
 
 
 class Background(Protocol):
-    """What a `RingWorker` runs."""
+    """A job for a `RingWorker`."""
 
     def run(self) -> None:
-        """Do all of it; may raise."""
+        """Do the work; may raise."""
 
     def fail(self, error: RuntimeError) -> None:
-        """Take the error of `run`, or of a job before."""
+        """Take the error of `run`, or of an earlier job in the thread."""
 
 
 class RingTransfer:
     """A sum or a gather in flight. The tensors must stay untouched until `wait` returns.
 
     Args:
-        segments: 1-D contiguous, one per rank. A gather writes those of other ranks. A sum destroys them; this rank's
+        neighbours: the two ranks next to this one.
+        schedule: this rank's chunks in order.
+        segments: 1-D contiguous, one per rank. A gather writes all but this rank's. A sum destroys them; this rank's
             then holds the sum.
-        room: what a sum receives into, 1-D, of the dtype of the segments, at least `ring_room_numel` elements; None for
+        room: receive buffer of a sum, 1-D, of the dtype of the segments, at least `ring_room_numel` elements; None for
             a gather, which receives in place.
         factor: a sum multiplies this rank's part by it beforehand.
     """
@@ -89,7 +81,7 @@ class RingTransfer:
         """Block until everything was received and sent. Can be called again after a signal handler has raised.
 
         Args:
-            what: the name of the transfer in the error message, such as ``the sync of bucket 3``.
+            what: name of the transfer in the error message, such as ``the sync of bucket 3``.
         """
         waits_for(what, self._neighbours.before)
         self._has_received.wait()
@@ -97,6 +89,7 @@ class RingTransfer:
         try:
             if self._sends and error is None:
                 waits_for(what, self._neighbours.after)
+            # peers still read these chunks: the segments may change only after all sends
             while self._sends and error is None:
                 self._sends[0].wait()
                 self._sends.popleft()
@@ -109,25 +102,28 @@ class RingTransfer:
         _unfinished.discard(self)
 
     def fail(self, error: RuntimeError) -> None:
-        """End it with an error, for `wait` to raise."""
+        """End with an error, for `wait` to raise."""
         self._error = error
         self._has_received.set()
 
     @torch.no_grad()
     def run(self) -> None:
-        """Receive everything, passing on what others need."""
+        """Receive all chunks and forward those that travel on."""
         schedule = self._schedule
         for chunk in schedule.first:
             self._send(self._own_part(chunk))
+        # several receives ahead, so that the rank before never waits for this thread
         posted = deque(self._receive(position) for position in range(min(_RECEIVES_AHEAD, len(schedule.received))))
         for position, chunk in enumerate(schedule.received):
             work, landed = posted.popleft()
             work.wait()
             total = landed
             if self._room is not None:
+                # summed into the own segment, from where it is sent: the slot is free for the next receive at once
                 total = self._own_part(chunk).add_(landed)
             if position < schedule.passed_on:
                 self._send(total)
+            # reuses the slot of this chunk, which has been added up
             if position + _RECEIVES_AHEAD < len(schedule.received):
                 posted.append(self._receive(position + _RECEIVES_AHEAD))
         self._has_received.set()
@@ -153,10 +149,12 @@ class RingTransfer:
 
 
 class RingWorker:
-    """Runs transfers in threads. After an error in one, all that follow it in its thread fail with it."""
+    """Runs transfers in threads. After an error in a transfer, all later ones in its thread fail with it."""
 
     def __init__(self, threads: int = _THREADS) -> None:
         self._queues: deque[queue.SimpleQueue[Background | None]] = deque()
+        # two threads in turn, so that the link is not idle at the end of a transfer: one begins the next transfer while
+        # the other still receives. Each runs its own in order of their start, the same on every rank
         for _ in range(threads):
             transfers: queue.SimpleQueue[Background | None] = queue.SimpleQueue()
             threading.Thread(target=_serve, args=(transfers,), name="ddp_zero ring", daemon=True).start()
@@ -164,7 +162,7 @@ class RingWorker:
             self._queues.append(transfers)
 
     def start(self, transfer: Job) -> Job:
-        """Start a transfer, behind those started before in the same thread; returns it."""
+        """Start a transfer, after those started before in the same thread; returns it."""
         _unfinished.add(transfer)
         self._queues[0].put(transfer)
         self._queues.rotate()
@@ -172,17 +170,17 @@ class RingWorker:
 
 
 def ring_chunk(sizes: Sequence[int], itemsize: int) -> int:
-    """Elements of a chunk for segments of these sizes, of so many bytes each."""
+    """Elements of a chunk for segments of these sizes and this many bytes per element."""
     return chunk_numel(sizes, _LEAST_BYTES // itemsize, _MOST_BYTES // itemsize)
 
 
 def ring_room_numel(sizes: Sequence[int], itemsize: int) -> int:
-    """Elements of room that a sum of such segments needs."""
+    """Elements of the receive buffer that a sum of such segments needs."""
     return _RECEIVES_AHEAD * ring_chunk(sizes, itemsize)
 
 
 def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
-    """Run transfers until None comes. Holds no transfer while it waits: that would keep the process group alive."""
+    """Run transfers until None comes."""
     error: RuntimeError | None = None
     while (transfer := transfers.get()) is not None:
         if error is None:
@@ -192,13 +190,14 @@ def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
                 error = found if isinstance(found, RuntimeError) else RuntimeError(f"{type(found).__name__}: {found}")
         if error is not None:
             transfer.fail(error)
+        # a transfer kept while the thread waits would keep its process group alive
         del transfer
 
 
 def has_ended(job: Background) -> None:
-    """Stop keeping a job that has nothing in flight any more."""
+    """Release a job that has nothing in flight any more."""
     _unfinished.discard(job)
 
 
 _unfinished: set[Background] = set()
-"""Kept until they were waited for: peers may still read and write their memory, see `Exchange`."""
+"""Kept until their `wait`: peers may still read and write their memory, see `Exchange`."""

@@ -1,4 +1,4 @@
-"""The library's logger, and its labels: each is an event of the flight record and, if there is a profiler, a range."""
+"""The library's logger, and its labels: each is an event of the flight record and, under a profiler, a range."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -11,12 +11,12 @@ logger = logging.getLogger("ddp_zero")
 
 
 class Trace(Recorder):
-    """The events of one optimizer. The names of their ranges in a profiler are part of the interface."""
+    """The events of one optimizer. Their range names in a profiler are part of the interface."""
 
     is_profiling = staticmethod(torch.autograd._profiler_enabled)  # type: ignore[attr-defined]
 
     def open_range(self, span: Span) -> AbstractContextManager[object]:
-        """A range of the profiler, entered."""
+        """An open range of the profiler."""
         name = span.phase if span.bucket < 0 else f"{span.phase} (bucket {span.bucket})"
         opened = torch.profiler.record_function(f"ddp_zero::{name}")
         opened.__enter__()

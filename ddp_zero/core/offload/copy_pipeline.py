@@ -1,4 +1,4 @@
-"""Buckets on their way to the host, where they are stepped, and back.
+"""Pipelined copies of buckets to the host, where they are stepped, and back.
 
 [Note: order of copies]
 A few buffers are used in turn. A buffer is *coming* while a bucket's gradients are copied to the host, and *going*
@@ -9,7 +9,7 @@ while its new parameters are copied back. With three buffers::
     stepped          -          0, A is going  1, B is going     2, C is going
 
 The host waits at two places only: for a bucket's copy right before its step, and for a buffer to be back before it is
-used again. What it does depends on nothing but the order of buckets, so all ranks do it in the same order.
+reused. The order depends on the order of buckets alone, so it is the same on all ranks.
 """
 
 from collections import deque
@@ -24,9 +24,9 @@ from ddp_zero.core.plan.shapes import is_dense
 _ALIGNMENT = 16  # bytes; any dtype can be laid there
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Copies: the target and the source of each, of one dtype and number of elements."""
+"""Targets and sources of copies; both of a pair have one dtype and number of elements."""
 Wait = Callable[[], object]
-"""Blocks the host until copies that were started are done."""
+"""Blocks the host until the started copies are done."""
 
 
 # Order
@@ -34,7 +34,7 @@ Wait = Callable[[], object]
 
 @dataclass(frozen=True)
 class AwaitBack:
-    """Block until the new parameters in this buffer have left it."""
+    """Block until the new parameters have left this buffer."""
 
     buffer: int
 
@@ -67,26 +67,29 @@ Action = AwaitBack | CopyToHost | AwaitHost | StepAndCopyBack
 
 
 class Schedule:
-    """Decides, in plain ints, what happens when a bucket arrives; see [Note: order of copies].
+    """Decides, in plain ints, the actions on arrival of a bucket; see [Note: order of copies].
 
     Args:
-        buffers: how many there are, at least 1. With one nothing overlaps; from two on the copy of a bucket overlaps
-            with the step of the one before it; from four on more copies are under way at once.
+        buffers: number of buffers, at least 1. With one nothing overlaps; from two on a bucket's copy overlaps with the
+            step of the bucket before it; from four on more copies are in flight at once.
     """
 
     def __init__(self, buffers: int) -> None:
         if buffers < 1:
             raise ValueError(f"Expected at least 1 buffer, got {buffers}.")
         self.buffers = buffers
+        # a bucket is stepped this many arrivals late, while its copy is in flight; one buffer stays free for the copy
+        # back
         self.lag = 0 if buffers == 1 else max(1, buffers - 2)
         self._coming: deque[tuple[int, int]] = deque()
         self._going: set[int] = set()
         self._next = 0
 
     def arrive(self, bucket: int) -> list[Action]:
-        """The actions once the gradients of a bucket are there, after all that was returned before was done."""
+        """The actions once a bucket's gradients are ready, after all earlier actions."""
         buffer, self._next = self._next, (self._next + 1) % self.buffers
         actions: list[Action] = []
+        # still read by the device: new gradients must not land here before its parameters have left
         if buffer in self._going:
             self._going.discard(buffer)
             actions.append(AwaitBack(buffer))
@@ -97,7 +100,7 @@ class Schedule:
         return actions
 
     def drain(self) -> list[Action]:
-        """The actions at the end of a step. Copies back may be under way when it is over."""
+        """The actions at the end of a step. Copies back may still be in flight afterwards."""
         actions: list[Action] = []
         while self._coming:
             actions += self._step_oldest()
@@ -105,6 +108,7 @@ class Schedule:
 
     def abandon(self) -> list[Action]:
         """The waits after an error: no bucket is stepped, and no buffer is in use afterwards."""
+        # copies in flight still write to these buffers: they must end before the memory is reused
         waits: list[Action] = [AwaitHost(bucket, buffer) for bucket, buffer in self._coming]
         waits += [AwaitBack(buffer) for buffer in sorted(self._going)]
         self._coming.clear()
@@ -121,44 +125,39 @@ class Schedule:
 
 
 class Transfer:
-    """Copies between an accelerator and pinned buffers on the host, each way on the accelerator's current stream.
-
-    The step inside backward has a stream of its own.
-    """
+    """Copies between an accelerator and pinned host buffers, in both directions on the accelerator's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory on the host that the device can read and write by itself, 1-D bytes."""
+        """Pinned host memory, 1-D bytes."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def to_host(self, pairs: Pairs) -> Wait:
-        """Start copies from the device into a buffer, after the work that the device was given so far."""
+        """Start copies from the device into a buffer, after the work enqueued on the device so far."""
         return self._start(pairs)
 
     def to_device(self, pairs: Pairs) -> Wait:
-        """Start copies from a buffer to the device, before the work that it is given from now on."""
+        """Start copies from a buffer to the device, before any work enqueued from now on."""
         return self._start(pairs)
 
     @torch.no_grad()
     def _start(self, pairs: Pairs) -> Wait:
+        # asynchronous on the current stream (inside backward, the step's own): ordered after the kernels that write the
+        # sources and before those that read the targets; only the host needs the event
         for target, source in merged(pairs):
             target.copy_(source, non_blocking=True)
         return torch.accelerator.current_stream(self._device).record_event().synchronize
 
 
 def transfer_for(device: torch.device) -> Transfer | None:
-    """Copies between the host and a device; None for the CPU, whose memory is the host's."""
+    """Copies between the host and a device; None for the CPU."""
     return None if device.type == "cpu" else Transfer(device)
 
 
 def merged(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
-    """The same copies in fewer pieces: contiguous tensors that lie end to end on both sides are one.
-
-    Each piece keeps the version counter of its first target only; parameters in flat storage are told of a change by
-    the caller.
-    """
+    """The same copies in fewer pieces: contiguous tensors adjacent on both sides become one."""
     pieces: list[tuple[Tensor, Tensor]] = []
     for target, source in pairs:
         if not (target.is_contiguous() and source.is_contiguous()):
@@ -169,6 +168,8 @@ def merged(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
             numel = pieces[-1][0].numel() + one.numel()
             pieces[-1] = (_flat(pieces[-1][0], numel), _flat(pieces[-1][1], numel))
         else:
+            # only the first target's version counter of a piece is incremented: the caller tells autograd of changed
+            # parameters
             pieces.append((one, other))
     return pieces
 
@@ -178,7 +179,7 @@ def _flat(tensor: Tensor, numel: int) -> Tensor:
 
 
 def _follows(first: Tensor, second: Tensor) -> bool:
-    """True if the second of two 1-D tensors begins where the first ends, in the same storage."""
+    """True if the second of two 1-D tensors begins at the end of the first, in the same storage."""
     return (
         first.is_contiguous()
         and first.dim() == 1
@@ -193,55 +194,45 @@ def _follows(first: Tensor, second: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Load:
-    """The tensors that travel for the step of one parameter.
+    """The tensors copied for the step of one parameter."""
 
-    Attributes:
-        index: the parameter.
-        gradient: as reduced, in the shape of the stepped tensor.
-        value: the parameter, or this rank's part of it, if the stepped tensor is a copy of it; None for a master.
-        stepped: the tensor that the inner optimizer steps.
-    """
-
-    index: int
-    gradient: Tensor
-    value: Tensor | None
-    stepped: Tensor
+    index: int  # index of the parameter
+    gradient: Tensor  # the reduced gradient, in the shape of the stepped tensor
+    value: Tensor | None  # the parameter, or its owned part, if the stepped tensor is a copy of it; None for a master
+    stepped: Tensor  # the tensor that the inner optimizer steps
 
 
 class Arrived:
-    """Gradients that have arrived where they are stepped, by parameter index; a source of gradients for a bucket."""
+    """Gradients on the host by parameter index; a gradient source for one bucket."""
 
     def __init__(self, gradients: dict[int, Tensor]) -> None:
         self._gradients = gradients
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient, in the dtype in which it was reduced; None if the parameter has none."""
+        """The gradient, in the dtype of its reduction; None if the parameter has none."""
         return self._gradients.get(index)
 
     def in_accumulation_dtype(self, index: int) -> None:
-        """None: ``gradient`` is in that dtype."""
+        """None: ``gradient`` already has that dtype."""
 
 
 @dataclass
 class _Buffer:
-    """Memory that a bucket travels through, first one way and then the other.
-
-    ``windows`` are the gradient and the value of each load of the bucket that is coming, in the memory.
-    """
+    """Memory of one bucket on its way to the host and back."""
 
     memory: Tensor | None = None
-    copies: Wait | None = None  # under way
+    copies: Wait | None = None  # in flight
     loads: Sequence[Load] = ()
-    windows: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    windows: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # gradient and value of each load
 
     def wait(self) -> None:
-        """Wait for the copies under way."""
+        """Wait for the copies in flight."""
         wait, self.copies = self.copies, None
         if wait is not None:
             wait()
 
     def lay_out(self, likes: Sequence[Tensor], transfer: Transfer) -> list[Tensor]:
-        """Windows for these tensors, in their shapes; end to end, so that neighbours stay neighbours."""
+        """Windows in the shapes of these tensors, end to end, so that adjacent tensors stay adjacent."""
         if not likes:
             return []
         nbytes = needed_bytes([(like.numel(), like.element_size()) for like in likes])
@@ -263,7 +254,7 @@ class Passage:
 
     Args:
         transfer: copies between host and device.
-        buffers: how many buffers.
+        buffers: number of buffers.
     """
 
     def __init__(self, transfer: Transfer, buffers: int) -> None:
@@ -273,7 +264,7 @@ class Passage:
         self._current: _Buffer | None = None  # whose bucket is being stepped
 
     def arrive(self, bucket: int, loads: Callable[[], Sequence[Load]]) -> Iterator[tuple[int, Arrived]]:
-        """See `Residence.arrive`. The loads are asked for when there is a buffer for them."""
+        """See `Residence.arrive`. Calls ``loads`` once a buffer is free for them."""
         yield from self._carry_out(self._schedule.arrive(bucket), loads)
 
     def drain(self) -> Iterator[tuple[int, Arrived]]:
@@ -281,13 +272,14 @@ class Passage:
         yield from self._carry_out(self._schedule.drain(), tuple)
 
     def show(self, pairs: Pairs) -> None:
-        """Start copies of stepped tensors to the parameters, through the buffer of the bucket that is being stepped.
+        """Start copies of stepped tensors to the parameters, through the buffer of the bucket being stepped.
 
         Args:
-            pairs: memory of a parameter, and the tensor that was stepped for it.
+            pairs: memory of a parameter, and the tensor stepped for it.
         """
         buffer = self._current
         assert buffer is not None, "within the step of a bucket"
+        # overwrites the bucket's gradients, which its step has consumed: one buffer serves both directions
         windows = buffer.lay_out([target for target, _ in pairs], self._transfer)
         torch._foreach_copy_(windows, [stepped for _, stepped in pairs])  # rounded on the host
         targets = [target for target, _ in pairs]
@@ -295,11 +287,11 @@ class Passage:
 
     @property
     def is_stepping(self) -> bool:
-        """True if a bucket is being stepped."""
+        """True within the step of a bucket."""
         return self._current is not None
 
     def abandon(self) -> None:
-        """Wait for copies under way, which may still write, and forget them."""
+        """Wait for copies in flight, which may still write, and forget them."""
         self._schedule.abandon()
         self._current = None
         for buffer in self._buffers:
@@ -317,6 +309,7 @@ class Passage:
         for action in actions:
             buffer = self._buffers[action.buffer]
             if isinstance(action, CopyToHost):
+                # evaluated only now, with a free buffer: earlier, the loads would hold their gradients for longer
                 self._send(buffer, loads())
             elif isinstance(action, StepAndCopyBack):
                 yield from self._stepped(action.bucket, buffer)

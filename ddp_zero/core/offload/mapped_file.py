@@ -1,7 +1,6 @@
-"""Tensors in a memory-mapped file, which the system may write out and drop from memory at any time.
+"""Tensors in a memory-mapped file, which the system may write back and evict at any time.
 
-The file has no name: no other program can cut it short, and it is gone when the process is. Its blocks are allocated
-before they are mapped, so that a disk that is full is an error then, and never a signal when memory is written.
+The file has no name: no other program can truncate it, and it is gone when the process is.
 """
 
 import ctypes
@@ -20,19 +19,19 @@ from torch import Tensor
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ALIGNMENT = 64  # bytes
 EXTENT_BYTES = 1 << 20
-"""Tensors from this size on are mapped on their own, smaller ones together."""
+"""Tensors of at least this size are mapped separately, smaller ones together."""
 
 _READ_WRITE, _SHARED, _DROP = 3, 1, 4  # PROT_READ | PROT_WRITE, MAP_SHARED, MADV_DONTNEED: the same on all of Linux
 
 
 class Shelf:
-    """A file for tensors, and the mapped parts of it.
+    """A file for tensors, and its mapped parts.
 
     Args:
-        folder: where the file is made.
+        folder: folder of the file.
 
     Raises:
-        RuntimeError: if no file can be made there.
+        RuntimeError: if no file can be created there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,11 +52,7 @@ class Shelf:
         self._small: tuple[ctypes.Array[ctypes.c_char] | None, int] = (None, 0)  # the open one, and how full it is
 
     def room(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A new tensor on the shelf, of a tensor's shape and, if it is dense, strides.
-
-        Raises:
-            RuntimeError: if the disk is full.
-        """
+        """A new tensor in the file, of this shape and, if dense, these strides; RuntimeError if the disk is full."""
         nbytes = like.numel() * dtype.itemsize
         if nbytes == 0:
             return torch.empty_like(like, dtype=dtype, device="cpu")
@@ -70,7 +65,7 @@ class Shelf:
         return flat.as_strided(like.shape, strides)
 
     def reserve(self, nbytes: Sequence[int]) -> None:
-        """Allocate room for tensors of these sizes, beside the room in use.
+        """Allocate blocks for tensors of these sizes, in addition to the memory in use.
 
         Raises:
             RuntimeError: if the disk is full; nothing is allocated then.
@@ -80,13 +75,13 @@ class Shelf:
             self._grow(missing)
 
     def has(self, tensor: Tensor) -> bool:
-        """True if a tensor is on the shelf."""
+        """True if a tensor's memory is in the file."""
         address = tensor.untyped_storage().data_ptr()
         place = bisect_right(self._addresses, address) - 1
         return place >= 0 and address < self._addresses[place] + self._extents[self._addresses[place]]
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Let tensors leave memory. Their values are in the file, or in the system's cache of it."""
+        """Evict tensors from memory. Their values remain in the file, or in the page cache."""
         pages = sorted(
             (one.data_ptr() // _PAGE * _PAGE, _rounded(one.data_ptr() + one.nbytes, _PAGE))
             for one in tensors
@@ -99,15 +94,13 @@ class Shelf:
             else:
                 merged.append((start, stop))
         for start, stop in merged:
+            # whole pages, neighbours included: a shared mapping loses no data by it, it is read again from the file
             self._system.madvise(start, stop - start, _DROP)
 
     def check(self) -> None:
-        """Check that the file is still as large as it was.
-
-        Raises:
-            RuntimeError: if it is not, or cannot be reached.
-        """
+        """Raise RuntimeError if the file is smaller than it was, or cannot be reached."""
         try:
+            # a write past the end of the file would be a SIGBUS, which nothing can catch
             size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise RuntimeError(f"{self._lost} {error.strerror}.") from error
@@ -116,7 +109,7 @@ class Shelf:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return self._size
 
     @property
@@ -134,7 +127,7 @@ class Shelf:
         return extent, start
 
     def _mapped(self, size: int) -> "ctypes.Array[ctypes.c_char]":
-        """A part of the file as memory; unmapped when no tensor refers to it."""
+        """Part of the file as memory; unmapped when no tensor refers to it."""
         offset = self._take(size)
         address = self._system.mmap(None, size, _READ_WRITE, _SHARED, self._file.fileno(), offset)
         if address in (None, ctypes.c_void_p(-1).value):
@@ -144,6 +137,8 @@ class Shelf:
         extent = (ctypes.c_char * size).from_address(address)
         self._extents[address] = size
         self._addresses = sorted(self._extents)
+        # tensors keep the extent alive, not the shelf: they may outlive it, and the range is unmapped after the last of
+        # them. Not at exit: a tensor may be used until the process ends
         weakref.finalize(extent, _unmap, weakref.ref(self), self._system, address, size, offset).atexit = False
         return extent
 
@@ -159,6 +154,7 @@ class Shelf:
 
     def _grow(self, nbytes: int) -> None:
         try:
+            # allocated before it is mapped: a full disk is an error here, not a signal on a later write
             os.posix_fallocate(self._file.fileno(), self._size, nbytes)
         except OSError as error:
             os.ftruncate(self._file.fileno(), self._size)  # some file systems keep what they could allocate
@@ -181,7 +177,7 @@ class Shelf:
 
 
 def shelf_bytes(nbytes: Iterable[int]) -> int:
-    """Bytes of a file with tensors of these sizes, put there in this order."""
+    """Bytes of a file with tensors of these sizes, added in this order."""
     total, left = 0, 0
     for size in nbytes:
         if size >= EXTENT_BYTES:
@@ -205,9 +201,10 @@ def _unmap(shelf: "weakref.ref[Shelf]", system: ctypes.CDLL, address: int, size:
 
 
 def _system_calls() -> ctypes.CDLL:
-    """``mmap`` and what belongs to it. Python's own keeps a file descriptor open per mapping."""
+    """``mmap``, ``munmap`` and ``madvise`` of the C library."""
     if not hasattr(os, "posix_fallocate"):
         raise RuntimeError("Expected Linux for offload to a disk, got a system without posix_fallocate. Use 'cpu'.")
+    # not Python's `mmap`, which keeps a file descriptor open per mapping
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p
     system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]

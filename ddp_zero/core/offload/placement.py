@@ -1,6 +1,6 @@
 """The memory of masters, optimizer state and copies of parameters: with the parameters, on the host, or in files.
 
-`Residence` is the place beside the parameters, which does nothing; `OnHost` and `OnDisk` override it.
+`Residence` is the default beside the parameters, which copies nothing; `OnHost` and `OnDisk` override it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ _HOST = torch.device("cpu")
 
 
 class Residence:
-    """With the parameters: masters and states are on their devices, and nothing travels.
+    """Masters and states on the parameters' devices; nothing is copied.
 
     Attributes:
-        keeps: whether states are moved after they were created; see `keep`.
-        carries: whether buckets travel to where they are stepped; see `arrive`.
+        keeps: True if states are moved after their creation; see `keep`.
+        carries: True if buckets are copied to the memory of their step; see `arrive`.
     """
 
     keeps = False
@@ -33,44 +33,44 @@ class Residence:
         return False
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a stepped tensor of a parameter on ``device``, with a copy of this value.
+        """Memory for a stepped tensor of a parameter on ``device``, initialised to a copy of this value.
 
         Raises:
-            RuntimeError: if there is no room.
+            RuntimeError: if there is no memory left.
         """
         return value.detach().to(device, dtype, copy=True)
 
     def place(self, value: Tensor, device: torch.device) -> Tensor:
-        """A tensor of a state, of a parameter on ``device``, where states live; itself if it is there already."""
+        """A state's tensor, of a parameter on ``device``, in the memory of states; the tensor itself if it is there."""
         return value.to(device)
 
     def keep(self, states: Iterable[Any]) -> int:
-        """Move states, changed in place, to where they live. Returns how many bytes were moved."""
+        """Move states in place to the memory of states. Returns the number of bytes moved."""
         return 0
 
     def reserve(self, likes: Iterable[Tensor]) -> None:
-        """Make sure that there will be room for such tensors, or raise RuntimeError."""
+        """Make sure that there is memory for such tensors, or raise RuntimeError."""
 
     def check(self) -> None:
-        """Before a step: check that the memory can still be reached, or raise RuntimeError."""
+        """Before a step: check that the memory can be reached, or raise RuntimeError."""
 
-    # On the way: in the order of buckets, which is the same on every rank
+    # Buckets in flight: in the order of buckets, which is the same on every rank
 
     def arrive(
         self, bucket: int, device: torch.device, source: Any, loads: Callable[[], Sequence[Load]]
     ) -> Iterator[tuple[int, Any]]:
-        """Send a bucket to where it is stepped. Yields those that can be stepped now, with sources of gradients.
+        """Send a bucket to the memory of its step. Yields the buckets that can be stepped now, with gradient sources.
 
         Args:
-            bucket: its index.
-            device: of its parameters.
-            source: of its gradients, where it is stepped with the parameters.
-            loads: the tensors that have to travel; asked for once, if any do.
+            bucket: index of the bucket.
+            device: device of its parameters.
+            source: gradient source, if the bucket is stepped beside its parameters.
+            loads: gives the tensors to copy; called once, if any are copied.
         """
         yield bucket, source
 
     def drain(self) -> Iterator[tuple[int, Any]]:
-        """Yields the buckets that are left, as they can be stepped."""
+        """Yield the remaining buckets as they become ready for their step."""
         return iter(())
 
     def show(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -78,10 +78,10 @@ class Residence:
         torch._foreach_copy_([target for target, _ in pairs], [stepped for _, stepped in pairs])
 
     def abandon(self) -> None:
-        """Forget buckets that are on the way."""
+        """Forget buckets in flight."""
 
     def fresh(self) -> "Residence":
-        """One of the same kind for a copy of an optimizer."""
+        """A residence of the same kind for a copy of an optimizer."""
         return self
 
     def describe(self) -> list[str]:
@@ -90,12 +90,12 @@ class Residence:
 
 
 class OnHost(Residence):
-    """``offload="cpu"``: parameters on an accelerator are stepped on the host; those on the CPU where they are.
+    """``offload="cpu"``: parameters on an accelerator are stepped on the host, CPU parameters in place.
 
-    Masters and states are on the host, and copies of parameters that have no master.
+    Masters, states, and copies of parameters without a master are in host memory.
 
     Args:
-        buffers: pinned buffers per device.
+        buffers: number of pinned buffers per device.
     """
 
     carries = True
@@ -109,19 +109,20 @@ class OnHost(Residence):
         return self._passage(device) is not None
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A copy in the host's memory."""
+        """A copy in host memory."""
         return value.detach().to(_HOST, dtype, copy=True)
 
     def place(self, value: Tensor, device: torch.device) -> Tensor:
-        """The tensor in the host's memory."""
+        """The tensor in host memory."""
         return value.to(_HOST)
 
     def arrive(
         self, bucket: int, device: torch.device, source: Any, loads: Callable[[], Sequence[Load]]
     ) -> Iterator[tuple[int, Any]]:
-        """Send a bucket to the host, and yield those that have come; one that is there comes after all others."""
+        """Send a bucket to the host, and yield the buckets whose copies are complete."""
         passage = self._passage(device)
         for other in self._all():
+            # one step at a time, in bucket order: buckets in flight on other devices come before this one
             if other is not passage:
                 yield from other.drain()
         if passage is None:
@@ -130,12 +131,12 @@ class OnHost(Residence):
             yield from passage.arrive(bucket, loads)
 
     def drain(self) -> Iterator[tuple[int, Any]]:
-        """Yield all buckets that are on the way."""
+        """Yield all buckets in flight."""
         for passage in self._all():
             yield from passage.drain()
 
     def show(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy to parameters; within the step of a bucket through its buffer, else at once."""
+        """Copy to parameters: through the buffer of the bucket being stepped, else at once."""
         passage = next((one for one in self._all() if one.is_stepping), None)
         if passage is not None and pairs:
             passage.show(pairs)
@@ -143,7 +144,7 @@ class OnHost(Residence):
             target.copy_(stepped)
 
     def abandon(self) -> None:
-        """Forget buckets that are on the way."""
+        """Forget buckets in flight."""
         for passage in self._all():
             passage.abandon()
 
@@ -167,14 +168,14 @@ class OnHost(Residence):
 
 
 class OnDisk(OnHost):
-    """In a file. A state is created in memory, one bucket at a time, and moved to the file right after its first step.
+    """State in a file. It is created in memory, one bucket at a time, and moved right after its first step.
 
     Args:
-        buffers: pinned buffers per device.
-        folder: where the file is made.
+        buffers: number of pinned buffers per device.
+        folder: folder of the file.
 
     Raises:
-        RuntimeError: if no file can be made there.
+        RuntimeError: if no file can be created there.
     """
 
     keeps = True
@@ -193,7 +194,7 @@ class OnDisk(OnHost):
         return value if self._shelf.has(value) else self._shelf.room(value, value.dtype).copy_(value.detach())
 
     def keep(self, states: Iterable[Any]) -> int:
-        """Move states into the file, and let them leave memory."""
+        """Move states into the file, and evict them from memory."""
         nbytes, kept = 0, []
         for state in states:
             outside = [one.nbytes for one in tensors_in(state) if not (one.is_meta or self._shelf.has(one))]
@@ -205,15 +206,15 @@ class OnDisk(OnHost):
         return nbytes
 
     def reserve(self, likes: Iterable[Tensor]) -> None:
-        """Allocate blocks of the file for them."""
+        """Allocate blocks of the file."""
         self._shelf.reserve([like.numel() * like.element_size() for like in likes])
 
     def check(self) -> None:
-        """Check that the file is still there."""
+        """Check that the file is still complete."""
         self._shelf.check()
 
     def fresh(self) -> Residence:
-        """A copy with a file of its own in the same folder."""
+        """A residence with a new file in the same folder."""
         return OnDisk(self._num_buffers, self._shelf.folder)
 
     def describe(self) -> list[str]:
@@ -223,7 +224,7 @@ class OnDisk(OnHost):
 
 
 def residence_for(given: Offload | str | None) -> Residence:
-    """The residence of stepped tensors with these options; RuntimeError if no file can be made in the folder."""
+    """The residence of stepped tensors for these options; RuntimeError if no file can be created in the folder."""
     offload = Offload.of(given)
     if offload is None:
         return Residence()
@@ -233,11 +234,9 @@ def residence_for(given: Offload | str | None) -> Residence:
 
 
 def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A state with its tensors moved, however nested; mappings and lists are changed in place.
-
-    Tensors without dimensions, such as step counters, stay: optimizers read them on the host, and they are small.
-    """
+    """A state with its tensors moved, however nested; mappings and lists are changed in place."""
     if isinstance(value, Tensor):
+        # 0-dimensional tensors, such as step counters, stay: optimizers read them on the host, and they are small
         return move(value) if value.dim() else value
     if isinstance(value, dict):
         for key, item in value.items():
@@ -250,7 +249,7 @@ def moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_in(value: Any, *, scalars: bool = False) -> Iterator[Tensor]:
-    """The tensors in a state, however nested; those without dimensions only with ``scalars``."""
+    """Tensors in a state, however nested; 0-dimensional ones only with ``scalars``."""
     if isinstance(value, Tensor):
         if value.dim() or scalars:
             yield value

@@ -1,4 +1,1 @@
-"""The optimizer's state as dictionaries: gathered whole, or each rank's own part; and loading both.
-
-Imports `backward` and what lies below it, never `stage2`.
-"""
+"""The optimizer's state as dictionaries: gathered whole, or each rank's owned part; and loading both."""

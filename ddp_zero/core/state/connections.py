@@ -1,10 +1,10 @@
 """Connections on which ranks ask each other for optimizer state: addresses, frames, proofs, listening, and leaving.
 
-Every rank listens at a port of its own, in a daemon thread. A caller must prove that it knows the optimizer's secret,
-which ranks exchange when it is built; then a thread answers it until it hangs up. Elements travel in the clear.
+Every rank listens at its own port, in a daemon thread. A caller must prove that it knows the optimizer's secret,
+exchanged between ranks at construction; then a thread serves it until it hangs up. Elements travel unencrypted.
 
-`multiprocessing.connection` is not used: its `Listener.accept` proves one caller after the other without a time-out,
-so one silent stranger keeps out every rank; it knows no IPv6, and up to Python 3.11 its proof is HMAC-MD5.
+`multiprocessing.connection` is not used: its `Listener.accept` proves one caller after the other without a time-out, so
+one silent stranger keeps out every rank; it knows no IPv6, and up to Python 3.11 its proof is HMAC-MD5.
 """
 
 import array
@@ -43,19 +43,12 @@ _MOST_REASON = 120
 
 @dataclass(frozen=True)
 class Address:
-    """The addresses at which a rank can be called.
+    """The addresses at which a rank can be called."""
 
-    Attributes:
-        hosts: addresses of its machine, to be tried in this order.
-        port: the same at all of them; 0 if the rank cannot be called.
-        secret: what both ends prove to know, in hexadecimal.
-        reason: why the rank cannot be called, or nothing.
-    """
-
-    hosts: tuple[str, ...]
-    port: int
-    secret: str = field(repr=False)
-    reason: str = ""
+    hosts: tuple[str, ...]  # addresses of its machine, to be tried in this order
+    port: int  # port at all hosts; 0 if the rank cannot be called
+    secret: str = field(repr=False)  # shared secret of the handshake, in hexadecimal
+    reason: str = ""  # why the rank cannot be called, or ""
 
     def encode(self) -> bytes:
         """The address in `BLOCK_BYTES` bytes."""
@@ -66,7 +59,7 @@ class Address:
 
     @staticmethod
     def decode(block: bytes) -> "Address":
-        """An address from the bytes of `encode`."""
+        """The inverse of `encode`."""
         fields = json.loads(block.rstrip(b"\0"))
         return Address(tuple(fields["hosts"]), fields["port"], fields["secret"], fields["reason"])
 
@@ -74,15 +67,15 @@ class Address:
 def own_hosts(store_host: str | None) -> tuple[str, ...]:
     """Addresses of this machine at which other ranks may reach it, the likeliest first. Sends no packet.
 
-    They are the addresses of the interface that Gloo is told to use (``GLOO_SOCKET_IFNAME``), of the one that leads to
-    the job's store (or to ``MASTER_ADDR``), of the host's name, and of the default route.
+    Candidates: Gloo's interfaces (``GLOO_SOCKET_IFNAME``), the interface towards the job's store (or ``MASTER_ADDR``),
+    the host's name, and the default route.
     """
     found = list(dict.fromkeys(_candidates(store_host or os.environ.get("MASTER_ADDR"))))
     return tuple(found[:_MOST_HOSTS]) or ("127.0.0.1",)
 
 
 def bound_host(store_host: str | None) -> str | None:
-    """The address at which to listen, if only one can be meant; None: all interfaces.
+    """The address to listen at if it is unambiguous; None for all interfaces.
 
     Gloo's interface, if it is told to use a single one; the loopback, if the job's store is there: all ranks are on
     this machine then, unless a port is forwarded to it.
@@ -110,7 +103,7 @@ def _candidates(store_host: str | None) -> Iterator[str]:
 
 
 def _address_towards(host: str) -> str:
-    """The address of the interface by which packets to a host leave."""
+    """The address of the interface that packets to a host leave by."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
@@ -143,10 +136,10 @@ def send_frame(connection: socket.socket, frame: Mapping[str, Any]) -> None:
 
 
 def send_tree(connection: socket.socket, frame: Mapping[str, Any], tree: Tree) -> None:
-    """Send a frame, to which the tree's text is added as ``"tree"``, and the elements of its tensors.
+    """Send a frame, with the tree's text added as ``"tree"``, and the elements of its tensors.
 
     Raises:
-        TypeError: for a value that cannot be sent; then nothing has been sent.
+        TypeError: for a value that cannot be sent; nothing has been sent then.
         OSError: if the peer is gone or makes no progress.
     """
     text, tensors = flatten(tree)
@@ -161,7 +154,7 @@ def receive_frame(connection: socket.socket) -> Frame:
     Raises:
         EOFError: if the peer has closed the connection.
         OSError: if it is gone or makes no progress.
-        ValueError: for bytes that are no frame.
+        ValueError: for bytes that are not a frame.
     """
     head = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(head))
@@ -174,19 +167,19 @@ def receive_frame(connection: socket.socket) -> Frame:
 
 
 def receive_tree(connection: socket.socket, frame: Frame, device: torch.device) -> Tree:
-    """Receive the tree that `send_tree` sends; tensors of accelerators to ``device``, the rest to the CPU."""
+    """Receive a tree from `send_tree`; accelerator tensors to ``device``, the rest to the CPU."""
     text = str(frame["tree"])
     return unflatten(text, [_receive_tensor(connection, spec, device) for spec in specs_in(text)])
 
 
 def encode_frame(frame: Mapping[str, Any]) -> bytes:
-    """A frame as bytes."""
+    """The frame as bytes, with its length."""
     body = json.dumps(frame).encode()
     return _LENGTH.pack(len(body)) + body
 
 
 def decode_frame(body: bytes) -> Frame:
-    """A frame from its bytes, without their length. Raises ValueError if they are no JSON of a dict."""
+    """A frame from its bytes, without their length. Raises ValueError unless they are JSON of a dict."""
     frame = json.loads(body)
     if not isinstance(frame, dict):
         raise ValueError(f"Expected a frame that holds a dict, got {type(frame).__name__}.")
@@ -194,7 +187,7 @@ def decode_frame(body: bytes) -> Frame:
 
 
 def receive_into(connection: socket.socket, memory: memoryview) -> None:
-    """Fill memory from a connection. Raises EOFError if the peer closes it before."""
+    """Fill memory from a connection. Raises EOFError if the peer closes it early."""
     while memory:
         received = connection.recv_into(memory)
         if not received:
@@ -203,7 +196,7 @@ def receive_into(connection: socket.socket, memory: memoryview) -> None:
 
 
 def _send_joined(connection: socket.socket, parts: Iterable[memoryview]) -> None:
-    """Send small parts in one message, so that a busy peer wakes up once, and large ones from their own memory."""
+    # small parts in one message, so that a busy peer wakes up once; large ones from their own memory, without a copy
     joined = bytearray()
     for part in parts:
         if len(joined) + len(part) <= _CHUNK_BYTES // 64:
@@ -221,7 +214,7 @@ def _send_all(connection: socket.socket, memory: memoryview) -> None:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as bytes in CPU memory, in the order that `_receive_tensor` expects."""
+    """A tensor's elements as bytes in CPU memory, in the order that `_receive_tensor` expects."""
     tensor = tensor.detach().cpu()
     if tensor.numel() and is_dense(tensor.shape, tensor.stride()):
         return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -254,7 +247,7 @@ class WrongPeer(Exception):
 
 
 def greet(connection: socket.socket, secret: bytes) -> None:
-    """The caller's side.
+    """Client side of the handshake.
 
     Raises:
         WrongPeer: if the peer does not know the secret; EOFError or OSError if it is gone or makes no progress.
@@ -265,14 +258,15 @@ def greet(connection: socket.socket, secret: bytes) -> None:
     receive_into(connection, memoryview(answer))
     theirs = bytes(answer[:_NONCE_BYTES])
     _check_proof(bytes(answer[_NONCE_BYTES:]), _proof(secret, b"answers", nonce, theirs))
+    # labelled by side: otherwise the peer's own proof, sent back to it, would pass as the caller's
     connection.sendall(_proof(secret, b"calls", nonce, theirs))
 
 
 class Admission:
-    """The answering side, apart from the connection: received bytes go in, bytes to send come out.
+    """Server side of the handshake, without input and output: takes received bytes, returns bytes to send.
 
     Attributes:
-        is_proven: whether the caller knows the secret.
+        is_proven: True once the caller has proved that it knows the secret.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -283,7 +277,7 @@ class Admission:
 
     @property
     def missing(self) -> int:
-        """Number of bytes that must still be received before there is an answer."""
+        """Number of bytes still to be received before the next answer."""
         wanted = len(self._expected) or len(_GREETING) + _NONCE_BYTES
         return wanted - len(self._received)
 
@@ -323,11 +317,11 @@ _ATTEMPTS, _PAUSE_BETWEEN_ATTEMPTS = 5, 0.2
 
 
 def call(address: Address, time_out: float) -> socket.socket:
-    """A connection to a rank, both ends of which have proved that they know the secret.
+    """Connect to a rank; both ends have proved that they know the secret.
 
     Args:
-        address: where.
-        time_out: seconds until this gives up, for all hosts together; afterwards the connection's time-out.
+        address: address of the rank.
+        time_out: seconds until this gives up, for all hosts together; then the connection's time-out.
 
     Raises:
         OSError: if the rank cannot be reached at any of its hosts.
@@ -372,10 +366,10 @@ def _greeted(host: str, address: Address, time_out: float) -> socket.socket:
 NAME = "ddp_zero state"
 _BACKLOG = 1024
 _MOST_CALLERS = 8
-"""Callers at a time that have not proved anything yet."""
+"""Maximum number of unproven callers at a time."""
 _HANDSHAKE_SECONDS = 10.0
 _PATIENCE_SECONDS = 0.25
-"""After so long a caller makes room for another."""
+"""Age at which an unproven caller gives way to a new one."""
 _PAUSE_SECONDS = 0.5
 _COMPLAINT_SECONDS = 60.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EINTR)
@@ -383,22 +377,22 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONN
 
 
 class Answers(Protocol):
-    """An object that answers callers."""
+    """An object that serves callers."""
 
     def answer(self, connection: socket.socket) -> None:
-        """Answer a caller until it hangs up, which raises EOFError."""
+        """Serve a caller until it hangs up, which raises EOFError."""
 
 
 def listen(answers: Answers, store_host: str | None, time_out: float) -> Address:
     """Let other ranks call, for as long as ``answers`` is alive. Returns at once.
 
     Args:
-        answers: answers callers; held weakly.
+        answers: serves callers; held weakly.
         store_host: see `own_hosts`.
         time_out: seconds for which a caller may make no progress.
 
     Returns:
-        Where to call; if this machine has refused, an address without a port, and the reason.
+        The address to call; without a port, and with the reason, if this machine has refused to listen.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
     try:
@@ -408,6 +402,7 @@ def listen(answers: Answers, store_host: str | None, time_out: float) -> Address
     port = listener.getsockname()[1]
     listener.setblocking(False)
     _open.add(listener)
+    # weak: the thread must not keep the optimizer alive that it serves
     lobby = _Lobby(listener, secret, weakref.ref(answers), time_out)
     threading.Thread(target=lobby.run, name=f"{NAME} listener", daemon=True).start()
     weakref.finalize(answers, _close, listener, os.getpid())
@@ -415,7 +410,7 @@ def listen(answers: Answers, store_host: str | None, time_out: float) -> Address
 
 
 def open_port(host: str | None = None) -> socket.socket:
-    """A socket that listens at a free port of an address of this machine; None: of all. Raises OSError if refused."""
+    """A listening socket at a free port of one address, or of all if None. Raises OSError if refused."""
     if host is not None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -434,7 +429,7 @@ class _Caller:
 
 
 class _Lobby:
-    """The thread that listens: callers prove to it that they know the secret."""
+    """The listening thread, which also checks the callers' proofs."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, reference: "weakref.ref[Answers]", time_out: float
@@ -447,7 +442,7 @@ class _Lobby:
         self._selector = getattr(selectors, "PollSelector", selectors.SelectSelector)()  # these take no descriptor
 
     def run(self) -> None:
-        """Hear callers until the port is closed."""
+        """Accept and check callers until the port is closed."""
         try:
             while self._listener.fileno() >= 0:
                 self._dismiss_late()
@@ -505,7 +500,7 @@ class _Lobby:
         self._selector.unregister(caller.connection)
 
     def _complain(self, message: str) -> None:
-        """One line a minute: strangers may call often."""
+        # at most one line a minute: strangers may call often
         if time.monotonic() - self._complained >= _COMPLAINT_SECONDS:
             self._complained = time.monotonic()
             logger.warning(message)
@@ -557,7 +552,7 @@ class _Lobby:
 
 
 class _PortClosed(Exception):
-    """The object that answers is gone."""
+    """The serving object is gone."""
 
 
 def _answer(connection: socket.socket, reference: "weakref.ref[Answers]", time_out: float) -> None:
@@ -575,12 +570,11 @@ def _answer(connection: socket.socket, reference: "weakref.ref[Answers]", time_o
 
 
 def _close(listener: socket.socket, process: int) -> None:
-    """Stop listening. In a process that was forked only this copy is closed: the parent goes on.
-
-    The thread closes the port itself: it may be about to wait for that descriptor, which would soon be another's.
-    """
+    """Stop listening; in a forked process, close only this copy of the socket."""
     try:
         if os.getpid() == process:
+            # the thread itself closes the port: it may be about to poll this descriptor, which would soon be another
+            # socket's
             listener.shutdown(socket.SHUT_RDWR)  # from now on the thread finds it readable, and nothing to accept
             return
     except OSError:
@@ -592,7 +586,7 @@ _open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A child that outlives its parent must not keep the port: callers would wait instead of being refused."""
+    # a child that outlives its parent must not keep the port: callers would wait instead of being refused
     for listener in list(_open):
         listener.close()
 
@@ -607,7 +601,7 @@ if hasattr(os, "register_at_fork"):  # where there are forks
 # itself: for this one, perhaps, which is then to be gone. After a script that ends with an exception nothing stays.
 
 UNTIL = "until"
-"""Key of a request that is answered, by the end of the connection, when the rank leaves."""
+"""Key of a request whose connection the rank closes when it leaves."""
 
 _LOOK_SECONDS, _LOOKS = 1.0, 5
 WAITING_IN = ("torch.distributed", "torch.autograd", "ddp_zero.core.comm", "ddp_zero.core.backward")
@@ -615,11 +609,11 @@ WAITING_IN = ("torch.distributed", "torch.autograd", "ddp_zero.core.comm", "ddp_
 
 
 class Stay:
-    """Keeps an object that answers until no peer can call any more.
+    """Keeps a serving object alive until no peer can call any more.
 
     Args:
-        peers: the other ranks.
-        time_out: seconds that this rank stays at most.
+        peers: addresses of the other ranks.
+        time_out: maximum number of seconds that this rank stays.
     """
 
     def __init__(self, peers: Sequence[Address], time_out: float) -> None:
@@ -629,7 +623,7 @@ class Stay:
         self._process = os.getpid()
 
     def keep(self, answers: object, owner: object) -> None:
-        """Keep ``answers`` from the moment that the owner is dropped, or the script ends, while peers may call."""
+        """Keep ``answers`` while peers may call, after the owner is dropped or the script ends."""
         _kept[self] = answers
         weakref.finalize(owner, self.leave).atexit = False
         if os.getpid() not in _watched:  # once in each process
@@ -637,7 +631,8 @@ class Stay:
             threading.Thread(target=_leave_at_the_end, name="ddp_zero end", daemon=False).start()
 
     def leave(self) -> None:
-        """Tell the peers that wait, and stay until none can call. Returns at once."""
+        """Tell waiting peers, and stay until none can call. Returns at once."""
+        # only once, and not in a fork: the peers wait for the parent
         if self._leaves.is_set() or os.getpid() != self._process:
             return
         self._leaves.set()
@@ -648,6 +643,8 @@ class Stay:
 
     def wait_until_it_leaves(self) -> None:
         """Block until this rank leaves, or its script waits for other ranks."""
+        # a script that stays at one instruction of a collective may be waiting for the very rank that waits here: give
+        # up, or both would wait for the time-out
         before, looks = None, 0
         while looks < _LOOKS and not self._leaves.wait(_LOOK_SECONDS):
             place = _waiting_at()
@@ -670,7 +667,7 @@ _watched: set[int] = set()  # processes
 
 
 def _leave_at_the_end() -> None:
-    """Have all leave when the script of this process has ended."""
+    """At the end of this process's script, let all leave."""
     threading.main_thread().join()
     has_failed = getattr(sys, "last_value", None) is not None  # Python has printed an exception
     for stay in list(_kept):
@@ -681,7 +678,7 @@ def _leave_at_the_end() -> None:
 
 
 def _waiting_at() -> tuple[int, int] | None:
-    """The place at which the script waits for other ranks: a frame and an instruction in it; None if it does not."""
+    """Frame and instruction at which the script waits for other ranks; None if it does not."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None or not frame.f_globals.get("__name__", "").startswith(WAITING_IN):
         return None

@@ -1,19 +1,19 @@
-"""The whole optimizer state on one rank: gathered together, or asked for by one rank while the others go on.
+"""The whole optimizer state on one rank: gathered together, or on demand while the peers go on.
 
-On demand, each rank is asked for its shard, and a thread of it answers. While gradients are reduced together, no rank
-can step without the one that asks, so the states of its peers stay as they are. That is not taken for granted: every
-rank counts the changes of its state (`step.state_changes`), the rank that asks states its count, and each parameter is
-sent with the count checked before and after. A rank that is behind is waited for; one that has moved on is named in an
-error. So the result is one state or none.
+On demand, the asking rank requests each shard, and a thread of the owner answers. While gradients are reduced together,
+no rank can step without the asking one, so the peers' states do not change. That is verified: every rank counts the
+changes of its state (`step.state_changes`), the request states the asking rank's count, and each parameter is sent with
+the count checked before and after. A rank that is behind is waited for; one that has moved on is named in an error. The
+result is one consistent state or none.
 
-A request is ``{"count": .., "plan": ..}``; ``{"still": "here"}`` asks for nothing. Answers are ``{"wait": why}``,
-``{"refused": why}``, or a stream of
+A request is ``{"count": .., "plan": ..}``; ``{"still": "here"}`` only keeps the connection alive. Answers are
+``{"wait": why}``, ``{"refused": why}``, or a stream of
 
 - ``{"piece": index, "birth": [step, place], "tree": text}`` and the elements of its tensors, for each state that the
   rank owns, in any order;
 - ``{"end": number of pieces}``, or ``{"refused": why}`` as soon as the state has changed.
 
-Only the ranks of ``sharded.comm`` are asked. A piece names a parameter; it holds the elements that its owner has.
+Only the ranks of ``sharded.comm`` are asked. A piece belongs to a parameter and holds the owner's elements.
 """
 
 import socket
@@ -55,7 +55,7 @@ _POLL_SECONDS = 0.001, 0.05
 _HEARD_PER_TIME_OUT = 4
 
 Piece = tuple[Birth, int, dict[Any, Any]]
-"""When a state was born, the index of its parameter, and the state."""
+"""Birth of a state, index of its parameter, and the state."""
 
 
 def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
@@ -63,14 +63,14 @@ def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
 
     Args:
         sharded: the step; its masters have followed the model.
-        to: the rank that receives, of everyone; the ranks of its shard group send.
+        to: the receiving rank, of everyone; the ranks of its shard group send.
 
     Returns:
         On ``to``: a snapshot of the unsharded optimizer's state, keyed by parameter, in the unsharded order, on the
-        devices where it would be. None elsewhere.
+        devices that it would have there. None elsewhere.
 
     Raises:
-        TypeError: if a state holds something that cannot travel, naming the parameter; RuntimeError on other ranks.
+        TypeError: if a state holds a value that cannot be sent, naming the parameter; RuntimeError on other ranks.
         ValueError: if ``to`` is not a rank of the group, or ranks name different receivers.
     """
     comm, everyone, table = sharded.comm, sharded.everyone, sharded.table
@@ -85,6 +85,7 @@ def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
         return None
     counts = [count for (count,) in comm.all_gather_ints([len(owned)])]
     if comm.group_rank != receiver:
+        # blocking, in the order of ranks: the receiver takes one sender after the other
         for birth, index, state in owned:
             comm.send_tree((index, birth, state), receiver)
         return None
@@ -97,16 +98,17 @@ def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
 
 
 def gather_cut(sharded: ShardedStep, states: Mapping[int, Mapping[Any, Any]]) -> dict[int, dict[Any, Any]]:
-    """Gather the state of each parameter that is cut on the owner of its first element. A collective if any is.
+    """Gather the state of each cut parameter on the owner of its first element. A collective if any is cut.
 
     Args:
         sharded: the step.
-        states: the states that this rank owns, by index, masters included; checked to be able to travel.
+        states: the states that this rank owns, by index, masters included; already checked to be sendable.
 
     Returns:
-        The whole states of those parameters whose first element this rank owns, by index.
+        Whole states by index, of the cut parameters whose first element this rank owns.
     """
     comm, table, whole = sharded.comm, sharded.table, {}
+    # every rank walks the parameters in one order, so that blocking sends and receives pair up
     for index, pieces in enumerate(sharded.binding.pieces):
         if not is_cut(pieces):
             continue
@@ -126,7 +128,7 @@ def gather_cut(sharded: ShardedStep, states: Mapping[int, Mapping[Any, Any]]) ->
 
 
 def _whole_state(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]]) -> State:
-    """The state of the unsharded optimizer, in its order, from the pieces of each rank, masters included."""
+    """The unsharded optimizer's state, in its order, from the pieces of all ranks, masters included."""
     table = sharded.table
     born = _parts_joined(sharded, found) if sharded.binding.cuts else [piece for _, piece in found]
     born.sort(key=lambda piece: piece[:2])
@@ -136,7 +138,7 @@ def _whole_state(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]])
 
 
 def _parts_joined(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]]) -> list[Piece]:
-    """The pieces, those of each parameter that is cut put together."""
+    """The pieces, with the parts of each cut parameter joined."""
     params, pieces_of = sharded.table.params, sharded.binding.pieces
     born = [piece for _, piece in found if not is_cut(pieces_of[piece[1]])]
     parts: dict[int, list[tuple[slice, Any]]] = {}
@@ -150,11 +152,8 @@ def _parts_joined(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]]
 
 
 def _owned(sharded: ShardedStep, has_followed: bool = False) -> Iterator[Piece]:
-    """The pieces that this rank owns; not copied. Only reads, since a step may begin at any moment on another thread.
-
-    Raises:
-        TypeError: for a state that cannot travel, naming the parameter.
-    """
+    """The pieces that this rank owns, not copied; TypeError for a state that cannot be sent."""
+    # reads only: this runs on a serving thread too, while a step may begin on the main thread
     binding, stepped = sharded.binding, sharded.stepped
     for index, state in with_masters(sharded.inner_state, stepped).items():
         if not isinstance(index, int) or index >= len(binding.pieces) or not binding.owns(index):
@@ -167,11 +166,7 @@ def _owned(sharded: ShardedStep, has_followed: bool = False) -> Iterator[Piece]:
 
 
 class OnDemand:
-    """Asks the other ranks for their shards, and answers them. Building one is a collective.
-
-    Args:
-        sharded: the step.
-    """
+    """Requests shards from other ranks, and serves their requests. Building one is a collective."""
 
     def __init__(self, sharded: ShardedStep) -> None:
         self._sharded = sharded
@@ -186,18 +181,18 @@ class OnDemand:
         peers += [self._addresses[peer] for peer in comm.peers()]
 
     def stay_after(self, owner: object) -> None:
-        """Go on answering when the owner is gone, or the script has ended, until no rank can ask any more."""
+        """Keep serving after the owner is gone, or the script has ended, until no rank can ask any more."""
         self._stay.keep(self, owner)
 
     # Asking
 
     def gather(self) -> State:
-        """The state of all ranks, by parameter, in the unsharded order, on the devices where it would be. All copies.
+        """Copies of all ranks' states, by parameter, in the unsharded order, on the unsharded devices.
 
         Raises:
             RuntimeError: within the group's time-out, naming the rank, if one is gone, has moved on, or does not end a
                 step; within a step of this rank.
-            TypeError: for a state that cannot travel without pickle, naming the parameter.
+            TypeError: for a state that cannot be sent without pickle, naming the parameter.
         """
         sharded, comm = self._sharded, self._sharded.comm
         if sharded.changes.is_under_way:
@@ -221,12 +216,14 @@ class OnDemand:
     def _all_pieces(
         self, peer: GroupRank, connection: socket.socket, later: Mapping[GroupRank, socket.socket]
     ) -> list[Piece]:
-        """The pieces of a rank. The ranks that are asked later hear meanwhile that this one is still there."""
+        """The pieces of one rank."""
         pieces, last = [], time.monotonic()
         for piece in self._ask(peer, connection):
             pieces.append(piece)
             if time.monotonic() - last > self._time_out / _HEARD_PER_TIME_OUT:
                 last = time.monotonic()
+                # keeps the connections to later peers alive: their time-out runs while this rank receives from an
+                # earlier one
                 for other, waiting in later.items():
                     self._named(other, partial(send_frame, waiting, {"still": "here"}))
         return pieces
@@ -252,7 +249,7 @@ class OnDemand:
             )
 
     def _first_answer(self, name: str, connection: socket.socket, request: Frame) -> Frame:
-        """Ask until the rank does not ask to wait."""
+        """Ask until the rank no longer answers with "wait"."""
         deadline = time.monotonic() + self._time_out
         pause, longest = _POLL_SECONDS
         while True:
@@ -282,7 +279,7 @@ class OnDemand:
     # Answering, in a thread
 
     def answer(self, connection: socket.socket) -> None:
-        """Answer one rank until it hangs up, which raises EOFError, or has waited until this one leaves."""
+        """Serve one rank until it hangs up, which raises EOFError, or has waited until this rank leaves."""
         changes = self._sharded.changes
         while True:
             request = receive_frame(connection)
@@ -295,13 +292,15 @@ class OnDemand:
                 where = "within" if changes.is_under_way else "after"
                 send_frame(connection, {"wait": f"it still {where} its change {changes.begun}, a step or a load"})
                 continue
+            # checked here and again around every piece: the main thread may begin a step at any moment
             refusal = self._refusal(count)
             if refusal is None and self._sharded.binding.digest != request["plan"]:
                 refusal = "a different plan of who owns what"
             send_frame(connection, {"refused": refusal} if refusal else self._send_pieces(connection, count))
 
     def _send_pieces(self, connection: socket.socket, count: int) -> Frame:
-        """Send every state that this rank owns. Returns the frame to send at the end."""
+        """Send every state that this rank owns. Returns the final frame."""
+        # kernels of the last step may still write the state
         self._sharded.changes.wait_for_work()
         sent = 0
         try:

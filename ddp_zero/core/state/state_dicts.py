@@ -1,7 +1,7 @@
-"""The optimizer's state as dictionaries: the unsharded optimizer's whole one, each rank's own part, and loading both.
+"""The optimizer's state as dictionaries: the unsharded optimizer's whole one, each rank's owned part, and loading both.
 
-A *state dict* is the unsharded optimizer's: ``{"state": {id: state}, "param_groups": [{..., "params": [id]}]}``, where
-ids are parameter indices. A *sharded state dict* holds the states that one rank owns, by parameter name.
+A *state dict* has the unsharded optimizer's format: ``{"state": {id: state}, "param_groups": [{..., "params":
+[id]}]}``, with parameter indices as ids. A *sharded state dict* holds the states that one rank owns, by parameter name.
 """
 
 import copy
@@ -32,7 +32,7 @@ from ddp_zero.core.step.state_order import State
 from ddp_zero.options import Offload
 
 SCALE_KEY = "loss_scale"
-"""The key of a dynamic loss scale in a state dict; plain optimizers ignore it."""
+"""Key of a dynamic loss scale in a state dict; plain optimizers ignore it."""
 
 BuildInner = Callable[[list[dict[str, Any]], Mapping[Tensor, Tensor]], Optimizer]
 
@@ -41,19 +41,12 @@ _LOADING = "load_state_dict"
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A whole state dict that fits.
+    """A whole state dict that fits."""
 
-    Attributes:
-        state_dict: the whole one, as the hooks before a load have left it.
-        local: the part of it that this rank holds; not copied.
-        indices: the parameters that have a state, as the unsharded optimizer would have them.
-        masters: by index.
-    """
-
-    state_dict: dict[str, Any]
-    local: dict[str, Any]
-    indices: Sequence[int]
-    masters: dict[int, Tensor]
+    state_dict: dict[str, Any]  # the whole one, after the pre-load hooks
+    local: dict[str, Any]  # the part that this rank holds; not copied
+    indices: Sequence[int]  # parameters that have a state, in the order of the unsharded optimizer
+    masters: dict[int, Tensor]  # master weights by index
 
 
 class StateDicts:
@@ -102,7 +95,7 @@ class StateDicts:
             sharded.snapshot = gathered  # one that this rank received before is still current
 
     def whole(self, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """See `ZeroRedundancyOptimizer.state_dict`; ``build`` makes it of the exposed groups and of `state`."""
+        """See `ZeroRedundancyOptimizer.state_dict`; ``build`` makes it from the exposed groups and `state`."""
         self._shown = self._whole_state()
         try:
             packed = build()
@@ -138,10 +131,11 @@ class StateDicts:
         return {**of_no_parameter, **{params[index]: by_index[index] for index in born}}
 
     def _state_at_birth(self) -> State | None:
-        """The state before the first step: the states that construction creates, and masters of the model.
+        """The state before the first step: states created at construction, and masters from the model.
 
-        Found by building the optimizer once more, over all parameters; most classes create nothing. None if only
-        owners know which states exist now: parameters were added, a state dict was loaded, a user has written some.
+        Found by building the optimizer once more, over all parameters; most classes create no state. None if only
+        owners know the present states: parameters were added, a state dict was loaded, or a user has written to a
+        state.
         """
         sharded = self._sharded
         sharded.stepped.follow_model()
@@ -165,7 +159,7 @@ class StateDicts:
         return {**{key: value for key, value in present.items() if not isinstance(key, int)}, **whole}
 
     def _birth_of(self, index: int) -> tuple[int, int]:
-        """The key by which the unsharded optimizer orders a parameter's state."""
+        """Sort key of a parameter's state in the unsharded optimizer."""
         return self._sharded.order.of(self._sharded.stepped[index], index)
 
     def _scale_entry(self) -> dict[str, Any]:
@@ -178,15 +172,15 @@ class StateDicts:
     def load_together(
         self, optimizer: Optimizer, state_dict: dict[str, Any] | None, check: Callable[[], None], *, may_talk: bool
     ) -> None:
-        """Load a state dict that every rank has, or that one rank has and gives to its peers. A collective.
+        """Load a state dict from every rank, or from one rank that sends it to its peers. A collective.
 
-        Either all ranks load or none. If one rank gives it, that rank checks it all and sends its structure; each peer
-        checks that, drops its old state, and gets the states of its owned parameters, one at a time.
+        Either all ranks load or none. A single giver checks the whole state dict and sends its structure; each peer
+        checks that, drops its old state, and receives the states of its owned parameters, one at a time.
 
         Args:
-            optimizer: the exposed one, for its hooks.
+            optimizer: the exposed optimizer, for its hooks.
             state_dict: see `ZeroRedundancyOptimizer.load_state_dict`.
-            check: raises if this is no time to load.
+            check: raises if a load is not allowed now.
             may_talk: False under Join.
         """
         comm = self._sharded.everyone
@@ -226,10 +220,10 @@ class StateDicts:
         self._take(optimizer, self._prepare(optimizer, state_dict))
 
     def _prepare(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> _Prepared:
-        """Run the hooks before a load, and check that the state dict fits. Changes nothing.
+        """Run the pre-load hooks, and check that the state dict fits. Changes nothing.
 
         Raises:
-            ValueError: if it does not, naming the group or the parameter and why.
+            ValueError: if it does not, naming the group or the parameter and the reason.
         """
         state_dict = state_dict.copy()
         for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -249,7 +243,7 @@ class StateDicts:
         self._take_over(optimizer, replace(prepared, local=local))
 
     def _take_over(self, optimizer: Optimizer, prepared: _Prepared) -> None:
-        """Load a prepared state dict, whose tensors become the optimizer's own."""
+        """Load a prepared state dict, whose tensors become the optimizer's."""
         scale, sharded = self._decision.loss_scale, self._sharded
         if scale is not None and scale.is_dynamic and SCALE_KEY in prepared.state_dict:
             scale.load_state_dict(prepared.state_dict[SCALE_KEY])
@@ -269,16 +263,13 @@ class StateDicts:
             post_hook(optimizer)
 
     def _check_scale(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state dict's dynamic loss scale, if any, could be loaded.
-
-        Raises:
-            TypeError: for one that is no number; ValueError for one out of range.
-        """
+        """Check that a state dict's dynamic loss scale, if any, can be loaded; TypeError or ValueError if not."""
         scale = self._decision.loss_scale
         if scale is not None and scale.is_dynamic and SCALE_KEY in state_dict:
             copy.copy(scale).load_state_dict(state_dict[SCALE_KEY])
 
-    # Every rank passes the same agreements and messages in `_give` and in `_receive`, in the same order.
+    # `_give` and `_receive` run the same agreements and messages in the same order: one side's extra agreement would
+    # pair with the other's message and hang both.
 
     def _give(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         sharded, comm = self._sharded, self._sharded.everyone
@@ -292,6 +283,7 @@ class StateDicts:
         kept, states = self._kept_by_each(), prepared.state_dict["state"]
         index_of = _indices(prepared.state_dict)
         rest = {key: value for key, value in states.items() if key not in index_of}
+        # one peer after the other, blocking: a peer holds one state at a time, and this rank never copies all of them
         for peer in comm.peers():
             comm.send_tree({**prepared.state_dict, "state": rest}, peer)
             for saved_id, state in states.items():
@@ -329,7 +321,7 @@ class StateDicts:
             self._take_over(optimizer, replace(self._restrict(received), indices=expected.indices))
 
     def _kept_by_each(self) -> list[dict[int, slice | None]]:
-        """The parameters whose state each rank keeps, by index, and the part of one that is cut. A collective."""
+        """For each rank, the parameters whose state it keeps, by index, with its part of a cut one. A collective."""
         holdings = self._sharded.binding.holdings()
         mine = [[index, None if part is None else [part.start, part.stop]] for index, part in holdings]
         every = [json.loads(text) for text in self._sharded.everyone.all_gather_text(json.dumps(mine))]
@@ -357,7 +349,7 @@ class StateDicts:
         """See `ZeroRedundancyOptimizer.sharded_state_dict`.
 
         Raises:
-            NotImplementedError: for a parameter that is cut, whose part other tools could not name.
+            NotImplementedError: for a cut parameter, whose part other tools could not name.
         """
         sharded = self._sharded
         for index, part in sharded.binding.owned_parts().items():
@@ -392,10 +384,10 @@ class StateDicts:
         self._sharded.order.is_at_birth = False  # other ranks may have loaded states of their own
 
     def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None) -> dict[str, Any]:
-        """A state dict that refers to parameters by index, from one that refers to them by name.
+        """Convert a state dict that refers to parameters by name to indices.
 
         Raises:
-            ValueError: if it has other parameters, naming the first that differs.
+            ValueError: if it has other parameters, naming the first difference.
         """
         names = self._qualified_names(model)
         saved = [name for group in state_dict["param_groups"] for name in group["params"]]
@@ -439,16 +431,13 @@ class StateDicts:
         }
 
     def saved_state(self) -> dict[int, dict[Any, Any]]:
-        """As `owned_state`, but whole parameters only: those whose first element this rank owns.
-
-        A collective if any is cut.
-        """
+        """Whole states of the parameters whose first element this rank owns. A collective if any is cut."""
         found, firsts = self.owned_state(), set(self.saved_indices())
         whole = gather_cut(self._sharded, found) if self._sharded.binding.cuts else {}
         return {index: whole.get(index, state) for index, state in found.items() if index in firsts}
 
     def saved_indices(self) -> list[int]:
-        """The parameters whose first element this rank owns: it saves their states, or a replica of it does."""
+        """Parameters whose first element this rank owns; this rank, or a replica, saves their states."""
         return [index for index, part in self._sharded.binding.holdings() if part is None or part.start == 0]
 
     def scale(self) -> dict[str, float] | None:
@@ -456,38 +445,39 @@ class StateDicts:
         return self._scale_entry().get(SCALE_KEY)
 
     def check_fits(self, state_dict: dict[str, Any]) -> None:
-        """Check that `load_owned` would accept a state dict, whose tensors may be without memory.
+        """Check that `load_owned` would accept a state dict, whose tensors may be on the meta device.
 
         Raises:
-            ValueError: if not, naming the group or the parameter and why; TypeError for a loss scale that is no number.
+            ValueError: if not, naming the group or the parameter and the reason; TypeError for a loss scale that is not
+                a number.
         """
         self._check_scale(state_dict)
         rehearse_load(self._sharded.inner, self._restrict(state_dict).local)
 
     def load_owned(self, optimizer: Optimizer, state_dict: dict[str, Any], order: Sequence[int]) -> None:
-        """Load a state dict whose tensors become the optimizer's own; masters are not checked.
+        """Load a state dict whose tensors become the optimizer's; masters are not checked.
 
         Args:
-            optimizer: the exposed one, for its hooks.
-            state_dict: may leave out the states of parameters that this rank does not own.
-            order: the parameters that have a state on any rank, as the unsharded optimizer would have them.
+            optimizer: the exposed optimizer, for its hooks.
+            state_dict: may omit the states of parameters that this rank does not own.
+            order: parameters that have a state on any rank, in the order of the unsharded optimizer.
         """
         self._take_over(optimizer, replace(self._restrict(state_dict), indices=order))
 
 
 def _are_equal(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    """True if two states are equal, bit for bit."""
+    """True if two states are bitwise equal."""
     (text, tensors), (other_text, others) = flatten(dict(one)), flatten(dict(other))
     return text == other_text and all(map(torch.equal, map(as_bytes, tensors), map(as_bytes, others)))
 
 
 def _indices(state_dict: Mapping[str, Any]) -> dict[Any, int]:
-    """The index of each parameter, by its id in a state dict."""
+    """Parameter index by id in a state dict."""
     ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
     return {saved_id: index for index, saved_id in enumerate(ids)}
 
 
-# The part of a whole state dict that one rank owns
+# This rank's part of a whole state dict
 
 
 def restrict_state_dict(
@@ -497,21 +487,21 @@ def restrict_state_dict(
     inner: Optimizer,
     stepped: SteppedTensors,
 ) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
-    """The part of a whole state dict that an inner optimizer over some of the parameters can load.
+    """The part of a whole state dict that this rank's inner optimizer can load.
 
     Args:
-        state_dict: the unsharded optimizer's; states of parameters that this rank does not own may be left out.
+        state_dict: the unsharded optimizer's; states of parameters that this rank does not own may be missing.
         param_groups: the exposed groups.
         table: their parameters.
         inner: the optimizer over this rank's parameters.
-        stepped: the tensor that is stepped for each of them.
+        stepped: the stepped tensor of each parameter.
 
     Returns:
         The inner optimizer's state dict, the indices of all parameters that have a state, in the order found, and all
         masters. Tensors are not copied.
 
     Raises:
-        ValueError: if it does not fit, naming the group or the parameter and why.
+        ValueError: if it does not fit, naming the group or the parameter and the reason.
     """
     _check_groups(state_dict, param_groups)
     saved_groups = state_dict["param_groups"]
@@ -576,7 +566,7 @@ def _localise_group(
 
 
 def _share_as_before(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
-    """Let loaded groups share tensors that the exposed ones share, if files have equal copies of them."""
+    """Let loaded groups share tensors that the exposed groups share, if files have equal copies of them."""
     first: dict[int, Tensor] = {}
     for group, now in zip(loaded, exposed, strict=True):
         for key, value in group.items():
@@ -611,7 +601,7 @@ def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGro
 
 
 def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: slice) -> dict[str, Any]:
-    """The state of this rank's part of a parameter, from the state of the whole, in memory of its own."""
+    """The state of this rank's part of a cut parameter, copied from the state of the whole."""
     mine = narrowed(value, table.params[index], None, part)
     return {
         key: item.clone() if isinstance(item, Tensor) and item is not value[key] else item for key, item in mine.items()
@@ -621,14 +611,14 @@ def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: 
 def check_state(
     value: Any, table: ParameterTable, index: int, optimizer_class: type[Optimizer], part: slice | None = None
 ) -> None:
-    """Check that a state is a dict and, for torch's own optimizers, has no tensor of a different parameter's shape.
+    """Check that a state is a dict and, for torch's own optimizers, that its tensors have the parameter's shape.
 
     Args:
         value: the state.
         table: the parameters.
-        index: the parameter.
-        optimizer_class: the class that is to load it.
-        part: the elements that this rank owns of a parameter that is cut; the state may be of the part already.
+        index: index of the parameter.
+        optimizer_class: the class that will load it.
+        part: this rank's elements of a cut parameter; the state may already be of that part.
 
     Raises:
         ValueError: if not, naming the parameter.
@@ -652,7 +642,7 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     return len(shape) == len(target) and all(one in (1, other) for one, other in zip(shape, target, strict=True))
 
 
-# Moving state away between phases of a program
+# Offloading state between phases of a program
 
 
 def offload_state(sharded: ShardedStep, to: Offload | str) -> None:
@@ -684,7 +674,7 @@ def reload_state(sharded: ShardedStep) -> None:
 
 
 def _move(sharded: ShardedStep, move: Callable[[Tensor, torch.device], Tensor]) -> None:
-    """Move the states and masters that this rank owns; a thread that reads them meanwhile finds either."""
+    """Move this rank's states and masters; a thread that reads them meanwhile sees the old or the new tensor."""
     stepped = sharded.stepped
     for index in sharded.binding.owned():
         device = sharded.table.params[index].device
