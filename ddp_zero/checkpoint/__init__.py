@@ -1,11 +1,11 @@
-"""Sharded checkpoints: every rank writes what it owns; any number of ranks, any stage or torch optimizer can load it.
+"""Sharded checkpoints: every rank writes its owned part; any number of ranks, any stage or torch optimizer can load it.
 
     checkpoint.save("runs/1", ddp, opt, extra={"scheduler": scheduler.state_dict()}, step=1000, keep=3)
     loaded = checkpoint.load("runs/1", ddp, opt)
     python -m ddp_zero checkpoint export runs/1 plain/
 
-A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readable by its tools, plus checksums and an
-index in JSON. Loading reads only these two and raw bytes: nothing is unpickled.
+A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readable by its tools, plus checksums and a
+JSON index. Loading reads only these two and raw bytes: nothing is unpickled.
 """
 
 import hashlib
@@ -57,11 +57,11 @@ class Loaded:
     """The result of a load.
 
     Attributes:
-        folder: the checkpoint that was loaded.
+        folder: the loaded checkpoint.
         step: the number under which it was saved.
-        extra: the value that was saved as ``extra``, tensors on the CPU.
+        extra: the value saved as ``extra``, tensors on the CPU.
         rank_extra: the value that this rank saved as ``rank_extra``; None if the number of ranks has changed.
-        skipped: what did not fit and was left unchanged or converted, a line each; empty with ``strict=True``.
+        skipped: misfits that were left unchanged or converted, a line each; empty with ``strict=True``.
         notes: expected differences, such as parameters that were frozen in between.
     """
 
@@ -85,33 +85,33 @@ def save(
     background: bool = False,
     exclude_frozen: bool = False,
 ) -> Saving:
-    """Save model and optimizer as ``path/step-<number>``, every rank its share. A collective.
+    """Save model and optimizer as ``path/step-<number>``, each rank its share. A collective.
 
     The checkpoint appears once it is completely on disk: a killed rank leaves earlier checkpoints intact. It holds the
-    state after the last step taken, without gradients, so resume with the data that follows that step. A rank copies at
-    most one tensor at a time (if needed, as from a GPU), or with ``background=True`` its whole shard.
+    state after the last step, without gradients, so resume with the data that follows that step. A rank copies at most
+    one tensor at a time (if needed, as from a GPU), or with ``background=True`` its whole shard.
 
     Args:
-        path: a folder for the checkpoints of one run, on a file system that all ranks share; one job at a time.
+        path: folder for the checkpoints of one run, on a file system that all ranks share; one job at a time.
         model: the DDP model, a module that contains it, or a plain model in a single process.
         optimizer: a sharded optimizer of this library or of torch, a plain one, or a wrapper that holds one as
             ``.optimizer``, such as Accelerate's.
-        extra: any other state, saved from rank 0: None, numbers, strings, tensors, and lists, tuples and dicts of
-            them, such as a scheduler's state dict.
+        extra: any other state, saved from rank 0: None, numbers, strings, tensors, and lists, tuples and dicts of them,
+            such as a scheduler's state dict.
         rank_extra: the same kinds of values, saved from every rank, such as the state of its random number generators.
-        step: the number of the checkpoint, the same on every rank, not below the last one's; by default one more.
-        keep: how many checkpoints to keep in the folder, the new one included; None: all.
+        step: number of the checkpoint, the same on every rank, not below the last one's; by default one more.
+        keep: number of checkpoints to keep in the folder, including the new one; None for all.
         background: copy this rank's share to the CPU and write it in a thread. The next save or load waits for it and
             raises its error; so does the result's ``wait()``, to be called before the process group is destroyed.
-        exclude_frozen: leave out parameters that do not require a gradient; a load then leaves them as they are.
+        exclude_frozen: leave out parameters that do not require a gradient; a load then leaves them unchanged.
 
     Returns:
         The save; its ``wait()`` returns the checkpoint's folder.
 
     Raises:
-        RuntimeError: with overlap or stage 2, between backward and step; if a save in the background failed; or if
-            this save fails on a different rank.
-        TypeError: for something that cannot be saved without pickle, naming its place.
+        RuntimeError: with overlap or stage 2, between backward and step; if a save in the background failed; or if this
+            save fails on a different rank.
+        TypeError: for a value that cannot be saved without pickle, naming its place.
         ValueError: for a parameter of the optimizer that the model does not have, an empty path, arguments that differ
             between ranks, or a plain model in a job of several ranks.
         OSError: if writing to disk fails.
@@ -124,6 +124,8 @@ def save(
         live, state, statement = _declared(agreement, model, optimizer, is_save=True)
         if state is not None:
             state.check()
+    # every collective below runs outside of the agreements' blocks: a rank that raises inside a block still joins the
+    # agreement at its end, but would leave its peers alone in a collective within it
     layout = _layout(peers, statement)
     states = {} if state is None else state.saved_state()
     with Agreement(peers, "checkpoint.save") as agreement:
@@ -146,20 +148,20 @@ def load(
 ) -> Loaded:
     """Load a checkpoint into a model and an optimizer, saved by any optimizer on any number of ranks. A collective.
 
-    Nothing changes until the whole checkpoint was checked: that it is complete, undamaged and fits. Then parameters are
-    written in place, state is replaced, and the optimizer's gradients are dropped. A rank reads the model and the
-    states of the parameters it owns, a tensor at a time.
+    Nothing changes until the whole checkpoint has been checked to be complete, undamaged and fitting. Then parameters
+    are written in place, state is replaced, and the optimizer's gradients are dropped. A rank reads the model and the
+    states of its owned parameters, a tensor at a time.
 
     Args:
         path: a checkpoint, or a folder of them, of which the complete one of the highest step is loaded.
         model: as for `save`.
         optimizer: as for `save`, over the model's parameters. None: load the model only.
-        strict: if True, raise if anything does not fit. If False, convert dtypes, leave other values that do not fit
-            unchanged with their state, start without state where a value fits and its state does not, and report that.
-        rename: maps saved names, or prefixes of them up to a dot, to the current ones.
+        strict: if True, raise if anything does not fit. If False, convert dtypes, leave other misfits unchanged with
+            their state, start without state if a value fits and its state does not, and report all of these.
+        rename: maps saved names, or dotted prefixes of them, to the current ones.
 
     Returns:
-        The other saved values, and what was skipped.
+        The other saved values, and the skipped misfits.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
@@ -189,16 +191,16 @@ def load(
 
 
 def wait() -> None:
-    """Wait for all saves in the background of this process. Never communicates.
+    """Wait for all background saves of this process. Never communicates.
 
     Raises:
-        RuntimeError: if one failed and its error was not raised on this rank before.
+        RuntimeError: if a save failed and its error was not raised on this rank before.
     """
     finish_all()
 
 
 def _writer(model: nn.Module, optimizer: Optimizer | None, is_save: bool = False) -> Writer:
-    """The writer of the ranks that save and load together: with a `ParallelOptimizer` all that hold a part."""
+    """The writer of the ranks that save and load together: with a `ParallelOptimizer`, all ranks of the model."""
     inner = unwrapped(optimizer)
     if isinstance(inner, ParallelOptimizer):
         return writer_of(inner.process_groups)
@@ -223,9 +225,9 @@ def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None
 def _declared(
     agreement: Agreement, model: nn.Module, optimizer: Optimizer | None, is_save: bool = False
 ) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
-    """The views of model and optimizer, which must have the same names, shapes, dtypes and classes on every rank.
+    """Views of model and optimizer, declared to be the same on every rank; names, shapes, dtypes and classes.
 
-    With a `ParallelOptimizer` ranks have different names: then also what this rank holds.
+    With a `ParallelOptimizer` names differ between ranks: the third value states this rank's.
     """
     state = None if optimizer is None else state_of(optimizer)
     kind = "none" if state is None else f"{type(state).__name__} of {class_name(state.inner)}"
@@ -245,7 +247,7 @@ def _layout(peers: Peers, statement: Statement | None) -> Layout | None:
     """The layout of the model over all ranks, if they hold different parts. A collective.
 
     Raises:
-        ValueError: on every rank, if it does not fit together, naming the parameter and two ranks.
+        ValueError: on every rank, if the parts do not fit together, naming the parameter and two ranks.
     """
     if statement is None:
         return None

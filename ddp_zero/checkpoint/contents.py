@@ -1,4 +1,4 @@
-"""A checkpoint on disk as one object: its marker and all parts, read and checked, tensors still in their files."""
+"""A checkpoint on disk as one object: its marker and all parts, read and checked, with tensors still in their files."""
 
 import math
 from collections import Counter
@@ -33,22 +33,14 @@ State = dict[Any, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a checkpoint.
+    """One rank's part of a checkpoint."""
 
-    Attributes:
-        model: values of parameters and buffers, by name.
-        state: states of the parameters that the rank owns, by name.
-        births: when each of those states was created, and the parameter's name.
-        rank_extra: the user's own state of this rank.
-        shared: the values that are equal on every rank; on rank 0 only, else None.
-        cuts: for each value of which ranks hold different parts: the shape of the whole, and where this part begins.
-    """
-
-    model: dict[str, Any]
-    state: dict[str, State]
-    births: list[tuple[int, int, str]]
-    rank_extra: Tree
-    shared: "Shared | None"
+    model: dict[str, Any]  # values of parameters and buffers, by name
+    state: dict[str, State]  # states of the parameters that the rank owns, by name
+    births: list[tuple[int, int, str]]  # step and place of creation of each of those states, and the parameter's name
+    rank_extra: Tree  # the user's state of this rank
+    shared: "Shared | None"  # values that are equal on every rank; on rank 0 only, else None
+    # for each value held in parts by several ranks, the shape of the whole and the offsets of this part
     cuts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def as_tree(self) -> Tree:
@@ -61,54 +53,32 @@ class Part:
 
 @dataclass(frozen=True)
 class Shared:
-    """The values that a checkpoint holds once, not per rank.
+    """Values that a checkpoint holds once, not per rank."""
 
-    Attributes:
-        optimizer: the class that was sharded, or None if no optimizer was saved.
-        param_groups: its groups; ``params`` are names.
-        other_state: state that belongs to no parameter.
-        loss_scale: the state of a dynamic loss scale, or None.
-        trainable: names of the parameters that were trainable.
-        aliases: additional names of the model's tensors, with the name under which each is saved.
-        buffers: names of values that are no parameters; None if that is not known.
-        extra: the user's own state.
-        excludes_frozen: whether parameters that were frozen may be missing from the model.
-    """
-
-    optimizer: str | None = None
-    param_groups: list[dict[str, Any]] = field(default_factory=list)
-    other_state: dict[str, Any] = field(default_factory=dict)
-    loss_scale: dict[str, float] | None = None
-    trainable: list[str] = field(default_factory=list)
+    optimizer: str | None = None  # the sharded class, or None if no optimizer was saved
+    param_groups: list[dict[str, Any]] = field(default_factory=list)  # its groups, with names as ``params``
+    other_state: dict[str, Any] = field(default_factory=dict)  # state that belongs to no parameter
+    loss_scale: dict[str, float] | None = None  # state of a dynamic loss scale, or None
+    trainable: list[str] = field(default_factory=list)  # names of the parameters that required a gradient
+    # additional names of the model's tensors, each with the name under which the tensor is saved
     aliases: dict[str, str] = field(default_factory=dict)
-    buffers: list[str] | None = None
-    extra: Tree = None
-    excludes_frozen: bool = False
+    buffers: list[str] | None = None  # names of values that are not parameters; None if not known
+    extra: Tree = None  # the user's state
+    excludes_frozen: bool = False  # True if frozen parameters may be missing from the model
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint.
+    """A complete checkpoint."""
 
-    Attributes:
-        folder: where it is.
-        step: the number under which it was saved.
-        digest: differs if anything in the checkpoint differs.
-        model: values by name, aliases included.
-        state: optimizer state by parameter name, in the order in which the unsharded optimizer would have it.
-        shared: the values that it holds once.
-        rank_extras: the user's own state of each rank that saved.
-        foreign: what a different library wrote, or None.
-    """
-
-    folder: Path
-    step: int
-    digest: str
-    model: Mapping[str, Any]
-    state: Mapping[str, State]
-    shared: Shared
-    rank_extras: Sequence[Tree]
-    foreign: Foreign | None = None
+    folder: Path  # its folder
+    step: int  # the number under which it was saved
+    digest: str  # hash that differs if any value of the checkpoint differs
+    model: Mapping[str, Any]  # values by name, aliases included
+    state: Mapping[str, State]  # optimizer state by parameter name, in the order of the unsharded optimizer
+    shared: Shared  # values that it holds once
+    rank_extras: Sequence[Tree]  # the user's state of each rank that saved
+    foreign: Foreign | None = None  # the checkpoint of another library that this one was made from, or None
 
     @classmethod
     def open(cls, path: Path) -> "SavedCheckpoint":
@@ -129,7 +99,7 @@ class SavedCheckpoint:
 
     @classmethod
     def of_foreign(cls, foreign: Foreign) -> "SavedCheckpoint":
-        """A checkpoint that a different library wrote; masters become what a sharded optimizer keeps in its state."""
+        """Convert another library's checkpoint; its masters become masters in the state of a sharded optimizer."""
         state = {name: dict(states) for name, states in foreign.state.items()}
         for name, master in foreign.masters.items():
             state.setdefault(name, {})[MASTER_KEY] = master
@@ -148,7 +118,7 @@ class SavedCheckpoint:
         return cls(foreign.folder, foreign.step, foreign.digest, model, _stored(state), shared, [], foreign)
 
     def is_of(self, optimizer: str) -> bool:
-        """True if its state may belong to this class of optimizer; a different library tells only the kind of class."""
+        """True if its state may belong to this optimizer class; other libraries record only the kind of class."""
         if self.foreign is None:
             return self.shared.optimizer == optimizer
         return optimizer.rpartition(".")[2] in self.foreign.kinds
@@ -186,7 +156,7 @@ class SavedCheckpoint:
         return {name: value for name, value in named.items() if name not in self.shared.aliases}
 
     def stored(self) -> list[StoredTensor]:
-        """Every tensor in it, once."""
+        """Every stored tensor, once."""
         shared = self.shared
         trees = [self.model, self.state, shared.param_groups, shared.other_state, shared.extra, *self.rank_extras]
         return list(dict.fromkeys(stored_in(trees)))
@@ -237,7 +207,7 @@ def _several(count: int, what: str) -> str:
 
 
 def _stored(value: Any) -> Any:
-    """Values of a different library with tensors as this one stores them."""
+    """Another library's values, with tensors as `PiecedTensor`."""
     if isinstance(value, RawTensor):
         return PiecedTensor.of(value)
     if isinstance(value, dict):
@@ -308,7 +278,7 @@ def _expect(is_so: bool, what: str) -> None:
 
 
 def _cut_values(parts: Sequence[Part], folder: Path) -> tuple[dict[str, CutTensor], dict[str, State]]:
-    """The values of the model of which ranks wrote different parts, and their states, put together, by name."""
+    """Values that several ranks wrote in parts, and their states, joined, by name."""
     model: dict[str, CutTensor] = {}
     state: dict[str, State] = {}
     for name in dict.fromkeys(name for part in parts for name in part.cuts):
@@ -336,7 +306,7 @@ def _cut_values(parts: Sequence[Part], folder: Path) -> tuple[dict[str, CutTenso
 def _cut_state(
     name: str, shape: tuple[int, ...], boxes: Sequence[Box], states: Sequence[State], ranks: Sequence[int]
 ) -> State:
-    """The state of a whole parameter: tensors of the shapes of parts are put together; all else must be equal."""
+    """The state of a whole parameter: tensors of the parts' shapes are joined; all other values must be equal."""
     found: State = {}
     for key in dict.fromkeys(key for state in states for key in state):
         values = [state.get(key) for state in states]
@@ -356,7 +326,7 @@ def _cut_state(
 
 
 def _joined(parts: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The values of all parts; those that are cut are put together already."""
+    """The values of all parts; cut values come already joined."""
     joined: dict[str, Any] = {}
     for part in parts:
         repeated = (joined.keys() & part.keys()) - cut.keys()

@@ -1,10 +1,11 @@
-"""``python -m ddp_zero checkpoint``: says what a checkpoint holds, and exports it to plain files.
+"""``python -m ddp_zero checkpoint``: describes a checkpoint, and exports it to plain files.
 
-One process exports, which never holds more than a piece of a tensor.
+A single process exports, a piece of a tensor at a time.
 
-Weights become a safetensors file, the optimizer the state dict of the plain `torch.optim` class, or both together what
-DeepSpeed loads. The safetensors format (https://github.com/huggingface/safetensors, its README) is a length, a JSON
-header and the bytes; it is written here, since the library of that name needs all tensors in memory at once.
+Weights become a safetensors file and the optimizer the state dict of the plain `torch.optim` class, or both together a
+checkpoint that DeepSpeed loads. The safetensors format (https://github.com/huggingface/safetensors, its README) is a
+length, a JSON header and the bytes; it is written here, since the library of that name needs all tensors in memory at
+once.
 """
 
 import json
@@ -69,7 +70,7 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
     Args:
         path: a checkpoint, or a folder of them; of this library or of DeepSpeed.
         out: a folder, created if missing.
-        fp32: write all floating-point weights in fp32, from their master weights where there are some.
+        fp32: write all floating-point weights in fp32, from their master weights if they have any.
         exclude_frozen: leave out parameters that are not trainable.
 
     Returns:
@@ -95,7 +96,7 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
 
 
 def model_state(path: Path) -> dict[str, Any]:
-    """The saved state dict of the model, whole, on the host; for a checkpoint that was found whole."""
+    """The saved state dict of the model, whole, on the CPU; not verified."""
     saved = SavedCheckpoint.open(path)
     state: dict[str, Any] = fill(saved.model, lambda stored: read(saved.folder, stored, torch.device("cpu")))
     return state
@@ -108,6 +109,7 @@ def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        # after the fsync: a crash leaves the old file or the complete new one
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
@@ -116,7 +118,7 @@ def _replace(target: Path, write: Callable[[BinaryIO], None]) -> Path:
 
 
 def _values(saved: SavedCheckpoint, fp32: bool, exclude_frozen: bool) -> dict[str, tuple[StoredTensor, torch.dtype]]:
-    """The tensors to write, by name, and the dtype of each in the file."""
+    """Tensors to write, by name, with the dtype of each in the file."""
     shared = saved.shared
     tensors = {name: value for name, value in saved.model.items() if isinstance(value, StoredTensor)}
     if exclude_frozen:
@@ -173,20 +175,20 @@ def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
 def export_deepspeed(path: Path, out: Path) -> Path:
     """Write a checkpoint in DeepSpeed's universal format, as ``step-<number>_universal`` or ``<tag>_universal``.
 
-    The latter if the engine of `ddp_zero.deepspeed` has saved it under that tag; then with its counters, its schedule
-    and the client's state. DeepSpeed loads it with ``"checkpoint": {"load_universal": true}`` into stages 1 and 2, at
-    any number of ranks.
+    The latter if the engine of `ddp_zero.deepspeed` saved it under that tag; then with its counters, its schedule and
+    the client's state. DeepSpeed loads it with ``"checkpoint": {"load_universal": true}`` into stages 1 and 2, at any
+    number of ranks.
 
     Args:
         path: a checkpoint, or a folder of them, with an optimizer.
         out: a folder, created if missing.
 
     Returns:
-        The checkpoint.
+        The folder of the new checkpoint.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
-        FileExistsError: if ``out`` has one of this name.
+        FileExistsError: if ``out`` already has a checkpoint of this name.
         ValueError: if it is damaged, or was saved without an optimizer.
     """
     saved = SavedCheckpoint.open(path)
@@ -227,7 +229,7 @@ def export_deepspeed(path: Path, out: Path) -> Path:
 
 
 def _progress(saved: SavedCheckpoint) -> tuple[str, dict[str, Any]]:
-    """The tag of a checkpoint, and how far training had come, under DeepSpeed's names."""
+    """The tag of a checkpoint, and its training progress under DeepSpeed's names."""
     extra = fill(saved.shared.extra, lambda stored: read(saved.folder, stored, torch.device("cpu")))
     given = extra if isinstance(extra, dict) else {}
     is_engines = {"engine", "scheduler", "client_state"} <= given.keys()
@@ -244,7 +246,7 @@ def _progress(saved: SavedCheckpoint) -> tuple[str, dict[str, Any]]:
 
 
 def _mapped(folder: Path, stored: StoredTensor) -> Tensor:
-    """A tensor whose memory is the file: the system reads it on use and can evict it at any time."""
+    """A tensor whose memory is the file, which the system reads on use and can evict at any time."""
     if not stored.nbytes:
         return torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
     if isinstance(stored, PiecedTensor | CutTensor):
@@ -278,7 +280,7 @@ def build_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code, and exits with 1 and a message for a checkpoint that cannot be read."""
+    """Run a command. Returns its exit code; exits with 1 and a message for a checkpoint that cannot be read."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:

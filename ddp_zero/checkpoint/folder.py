@@ -1,12 +1,12 @@
-"""A checkpoint on disk: a folder that appears whole or not at all, its marker, and the part that each rank writes.
+"""A checkpoint on disk: a folder that appears whole or not at all, its marker, and each rank's part.
 
-A checkpoint is written next to the others under a hidden name, synced to disk, and then renamed. The *marker*, the last
-file written inside it, states that it is complete and holds the hashes of its parts; a folder without a marker is not a
-checkpoint, even where renaming a folder is not atomic, as on some network file systems.
+A checkpoint is written under a hidden name beside existing ones, synced to disk, and then renamed. The *marker*, the
+last file written inside it, states that it is complete and holds the hashes of its parts; a folder without a marker is
+not a checkpoint, even where renaming a folder is not atomic, as on some network file systems.
 
-A *part* is JSON next to the rank's file of tensors: a tree of plain values, and where the bytes of its tensors are. It
-may come from an untrusted source, so everything is checked before it is used: names of files, sizes, dtypes, and the
-shape of the tree. Nothing is unpickled.
+A *part* is JSON next to the rank's file of tensors: a tree of plain values, and the byte offsets of its tensors. It may
+come from an untrusted source, so everything is checked before use: file names, sizes, dtypes, and the shape of the
+tree. Nothing is unpickled.
 """
 
 import hashlib
@@ -66,11 +66,7 @@ def next_step(root: Path) -> int:
 
 
 def check_comes_last(root: Path, step: int | None) -> None:
-    """Check that a path is not itself a checkpoint, and that a new one of this step would be the newest in it.
-
-    Raises:
-        ValueError: if not.
-    """
+    """Raise ValueError if the path is itself a checkpoint, or holds a newer one than this step."""
     if (root / MARKER).exists():
         raise ValueError(f"Expected a folder of checkpoints, got one of them: {root}. Give the folder above.")
     last = next_step(root) - 1
@@ -99,9 +95,11 @@ def start(root: Path, step: int) -> str:
 
 
 def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
-    """Mark a hidden folder as complete, rename it to its visible name, and keep so many checkpoints (None: all)."""
+    """Mark a hidden folder as complete, rename it to its visible name, and keep the newest ``keep`` (None: all)."""
     root = unfinished.parent
     line = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marker)})
+    # the marker last, then its folder, then the rename, each on disk before the next: at any crash the checkpoint is
+    # complete or invisible
     write_text(unfinished / MARKER, f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n")
     sync_folder(unfinished)
     matches = [match for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -110,6 +108,7 @@ def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
     unfinished.rename(root / name)
     sync_folder(root)
     others = [path for path in complete_in(root) if path.name != name]
+    # only now, with the new checkpoint on disk
     for path in others[: max(0, len(others) - keep + 1)] if keep is not None else []:
         _remove(path)
     return root / name
@@ -148,7 +147,7 @@ def _discard(path: Path) -> None:
 
 
 def complete_in(root: Path) -> list[Path]:
-    """The complete checkpoints in a folder, from the lowest step to the highest; of the same step, as saved."""
+    """The complete checkpoints in a folder, from the lowest step to the highest; within a step, in order of saving."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / MARKER).is_file()]
@@ -189,7 +188,7 @@ def read_marker(checkpoint: Path) -> Marker:
 
 
 def parse_json(text: str, path: Path) -> Any:
-    """JSON as Python objects. Raises ValueError naming the file, if the text is not JSON."""
+    """JSON as Python objects; ValueError naming the file if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -197,11 +196,7 @@ def parse_json(text: str, path: Path) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """A text file of a checkpoint.
-
-    Raises:
-        ValueError: if it is not a regular file, is larger than 256 MiB, or is not UTF-8.
-    """
+    """A text file of a checkpoint; ValueError unless it is a regular file of at most 256 MiB of UTF-8."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > _LARGEST_TEXT:
@@ -214,7 +209,7 @@ def read_text(path: Path) -> str:
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """The step in a name, and the number of the save among all saves of that step."""
+    """The step in a name, and the index of the save among all saves of that step."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"Expected a folder named step-<number>, got {path}.")
@@ -226,20 +221,13 @@ def _order(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FileSpan:
-    """The place of a tensor in a checkpoint.
+    """The place of a tensor in a checkpoint."""
 
-    Attributes:
-        file: the name of the file.
-        begin, length: offset and length of its `torch.save` archive, in bytes.
-        offset: offset of its elements, in bytes; they lie there in logical order.
-        sha256: SHA-256 of its elements.
-    """
-
-    file: str
-    begin: int
-    length: int
-    offset: int
-    sha256: str
+    file: str  # name of the file
+    begin: int  # offset of the tensor's `torch.save` archive, in bytes
+    length: int  # length of that archive, in bytes
+    offset: int  # offset of the elements, in bytes; they lie in logical order
+    sha256: str  # SHA-256 of the elements
 
 
 @dataclass(frozen=True)
@@ -266,17 +254,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class PiecedTensor(StoredTensor):
-    """A tensor in a checkpoint of a different library: its elements may lie in several places.
+    """A tensor in another library's checkpoint, whose elements may lie in several places."""
 
-    Attributes:
-        raw: the places. Their storages have a CRC-32 each; ``span`` has no checksum.
-    """
-
-    raw: RawTensor
+    raw: RawTensor  # the places. Each of their storages has a CRC-32; ``span`` has no checksum.
 
     @classmethod
     def of(cls, raw: RawTensor) -> "PiecedTensor":
-        """A tensor of a different library as one of a checkpoint."""
+        """Convert another library's tensor."""
         first = raw.spans[0].record if raw.spans else None
         span = FileSpan(first.file if first else "", 0, 0, first.offset if first else 0, "")
         return cls(TensorSpec(raw.shape, None, raw.dtype, "cpu"), span, raw)
@@ -293,13 +277,9 @@ class Source:
 
 @dataclass(frozen=True)
 class CutTensor(StoredTensor):
-    """A tensor whose elements are in several stored ones, each written by a rank; or a part of such a tensor.
+    """A tensor, or a part of one, whose elements are in several stored tensors, each written by a rank."""
 
-    Attributes:
-        sources: where its elements are, each once; ``span`` has no meaning.
-    """
-
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...]  # the places of its elements, each element once; ``span`` has no meaning
 
     @classmethod
     def of(cls, shape: tuple[int, ...], parts: Sequence[tuple[Box, StoredTensor]]) -> "CutTensor":
@@ -341,12 +321,12 @@ def as_written(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def part_name(rank: int) -> str:
-    """The name of a rank's part."""
+    """File name of a rank's part."""
     return f"part-{rank}.json"
 
 
 def tensor_file_name(rank: int) -> str:
-    """The name of a rank's file of tensors, as `torch.distributed.checkpoint` calls it."""
+    """Name of a rank's file of tensors, as in `torch.distributed.checkpoint`."""
     return f"__{rank}_0.distcp"
 
 
@@ -361,8 +341,8 @@ def decode_part(text: str, digest: str, shown: object) -> Tree:
 
     Args:
         text: from `encode_part`, or from an untrusted source.
-        digest: the SHA-256 that it must have.
-        shown: the name of the part in messages.
+        digest: the expected SHA-256.
+        shown: name of the part in messages.
 
     Raises:
         ValueError: if it is damaged, or not a part of a checkpoint.
@@ -415,7 +395,7 @@ _DTYPES = {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
     torch.bool,
 }
-"""Dtypes whose elements are whole bytes and fully described by them."""
+"""Dtypes whose elements are whole bytes."""
 
 
 # Trees of plain values and stored tensors
@@ -434,7 +414,7 @@ def total_bytes(tensors: Iterable[StoredTensor]) -> int:
 
 
 def fill(tree: Tree, read: Callable[[StoredTensor], Any]) -> Tree:
-    """The tree with each stored tensor replaced by the result of ``read``, called one after the other."""
+    """The tree with each stored tensor replaced by the result of ``read``, called for one after the other."""
     if isinstance(tree, StoredTensor):
         return read(tree)
     if isinstance(tree, Mapping):
@@ -445,16 +425,12 @@ def fill(tree: Tree, read: Callable[[StoredTensor], Any]) -> Tree:
 
 
 def as_meta(stored: StoredTensor) -> Tensor:
-    """A tensor without memory, of the same shape and dtype, for checks."""
+    """A meta tensor of the same shape and dtype, for checks."""
     return torch.empty(stored.spec.shape, dtype=stored.spec.dtype, device="meta")
 
 
 def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
-    """As `ddp_zero.core.local.tree.flatten`, with ``where`` as the name of the tree in messages.
-
-    Raises:
-        TypeError: for a value that cannot be in a checkpoint.
-    """
+    """As `ddp_zero.core.local.tree.flatten`; TypeError naming ``where`` for a value that no checkpoint can hold."""
     try:
         text, tensors = flatten(tree)
         for tensor in tensors:

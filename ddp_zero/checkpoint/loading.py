@@ -29,47 +29,32 @@ from ddp_zero.tools.record.progress import showing
 
 @dataclass
 class Fit:
-    """The parts of a checkpoint that can be loaded.
+    """The parts of a checkpoint that can be loaded."""
 
-    Attributes:
-        values: names of the model whose saved value fits.
-        groups: for each group of the optimizer, the saved group whose options it takes, or None.
-        states: names of the optimizer's parameters that take their saved state.
-        misfits: what does not fit, a line each.
-        notes: expected differences, a line each.
-    """
-
-    values: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)  # names of the model whose saved value fits
+    # for each group of the optimizer, the saved group whose options it takes, or None
     groups: list[int | None] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
-    misfits: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)  # names of the optimizer's parameters that take their saved state
+    misfits: list[str] = field(default_factory=list)  # a line for each misfit
+    notes: list[str] = field(default_factory=list)  # a line for each expected difference
 
 
 @dataclass
 class Restore:
-    """The assignment of a checkpoint's contents to a model and an optimizer.
-
-    Attributes:
-        fit: the parts that fit.
-        values: the stored tensor for each tensor of the model, by name.
-        extra_states: module state that is not a tensor, by name.
-        names: names of the optimizer's parameters, by index.
-        states: the state of each of them, by index, in the order in which the unsharded optimizer would have them.
-        other_state: the optimizer's state after the load that belongs to no parameter.
-        groups: the optimizer's groups after the load.
-    """
+    """The assignment of a checkpoint's contents to a model and an optimizer."""
 
     saved: SavedCheckpoint
     live: LiveModel
     optimizer: OptimizerState | None
-    fit: Fit = field(default_factory=Fit)
-    values: dict[str, StoredTensor] = field(default_factory=dict)
-    extra_states: dict[str, Any] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
+    fit: Fit = field(default_factory=Fit)  # the parts that fit
+    values: dict[str, StoredTensor] = field(default_factory=dict)  # stored tensor for each tensor of the model, by name
+    extra_states: dict[str, Any] = field(default_factory=dict)  # module state that is not a tensor, by name
+    names: list[str] = field(default_factory=list)  # names of the optimizer's parameters, by index
+    # state of each of them, by index, in the order of the unsharded optimizer
     states: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    # the optimizer's state after the load that belongs to no parameter
     other_state: dict[str, Any] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)  # the optimizer's groups after the load
 
     @classmethod
     def plan(
@@ -88,12 +73,12 @@ class Restore:
             live: the model.
             optimizer: the optimizer, or None.
             rename: see `ddp_zero.checkpoint.load`.
-            strict: whether everything must fit.
-            elsewhere: names that other ranks hold and this one does not.
+            strict: True if everything must fit.
+            elsewhere: names that other ranks hold and this rank does not.
 
         Raises:
-            ValueError: if something does not fit and the load is strict, with a list of all misfits; or if something
-                that fits by name cannot be loaded.
+            ValueError: for any misfit if the load is strict, with a list of all misfits; or for a value that fits by
+                name but cannot be loaded.
         """
         plan = cls(saved, live, optimizer)
         shared = saved.shared
@@ -130,7 +115,7 @@ class Restore:
         return plan
 
     def _wanted(self, entries: Mapping[str, Any]) -> Mapping[str, Value]:
-        """The values of the model that must be saved: tied ones once; frozen parameters may have been left out."""
+        """The model's values that must be saved: tied ones once; frozen parameters may have been left out."""
         values, trainable = self.live.values(), set(self.live.trainable)
         second = [alias for alias, name in self.live.aliases.items() if alias not in entries and name in entries]
         self.fit.notes += [
@@ -159,7 +144,7 @@ class Restore:
                 self.extra_states[name] = entries[name]
 
     def _held(self, name: str, whole: Any, value: Any) -> Any:
-        """This rank's box of a saved value, or of a state with an element for each of the value's."""
+        """This rank's box of a saved value, or of a state of the value's shape."""
         box = self.live.box(name)
         if box is None or not isinstance(value, StoredTensor) or not isinstance(whole, StoredTensor):
             return value
@@ -238,14 +223,10 @@ class Restore:
         scale = {} if saved_scale is None else {"loss_scale": saved_scale}
         return {"state": {**fill(self.other_state, fill_with), **states}, "param_groups": groups, **scale}
 
-    # Whether it is undamaged
+    # Verification
 
     def verify(self, peers: Peers) -> None:
-        """Check that everything that will be read is present and undamaged; each rank reads a share.
-
-        Raises:
-            ValueError: naming the file.
-        """
+        """Check that all data to be read is present and undamaged, each rank a share; ValueError names the file."""
         extras = [self.saved.shared.extra, *self.saved.rank_extras]
         trees = [self.values, self.extra_states, self.states, self.groups, self.other_state, extras]
         if isinstance(self.live, PartModel):  # ranks need different ones: all are shared out
@@ -258,7 +239,7 @@ class Restore:
         self._verify_masters()
 
     def _names_of_stored(self) -> dict[StoredTensor, str]:
-        """The name of each written tensor of the model and of states, for messages."""
+        """Name of each written tensor of the model and of states, for messages."""
         named = [(f"{name!r} of the model", entry) for name, entry in self.saved.model.items()]
         for name, state in self.saved.state.items():
             named += [(f"state {key!r} of {name!r}", value) for key, value in state.items()]
@@ -286,7 +267,7 @@ class Restore:
         return total_bytes(stored_in([self.values, self.extra_states, states, self.groups, self.other_state]))
 
     def carry_out(self) -> None:
-        """Read everything into place, a tensor at a time; steps that run user code come first, since they may raise."""
+        """Read everything into place, a tensor at a time; user code runs first, since it may raise."""
         self.live.load_extra(fill(self.extra_states, self._read))
         if self.optimizer is not None:
             self._keep_states(self.optimizer)
@@ -320,12 +301,12 @@ class Restore:
         return read(self.saved.folder, stored, device)
 
     def read_extra(self, tree: Any) -> Any:
-        """Read the user's own state, to the CPU."""
+        """Read the user's state, to the CPU."""
         return fill(tree, lambda stored: read(self.saved.folder, stored, torch.device("cpu")))
 
 
 def _check_options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    """Check that saved options have the kinds of the optimizer's own."""
+    """Check that saved options have the types of the optimizer's options."""
     for key, value in saved.items():
         kinds = {_kind(value), _kind(live.get(key))}
         if len(kinds - {"None"}) > 1:
@@ -371,8 +352,8 @@ def fit_groups(
 ) -> None:
     """Match the groups and states of an optimizer by the names of their parameters, after `fit_values`.
 
-    A parameter may be on one side only because it was frozen then or is now; any other difference is a misfit.
-    Parameters whose values do not fit are not reported again.
+    A parameter may be on one side only if it was or is frozen; any other difference is a misfit. Parameters whose
+    values do not fit are not reported again.
     """
     values = set(fit.values)
     group_of = {name: position for position, names in enumerate(saved) for name in names}
@@ -400,7 +381,7 @@ def fit_groups(
 
 
 def listed(lines: Sequence[str], most: int = 20) -> str:
-    """Lines as a list for a message: at most the first ``most``, then how many more there are."""
+    """Lines as a list for a message: at most the first ``most``, then the number of remaining ones."""
     shown = [f"\n  - {line}" for line in lines[:most]]
     return "".join(shown) + (f"\n  and {len(lines) - most} more" if len(lines) > most else "")
 

@@ -1,4 +1,4 @@
-"""The view that a checkpoint has of optimizers: this library's, torch's ZeroRedundancyOptimizer, and unsharded ones.
+"""A checkpoint's view of optimizers: this library's, torch's ZeroRedundancyOptimizer, and unsharded ones.
 
 Each gives the states that this rank saves and loads those that it keeps; parameters are indices in the order of groups.
 """
@@ -29,7 +29,7 @@ StateDict = dict[str, Any]
 
 
 class OptimizerState:
-    """The view of an optimizer with all state on every rank: each rank saves a share and loads everything.
+    """View of an optimizer with all state on every rank: each rank saves a share and loads everything.
 
     Attributes:
         optimizer: the optimizer itself.
@@ -46,7 +46,7 @@ class OptimizerState:
         """Check that the state can be saved now.
 
         Raises:
-            TypeError: for a class with a ``state_dict()`` of its own, which cannot be split by parameter.
+            TypeError: for a class with its own ``state_dict()``, which cannot be split by parameter.
             RuntimeError: between a backward pass and its step.
         """
         wraps = isinstance(getattr(self.inner, "optimizer", None), Optimizer)
@@ -67,15 +67,15 @@ class OptimizerState:
         return list(range(len(self.table)))
 
     def state(self) -> dict[int, State]:
-        """The states of this rank's parameters, or parts of them, in the unsharded order, masters included."""
+        """States of this rank's parameters, or parts of them, in the unsharded order, masters included."""
         return {self.table.index_of[key]: value for key, value in self.inner.state.items() if isinstance(key, Tensor)}
 
     def saved_state(self) -> dict[int, State]:
-        """The whole states of `owned` at least, in the unsharded order, masters included. A collective."""
+        """Whole states of at least `owned`, in the unsharded order, masters included. A collective."""
         return self.state()
 
     def own_part(self, index: int, state: State) -> State:
-        """The part that this rank keeps of a parameter's whole state, where it keeps states."""
+        """This rank's part of a parameter's whole state, in the memory of states."""
         return state
 
     def device(self) -> torch.device:
@@ -83,11 +83,11 @@ class OptimizerState:
         return self.table.accelerator()
 
     def births(self) -> Mapping[int, Birth]:
-        """When each of these states was created, comparable between ranks."""
+        """Order of creation of each of these states, comparable between ranks."""
         return {index: (0, place) for place, index in enumerate(self.state())}
 
     def scale(self) -> dict[str, float] | None:
-        """The state of a dynamic loss scale, or None; a GradScaler is saved by the user."""
+        """State of a dynamic loss scale, or None; a GradScaler is saved by the user."""
         return None
 
     def master(self, index: int) -> Tensor | None:
@@ -99,11 +99,7 @@ class OptimizerState:
         return False
 
     def check_fits(self, state_dict: StateDict) -> None:
-        """Check that a state dict, whose tensors have no memory, could be loaded.
-
-        Raises:
-            ValueError: naming the parameter or the group.
-        """
+        """Check that a state dict of meta tensors could be loaded; ValueError names the parameter or the group."""
         for index, state in state_dict["state"].items():
             if not isinstance(index, str):  # a str key belongs to no parameter
                 check_state(state, self.table, index, type(self.inner))
@@ -111,15 +107,15 @@ class OptimizerState:
             rehearse_load(self.inner, state_dict)
 
     def drop(self) -> None:
-        """Drop the states of this rank, before new ones are read."""
+        """Drop this rank's states, before new ones are read."""
         self.inner.state.clear()
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
-        """Load a state dict with the states of `kept`, whose tensors become the optimizer's own.
+        """Load a state dict with the states of `kept`, whose tensors become the optimizer's.
 
         Args:
             state_dict: refers to parameters by index.
-            order: the parameters with a state on any rank, as the unsharded optimizer would order them.
+            order: parameters with a state on any rank, in the order of the unsharded optimizer.
         """
         self.optimizer.load_state_dict(state_dict)
 
@@ -149,13 +145,13 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _held_by(wrapper: Any) -> Any:
-    """The value of ``.optimizer``, unless the wrapper only hands on an attribute of what it wraps."""
+    """The value of ``.optimizer``, unless the wrapper only forwards an attribute of the wrapped object."""
     has_own = "optimizer" in getattr(wrapper, "__dict__", {}) or hasattr(type(wrapper), "optimizer")
     return wrapper.optimizer if has_own else None
 
 
 def process_group_of(optimizer: Any) -> ProcessGroup | None:
-    """The group over which an optimizer, this library's or torch's, is sharded; None if it is not."""
+    """The group over which an optimizer, this library's or torch's, is sharded; None if unsharded."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return sharded_of(optimizer).everyone.process_group
     return getattr(optimizer, "join_process_group", None)
@@ -194,19 +190,19 @@ class ShardedState(OptimizerState):
         self.table = self._sharded.table
 
     def check(self) -> None:
-        """Check that no step is under way or due, and that parts of states can be sent."""
+        """Check that no step is in progress or due, and that parts of states can be sent."""
         engine_of(self.optimizer).check_between_steps()
         states = self.state()
         for index in self._sharded.binding.owned_parts():
             check_can_travel(states.get(index), self.table.label(index))
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """This rank's share of the parameters whose first element it owns, as do its replicas."""
+        """This rank's share of the parameters whose first element it and its replicas own."""
         ranks = self._sharded.ranks
         return self._states.saved_indices()[ranks.replica :: ranks.num_replicas]
 
     def kept(self) -> list[int]:
-        """The parameters of which this rank owns anything."""
+        """Parameters with elements that this rank owns."""
         return self._sharded.binding.owned()
 
     def state(self) -> dict[int, State]:
@@ -214,7 +210,7 @@ class ShardedState(OptimizerState):
         return self._states.owned_state()
 
     def saved_state(self) -> dict[int, State]:
-        """The states of `owned` and of replicas' shares; parts of parameters that are cut come from their owners."""
+        """States of `owned` and of replicas' shares; parts of cut parameters come from their owners."""
         return self._states.saved_state()
 
     def own_part(self, index: int, state: State) -> State:
@@ -226,7 +222,7 @@ class ShardedState(OptimizerState):
         return mine
 
     def device(self) -> torch.device:
-        """With the parameters, or on the host if they are stepped there."""
+        """The parameters' device, or the host if they are stepped there."""
         accelerator, stepped = self.table.accelerator(), self._sharded.stepped
         return torch.device("cpu") if stepped.residence.is_away(accelerator) else accelerator
 
@@ -240,7 +236,7 @@ class ShardedState(OptimizerState):
         return self._states.scale()
 
     def master(self, index: int) -> Tensor | None:
-        """The master of a parameter on its owner; none for one that is cut."""
+        """The master of a parameter on its owner; None if the parameter is cut."""
         stepped = self._sharded.stepped
         return stepped.master(index) if stepped.part(index) is None else None
 
@@ -280,7 +276,7 @@ class ParallelState(OptimizerState):
         return self.optimizer._holdings.part_of(model)
 
     def statement(self, live: PartModel) -> Statement:
-        """The values that this rank holds, and the states that it has."""
+        """The values and the states that this rank holds."""
         names, groups = live.names_of(self.table), self.optimizer.param_groups
         owned = [names[index] for index in self.owned(GroupRank(0), 1)]
         texts = [options_as_text(group_options(group)) for group in groups]
@@ -292,7 +288,7 @@ class ParallelState(OptimizerState):
             member.check()
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:
-        """The parameters that members save; ranks with other parts of the model save theirs."""
+        """Parameters that members save; ranks with different parts of the model save theirs."""
         return self._numbered(member.owned(rank, world_size) for member in self._members)
 
     def kept(self) -> list[int]:

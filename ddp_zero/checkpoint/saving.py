@@ -1,6 +1,6 @@
-"""Writing a checkpoint, now or in a thread: each rank captures its share and writes it, then rank 0 makes all visible.
+"""Writing a checkpoint, now or in a thread: each rank captures and writes its share, then rank 0 publishes it.
 
-Ranks use a Gloo group of their own, so that a save in the background never mixes with the collectives of training.
+Ranks use a separate Gloo group, so that a save in the background never mixes with the collectives of training.
 """
 
 import atexit
@@ -63,7 +63,7 @@ def capture(
 ) -> Part:
     """This rank's part of a checkpoint, made of live tensors.
 
-    Every parameter is written by the rank that writes its state; parameters in no optimizer are spread over the ranks;
+    The writer of a parameter's state also writes its value; parameters in no optimizer are spread over the ranks;
     buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them.
 
     Args:
@@ -71,9 +71,9 @@ def capture(
         optimizer: the optimizer, between two steps.
         states: the states that it saves, by index.
         peers: the ranks.
-        extra: the user's own state.
-        rank_extra: the user's own state of this rank.
-        layout: what each rank writes, if ranks hold different parts of the model.
+        extra: the user's state.
+        rank_extra: the user's state of this rank.
+        layout: the writer of each value, if ranks hold different parts of the model.
         exclude_frozen: leave out parameters that do not require a gradient.
 
     Raises:
@@ -110,7 +110,7 @@ def capture(
 
 
 def _cuts(live: LiveModel, mine: set[str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each value that this rank writes a part of: the shape of the whole, and where the part begins."""
+    """For each value that this rank writes a part of: the shape of the whole, and the part's offsets."""
     if not isinstance(live, PartModel):
         return {}
     placed = {name: live.placed[name] for name in live.entries if name in mine and name in live.placed}
@@ -118,7 +118,7 @@ def _cuts(live: LiveModel, mine: set[str]) -> dict[str, tuple[tuple[int, ...], t
 
 
 def _share_of_rest(live: LiveModel, names: list[str], rank: GroupRank, world_size: int) -> list[str]:
-    """The names that this rank writes of the values in no optimizer."""
+    """This rank's share of the names of values in no optimizer."""
     taken = set(names)
     rest = {name: value for name, value in live.entries.items() if name not in taken}
     spread = {name: value for name, value in rest.items() if isinstance(value, nn.Parameter)}
@@ -152,7 +152,7 @@ def _shared(
 
 
 def sample_of_ignored(model: nn.Module, live: LiveModel) -> str:
-    """A digest of trainable parameters that DDP models leave alone: ranks may hold different ones under one name."""
+    """A digest of trainable parameters that DDP ignores: ranks may hold different ones under one name."""
     models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     reduced = {id(param) for ddp in models for _, param in reduced_parameters(ddp)}
     ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
@@ -177,25 +177,17 @@ def start_folder(peers: Peers, agreement: Agreement, root: Path, step: int | Non
 
 @dataclass(frozen=True)
 class SaveJob:
-    """The data that a rank has to write.
+    """One rank's data to write."""
 
-    Attributes:
-        folder: the hidden folder that rank 0 created.
-        step: the number under which to save.
-        keep: how many complete checkpoints to keep; None: all.
-        text: this rank's tree as text.
-        tensors: the tensors of the tree.
-    """
-
-    folder: Path
-    step: int
-    keep: int | None
-    text: str
-    tensors: list[Tensor]
+    folder: Path  # the hidden folder that rank 0 created
+    step: int  # the number under which to save
+    keep: int | None  # number of complete checkpoints to keep; None for all
+    text: str  # this rank's tree as text
+    tensors: list[Tensor]  # tensors of the tree
 
 
 def write(job: SaveJob, peers: Peers, shows_progress: bool = True) -> Path:
-    """Write this rank's part and wait for all others. A collective. Returns the folder of the complete checkpoint.
+    """Write this rank's part and wait for all ranks. A collective. Returns the folder of the complete checkpoint.
 
     Raises:
         OSError: if writing to disk fails; RuntimeError on other ranks. Earlier checkpoints are untouched.
@@ -203,6 +195,8 @@ def write(job: SaveJob, peers: Peers, shows_progress: bool = True) -> Path:
     rank, published = peers.group_rank, ""
     nbytes = sum(tensor.nbytes for tensor in job.tensors)
     try:
+        # two agreements: rank 0 may complete the checkpoint only once every rank's part is on disk, and no rank may
+        # report success before it is complete
         with Agreement(peers, "writing a checkpoint"):
             if not job.folder.is_dir():
                 raise FileNotFoundError(
@@ -210,6 +204,7 @@ def write(job: SaveJob, peers: Peers, shows_progress: bool = True) -> Path:
                     "ranks must save to one file system."
                 )
             with showing(f"saving step {job.step}", nbytes, shows_progress and rank == 0):
+                # live tensors, unless in the background: no step may change them before this returns
                 spans = write_tensors(job.folder / tensor_file_name(rank), job.tensors)
             write_text(job.folder / part_name(rank), encode_part(job.text, spans))
         with Agreement(peers, "completing a checkpoint"):
@@ -217,6 +212,7 @@ def write(job: SaveJob, peers: Peers, shows_progress: bool = True) -> Path:
                 published = _complete(job, peers.world_size).name
     except Exception:
         if rank == 0:
+            # rank 0 alone; files that a lost rank still adds are removed by the next save
             shutil.rmtree(job.folder, ignore_errors=True)
         raise
     return job.folder.parent / peers.all_gather_text(published)[0]
@@ -231,7 +227,7 @@ def _complete(job: SaveJob, world_size: int) -> Path:
 
 
 class Saving:
-    """A save that may still be under way.
+    """A save that may still be in progress.
 
     Args:
         future: resolves to the checkpoint's folder.
@@ -254,7 +250,7 @@ class Saving:
             raise RuntimeError(f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}") from error
 
     def finish(self) -> None:
-        """As `wait`, except that a failure that was already raised is not raised again."""
+        """As `wait`, except that an already raised failure is not raised again."""
         was_reported = self._is_reported
         try:
             self.wait()
@@ -269,10 +265,10 @@ class Saving:
 
 
 class Writer:
-    """Saves with the ranks of a process group, or of several along which ranks form a grid, one save at a time.
+    """Saves with the ranks of a process group, or of several whose ranks form a grid, one save at a time.
 
     Attributes:
-        peers: the ranks, on connections of their own.
+        peers: the ranks, on separate connections.
         last: the last save, or None.
     """
 
@@ -283,6 +279,7 @@ class Writer:
 
     def finish(self) -> None:
         """Wait for the current save, if any. Raises RuntimeError if it failed."""
+        # one at a time on every rank: two saves would interleave their agreements on the one control group
         if self.last is not None:
             self.last.finish()
 
@@ -290,6 +287,8 @@ class Writer:
         """Write, with ``background`` in a thread; a failure there is logged at once and raised at the next call."""
         future: Future[Path] = Future()
         if background:
+            # the thread talks to its peers on `self.peers` only, never on training's group, whose collectives go on
+            # meanwhile
             pool = ThreadPoolExecutor(1, "ddp_zero.checkpoint")
             future = pool.submit(_logged, job, self.peers)
             pool.shutdown(wait=False)  # no more work; the interpreter waits for this job before it exits
@@ -311,17 +310,19 @@ def _logged(job: SaveJob, peers: Peers) -> Path:
 
 _alone = Writer()
 _writers: "weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], ...], Writer]]"
+# weak: a writer lives as long as its process group, whose destruction ends its connections
 _writers = weakref.WeakKeyDictionary()
 atexit.register(_writers.clear)  # Gloo's threads would race with the end of the interpreter, seen as SIGABRT
 
 
 def writer_of(groups: Sequence[ProcessGroup]) -> Writer:
-    """The writer of all ranks of a grid, from this rank's group along each of its dimensions; of one process if none.
+    """The writer of all ranks of a grid, given this rank's group along each dimension; of one process if none.
 
     The first call is a collective of all ranks of the grid.
     """
     if not groups:
         return _alone
+    # kept per grid: building the control group is a collective, and ranks enter it in the same save or load
     known = _writers.setdefault(groups[0], {})
     ranks = tuple(tuple(get_process_group_ranks(group)) for group in groups)
     if ranks not in known:

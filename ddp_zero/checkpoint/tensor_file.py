@@ -1,10 +1,10 @@
-"""Writes one rank's file of tensors, and reads it in pieces; and the index that DCP's tools require next to it.
+"""Writes one rank's file of tensors and reads it in pieces; also writes the index that DCP's tools require.
 
 The file is a sequence of `torch.save` archives, one per tensor, which is the format of
 `torch.distributed.checkpoint.FileSystemWriter`, so DCP's own tools read it. That writer itself is not used: it keeps
 every tensor that it had to copy, from a GPU, until the file is complete. Reading does not unpickle: it reads the
-elements directly, at the offset recorded when they were written. DCP's index is written for its tools and never read
-here, because reading it means unpickling it.
+elements directly, at the offset recorded at writing. DCP's index is written for its tools and never read here, because
+reading it means unpickling it.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from ddp_zero.tools.record.progress import moved
 from ddp_zero.tools.record.regular_files import open_regular
 
 OBJECTS_FILE = "__0_1.distcp"
-"""The file of the values that are not tensors, each as `torch.save` writes it."""
+"""File of the values that are not tensors, each in the format of `torch.save`."""
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 4 << 20
@@ -46,15 +46,14 @@ _NAMELESS: Mapping[StoredTensor, str] = MappingProxyType({})
 
 
 def write_tensors(path: Path, tensors: Iterable[Tensor]) -> list[FileSpan]:
-    """Write dense tensors to a new file and wait until it is on disk; copies at most one at a time, if needed.
-
-    Returns:
-        The place of each tensor.
-    """
+    """Write dense tensors to a new file and wait until it is on disk. Returns the place of each tensor."""
     with path.open("xb") as file:
+        # one at a time: at most one host copy of a device tensor exists
         written = [_write(file, tensor) for tensor in tensors]
         file.flush()
+        # on disk before this rank agrees that its part is written: rank 0 then publishes the checkpoint
         os.fsync(file.fileno())
+    # offsets are read back from the archives: a change in torch's layout is an error now, not at a load
     with path.open("rb") as file:
         return [
             FileSpan(path.name, begin, length, _offset_of_elements(file, begin, length, nbytes), digest)
@@ -69,6 +68,7 @@ def _write(file: BinaryIO, tensor: Tensor) -> tuple[int, int, int, str]:
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     begin = file.tell()
     try:
+        # `torch.save` writes whole storages: a view into flat storage would write all parameters
         torch.save(_alone(plain, memory), file)
     except RuntimeError as error:  # torch reports the place in its own code, not why the write failed
         cause = error.__context__
@@ -114,7 +114,7 @@ class _Window:
 
 
 def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) -> int:
-    """The file offset of the elements that one `torch.save` wrote: the record ``data/0`` of its archive."""
+    """The file offset of the elements written by one `torch.save`: the record ``data/0`` of its archive."""
     window = _Window(file, begin, length)
     with zipfile.ZipFile(window) as archive:
         (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
@@ -133,7 +133,7 @@ def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[Store
     """Check that tensors of a checkpoint match their checksums, reading them piece by piece.
 
     Raises:
-        ValueError: naming the file, and the tensor by ``name_of``, if one is missing, cut off or damaged.
+        ValueError: naming the file, and the tensor by ``name_of``, if one is missing, truncated or damaged.
     """
     written = as_written(tensors)
     for stored in sorted(written, key=lambda stored: (stored.span.file, stored.span.offset)):
@@ -156,15 +156,14 @@ def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[Store
 
 @torch.no_grad()
 def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
-    """Read a tensor into a target of its shape, on any device; values are converted to the target's dtype.
-
-    The stored tensors of one that is cut are read one after the other, each whole.
+    """Read a tensor into a target of its shape, on any device, converting to the target's dtype.
 
     Raises:
         ValueError: as `verify`; then the target may have changed.
     """
     if isinstance(stored, CutTensor):
         for source in stored.sources:
+            # one part at a time, on the CPU: at most one is in memory beside the target
             part = read(folder, source.stored, torch.device("cpu"))
             target[source.place.slices].copy_(part[source.used.slices])
         return
@@ -173,6 +172,7 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
     flat, done = whole.view(-1), 0
     for piece in pieces(folder, stored):
         values = torch.frombuffer(piece, dtype=stored.spec.dtype)
+        # blocking, since `pieces` reuses its memory for the next piece
         flat[done : done + values.numel()].copy_(values)
         done += values.numel()
     if not is_flat:
@@ -196,10 +196,10 @@ def read(folder: Path, stored: StoredTensor, device: torch.device) -> Tensor:
 
 
 def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in pieces of whole elements, in memory that is reused; the checksum is checked at the end.
+    """The bytes of a tensor in pieces of whole elements, in reused memory; the checksum is checked at the end.
 
     Raises:
-        ValueError: naming the file, if it is missing, cut off or damaged.
+        ValueError: naming the file, if it is missing, truncated or damaged.
     """
     if isinstance(stored, CutTensor):
         whole = read(folder, stored, torch.device("cpu"))
@@ -219,7 +219,7 @@ def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
 
 
 def _read_pieces(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """Bytes of a file in pieces of at most 4 MiB, in memory that is reused; whole elements of any dtype, if all are."""
+    """Bytes of a file in pieces of at most 4 MiB, in reused memory; whole elements of any dtype, if all are."""
     left = nbytes
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, left)))
     with open_regular(path) as file:
@@ -232,6 +232,7 @@ def _read_pieces(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
             if file.readinto(piece) != len(piece):
                 raise ValueError(f"Expected {left} more bytes, got the end of {path}.")
             moved(len(piece))
+            # the caller must be done with the piece when it asks for the next one
             yield piece
             left -= len(piece)
 
@@ -245,7 +246,7 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
     """Write the index, and a file with the values that are not tensors, and wait until they are on disk.
 
     Args:
-        folder: the folder of the files of tensors.
+        folder: folder of the files of tensors.
         tree: dicts of stored tensors and plain values. A value's key in the index is its path joined by dots.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Reads checkpoints of DeepSpeed, of stages 1 and 2 and of its universal format, and writes the latter; without it.
+"""Reads DeepSpeed checkpoints of stages 1 and 2 and of the universal format, and writes the latter; without DeepSpeed.
 
-Of stages 1 and 2 there is a file of the model, and one of the optimizer for each data-parallel rank. A rank holds one
-flat tensor for each group of parameters and each state. End to end, in the order of ranks, these hold a group's
-parameters in the order of ``param_shapes``, so a parameter may begin on one rank and end on a later one. Each rank also
-tells places, in ``param_slice_mappings``: with ``round_robin_gradients`` wrong ones, as if parameters were not dealt
-out in turn, so that only the number of elements can be held against ``param_shapes``.
-In the universal format each state of each parameter is a file.
+Stages 1 and 2 have a file of the model, and one of the optimizer for each data-parallel rank. A rank holds one flat
+tensor for each group of parameters and each state. End to end, in the order of ranks, these hold a group's parameters
+in the order of ``param_shapes``, so a parameter may begin on one rank and end on a later one. Each rank also states
+places, in ``param_slice_mappings``. With ``round_robin_gradients`` they are wrong, as if parameters were not dealt out
+in turn, so that only the numbers of elements can be checked against ``param_shapes``. In the universal format each
+state of each parameter is a file.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torch import Tensor
 from ddp_zero.checkpoint.foreign.torch_file import Inert, RawTensor, Span, load
 
 VERSION = "0.19.0"
-"""DeepSpeed reads this to tell formats apart; all since 0.3.17 are alike to it."""
+"""DeepSpeed tells formats apart by this version; it treats all since 0.3.17 alike."""
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 _MODEL = re.compile(r"mp_rank_([0-9]{2})_model_states\.pt")
@@ -56,40 +56,25 @@ _OWN = {
     *("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
     *("ds_config", "ds_version", "universal_checkpoint_info"),
 }
-"""Entries that DeepSpeed itself puts next to the user's client state."""
+"""DeepSpeed's own entries next to the user's client state."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A checkpoint that a different library wrote.
+    """Another library's checkpoint."""
 
-    Attributes:
-        folder: where it is.
-        step: how many steps its job had taken.
-        digest: differs if anything in it differs.
-        model: values by name.
-        masters: fp32 values of parameters whose value in the model is less exact.
-        state: optimizer state by parameter name, each value as the plain optimizer has it.
-        groups: the optimizer's groups; ``params`` are names, and the options may be missing.
-        aliases: additional names of values, with the name under which each is.
-        buffers: names of values that are no parameters.
-        kinds: last parts of the names of optimizer classes that have such a state.
-        loss_scale: the state of a dynamic loss scale, or None.
-        extra: everything else.
-    """
-
-    folder: Path
-    step: int
-    digest: str
-    model: dict[str, Any]
-    masters: dict[str, RawTensor]
-    state: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]]
-    aliases: dict[str, str] = field(default_factory=dict)
-    buffers: list[str] = field(default_factory=list)
-    kinds: frozenset[str] = frozenset()
-    loss_scale: dict[str, float] | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    folder: Path  # its folder
+    step: int  # number of steps taken by its job
+    digest: str  # hash that differs if any value differs
+    model: dict[str, Any]  # values by name
+    masters: dict[str, RawTensor]  # fp32 values of parameters whose value in the model is less exact
+    state: dict[str, dict[str, Any]]  # optimizer state by parameter name, in the plain optimizer's form
+    groups: list[dict[str, Any]]  # the optimizer's groups, with names as ``params``; options may be missing
+    aliases: dict[str, str] = field(default_factory=dict)  # additional names of values, each with the name of the value
+    buffers: list[str] = field(default_factory=list)  # names of values that are not parameters
+    kinds: frozenset[str] = frozenset()  # unqualified names of optimizer classes that have such a state
+    loss_scale: dict[str, float] | None = None  # state of a dynamic loss scale, or None
+    extra: dict[str, Any] = field(default_factory=dict)  # everything else
 
     @property
     def trainable(self) -> list[str]:
@@ -98,7 +83,7 @@ class Foreign:
 
 
 def find(path: Path) -> Path | None:
-    """The folder of the DeepSpeed checkpoint that a path names: itself, or the one that ``latest`` in it names."""
+    """The folder of the DeepSpeed checkpoint that a path names: itself, or the one that its file ``latest`` names."""
     if not path.is_dir():
         return None
     if any(_MODEL.fullmatch(name) for name in _names(path)):
@@ -205,7 +190,7 @@ class _Reader:
             )
 
     def load(self, name: str) -> Any:
-        """The values of a file, which the digest then depends on."""
+        """The values of a file; the digest takes it in."""
         return load(self.folder, name, self._digest, _CLASSES)
 
 
@@ -234,11 +219,10 @@ class _Partitioned:
     def _places_in(
         self, place: int, shapes: Mapping[str, Sequence[int]], is_round_robin: bool, folder: Path
     ) -> list[dict[str, tuple[int, int]]]:
-        """The begin of a group's parameters in each rank's flat tensor, and the number of their elements there.
+        """For each rank, the begin and length of every parameter's elements in the rank's flat tensor of a group.
 
         Raises:
-            ValueError: if the ranks' own mappings differ, and they did not deal out parameters in turn; if elements
-                are missing.
+            ValueError: if the ranks' own mappings differ without round-robin; if elements are missing.
         """
         found, start, end, counts = list[dict[str, tuple[int, int]]](), 0, 0, Counter[str]()
         ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
@@ -266,7 +250,7 @@ class _Partitioned:
         return found
 
     def options(self) -> list[dict[str, Any]]:
-        """The options of each group; an elastic checkpoint has none."""
+        """The options of each group; empty for an elastic checkpoint."""
         base = self.common["base_optimizer_state"]
         return [_options(group) for group in base["param_groups"]] if isinstance(base, dict) else []
 
@@ -352,7 +336,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss_scale(scaler: Any) -> dict[str, float] | None:
-    """The state of a dynamic scaler under the names of `ddp_zero.DynamicLossScale`, as near as they come."""
+    """The state of a dynamic scaler in the terms of `ddp_zero.DynamicLossScale`, as near as possible."""
     if not isinstance(scaler, Inert) or scaler.name != "DynamicLossScaler":
         return None
     has = scaler.attributes
@@ -401,14 +385,14 @@ def write_universal(
     module: Mapping[str, Tensor],
     others: Mapping[str, Any],
 ) -> Path:
-    """Write a checkpoint as ``root/tag``, and its name to ``root/latest_universal`` at last.
+    """Write a checkpoint as ``root/tag``, and finally its name to ``root/latest_universal``.
 
     Args:
-        root: a folder, which exists.
-        tag: the name of the checkpoint, which must not exist.
+        root: an existing folder.
+        tag: name of the checkpoint, which must not exist.
         params: names of trainable parameters, one at a time, with ``fp32`` and states of the parameter's shape, and
             ``step`` if there is one.
-        groups: options and ``params``, names, of each group.
+        groups: options of each group, and parameter names as ``params``.
         module: values of the model by name.
         others: further entries of the model's file, such as ``global_steps``.
 

@@ -1,12 +1,12 @@
 """Reads files of `torch.save` of unknown origin: tensors as places in files, objects without their classes.
 
-Such a file is a zip archive with a pickle and the elements of each storage. A pickle is a program for a stack machine,
-two of whose instructions name a class or a function and call it, which is how a hostile file runs code. Here names
-stand for nothing but themselves: a call of a *known* name yields a value of this module, and any other name is refused
-when it comes up, called or not. Only the pickle is read; nothing is imported or called.
+Such a file is a zip archive with a pickle and the elements of each storage. A pickle is a program for a stack machine;
+two of its instructions name a class or a function and call it, which is how a hostile file runs code. Here a name is
+only a `Name`: a call of a *known* name yields a value of this module, and any other name is refused when it comes up,
+called or not. Only the pickle is read; nothing is imported or called.
 
-``torch.load(weights_only=True, mmap=True)`` with stand-ins for DeepSpeed's classes was tried instead (torch 2.13.0)
-and lost: a file of 350 bytes makes it allocate any memory (it calls ``bytearray``, and unpacks compressed pickles), it
+``torch.load(weights_only=True, mmap=True)`` with stand-ins for DeepSpeed's classes was tried instead (torch 2.13.0) and
+lost: a file of 350 bytes makes it allocate any memory (it calls ``bytearray``, and unpacks compressed pickles), it
 returns values of exponential size, follows links, waits for pipes and checks no CRC, and a file that is cut while it is
 mapped ends the process. Before torch 2.10 a file can overwrite memory (GHSA-63cw-57p8-fm3p). The cases are in
 ``tests/unit/checkpoint/foreign/test_torch_file.py``.
@@ -45,24 +45,17 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _STORAGES.value
 
 @dataclass(frozen=True)
 class Record:
-    """The elements of a storage in a file.
+    """The elements of a storage in a file."""
 
-    Attributes:
-        file: the file's name, relative to the folder of the checkpoint.
-        offset: offset of the first element, in bytes.
-        nbytes: how many bytes there are.
-        crc: their CRC-32.
-    """
-
-    file: str
-    offset: int
-    nbytes: int
-    crc: int
+    file: str  # name of the file, relative to the folder of the checkpoint
+    offset: int  # offset of the first element, in bytes
+    nbytes: int  # number of bytes
+    crc: int  # CRC-32 of those bytes
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a record that lie one after the other, from its byte ``begin`` on."""
+    """Consecutive bytes of a record, from its byte ``begin`` on."""
 
     record: Record
     begin: int
@@ -71,17 +64,11 @@ class Span:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor whose elements lie in files, in logical order, possibly in several places.
+    """A tensor whose elements lie in files, in logical order, possibly in several places."""
 
-    Attributes:
-        shape: its sizes.
-        dtype: the dtype of its elements.
-        spans: where they are, in order; together as many bytes as it has.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    spans: tuple[Span, ...]
+    shape: tuple[int, ...]  # its sizes
+    dtype: torch.dtype  # dtype of its elements
+    spans: tuple[Span, ...]  # places of its elements, in order; together as many bytes as the tensor
 
     def part(self, begin: int, count: int) -> tuple[Span, ...]:
         """The places of some elements of a tensor that lies in one place. Raises ValueError if it has fewer."""
@@ -113,10 +100,10 @@ def load(folder: Path, name: str, digest: "hashlib._Hash", classes: Mapping[tupl
     """The values of a file.
 
     Args:
-        folder: the folder of the checkpoint.
-        name: the file's name, relative to it.
-        digest: is updated with the file's contents.
-        classes: further names that may occur besides torch's, and the result of calling them; None: an `Inert`.
+        folder: folder of the checkpoint.
+        name: name of the file, relative to it.
+        digest: updated with the file's contents.
+        classes: permitted names besides torch's, and the result of calling them; None for an `Inert`.
 
     Raises:
         ValueError: if it is damaged or holds anything else.
@@ -141,10 +128,11 @@ def load(folder: Path, name: str, digest: "hashlib._Hash", classes: Mapping[tupl
 
 
 def _plain(value: Any, path: Path, size: int) -> Any:
-    """The value in new containers, without names; refuses one that is much larger than its pickle, or has a circle."""
+    """The value in new containers, without names; refuses a cyclic value or one much larger than its pickle."""
     most = left = _NODES + _NODES_PER_BYTE * size
 
     def copied(one: Any) -> Any:
+        """A copy of one node, counted against the limit."""
         nonlocal left
         left -= 1
         if left < 0:
@@ -176,7 +164,7 @@ def _plain(value: Any, path: Path, size: int) -> Any:
 
 @dataclass(frozen=True)
 class Archive:
-    """A file's pickle, which builds its values, and the elements that it refers to, by key."""
+    """A file's pickle, and the elements that it refers to, by key."""
 
     program: bytes
     storages: dict[str, Record]
@@ -185,13 +173,8 @@ class Archive:
 def open_archive(folder: Path, name: str) -> Archive:
     """Read everything but the elements of tensors.
 
-    Args:
-        folder: the folder of the checkpoint.
-        name: the file's name, relative to it.
-
     Raises:
-        ValueError: naming the file, if it is not of this form, compressed, cut off, or of a machine that stores the
-            highest byte first.
+        ValueError: naming the file, if it is not such an archive, compressed, truncated, or from a big-endian machine.
     """
     path = folder / name
     with open_regular(path) as file:
@@ -257,7 +240,7 @@ class Name:
 
 Call = Callable[..., Any]
 Known = Mapping[tuple[str, str], Call | None]
-"""The result of calling each name; None: a name that is only mentioned."""
+"""Result of calling each name; None for a name that is only mentioned."""
 
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -274,12 +257,12 @@ def interpret(program: bytes, known: Known, persistent: Call, shown: object) -> 
 
     Args:
         program: the pickle.
-        known: the names that it may use.
-        persistent: the value for an identifier of something outside the pickle, such as a storage.
-        shown: the name of its file in messages.
+        known: permitted names.
+        persistent: the value for an identifier of an object outside the pickle, such as a storage.
+        shown: name of its file in messages.
 
     Raises:
-        ValueError: for a name that is not known, or a program that is damaged or does anything else.
+        ValueError: for an unknown name, or a program that is damaged or does anything else.
     """
     machine = _Machine(known, persistent)
     try:
@@ -296,7 +279,7 @@ def interpret(program: bytes, known: Known, persistent: Call, shown: object) -> 
 
 
 class _UnknownNameError(Exception):
-    """A pickle names something that it may not."""
+    """A pickle uses a forbidden name."""
 
 
 class _Machine:
@@ -309,7 +292,7 @@ class _Machine:
         self._memory: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        """Carry out one instruction."""
+        """Execute one instruction."""
         if name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
         elif name in _LITERALS:
@@ -347,7 +330,7 @@ class _Machine:
             raise ValueError(f"a protocol {argument}")
 
     def _on_frame(self, argument: int) -> None:
-        """Only says how far to read ahead."""
+        """A hint for readers; no effect."""
 
     def _on_mark(self, _: None) -> None:
         self.stack.append(_MARK)
@@ -419,7 +402,7 @@ class _Machine:
         self.stack.append(self._persistent(*self._pop(1)))
 
 
-# What calls of torch's names yield
+# Results of calling torch's names
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> RawTensor:
