@@ -86,11 +86,12 @@ def links_of(page: Path) -> list[tuple[str, str]]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The anchors of a page's headings."""
+    """The anchors of a page: its headings, and those set by hand."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)).strip().lower() for title in titles]
-    return {re.sub(r"[\s-]+", "-", title) for title in plain} | {re.sub(r"\s", "-", title) for title in plain}
+    by_hand = set(re.findall(r'^<a id="([^"]+)"></a>$', text, re.MULTILINE))
+    return by_hand | {re.sub(run, "-", title) for run in (r"[\s-]+", r"\s") for title in plain}
 
 
 def prose_of(page: Path) -> str:

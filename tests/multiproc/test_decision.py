@@ -410,7 +410,7 @@ def _limits_and_scales_survive_a_state_dict(setup: Setup) -> None:
     for param in params:
         param.grad = torch.full_like(param, 128.0)
     opt.found_inf = torch.zeros(())  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match=r"one loss scale, got loss_scale= of the optimizer and a .*GradScaler"):
+    with pytest.raises(RuntimeError, match=r"has loss_scale= and is stepped by a torch.amp.GradScaler"):
         opt.step()
 
 
@@ -447,7 +447,7 @@ def _scales_need_an_option(setup: Setup) -> None:
     assert opt.loss_scale is None
     with pytest.raises(RuntimeError, match=r"a loss scale, got none.*loss_scale=DynamicLossScale"):
         opt.scale(torch.ones(1))
-    with pytest.raises(RuntimeError, match=r"master weights, got none.*master_weights=True"):
+    with pytest.raises(RuntimeError, match=r"no master weights.*master_weights=True"):
         opt.refresh_master_weights()
     if setup.world_size > 1:
         with pytest.raises(ValueError, match="the same step options on every rank"):
@@ -774,7 +774,7 @@ def _whoever_never_calls_step_is_warned_where_it_is_needed(setup: Setup) -> None
     ddp, opt = one_line(build_model(), max_grad_norm=1.0)
     backward(setup, ddp, 0)
     ddp.zero_grad()
-    with pytest.warns(UserWarning, match=r"Expected opt.step\(\), for which the step waits \(max_grad_norm"):
+    with pytest.warns(UserWarning, match=r"The step waits for opt.step\(\) \(max_grad_norm"):
         backward(setup, ddp, 1)
     opt.step()
     opt.zero_grad()
@@ -837,7 +837,7 @@ def _an_option_of_the_inner_optimizer_is_not_ours(setup: Setup) -> None:
     twins.train(setup, 3)
     assert twins.opt.last_step is not None
     assert twins.opt.last_step.clip_coefficient is None
-    with pytest.raises(ValueError, match=r"max_grad_norm to be an option of ddp_zero alone, got _HasOwnLimit"):
+    with pytest.raises(ValueError, match=r"max_grad_norm is an option of ddp_zero and of _HasOwnLimit"):
         ZeroRedundancyOptimizer(build_model().parameters(), _HasOwnLimit, max_grad_norm=0.1)
 
 
@@ -1055,7 +1055,7 @@ def _a_scaler_under_join_is_told(setup: Setup) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         with Join([twins.model, twins.opt]):
             backward(setup, twins.model, 0, scaler.scale)
-            with pytest.raises(RuntimeError, match=r"no torch.amp.GradScaler under Join"):
+            with pytest.raises(RuntimeError, match=r"Join does not support torch.amp.GradScaler"):
                 scaler.step(twins.opt)
             twins.opt.zero_grad()
 
@@ -1066,7 +1066,9 @@ def _clipping_by_a_call_under_join_is_told(setup: Setup) -> None:
         twins = build_overlapped_twins(ADAMW, overlap=False)
     with Join([twins.model, twins.opt]):
         backward(setup, twins.model, 0)
-        with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) under Join with stage=2.*max_grad_norm="):
+        with pytest.raises(
+            RuntimeError, match=r"Join does not support opt.clip_grad_norm_\(\) with stage=2.*max_grad_norm="
+        ):
             twins.opt.clip_grad_norm_(1.0)
         twins.opt.step()
 

@@ -497,7 +497,7 @@ def _arguments_are_refused_in_the_users_terms(setup: Setup) -> None:
             zero([("a", params[0]), ("rows", rows)], AdamW),
         ),
         (ValueError, r"parameter 0, which is a nested tensor", zero([nested], AdamW)),
-        (ValueError, r"parameter 0, of a lazy module .*Run the model once", zero([lazy], AdamW)),
+        (ValueError, r"parameter 0, which belongs to a lazy module .*Run the model once", zero([lazy], AdamW)),
         (TypeError, r"got 'max_grad_nrom'. Did you mean 'max_grad_norm'\?", shard(max_grad_nrom=1.0)),
         (TypeError, r"got 'overlapp'. Did you mean 'overlap'\?", shard(overlapp=True)),
         (TypeError, r"got 'max_grad_nrom'. Did you mean 'max_grad_norm'\?", zero(params, AdamW, max_grad_nrom=1.0)),

@@ -150,7 +150,7 @@ def _what_ddp_does_not_reduce_is_not_taken_for_an_average(setup: Setup) -> None:
         both.train(setup, 3)
         both.module.get_parameter("1.weight").requires_grad_(True)
         both.opt.zero_grad()
-        both.refuses(setup, r"Expected averaged gradients, got this rank's own for .*: DDP does not reduce it")
+        both.refuses(setup, r"Expected averaged gradients, got this rank's own gradient of .*: DDP does not reduce it")
         del both
 
 
@@ -168,7 +168,7 @@ def _what_ddp_reduces_for_another_optimizer_is_not_counted(setup: Setup) -> None
         both.opt = ZeroRedundancyOptimizer(middle(both.module), AdamW, **both.zero_options, lr=0.1)
         both.register()
         both.module.get_parameter("1.weight").requires_grad_(True)
-        both.refuses(setup, r"Expected averaged gradients, got this rank's own for .*: DDP does not reduce it")
+        both.refuses(setup, r"Expected averaged gradients, got this rank's own gradient of .*: DDP does not reduce it")
         del both
 
 

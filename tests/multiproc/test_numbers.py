@@ -439,7 +439,7 @@ def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
             opt.step()
             assert_equal_models(plain_model, ddp, f"{mode}, step {step}")
         if "stage" not in mode:
-            with pytest.raises(RuntimeError, match="Expected no averaged gradients at a backward pass under"):
+            with pytest.raises(RuntimeError, match="would add this rank's own gradient"):
                 _add_own_to_averages(ddp, opt, next(micro_batches(setup.rank, 1, 2)))
 
 
@@ -455,7 +455,7 @@ def _needs_a_hook(setup: Setup) -> None:
     params = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
     opt = ZeroRedundancyOptimizer(params, torch.optim.SGD, accumulate_in_fp32=True, lr=0.1)
     params[0].grad = torch.ones_like(params[0])
-    with pytest.raises(RuntimeError, match=r"communication hook with .*accumulate_in_fp32=True, got none"):
+    with pytest.raises(RuntimeError, match=r"no communication hook, which .*accumulate_in_fp32=True need"):
         opt.step()
 
 

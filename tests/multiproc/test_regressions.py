@@ -111,7 +111,7 @@ def _a_memory_format_that_moves_gradients_out_of_the_buckets_is_refused_before_a
             opt.zero_grad()
             if step == 4 and options.get("stage") != 2:
                 before = [param.detach().clone() for param in ddp.parameters()]
-                with pytest.raises(RuntimeError, match=r"Expected the gradient of .*0.weight.* in DDP's bucket, got"):
+                with pytest.raises(RuntimeError, match=r"Expected the gradient of .*0.weight.* in DDP's bucket, found"):
                     ddp(x).square().mean().backward()
                 for value, param in zip(before, ddp.parameters(), strict=True):
                     assert_identical(value, param.detach(), f"{options}")

@@ -517,12 +517,15 @@ def _a_missing_zero_grad_is_told(setup: Setup) -> None:
     twins = build_overlapped_twins(ADAMW)
     twins.train(setup, 3)
     inputs, targets = next(batches(setup.rank, 1))
-    with pytest.raises(RuntimeError, match=r"Expected opt.step\(\) and opt.zero_grad\(\) before.*opt.accumulate\(\)"):
+    with pytest.raises(RuntimeError, match=r"was not set to None before the next backward pass.*opt.accumulate\(\)"):
         loss_of(twins.model, inputs, targets).backward()
 
     waiting = build_overlapped_twins(ADAMW, overlap=False)
     waiting.train(setup, 3)
-    with waiting.model.no_sync(), pytest.raises(RuntimeError, match=r"no averaged gradients.*no_sync"):
+    with (
+        waiting.model.no_sync(),
+        pytest.raises(RuntimeError, match=r"under ddp.no_sync\(\) would add this rank's own.*to an averaged one"),
+    ):
         loss_of(waiting.model, inputs, targets).backward()
 
 
@@ -923,9 +926,7 @@ def _gradients_kept_under_join(setup: Setup) -> str:
 def test_gradients_kept_under_join_are_told() -> None:
     outcomes = run_ranks_to_end(_gradients_kept_under_join, 2, group_timeout=5, timeout=60)
     messages = [str(outcome.result or outcome.error) for outcome in outcomes]
-    assert any("Expected zero_grad() before every backward pass under Join with stage=2" in m for m in messages), (
-        messages
-    )
+    assert any("Under Join, stage=2 cannot accumulate averaged gradients" in m for m in messages), messages
 
 
 @case(2)
@@ -937,7 +938,7 @@ def _local_gradients_on_top_of_averages_are_told(setup: Setup) -> None:
     data = list(batches(setup.rank, 3, seed=4))
     loss_of(twins.model, *data[0]).backward()
     loss_of(twins.model.module, *data[1]).backward()
-    with pytest.raises(RuntimeError, match=r"after a backward pass that DDP does not reduce.*Add what it computes"):
+    with pytest.raises(RuntimeError, match=r"mixes a local backward pass.*add the local loss"):
         loss_of(twins.model, *data[2]).backward()
 
 
@@ -952,7 +953,9 @@ def _an_interrupted_pass_is_told_at_the_step(setup: Setup) -> None:
     hidden.register_hook(_blow)
     with pytest.raises(ValueError, match="the fuse"):
         twins.model.module(hidden.clone()).sum().backward()
-    with pytest.raises(RuntimeError, match=r"interrupted backward pass has taken out.*opt.zero_grad\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"interrupted backward pass has taken averaged gradients.*opt.zero_grad\(\)"
+    ):
         twins.opt.step()
     twins.zero_grad()
     twins.train(setup, 2, seed=2)
@@ -1078,14 +1081,14 @@ def _misuse_is_told(setup: Setup) -> None:
     with pytest.raises(ValueError, match=r"Expected gradient_as_bucket_view=True with stage=2, got False.*Wrap"):
         shard_optimizer(DistributedDataParallel(build_model()), torch.optim.SGD, stage=2, lr=0.1)
     for wrapped in (allreduce_hook, bf16_compress_hook):
-        with pytest.raises(ValueError, match=r"no communication hook to wrap with stage=2.*grad_comm_dtype"):
+        with pytest.raises(ValueError, match=r"stage=2 .* cannot wrap a communication hook.*grad_comm_dtype"):
             shard_optimizer(ddp, torch.optim.SGD, stage=2, hook=wrapped, lr=0.1)
     half = ZeroRedundancyOptimizer(list(ddp.parameters())[:4], torch.optim.SGD, stage=2, lr=0.1)
     with pytest.raises(ValueError, match=r"every parameter that DDP reduces.*got '3.weight' elsewhere, 6 in all"):
         hook_with_zero_step(None, ddp, half)
     with pytest.raises(ValueError, match="Expected stage 1 or 2, got 3"):
         shard_optimizer(ddp, torch.optim.SGD, stage=3, lr=0.1)
-    with pytest.raises(ValueError, match="with stage=2 only"):
+    with pytest.raises(ValueError, match="need stage=2"):
         shard_optimizer(ddp, torch.optim.SGD, grad_comm_dtype=torch.bfloat16, lr=0.1)
     with pytest.raises(TypeError, match="grad_comm_dtype to be a floating dtype"):
         shard_optimizer(ddp, torch.optim.SGD, stage=2, grad_comm_dtype=torch.int8, lr=0.1)
@@ -1098,7 +1101,9 @@ def _misuse_is_told(setup: Setup) -> None:
         shard_optimizer(ddp, torch.optim.SGD, stage=2, grad_comm_dtype=torch.float8_e4m3fn, lr=0.1)
     for stage in (1, 2):
         complex_model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64)) for _ in range(2)])
-        with pytest.raises(NotImplementedError, match=r"Expected real parameters.*complex64.*overlap_with_ddp=False"):
+        with pytest.raises(
+            NotImplementedError, match=r"does not support complex parameters.*complex64.*overlap_with_ddp=False"
+        ):
             shard_optimizer(DistributedDataParallel(complex_model, **views), torch.optim.SGD, stage=stage, lr=0.1)
     sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), **views)
     shard_optimizer(sparse, torch.optim.SGD, stage=2, lr=0.1)

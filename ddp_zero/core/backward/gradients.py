@@ -276,7 +276,8 @@ class MemoryFormats:
         return (
             f"Expected {name} with strides {list(before)}, by which DDP has laid out its buckets, got {list(now)}, as "
             "after model.to(memory_format=...): DDP would mix up the elements of its gradient. Build "
-            "DistributedDataParallel with gradient_as_bucket_view=True, or change memory formats before it is built."
+            "DistributedDataParallel with gradient_as_bucket_view=True, or change memory formats before it is built. "
+            "[ZERO-321]"
         )
 
 
@@ -307,10 +308,10 @@ class PublishedViews:
         for index, view, address in self._views:
             if view.data_ptr() != address:
                 return (
-                    f"Expected the gradient of {self._table.label(index)} in DDP's bucket, got it in other memory, as "
-                    "after model.to(memory_format=...) while there were gradients: DDP would average what is left in "
-                    "the bucket. Call opt.zero_grad() before model.to(...). To go on now, wrap the model again, and "
-                    "call opt.reset() and opt.attach(model)."
+                    f"Expected the gradient of {self._table.label(index)} in DDP's bucket, found it in other memory, "
+                    "as after model.to(memory_format=...) while there were gradients: DDP would average stale values "
+                    "of the bucket. Call opt.zero_grad() before model.to(...). To go on now, wrap the model again, "
+                    "and call opt.reset() and opt.attach(model). [ZERO-321]"
                 )
         return None
 
@@ -363,9 +364,9 @@ def check_finalized(sharded: ShardedStep, passes: ForwardPasses) -> None:
         where = sharded.comm.name(sharded.comm.group_rank)
         check_none_unused(ddp, sharded.table, (), where)
         raise RuntimeError(
-            f"Expected averaged gradients, got a backward pass that DDP has not ended ({where}): a parameter has got "
-            "no gradient, or an exception has interrupted the pass. If a parameter is not used, wrap the model with "
-            "find_unused_parameters=True, or freeze the parameter before wrapping it."
+            f"Gradients were not averaged: DDP has not ended the last backward pass ({where}), because a parameter has "
+            "got no gradient or an exception interrupted the pass. If a parameter is not used, wrap the model with "
+            "find_unused_parameters=True, or freeze the parameter before wrapping it. [ZERO-301]"
         )
 
 
@@ -397,6 +398,6 @@ def _check_same(sharded: ShardedStep, indices: Sequence[int], why: str) -> None:
     wrong = next((index for index, *marks in zip(indices, *every, strict=True) if len(set(marks)) > 1), None)
     if wrong is not None:
         raise RuntimeError(
-            f"Expected averaged gradients, got this rank's own for {table.label(wrong)} "
-            f"({comm.name(comm.group_rank)}): {why}"
+            f"Expected averaged gradients, got this rank's own gradient of {table.label(wrong)} "
+            f"({comm.name(comm.group_rank)}): {why} [ZERO-302]"
         )

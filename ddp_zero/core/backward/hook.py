@@ -198,9 +198,9 @@ class OverlapHook:
         """Check that no step was taken inside backward that ``opt.step()`` must still join."""
         if self.machine.phase is Phase.STEPPED and self.machine.user_calls_step:
             raise RuntimeError(
-                f"Expected {what} before backward() or after opt.step(), got it between them ({self.machine.where}): "
-                "the step was taken inside backward, before it instead of after it. Move it, or build the optimizer "
-                "with overlap_with_ddp=False."
+                f"{what} between backward() and opt.step() comes too late ({self.machine.where}): the optimizer step "
+                "was taken inside backward. Do it before backward() or after opt.step(), or build the optimizer with "
+                "overlap_with_ddp=False. [ZERO-303]"
             )
 
     def has_only_local(self) -> bool:
@@ -254,8 +254,9 @@ class OverlapHook:
         """At ``opt.step()``: check that no interrupted backward pass has left gradients out of ``param.grad``."""
         if self.gradients.held():
             raise RuntimeError(
-                f"Expected all averaged gradients in param.grad at opt.step(), got some that an interrupted backward "
-                f"pass has taken out ({self.machine.where}). Call opt.zero_grad(), or opt.reset() and start anew."
+                "An interrupted backward pass has taken averaged gradients out of param.grad, so opt.step() cannot "
+                f"use them ({self.machine.where}). Call opt.zero_grad(), or opt.reset() and start the iteration again. "
+                "[ZERO-308]"
             )
 
     def drop_carried(self) -> None:
@@ -282,14 +283,14 @@ class OverlapHook:
         adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
         if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
             warnings.warn(
-                f"Expected opt.step(), for which the step waits ({self._why_wait()}), before the second backward "
-                "pass, got none. To add up gradients, use opt.accumulate() or ddp.no_sync().",
+                f"The step waits for opt.step() ({self._why_wait()}), which was not called before the second backward "
+                "pass. To accumulate gradients, use opt.accumulate() or ddp.no_sync(). [ZERO-305]",
                 stacklevel=2,
             )
         if self.step_is_due and not adds_up:
             raise RuntimeError(
-                "Expected opt.step(), or a forward pass of the DDP model, before the second backward pass, got neither "
-                f"({self.machine.where}): the first step of all is due. Call opt.step() after backward()."
+                "A second backward pass began before opt.step() or a forward pass of the DDP model, either of which "
+                f"takes the first step of training ({self.machine.where}). Call opt.step() after backward(). [ZERO-305]"
             )
         self._iteration = _Iteration()
         self.step_is_due = False
@@ -300,8 +301,8 @@ class OverlapHook:
         self._sharded.refresh(not self._joins(), held=self.gradients.held())
         if self._joins() and self.gradients.held():
             raise RuntimeError(
-                "Expected zero_grad() before every backward pass under Join with stage=2, got averaged gradients of an "
-                f"earlier one ({self.machine.where}): a rank that has joined cannot add to its own."
+                "Under Join, stage=2 cannot accumulate averaged gradients: a rank that has joined cannot add to its "
+                f"own ({self.machine.where}). Call opt.zero_grad() before every backward pass. [ZERO-408]"
             )
 
     def _matches_plan(self, index: int, params: list[Tensor], is_last: bool) -> bool:
@@ -464,8 +465,8 @@ class OverlapHook:
         ddp = self._ddp_reference()
         if ddp is None:
             raise RuntimeError(
-                "Expected the DDP model that the optimizer's hook was built for, got gradients after that model was "
-                f"dropped ({self.machine.where}): was the module wrapped again? {admission.WRAPPED_AGAIN}"
+                "The optimizer's hook received gradients after the DDP model that it was built for was dropped "
+                f"({self.machine.where}). If the module was wrapped again: {admission.WRAPPED_AGAIN} [ZERO-208]"
             )
         return ddp
 

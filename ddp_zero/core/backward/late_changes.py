@@ -139,9 +139,8 @@ class LateChanges:
             late = self._changed_tensor() or self._changed_value()
         if late is not None:
             raise RuntimeError(
-                f"Expected opt.step() in a loop that changes {late} after backward(), got the next forward pass "
-                f"without it ({self._where}): the change would come before the step instead of after it. Call "
-                "opt.step() in the loop."
+                f"This loop changes {late} after backward() and does not call opt.step() ({self._where}): the change "
+                "would come before the step instead of after it. Call opt.step() in the loop. [ZERO-304]"
             )
 
     @contextmanager
@@ -253,8 +252,8 @@ class LateChanges:
 
     def _too_late(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"Expected no change between backward() and opt.step(), since the step was taken inside backward, got one "
-            f"of {what} ({self._where}). In a plain loop this step would use it. {_REMEDY}"
+            "The step was taken inside backward, before a change between backward() and opt.step(): of "
+            f"{what} ({self._where}). In a plain loop this step would use the change. {_REMEDY} [ZERO-304]"
         )
 
 

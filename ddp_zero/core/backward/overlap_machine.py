@@ -213,7 +213,7 @@ class OverlapMachine:
 
     def __init__(self, lag: int | None, where: str) -> None:
         if lag is not None and lag < 1:
-            raise ValueError(f"Expected a lag of at least 1 bucket, or None, got {lag}.")
+            raise ValueError(f"Expected a lag of at least 1 bucket, or None, got {lag}. [ZERO-199]")
         self.phase = Phase.REST
         self.status = OverlapStatus.UNINITIALIZED
         self._lag = lag
@@ -237,8 +237,8 @@ class OverlapMachine:
             turn = {Phase.RUNNING: f"bucket {self._arrived}", Phase.REDUCED: "the end of backward"}
             expected = turn.get(self.phase, "bucket 0")
             raise RuntimeError(
-                f"Expected {expected} next, got bucket {bucket} ({self.where}, phase {self.phase.name}). If a "
-                "backward pass was interrupted, call opt.reset()."
+                f"Expected {expected} next, got bucket {bucket} ({self.where}, phase {self.phase.name}). If a backward "
+                "pass was interrupted, call opt.reset(). [ZERO-308]"
             )
         self._arrived += 1
         self._matches &= matches_plan
@@ -280,9 +280,9 @@ class OverlapMachine:
         self.user_calls_step = True
         if backwards > 1:
             raise RuntimeError(
-                f"Expected opt.step() after every backward pass or never, got it after {backwards} that have already "
-                f"stepped ({self.where}). Call it always or never; to accumulate gradients, run all but the last "
-                "backward pass under ddp.no_sync()."
+                f"opt.step() was called once for {backwards} backward passes that had already stepped ({self.where}). "
+                "Call it after every backward pass or never; to accumulate gradients, run all but the last backward "
+                "pass under ddp.no_sync(). [ZERO-306]"
             )
 
     def step_shadowed(self) -> None:
@@ -307,9 +307,9 @@ class OverlapMachine:
     def _start(self, regime: Regime) -> None:
         if self.phase is Phase.STEPPED and self.user_calls_step:
             raise RuntimeError(
-                f"Expected opt.step() before the next backward pass, got a second one ({self.where}); the first has "
-                "updated the parameters. To accumulate gradients, run all but the last under ddp.no_sync(); to get "
-                "gradients through this model without updating it, do the same or freeze it meanwhile."
+                f"A second backward pass began before opt.step() ({self.where}); the first has already updated the "
+                "parameters. To accumulate gradients, run all but the last backward pass under ddp.no_sync(); to get "
+                "gradients through this model without updating it, do the same or freeze it meanwhile. [ZERO-307]"
             )
         self._clear()
         self._regime = regime
@@ -335,7 +335,7 @@ class OverlapMachine:
     def _change_status(self, status: OverlapStatus) -> None:
         if (self.status, status) not in _STATUS_CHANGES:
             raise RuntimeError(
-                f"Expected a legal change of status, got {self.status.name} to {status.name} ({self.where})."
+                f"Expected a legal change of status, got {self.status.name} to {status.name} ({self.where}). [ZERO-199]"
             )
         self.status = status
 
@@ -358,4 +358,5 @@ class OverlapMachine:
                 if self.phase is Phase.REST
                 else "If a backward pass was interrupted, call opt.reset()."
             )
+            + " [ZERO-308]"
         )

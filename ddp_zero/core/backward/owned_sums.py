@@ -45,16 +45,17 @@ class ReduceOptions:
     def __post_init__(self) -> None:
         if self.comm_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise TypeError(
-                f"Expected grad_comm_dtype to be a floating dtype of at least 16 bits or None, got {self.comm_dtype!r}."
+                "Expected grad_comm_dtype to be a floating dtype of at least 16 bits or None, got "
+                f"{self.comm_dtype!r}. [ZERO-103]"
             )
         if self.predivide_factor is None:
             return
         if isinstance(self.predivide_factor, bool) or not isinstance(self.predivide_factor, int | float):
             raise TypeError(
-                f"Expected gradient_predivide_factor to be a number or None, got {self.predivide_factor!r}."
+                f"Expected gradient_predivide_factor to be a number or None, got {self.predivide_factor!r}. [ZERO-103]"
             )
         if not self.predivide_factor > 0:
-            raise ValueError(f"Expected gradient_predivide_factor above 0, got {self.predivide_factor!r}.")
+            raise ValueError(f"Expected gradient_predivide_factor above 0, got {self.predivide_factor!r}. [ZERO-103]")
 
 
 def options_of_stage(
@@ -62,15 +63,15 @@ def options_of_stage(
 ) -> ReduceOptions | None:
     """How gradients travel in a stage; None in stage 1, where DDP reduces them."""
     if type(stage) is not int:
-        raise TypeError(f"Expected stage to be the int 1 or 2, got {stage!r}.")
+        raise TypeError(f"Expected stage to be the int 1 or 2, got {stage!r}. [ZERO-103]")
     if stage not in (1, 2):
-        raise ValueError(f"Expected stage 1 or 2, got {stage!r}.")
+        raise ValueError(f"Expected stage 1 or 2, got {stage!r}. [ZERO-103]")
     if stage == 2:
         return ReduceOptions(comm_dtype, predivide_factor)
     if comm_dtype is not None or predivide_factor is not None:
         raise ValueError(
-            f"Expected grad_comm_dtype and gradient_predivide_factor with stage=2 only, got {comm_dtype!r} and "
-            f"{predivide_factor!r} with stage=1. Wrap a hook such as bf16_compress_hook instead."
+            f"grad_comm_dtype and gradient_predivide_factor need stage=2, got {comm_dtype!r} and {predivide_factor!r} "
+            "with stage=1. In stage 1 wrap a hook such as bf16_compress_hook instead. [ZERO-105]"
         )
     return None
 
@@ -528,9 +529,9 @@ class BucketMemory:
         for param in layout.windows:
             if param.grad is not None and param.numel() and views.is_captured(param):
                 raise RuntimeError(
-                    f"Expected backward() outside ddp.no_sync() where forward was, got a gradient of "
-                    f"{table.label(table.index_of[param])} in memory that was not prepared "
-                    f"({self._workshop.where}). Run forward and backward in the same context."
+                    f"The gradient of {table.label(table.index_of[param])} is in memory that was not prepared "
+                    f"({self._workshop.where}), as after a forward pass inside ddp.no_sync() and a backward pass "
+                    "outside. Run forward and backward in the same context. [ZERO-407]"
                 )
 
     def _move(self, layout: ScratchLayout, scratch: Tensor) -> None:

@@ -25,8 +25,8 @@ def check_can_sync(sync: str, as_views: bool) -> None:
     """Check that ``sync="forward"`` has flat storage, in which parameters can arrive after the step."""
     if sync == "forward" and not as_views:
         raise ValueError(
-            "Expected parameters_as_bucket_view=True with sync='forward', got False: parameters in flight would need "
-            "copies of all of them. Pass parameters_as_bucket_view=True, or sync='step'."
+            "sync='forward' needs parameters_as_bucket_view=True, got False: parameters in flight would need copies "
+            "of all of them. Pass parameters_as_bucket_view=True, or sync='step'. [ZERO-105]"
         )
 
 
@@ -34,13 +34,13 @@ def check_has_no_hook(takes_hook: bool, has_hook: bool, may_be_replaced: bool) -
     """Check that an optimizer can be given a hook."""
     if not takes_hook:
         raise ValueError(
-            "Expected an optimizer built with overlap_with_ddp=True, stage=2 or accumulate_in_fp32=True, got one that "
-            "steps in step()."
+            "This optimizer steps in step() and takes no communication hook. Build it with overlap_with_ddp=True, "
+            "stage=2 or accumulate_in_fp32=True, or do not attach it. [ZERO-204]"
         )
     if has_hook and not may_be_replaced:
         raise ValueError(
-            "Expected an optimizer without a hook, got one that has one. Build one hook per optimizer. Was the module "
-            f"wrapped again? {WRAPPED_AGAIN}"
+            "This optimizer already has a communication hook. Build one hook per optimizer. If the module was wrapped "
+            f"again: {WRAPPED_AGAIN} [ZERO-205]"
         )
 
 
@@ -48,8 +48,8 @@ def check_is_free(ddp: DistributedDataParallel) -> None:
     """Check that a hook can be registered on a model."""
     if has_hook(ddp):
         raise ValueError(
-            "Expected a DDP model without a communication hook, got one that has one. DDP takes one hook: pass a "
-            "reduction of your own as hook=, instead of registering it, or wrap the model again."
+            "This DDP model already has a communication hook, and DDP takes only one. Pass a reduction of your own as "
+            "hook=, instead of registering it, or wrap the model again. [ZERO-206]"
         )
 
 
@@ -62,22 +62,26 @@ def check_model(ddp: DistributedDataParallel, sharded: ShardedStep) -> None:
         ValueError: if optimizer and model have no parameter in common, or are on different ranks.
     """
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}.")
+        raise TypeError(f"Expected a DistributedDataParallel model, got {type(ddp).__name__}. [ZERO-201]")
     check_finalizes(ddp)
     check_keeps_parameters(ddp, "a communication hook")
     complex_params = [index for param, index in sharded.table.index_of.items() if param.is_complex()]
     if complex_params:
         raise NotImplementedError(
-            f"Expected real parameters, got {sharded.table.label(complex_params[0])} of dtype "
-            f"{sharded.table.params[complex_params[0]].dtype}: DDP hands hooks real views of complex buckets. Build "
-            "the optimizer with overlap_with_ddp=False and stage=1."
+            "A communication hook does not support complex parameters such as "
+            f"{sharded.table.label(complex_params[0])} of dtype {sharded.table.params[complex_params[0]].dtype}: DDP "
+            "hands hooks real views of complex buckets. Build the optimizer with overlap_with_ddp=False and stage=1. "
+            "[ZERO-213]"
         )
     if not any(param in sharded.table.index_of for param in ddp.parameters()):
-        raise ValueError("Expected an optimizer over the parameters of this DDP model, got none in common.")
+        raise ValueError(
+            "This optimizer has none of the parameters of this DDP model. Pass the parameters of the model that you "
+            "attach. [ZERO-208]"
+        )
     if not sharded.everyone.has_same_ranks(ddp.process_group):
         raise ValueError(
             "Expected the optimizer and the DDP model on the same ranks, got different process groups. Pass "
-            "process_group=ddp.process_group to the optimizer."
+            "process_group=ddp.process_group to the optimizer. [ZERO-207]"
         )
 
 
@@ -90,10 +94,9 @@ def check_keeps_parameters(ddp: DistributedDataParallel, need: str | None) -> No
     """
     if need is not None and (names := localized_parameters(ddp)):
         raise NotImplementedError(
-            f"{need}: expected parameters that are whole and stay in their modules, got {names[0]!r}, a distributed "
-            "tensor that DDP(model, device_mesh=...) takes out of the model. Pass the model without DDP, as in "
-            "shard_optimizer(model, ..., mesh=mesh, data_parallel_dim=...), or set overlap=False in stage 1 and do "
-            "not clip."
+            f"Distributed tensors such as {names[0]!r}, which DDP(model, device_mesh=...) takes out of the model, do "
+            f"not work with {need}. Pass the model without DDP, as in shard_optimizer(model, ..., mesh=mesh, "
+            "data_parallel_dim=...), or set overlap=False in stage 1 and do not clip. [ZERO-214]"
         )
 
 
@@ -101,9 +104,9 @@ def check_finalizes(ddp: DistributedDataParallel) -> None:
     """Check that DDP publishes gradients at the end of each backward pass, after which the hook acts."""
     if is_finalized_by_hand(ddp):
         raise NotImplementedError(
-            "Expected DDP to finalize each backward pass, got a model with require_manual_backward_finalization=True: "
-            "steps inside backward and stage 2 rely on gradients being in place when backward() returns. Set it to "
-            "False, or build the optimizer with overlap_with_ddp=False and stage=1."
+            "A communication hook does not support require_manual_backward_finalization=True: steps inside backward "
+            "and stage 2 rely on gradients being in place when backward() returns. Set it to False, or build the "
+            "optimizer with overlap_with_ddp=False and stage=1. [ZERO-215]"
         )
 
 
@@ -111,19 +114,20 @@ def check_can_partition(ddp: DistributedDataParallel, table: ParameterTable, wra
     """Check that stage 2 can take over the gradients of a model."""
     if wrapped is not None:
         raise ValueError(
-            "Expected no communication hook to wrap with stage=2, which has a reduction of its own, got one. Pass "
-            "None; to compress gradients, build the optimizer with grad_comm_dtype=torch.bfloat16 or torch.float16."
+            "stage=2 has a reduction of its own and cannot wrap a communication hook. Pass None; to compress "
+            "gradients, build the optimizer with grad_comm_dtype=torch.bfloat16 or torch.float16. [ZERO-211]"
         )
     if not gradients_are_views(ddp):
         raise ValueError(
             "Expected gradient_as_bucket_view=True with stage=2, got False: every rank would keep all gradients next "
-            "to DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True)."
+            "to DDP's buckets. Wrap the model with DistributedDataParallel(..., gradient_as_bucket_view=True). "
+            "[ZERO-210]"
         )
     foreign = [name for name, param in reduced_parameters(ddp) if param not in table.index_of]
     if foreign:
         raise ValueError(
-            f"Expected every parameter that DDP reduces in the optimizer with stage=2, got {foreign[0]!r} elsewhere, "
-            f"{len(foreign)} in all. Add it to the optimizer, freeze it before wrapping the model, or use stage=1."
+            f"stage=2 needs every parameter that DDP reduces in the optimizer; {foreign[0]!r} is not, {len(foreign)} "
+            "in all. Add it to the optimizer, freeze it before wrapping the model, or use stage=1. [ZERO-212]"
         )
 
 
@@ -132,9 +136,8 @@ def check_bucket_of(ddp: DistributedDataParallel, params: list[Tensor]) -> None:
     own = set(ddp.parameters())
     if any(param not in own for param in params):
         raise RuntimeError(
-            "Expected the hook to be registered on the DDP model that it was built for, got a bucket with "
-            "parameters of a different one. Pass the same model to hook_with_zero_step() and call its "
-            "register_comm_hook()."
+            "The hook received a bucket with parameters of a different DDP model than it was built for. Pass the same "
+            "model to hook_with_zero_step() and call its register_comm_hook(). [ZERO-208]"
         )
 
 
@@ -146,10 +149,10 @@ def check_none_unused(
     unused = [param for param, has_grad in grads.items() if not has_grad and param not in arrived]
     if unused and any(grads.values()) and not finds_unused(ddp):
         raise RuntimeError(
-            f"Expected a gradient for every parameter that DDP reduces, got none for "
-            f"{table.label(table.index_of[unused[0]])}, {len(unused)} in all ({where}): DDP waits for it and has not "
-            "averaged its bucket. If an exception has interrupted backward, call opt.reset(). If the parameter is not "
-            "used, wrap the model with find_unused_parameters=True, or freeze the parameter before wrapping it."
+            f"No gradient for {table.label(table.index_of[unused[0]])}, {len(unused)} parameters in all ({where}): DDP "
+            "waits for it and has not averaged its bucket. If an exception has interrupted backward, call "
+            "opt.reset(). If the parameter is not used, wrap the model with find_unused_parameters=True, or freeze "
+            "the parameter before wrapping it. [ZERO-301]"
         )
 
 
@@ -157,8 +160,8 @@ def sparse_gradient(table: ParameterTable, params: list[Tensor]) -> NotImplement
     """The error for a bucket with a sparse gradient."""
     names = [table.label(table.index_of[param]) for param in params if param in table.index_of]
     return NotImplementedError(
-        f"Expected dense gradients, got a sparse one for {', '.join(names) or 'a parameter of another optimizer'}. "
-        "Build the layer with sparse=False."
+        f"Expected dense gradients, got a sparse gradient of {', '.join(names) or 'a parameter of another optimizer'}. "
+        "Build the layer with sparse=False. [ZERO-110]"
     )
 
 

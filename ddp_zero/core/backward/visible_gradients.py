@@ -128,9 +128,9 @@ class VisibleGradients:
             grad.data.copy_(exact)  # counts no version: it is no change of the user's
         elif sum_changed or not (grad_changed or rounds_to(exact, grad)):  # a NaN differs from itself
             raise RuntimeError(
-                "Expected a gradient to be changed either in what opt.owned_gradients() returns or in param.grad, got "
-                f"both, or a change through .data, of a gradient of shape {list(grad.shape)} ({self._workshop.where}). "
-                "Change what opt.owned_gradients() returns, in place."
+                f"A gradient of shape {list(grad.shape)} was changed both in param.grad and in the result of "
+                f"opt.owned_gradients(), or through .data ({self._workshop.where}). Change the result of "
+                "opt.owned_gradients() in place, and nothing else. [ZERO-406]"
             )
         return bool(sum_changed)
 
@@ -243,23 +243,23 @@ class VisibleGradients:
         name = self._sharded.table.label(index)
         if isinstance(grad, AbsentGradient) and grad.consumed:
             raise RuntimeError(
-                f"Expected opt.step() and opt.zero_grad() before the next backward pass, got one while the gradient of "
-                f"{name} was not set to None ({self._workshop.where}). DDP would accumulate gradients, and the step "
-                "inside backward has used up the first (stage 2). To accumulate, run all but the last backward pass in "
-                "opt.accumulate() or ddp.no_sync()."
+                f"The gradient of {name} was not set to None before the next backward pass ({self._workshop.where}). "
+                "DDP would accumulate gradients, and the step inside backward has used up the first (stage 2). Call "
+                "opt.step() and opt.zero_grad() before each backward pass; to accumulate, run all but the last in "
+                "opt.accumulate() or ddp.no_sync(). [ZERO-403]"
             )
         if index in self._mixed:
             raise RuntimeError(
-                f"Expected opt.step() and opt.zero_grad() after a backward pass that DDP does not reduce, got another "
-                f"pass on top of both its gradient and an averaged one of {name} ({self._workshop.where}): DDP would "
-                "average the former, which only its rank knows here. Add what it computes to the loss of a pass that "
-                "is reduced."
+                f"The gradient of {name} mixes a local backward pass, which DDP did not reduce, with an averaged "
+                f"gradient ({self._workshop.where}): a further pass would average the local one again. Call opt.step() "
+                "and opt.zero_grad() between them, or add the local loss to the loss of a pass that is reduced. "
+                "[ZERO-404]"
             )
         if not will_be_reduced:
             raise RuntimeError(
-                f"Expected no averaged gradients at a backward pass under ddp.no_sync(), got one for {name} "
-                f"({self._workshop.where}): this rank's own would be added to them. Call "
-                "opt.zero_grad(set_to_none=True) before, or accumulate in opt.accumulate() instead of ddp.no_sync()."
+                f"A backward pass under ddp.no_sync() would add this rank's own gradient of {name} to an averaged one "
+                f"({self._workshop.where}). Call opt.zero_grad(set_to_none=True) before it, or accumulate in "
+                "opt.accumulate() instead of ddp.no_sync(). [ZERO-405]"
             )
 
     def _absence(self, index: int, was_consumed: bool) -> AbsentGradient:
@@ -268,7 +268,7 @@ class VisibleGradients:
             reason = self._is_elsewhere(index)
             if was_consumed:
                 reason = (
-                    f"Expected the gradient of {table.label(index)}, got none: the step inside backward has used it up "
+                    f"The step inside backward has used up the gradient of {table.label(index)} "
                     f"(stage 2, {self._workshop.where}). Build the optimizer with overlap_with_ddp=False to have "
                     "gradients until opt.step()."
                 )
@@ -285,8 +285,8 @@ class VisibleGradients:
         if is_cut(pieces):
             owners = f"{owners} to {comm.name(pieces[-1].owner)}, each a part of it,"
         return (
-            f"Expected the gradient of {self._sharded.table.label(index)}, got none: stage 2 keeps it on {owners} only "
-            f"(this is {self._workshop.where})."
+            f"The gradient of {self._sharded.table.label(index)} is not on this rank: stage 2 keeps it on {owners} "
+            f"only (this is {self._workshop.where})."
         )
 
 
@@ -313,8 +313,9 @@ def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
         return None
     if 2 in found.values():
         raise RuntimeError(
-            f"Expected the gradient of {sharded.table.label(index)}, got none: the step inside backward has used it up "
-            f"(stage 2, {comm.name(comm.group_rank)}). Build the optimizer with overlap_with_ddp=False to keep it."
+            f"The step inside backward has used up the gradient of {sharded.table.label(index)} "
+            f"(stage 2, {comm.name(comm.group_rank)}). Build the optimizer with overlap_with_ddp=False to keep it. "
+            "[ZERO-402]"
         )
     if not is_cut(pieces):
         full = torch.empty_like(param) if held is None else held.detach().clone()

@@ -186,9 +186,9 @@ class Engine:
         """
         if self.hook is None:
             raise RuntimeError(
-                "Expected a DDP communication hook with overlap_with_ddp=True, stage=2 or accumulate_in_fp32=True, got "
-                "none. Call opt.attach(ddp), or build one with hook_with_zero_step(None, ddp, opt) and register it "
-                "with ddp.register_comm_hook(None, hook)."
+                "This optimizer has no communication hook, which overlap_with_ddp=True, stage=2 and "
+                "accumulate_in_fp32=True need. Call opt.attach(ddp), or build a hook with hook_with_zero_step(None, "
+                "ddp, opt) and register it with ddp.register_comm_hook(None, hook). [ZERO-203]"
             )
         return self.hook
 
@@ -199,7 +199,7 @@ class Engine:
         if closure is not None and not callable(closure):
             if type(self.sharded.inner).__module__.startswith("torch.optim."):
                 kind = type(closure).__name__
-                raise TypeError(f"Expected a callable closure or None, got {kind}. Pass options by name.")
+                raise TypeError(f"Expected a callable closure or None, got {kind}. Pass options by name. [ZERO-126]")
             closure, kwargs = None, {"closure": closure, **kwargs}
         loss = None
         if closure is not None:
@@ -210,13 +210,15 @@ class Engine:
         if hook is not None and hook.step_is_due:
             self._learn_from_first_step(hook, amp)
         if kwargs and self.overlaps and self.why_wait() is None:
-            raise TypeError(f"Expected no arguments but the closure with overlap_with_ddp=True, got {sorted(kwargs)}.")
+            raise TypeError(
+                f"With overlap_with_ddp=True opt.step() takes only a closure, got {sorted(kwargs)}. [ZERO-126]"
+            )
         if hook is not None and self.overlaps and not (hook.is_waiting or self._has_nothing()):
             if amp is not None and hook.machine.phase is Phase.STEPPED:
                 raise RuntimeError(
-                    "Expected unscaled gradients, got a step under torch.amp.GradScaler, and backward has stepped "
-                    "already with scaled ones. Use the GradScaler from the first step on, or build the optimizer with "
-                    "loss_scale= or overlap_with_ddp=False."
+                    "opt.step() was called by a torch.amp.GradScaler, and backward has already stepped with scaled "
+                    "gradients. Use the GradScaler from the first step on, or build the optimizer with loss_scale= or "
+                    "overlap_with_ddp=False. [ZERO-314]"
                 )
             hook.check_joined()
             return loss
@@ -329,9 +331,9 @@ class Engine:
             return
         if hook.machine.phase is Phase.STEPPED:
             raise RuntimeError(
-                "Expected gradients that no step has used, got some after a step inside backward "
+                "A step inside backward has used up the gradients, so they cannot be clipped or changed now "
                 f"({hook.machine.where}). Clip from the first step on, or build the optimizer with max_grad_norm= or "
-                "overlap_with_ddp=False."
+                "overlap_with_ddp=False. [ZERO-313]"
             )
         if hook.is_waiting:
             self.waits_because = _CHANGED
@@ -362,8 +364,8 @@ class Engine:
         """
         if self.joins:
             raise RuntimeError(
-                "Expected to be outside Join, got a save inside it: ranks that have joined would not take part. Save "
-                "after the Join context."
+                "A save inside Join is not supported: ranks that have joined would not take part. Save after the Join "
+                "context. [ZERO-310]"
             )
         self.sharded.check_masters()
         hook = self.hook
@@ -372,7 +374,7 @@ class Engine:
         found = "gradients that wait for it" if hook.is_waiting else "a backward pass under way"
         raise RuntimeError(
             f"Expected to be between two steps, after opt.step(), got {found} ({hook.machine.where}). Call opt.step() "
-            "before saving."
+            "before saving. [ZERO-309]"
         )
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
@@ -386,9 +388,9 @@ class Engine:
         self.needed_hook()
         if not has_hook(ddp):
             raise RuntimeError(
-                "Expected the optimizer's communication hook on the DDP model, got a model without one. Call "
-                "ddp.register_comm_hook(None, hook) with what hook_with_zero_step(...) has returned; if the module was "
-                "wrapped again, opt.reset() and opt.attach(ddp)."
+                "The DDP model does not have the optimizer's communication hook. Call ddp.register_comm_hook(None, "
+                "hook) with the hook that hook_with_zero_step(...) has returned; if the module was wrapped again, "
+                "opt.reset() and opt.attach(ddp). [ZERO-203]"
             )
         self.take_due_step()
 

@@ -58,8 +58,8 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
     name = method.__name__
     if engine.joins:
         raise RuntimeError(
-            f"Expected opt.{name}() outside Join, got it inside: ranks that have joined would not take part. Call "
-            "it after the Join context."
+            f"opt.{name}() is not supported inside Join: ranks that have joined would not take part. Call it after the "
+            "Join context. [ZERO-310]"
         )
     sharded, inner = engine.sharded, engine.sharded.inner
     doing = f"{type(inner).__name__}.{name}()"
@@ -92,9 +92,9 @@ def _check_between_steps(hook: OverlapHook | None, name: str) -> None:
     is_over = hook is not None and hook.machine.phase is Phase.STEPPED and not hook.machine.user_calls_step
     if hook is not None and hook.machine.phase not in _SAFE and not is_over:
         raise RuntimeError(
-            f"Expected opt.{name}() between two steps, got it in phase {hook.machine.phase.name} "
+            f"opt.{name}() must be called between two steps, got phase {hook.machine.phase.name} "
             f"({hook.machine.where}): a plain loop would call it before the update that backward has made already. "
-            "Call opt.step() first, or opt.reset() after an interrupted backward pass."
+            "Call opt.step() first, or opt.reset() after an interrupted backward pass. [ZERO-309]"
         )
 
 

@@ -19,8 +19,8 @@ def accumulating(engine: Engine) -> Iterator[None]:
     """See `ZeroRedundancyOptimizer.accumulate`."""
     if engine.joins:
         raise RuntimeError(
-            "Expected no opt.accumulate() under Join, got one: a rank that has joined would take a step. Use "
-            "ddp.no_sync()."
+            "Join does not support opt.accumulate(): a rank that has joined would take a step. Use ddp.no_sync(). "
+            "[ZERO-310]"
         )
     if not engine.takes_hook:
         yield
@@ -43,8 +43,8 @@ def clip_grad_norm(
     """See `ZeroRedundancyOptimizer.clip_grad_norm_`."""
     if engine.joins and engine.is_partitioned:
         raise RuntimeError(
-            "Expected no opt.clip_grad_norm_() under Join with stage=2, got one: ranks that have joined would not "
-            "take part. Build the optimizer with max_grad_norm=, which they follow."
+            "Join does not support opt.clip_grad_norm_() with stage=2: ranks that have joined would not take part. "
+            "Build the optimizer with max_grad_norm=, which they follow. [ZERO-310]"
         )
     sharded, decision = engine.sharded, engine.decision
     comm, chosen = sharded.comm, _chosen(engine, parameters)
@@ -58,7 +58,7 @@ def clip_grad_norm(
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"Expected a finite norm of order {float(norm_type)} of all gradients, got {total.item()} "
-                f"({comm.name(comm.group_rank)}). Pass error_if_nonfinite=False to clip by it all the same."
+                f"({comm.name(comm.group_rank)}). Pass error_if_nonfinite=False to clip by it all the same. [ZERO-318]"
             )
 
     total, coefficient, decision.norms_before_clip = clip_gradients(
@@ -83,8 +83,8 @@ def clip_grad_value(engine: Engine, clip_value: float, parameters: Tensor | Iter
     """See `ZeroRedundancyOptimizer.clip_grad_value_`."""
     if engine.joins and engine.is_partitioned:
         raise RuntimeError(
-            "Expected no opt.clip_grad_value_() under Join with stage=2, got one: gradients that ranks have for those "
-            "that have joined would stay as they are."
+            "Join does not support opt.clip_grad_value_() with stage=2: gradients that this rank holds for ranks that "
+            "have joined would not be clipped. [ZERO-310]"
         )
     sharded, chosen = engine.sharded, _chosen(engine, parameters)
     engine.let_gradients_wait()
@@ -110,8 +110,8 @@ def owned_gradients(engine: Engine) -> Mapping[Tensor, Tensor]:
     """See `ZeroRedundancyOptimizer.owned_gradients`."""
     if engine.joins:
         raise RuntimeError(
-            "Expected no opt.owned_gradients() under Join, got one: gradients that ranks have for those that have "
-            "joined are not among them."
+            "Join does not support opt.owned_gradients(): gradients that this rank holds for ranks that have joined "
+            "are not among them. [ZERO-310]"
         )
     sharded = engine.sharded
     engine.let_gradients_wait()
@@ -128,7 +128,7 @@ def full_grad(engine: Engine, param: Tensor) -> Tensor | None:
     sharded = engine.sharded
     index = sharded.table.index_of.get(param)
     if index is None:
-        raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+        raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
     engine.check_averaged()
     _show_edits(engine)
     if engine.is_partitioned or engine.decision.owned_edits.are_made:
@@ -148,7 +148,9 @@ def _chosen(engine: Engine, parameters: Tensor | Iterable[Tensor] | None) -> lis
     index_of = sharded.table.index_of
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if any(param not in index_of for param in params):
-        raise ValueError("Expected parameters of this optimizer, got one that is in none of its groups.")
+        raise ValueError(
+            "A parameter is in no group of this optimizer. Pass parameters of this optimizer only. [ZERO-119]"
+        )
     return [index_of[param] for param in params]
 
 

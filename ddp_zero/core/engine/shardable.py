@@ -53,9 +53,9 @@ def check_shardable(
         ValueError: for fewer than one step or three shapes. Errors of the class for its options or shapes pass through.
     """
     if steps < 1:
-        raise ValueError(f"Expected at least 1 step, got {steps}.")
+        raise ValueError(f"Expected at least 1 step, got {steps}. [ZERO-103]")
     if shapes is not None and len(shapes) < 3:
-        raise ValueError(f"Expected at least 3 shapes, one for each of up to 3 owners, got {len(shapes)}.")
+        raise ValueError(f"Expected at least 3 shapes, one for each of up to 3 owners, got {len(shapes)}. [ZERO-103]")
     check_can_be_sharded(optimizer_class)
     with _random_states_kept():
         trial = _Trial(optimizer_class, options, steps, _ALL if shapes is None else shapes)
@@ -161,7 +161,7 @@ class _Trial:
         return NotImplementedError(
             f"Expected an optimizer that treats parameters one by one, got different results of {name} if each rank "
             f"steps only some of them: {found}. Use {name} unsharded on every rank, or without the option that makes "
-            "it compute something from all parameters."
+            "it compute something from all parameters. [ZERO-112]"
         )
 
     def _parts(self, params: Sequence[Parameter], owners: int) -> list["_Part"]:

@@ -39,8 +39,8 @@ def check_group(process_group: object, argument: str = "process_group") -> None:
     if process_group is None or isinstance(process_group, ProcessGroup):
         return
     raise TypeError(
-        f"Expected {argument} to be a torch.distributed.ProcessGroup or None, got {_shown(process_group)}. Options "
-        "are keywords: ZeroRedundancyOptimizer(params, AdamW, lr=1e-3)."
+        f"Expected {argument} to be a torch.distributed.ProcessGroup or None, got {_shown(process_group)}. Options are "
+        "keywords: ZeroRedundancyOptimizer(params, AdamW, lr=1e-3). [ZERO-118]"
     )
 
 
@@ -52,7 +52,9 @@ def check_flags(**flags: object) -> None:
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise TypeError(f"Expected {name} to be True or False, got {_shown(value)}. Options are keywords.")
+            raise TypeError(
+                f"Expected {name} to be True or False, got {_shown(value)}. Options are keywords. [ZERO-103]"
+            )
 
 
 def check_class(optimizer_class: object) -> None:
@@ -65,13 +67,13 @@ def check_class(optimizer_class: object) -> None:
         kind = type(optimizer_class).__name__
         raise TypeError(
             f"Expected optimizer_class to be a torch.optim.Optimizer class, got an instance of {kind}. Pass the class "
-            f"and its options: {kind}, lr=..."
+            f"and its options: {kind}, lr=... [ZERO-101]"
         )
     builds_others = isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
     if not callable(optimizer_class) or builds_others:
         raise TypeError(
             f"Expected optimizer_class to be a torch.optim.Optimizer class, got {_shown(optimizer_class)}. The order "
-            "is: parameters, class, options."
+            "is: parameters, class, options. [ZERO-101]"
         )
 
 
@@ -84,7 +86,7 @@ def check_params(params: object) -> None:
     if isinstance(params, nn.Module | Optimizer | type):
         remedy = {nn.Module: "Pass model.named_parameters().", Optimizer: "Pass its class, after the parameters."}
         shown = next((text for kind, text in remedy.items() if isinstance(params, kind)), "The parameters come first.")
-        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {shown}")
+        raise TypeError(f"Expected parameters or parameter groups, got {_shown(params)}. {shown} [ZERO-102]")
 
 
 def first_device(params: object) -> torch.device | None:
@@ -112,7 +114,7 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
         if name in PARALLEL_OPTIONS and name not in known:
             raise TypeError(
                 f"Expected options of an optimizer whose ranks all hold the same parameters, got {name}=. "
-                f"{PARALLEL_DOOR}"
+                f"{PARALLEL_DOOR} [ZERO-116]"
             )
         if name not in known:
             begun = [own for own in library if own.startswith(name)]
@@ -120,7 +122,8 @@ def check_known(options: Iterable[str], optimizer_class: Callable[..., Any], lib
             if nearest and nearest[0] not in known:
                 called = getattr(optimizer_class, "__name__", "the optimizer class")
                 raise TypeError(
-                    f"Expected an option of ddp_zero or of {called}, got {name!r}. Did you mean {nearest[0]!r}?"
+                    f"Expected an option of ddp_zero or of {called}, got {name!r}. Did you mean {nearest[0]!r}? "
+                    "[ZERO-104]"
                 )
 
 
@@ -149,7 +152,7 @@ def grouped(named: Iterable[tuple[str, nn.Parameter]], options_of: Grouping) -> 
         if not isinstance(answer, Mapping | None) or "params" in (answer or {}):
             raise TypeError(
                 f"Expected a dict of options for the group of {bare!r}, or None for the class's own, got "
-                f"{_shown(answer)}. params= takes a list of groups, or a function of a name and a parameter."
+                f"{_shown(answer)}. params= takes a list of groups, or a function of a name and a parameter. [ZERO-102]"
             )
         options = dict(answer or {})
         for known, members in groups:

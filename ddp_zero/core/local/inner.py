@@ -65,7 +65,7 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
         TypeError: if it is not a class of optimizers.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(f"Expected a torch.optim.Optimizer class, got {optimizer_class!r:.80}.")
+        raise TypeError(f"Expected a torch.optim.Optimizer class, got {optimizer_class!r:.80}. [ZERO-101]")
     _known.add(optimizer_class)
     return optimizer_class
 
@@ -89,15 +89,15 @@ def check_elementwise(inner: Optimizer) -> None:
     if not is_elementwise(inner):
         names = ", ".join(sorted(known.__name__ for known in _known))
         raise TypeError(
-            f"Expected an optimizer that steps each element by itself with partition='elements', got "
-            f"{type(inner).__name__}; known are {names}. Use partition='parameters', or declare the class by "
-            "ddp_zero.elementwise(...) if it is one."
+            f"partition='elements' needs an optimizer that steps each element by itself, got {type(inner).__name__}; "
+            f"known are {names}. Use partition='parameters', or declare the class by ddp_zero.elementwise(...) if it "
+            "is elementwise. [ZERO-113]"
         )
     held = [name for name, value in vars(inner).items() if isinstance(value, Optimizer)]
     if held:
         raise TypeError(
-            f"Expected an optimizer without another one inside with partition='elements', got "
-            f"{type(inner).__name__}.{held[0]}. Use partition='parameters'."
+            "partition='elements' does not support an optimizer that wraps an optimizer, "
+            f"{type(inner).__name__}.{held[0]}. Use partition='parameters'. [ZERO-113]"
         )
 
 
@@ -234,9 +234,9 @@ class LocalStep:
         for param, version in others:
             if param._version != version:
                 raise RuntimeError(
-                    f"Expected {type(self._inner).__name__} to step the parameters in its param_groups, got a change "
-                    f"of another one, of shape {list(param.shape)}. An optimizer that keeps a list of parameters of "
-                    "its own cannot be sharded by bucket; keep the optimizer it wraps, if any, in an attribute."
+                    f"{type(self._inner).__name__} changed a parameter of shape {list(param.shape)} that is not in its "
+                    "param_groups. An optimizer that keeps a list of parameters of its own cannot be sharded by "
+                    "bucket; keep the optimizer it wraps, if any, in an attribute. [ZERO-111]"
                 )
         return result
 
@@ -351,8 +351,8 @@ def _once(loss: Any) -> Closure:
         calls += 1
         if calls > 1:
             raise RuntimeError(
-                "Expected the optimizer to evaluate the closure once per step, got a second evaluation. Optimizers "
-                "that search along a direction (LBFGS, SAM) need all parameters on every rank and cannot be sharded."
+                "The optimizer evaluated the closure a second time in one step. Optimizers that search along a "
+                "direction (LBFGS, SAM) need all parameters on every rank and cannot be sharded. [ZERO-111]"
             )
         return loss
 
@@ -372,12 +372,13 @@ def check_can_be_sharded(optimizer_class: Callable[..., Optimizer]) -> None:
     check_class(optimizer_class)
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
         raise NotImplementedError(
-            "Expected an optimizer that treats parameters one by one, got LBFGS, which needs one flat view of all "
-            "parameters and their history. Use LBFGS itself on every rank."
+            "LBFGS cannot be sharded: it needs one flat view of all parameters and their history. Use LBFGS itself on "
+            "every rank. [ZERO-111]"
         )
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, SparseAdam):
         raise NotImplementedError(
-            "Expected an optimizer for dense gradients, got SparseAdam. Use it unsharded for the sparse layers."
+            "SparseAdam cannot be sharded: sharding needs dense gradients. Use it unsharded for the sparse layers. "
+            "[ZERO-110]"
         )
 
 
@@ -396,7 +397,9 @@ def build_inner(
         defaults = options_on_host(optimizer_class, defaults)
     inner = optimizer_class([localise_group(group, stepped) for group in param_groups], **defaults)
     if not isinstance(inner, Optimizer):
-        raise TypeError(f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}.")
+        raise TypeError(
+            f"Expected optimizer_class to build a torch.optim.Optimizer, got {type(inner).__name__}. [ZERO-101]"
+        )
     return inner
 
 
@@ -423,7 +426,8 @@ def check_epsilon(
             f"Expected parameters of one dtype in group {position} of Adafactor with eps=(None, ...), got "
             f"{table.label(first)} of {stepped.dtype_of(first)} and {table.label(other)} of {stepped.dtype_of(other)}: "
             "for all of a group torch takes the resolution of the first. Put each dtype into a group of its own, pass "
-            "a number, such as eps=(torch.finfo(torch.float32).eps, 1e-3), or step all in fp32 by master_weights=True."
+            "a number, such as eps=(torch.finfo(torch.float32).eps, 1e-3), or step all in fp32 by "
+            "master_weights=True. [ZERO-115]"
         )
 
 
@@ -445,7 +449,7 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
         scratch.load_state_dict(state_dict)
     except Exception as error:
         shown = f"{type(error).__name__}: {error}"
-        raise ValueError(f"Expected state that {type(inner).__name__} can load, got {shown}.") from error
+        raise ValueError(f"Expected state that {type(inner).__name__} can load, got {shown}. [ZERO-604]") from error
 
 
 def fresh_state(inner: Optimizer, stepped: torch.Tensor) -> dict[str, Any]:

@@ -47,8 +47,8 @@ class LiveModel:
             is_tensor = isinstance(value, Tensor) and not is_extra(name)
             if is_tensor and id(value) not in own:
                 raise TypeError(
-                    f"Expected parameters and buffers of the model in its state_dict(), got a different tensor as "
-                    f"{name!r}. It could not be loaded in place: save it as part of `extra`."
+                    f"The model's state_dict() has the tensor {name!r}, which is neither a parameter nor a buffer. It "
+                    "could not be loaded in place: save it as part of `extra`. [ZERO-632]"
                 )
             first = self._names.setdefault(id(value), name) if is_tensor else name
             if first == name:
@@ -65,8 +65,8 @@ class LiveModel:
         name = self._names.get(id(param))
         if name is None:
             raise ValueError(
-                f"Expected every parameter of the optimizer in the model's state_dict(), got {label}, which is not. "
-                "Give the model that the optimizer trains."
+                f"The model's state_dict() lacks {label} of the optimizer. Give the model that the optimizer trains. "
+                "[ZERO-632]"
             )
         return name
 
@@ -138,12 +138,12 @@ def the_ddp_model_in(model: object) -> DistributedDataParallel:
     if not found:
         raise TypeError(
             f"Expected a DistributedDataParallel model, or a module that holds one, got {type(model).__name__}. Wrap "
-            "the model first: DistributedDataParallel(model)."
+            "the model first: DistributedDataParallel(model). [ZERO-201]"
         )
     if len(found) > 1:
         raise ValueError(
             f"Expected a module that holds one DistributedDataParallel model, got {len(found)}: "
-            f"{', '.join(map(repr, found))}. Shard an optimizer for each of them."
+            f"{', '.join(map(repr, found))}. Shard an optimizer for each of them. [ZERO-202]"
         )
     return next(iter(found.values()))
 
@@ -343,7 +343,7 @@ def box_of(tensor: Any, label: str) -> Box:
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
         raise NotImplementedError(
-            f"Expected one part of {label} on each rank, got {len(chunks)}. Redistribute it first."
+            f"Expected one part of {label} on each rank, got {len(chunks)}. Redistribute it first. [ZERO-806]"
         )
     return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 

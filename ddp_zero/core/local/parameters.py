@@ -142,7 +142,7 @@ class ParameterTable:
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise NotImplementedError(
                     f"Expected dense gradients, got a {param.grad.layout} gradient for {self.label(index)}. Build the "
-                    "layer with sparse=False, or keep its parameters in an optimizer of their own."
+                    "layer with sparse=False, or keep its parameters in an optimizer of their own. [ZERO-110]"
                 )
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -158,7 +158,8 @@ class ParameterTable:
                 if position >= len(param_groups) or ours != [id(param) for param in param_groups[position]["params"]]:
                     raise RuntimeError(
                         f"Expected the parameters that the optimizer was built with in group {position}, got a "
-                        "different set. Use add_param_group() to add some; build a new optimizer to remove some."
+                        "different set. Use add_param_group() to add some; build a new optimizer to remove some. "
+                        "[ZERO-117]"
                     )
 
     def fingerprints(self) -> list["Fingerprint"]:
@@ -184,14 +185,14 @@ class ParameterTable:
             shown = f"parameter {index}" if given is None else f"parameter {index} {given!r}"
             if is_lazy(param):
                 raise ValueError(
-                    f"Expected parameters with data, got {shown}, of a lazy module that was not run yet. Run the model "
-                    "once before building the optimizer."
+                    f"No data yet in {shown}, which belongs to a lazy module that was not run. Run the model once "
+                    "before building the optimizer. [ZERO-109]"
                 )
             if param.is_nested or param.layout is not torch.strided:
                 kind = "a nested tensor" if param.is_nested else f"of layout {param.layout}"
                 raise ValueError(
                     f"Expected dense parameters, got {shown}, which is {kind}. Keep it in a plain optimizer of its "
-                    "own, on every rank."
+                    "own, on every rank. [ZERO-110]"
                 )
 
     def _check_distinct(self) -> None:
@@ -199,13 +200,13 @@ class ParameterTable:
             first = next(i for i, param in enumerate(self.params) if self.index_of[param] != i)
             raise ValueError(
                 f"Expected every parameter once, got {self.label(first)} again as "
-                f"{self.label(self.index_of[self.params[first]])}."
+                f"{self.label(self.index_of[self.params[first]])}. [ZERO-108]"
             )
         for index, param in enumerate(self.params):
             if param.is_meta:
                 raise ValueError(
                     f"Expected parameters with data, got {self.label(index)} on the meta device. Call "
-                    "module.to_empty(device=...) and initialise it before building the optimizer."
+                    "module.to_empty(device=...) and initialise it before building the optimizer. [ZERO-109]"
                 )
         self._check_separate_memory()
 
@@ -219,9 +220,9 @@ class ParameterTable:
         for (storage, _, end, first), (next_storage, start, _, second) in pairwise(spans):
             if storage == next_storage and start < end:
                 raise ValueError(
-                    f"Expected every parameter in memory of its own, got {self.label(min(first, second))} and "
-                    f"{self.label(max(first, second))} on the same memory. To tie weights, use one Parameter object "
-                    "in both places."
+                    f"Two parameters share memory: {self.label(min(first, second))} and "
+                    f"{self.label(max(first, second))}. To tie weights, use one Parameter object in both places. "
+                    "[ZERO-108]"
                 )
 
 
@@ -233,7 +234,7 @@ def _check_not_parallel(position: int, group: Mapping[str, Any]) -> None:
     if found is not None:
         raise TypeError(
             f"Expected parameters that all ranks of the optimizer hold alike, got {found} in group {position}. "
-            f"{PARALLEL_DOOR}"
+            f"{PARALLEL_DOOR} [ZERO-116]"
         )
 
 
@@ -637,7 +638,7 @@ def check_masters(table: ParameterTable, masters: Mapping[int, Tensor]) -> None:
             raise ValueError(
                 f"Expected {table.label(index)} to be its master weight rounded to {param.dtype}, got a different "
                 "value. Load the model's state dict of the same step before the optimizer's. To continue from the "
-                "model as it is, leave 'master_weight' out of the optimizer's state."
+                "model as it is, leave 'master_weight' out of the optimizer's state. [ZERO-606]"
             )
 
 

@@ -42,7 +42,7 @@ def check_can_be_cut(param: Tensor, label: str) -> None:
     if not is_dense(param.shape, param.stride()):
         raise ValueError(
             f"Expected parameters without gaps or overlaps in memory with partition='elements', got {label} with "
-            f"strides {list(param.stride())}. Use partition='parameters'."
+            f"strides {list(param.stride())}. Use partition='parameters'. [ZERO-114]"
         )
 
 
@@ -79,7 +79,7 @@ def joined(parts: Sequence[tuple[slice, Mapping[Any, Any]]], param: Tensor, want
         if state.keys() != first.keys():
             raise ValueError(
                 f"Expected all parts of a parameter of shape {list(param.shape)} to have a state with {list(first)}, "
-                f"got {list(state)} for elements {part.start} to {part.stop}."
+                f"got {list(state)} for elements {part.start} to {part.stop}. [ZERO-199]"
             )
     found = {}
     for key, value in states[0].items():

@@ -293,7 +293,8 @@ class AbsentGradient(Tensor):
 
     def refuse(self, advice: str = _READ) -> NoReturn:
         """Raise `RuntimeError` with the reason, a remedy and the line that used the gradient."""
-        raise RuntimeError(f"{self._reason} {advice} The line to change: {_line_outside()}.")
+        message = f"{self._reason} {advice} The line to change: {_line_outside()}."
+        raise RuntimeError(f"{message} [ZERO-402]" if self.consumed else f"{message} [ZERO-401]")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The reason, without values."""

@@ -144,8 +144,8 @@ class ViewStorage:
                 for param in segment.params:
                     if not is_dense(params[param].shape, params[param].stride()):
                         raise ValueError(
-                            f"Expected parameters without gaps or overlaps in memory, got {label(param)} with "
-                            f"strides {list(params[param].stride())}. Use parameters_as_bucket_view=False."
+                            f"Expected parameters without gaps or overlaps in memory, got {label(param)} with strides "
+                            f"{list(params[param].stride())}. Use parameters_as_bucket_view=False. [ZERO-114]"
                         )
         self._blocks: list[list[Block]] = []
         self._flats: list[list[_FlatSegment]] = []

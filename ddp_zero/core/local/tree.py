@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ddp_zero.core.local.placeholders import wait_for
 from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.error_codes import coded
 
 Tree = Any
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -76,8 +77,8 @@ def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
         items = [[key, _encode(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]
         return {"dict": items} if type(value) is dict else {"dict": items, "of": _MAPPINGS.index(type(value))}
     raise TypeError(
-        f"Expected dense tensors, numbers, strings, lists, tuples and dicts with str or int keys, got "
-        f"{type(value).__module__}.{type(value).__qualname__} at {path or 'the top'}."
+        "Expected dense tensors, numbers, strings, lists, tuples and dicts with str or int keys, got "
+        f"{type(value).__module__}.{type(value).__qualname__} at {path or 'the top'}. [ZERO-611]"
     )
 
 
@@ -139,7 +140,8 @@ def check_can_travel(value: Any, label: str) -> None:
     try:
         flatten(value)
     except TypeError as error:
-        raise TypeError(f"Expected a state that can be sent without pickle for {label}. {error}") from error
+        message = f"Expected a state that can be sent without pickle for {label}. {error}"
+        raise TypeError(coded(message, "[ZERO-611]")) from error
 
 
 def _can_travel(tensor: Tensor) -> bool:
@@ -153,5 +155,5 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _dtype(name: str) -> torch.dtype:
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"Expected the name of a torch dtype, got {name!r}.")
+        raise ValueError(f"Expected the name of a torch dtype, got {name!r}. [ZERO-622]")
     return dtype

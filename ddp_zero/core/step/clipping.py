@@ -265,7 +265,7 @@ def check_options(options: StepOptions, inner: Optimizer) -> None:
     """
     if options.max_grad_norm is not None and OWN_LIMIT in inner.defaults:
         raise ValueError(
-            f"Expected max_grad_norm to be an option of ddp_zero alone, got {type(inner).__name__}, which also has "
-            "one, and would clip by what its rank owns. Set that one in the parameter groups, and clip by "
-            "opt.clip_grad_norm_() in the loop."
+            f"max_grad_norm is an option of ddp_zero and of {type(inner).__name__}, whose own would clip only by this "
+            "rank's shard. Set the optimizer's in the parameter groups, and clip by opt.clip_grad_norm_() in the "
+            "loop. [ZERO-105]"
         )

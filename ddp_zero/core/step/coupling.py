@@ -192,7 +192,7 @@ class CouplingWatch:
             found = [one.mismatch(snapshots[-1]) for one in snapshots[:-1]]
             message = message or next((str(one) for one in found if one is not None), "")
             if message:
-                raise RuntimeError(f"{message} {self._remedy()}")
+                raise RuntimeError(f"{message} {self._remedy()} [ZERO-112]")
 
     def _remedy(self) -> str:
         name = type(self._inner).__name__

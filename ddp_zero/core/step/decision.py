@@ -78,12 +78,13 @@ class AmpState:
             return None
         if has_loss_scale:
             raise RuntimeError(
-                "Expected one loss scale, got loss_scale= of the optimizer and a torch.amp.GradScaler. Use one of them."
+                "The optimizer has loss_scale= and is stepped by a torch.amp.GradScaler, but gradients have one loss "
+                "scale. Use one of them. [ZERO-315]"
             )
         if joins:
             raise RuntimeError(
-                "Expected no torch.amp.GradScaler under Join, got one: a rank that has joined knows nothing of its "
-                "scale. Use loss_scale= of the optimizer instead, or bfloat16, which needs none."
+                "Join does not support torch.amp.GradScaler: a rank that has joined does not know its scale. Use "
+                "loss_scale= of the optimizer instead, or bfloat16, which needs none. [ZERO-310]"
             )
         return cls(left.get("grad_scale"), torch.as_tensor(found, dtype=torch.float32))
 
@@ -181,11 +182,11 @@ class OwnedEdits:
             grad = param.grad
             if grad is not None and [grad.data_ptr(), grad._version] != mark:
                 raise RuntimeError(
-                    "Expected no other change of gradients between opt.owned_gradients() and opt.step(), got one of "
-                    f"{table.label(table.index_of[param])}, by a backward pass, GradScaler.unscale_ or code over "
-                    "param.grad. What opt.owned_gradients() has changed is on its owner only (stage 1), and they would "
-                    "mix it with other ranks' gradients. Call opt.owned_gradients() after them; opt.clip_grad_norm_ "
-                    "and opt.clip_grad_value_ also work after it. To drop gradients, call opt.zero_grad()."
+                    f"The gradient of {table.label(table.index_of[param])} changed between opt.owned_gradients() and "
+                    "opt.step(), by a backward pass, GradScaler.unscale_ or code over param.grad. Changes through "
+                    "opt.owned_gradients() are on the owner only (stage 1), and would mix with other ranks' "
+                    "gradients. Call opt.owned_gradients() after such changes; opt.clip_grad_norm_ and "
+                    "opt.clip_grad_value_ also work after it. To drop gradients, call opt.zero_grad(). [ZERO-320]"
                 )
         return self.are_made
 
@@ -487,13 +488,14 @@ class Decision:
         self.forget()
         if at_minimum:
             raise RuntimeError(
-                f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {reason}. "
-                "No rank has stepped. The model diverges, or a smaller minimum is needed: "
-                "loss_scale=DynamicLossScale(minimum=...)."
+                f"Expected finite gradients at the smallest loss scale, {minimum}, got inf or NaN: {reason}. No rank "
+                "has stepped. The model diverges, or a smaller minimum is needed: "
+                "loss_scale=DynamicLossScale(minimum=...). [ZERO-316]"
             )
         if self.options.nonfinite == "raise" and occasion.amp is None:
             raise RuntimeError(
-                f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {reason}. No rank has stepped."
+                f"Expected finite gradients (nonfinite='raise'), got inf or NaN: {reason}. No rank has stepped. "
+                "[ZERO-317]"
             )
 
     def _find_culprit(self, source: GradientSource) -> Culprit | None:

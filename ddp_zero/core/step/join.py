@@ -19,6 +19,7 @@ from ddp_zero.core.local.parameters import GradientSource, ParameterTable
 from ddp_zero.core.plan.ownership import piece_of
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.sharded_step import Binding, ShardedStep
+from ddp_zero.error_codes import coded
 
 
 class ZeroJoinHook(JoinHook):
@@ -52,9 +53,9 @@ def refuse_replicas(ranks: Ranks) -> None:
     """
     if ranks.replicas is not None:
         raise NotImplementedError(
-            f"Expected no Join with shard_group, got one over {ranks.num_replicas} shard groups: a rank that has "
-            "joined is served by one of its shard group, and all of those may have joined. Build the optimizer without "
-            "shard_group, or give every rank as many batches."
+            f"Join does not support shard_group, here {ranks.num_replicas} shard groups: a rank that has joined is "
+            "served by a rank of its shard group, and all of those may have joined. Build the optimizer without "
+            "shard_group, or give every rank as many batches. [ZERO-311]"
         )
 
 
@@ -119,15 +120,15 @@ def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:
         comm.send_tree(tree, to)
     except TypeError as error:
         comm.send_tree(f"{comm.name(comm.group_rank)}: {error}", to)
-        raise TypeError(
-            f"Expected group options and gradients that can be sent to a rank under Join. {error}"
-        ) from error
+        message = f"Expected group options and gradients that can be sent to a rank under Join. {error}"
+        raise TypeError(coded(message, "[ZERO-611]")) from error
 
 
 def _receive(comm: Communicator, source: GroupRank, table: ParameterTable) -> Any:
     received = comm.receive_tree(source, table.accelerator())
     if isinstance(received, str):
-        raise RuntimeError(f"Expected group options and gradients from a rank that still trains, got {received}")
+        message = f"Expected group options and gradients from a rank that still trains, got {received}"
+        raise RuntimeError(coded(message, "[ZERO-312]"))
     return received
 
 
@@ -143,8 +144,8 @@ def _assign_sources(comm: Communicator, binding: Binding, has_joined: bool) -> l
     for rank, (_, digest) in enumerate(statements):
         if digest != statements[training[0]][1]:
             raise RuntimeError(
-                f"Expected the same parameters to be trainable on every rank under Join, got a difference between "
-                f"{comm.name(training[0])} and {comm.name(GroupRank(rank))}. Freeze or unfreeze outside Join."
+                f"Under Join the same parameters must be trainable on every rank; {comm.name(training[0])} and "
+                f"{comm.name(GroupRank(rank))} differ. Freeze or unfreeze outside Join. [ZERO-312]"
             )
     joined_ranks = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if joined]
     return [(training[position % len(training)], rank) for position, rank in enumerate(joined_ranks)]

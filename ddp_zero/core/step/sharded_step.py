@@ -438,7 +438,7 @@ class ShardedStep:
             raise NotImplementedError(
                 "CUDA graphs do not support a sharded step: in each step Python decides which buffers buckets lie in "
                 "and what ranks agree on, which a replay would skip. Capture forward passes alone, or use the plain "
-                "optimizer."
+                "optimizer. [ZERO-124]"
             )
         self.snapshot = None
         sync = self.binding.sync
@@ -601,7 +601,8 @@ class ShardedStep:
         if self.stepped.are_parked:
             return (
                 "Expected optimizer state where it is stepped, got state that opt.offload_state() has moved away "
-                f"({self.comm.name(self.comm.group_rank)}). Call opt.reload_state() before the next backward pass."
+                f"({self.comm.name(self.comm.group_rank)}). Call opt.reload_state() before the next backward pass. "
+                "[ZERO-609]"
             )
         return self._wrong_master() if self.stepped.has_masters else None
 
@@ -623,8 +624,8 @@ class ShardedStep:
             return (
                 f"Expected {self.table.label(diverged[0])} to be its fp32 master weight rounded, got a different "
                 "value: it was written to since the last step, which the next would undo "
-                f"({self.comm.name(self.comm.group_rank)}). "
-                "Call opt.refresh_master_weights() after writing to the model's parameters, as after loading them."
+                f"({self.comm.name(self.comm.group_rank)}). Call opt.refresh_master_weights() after writing to the "
+                "model's parameters, as after loading them. [ZERO-323]"
             )
         self.stepped.note_versions()
         return None
@@ -645,10 +646,10 @@ class ShardedStep:
             check_can_be_cut(self.table.params[index], self.table.label(index))
             if is_cut(self.binding.pieces[index]) and not self.order.is_at_birth:
                 raise RuntimeError(
-                    f"Expected the elements of {self.table.label(index)} in the order in memory that its state has, "
-                    f"by strides {list(before)}, got strides {list(now)} ({self.comm.name(self.comm.group_rank)}): "
-                    "with partition='elements' ranks share it in that order. Change memory formats before the first "
-                    "step; later, keep opt.state_dict() of before the change, and load it after."
+                    f"Expected the elements of {self.table.label(index)} in the order in memory that its state has, by "
+                    f"strides {list(before)}, got strides {list(now)} ({self.comm.name(self.comm.group_rank)}): with "
+                    "partition='elements' ranks share it in that order. Change memory formats before the first step; "
+                    "later, keep opt.state_dict() of before the change, and load it after. [ZERO-114]"
                 )
         self._strides = found
 
@@ -696,7 +697,7 @@ class ShardedStep:
             RuntimeError: without masters.
         """
         if not self.stepped.has_masters:
-            raise RuntimeError("Expected master weights, got none. Build the optimizer with master_weights=True.")
+            raise RuntimeError("This optimizer has no master weights. Build it with master_weights=True. [ZERO-122]")
         with self.change():
             self.stepped.refresh()
             self.snapshot = None

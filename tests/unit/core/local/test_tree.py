@@ -204,7 +204,7 @@ STRANGERS: dict[str, tuple[Any, str]] = {
 def test_other_types_are_refused_naming_where_they_are(stranger: Any, name: str) -> None:
     with pytest.raises(TypeError) as deep:
         flatten({"good": torch.ones(1), "a": [0, (1, {7: stranger})]})
-    assert str(deep.value).endswith(f"got {name} at ['a'][1][1][7].")
+    assert str(deep.value).endswith(f"got {name} at ['a'][1][1][7]. [ZERO-611]")
     with pytest.raises(TypeError) as top:
         flatten(stranger)
-    assert str(top.value).endswith(f"got {name} at the top.")
+    assert str(top.value).endswith(f"got {name} at the top. [ZERO-611]")

@@ -1,0 +1,22 @@
+"""The codes at the end of messages, such as ``[ZERO-104]``; ``docs/troubleshooting.md`` explains each.
+
+A code is a literal part of its message, so that a search for it finds both. This file has the one case that needs more:
+a message that quotes an error, whose own code says more than the code of the message around it.
+"""
+
+import re
+
+_CODE = re.compile(r" \[ZERO-\d{3}\]")
+
+
+def coded(message: str, code: str) -> str:
+    """A message with one code at its end: the code of the errors that it quotes, else its own.
+
+    Args:
+        message: may quote errors, which may have codes; codes that differ stay where they are.
+        code: the code of the message itself, as ``[ZERO-505]``.
+    """
+    quoted = set(_CODE.findall(message))
+    if len(quoted) > 1:
+        return f"{message} {code}"
+    return _CODE.sub("", message) + (quoted.pop() if quoted else f" {code}")

@@ -1,0 +1,277 @@
+"""Every message for users ends with one code, and ``docs/troubleshooting.md`` explains exactly these codes."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ddp_zero.error_codes import coded
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "ddp_zero"
+PAGE = REPOSITORY / "docs" / "troubleshooting.md"
+
+CODE = re.compile(r"\[(ZERO-\d{3})\]")
+ANY = "\0"
+"""Stands for a value in a message whose text is known only when it is raised."""
+
+PENDING = {
+    "checkpoint",
+    "core/comm",
+    "core/offload",
+    "core/plan",
+    "core/state",
+    "deepspeed",
+    "integrations",
+    "launch",
+} | {*("parallel", "tools", "ddp_hooks.py", "loss_scale.py", "optimizer.py", "options.py", "shard.py")}
+"""Rooms whose messages have no codes yet."""
+
+PROTOCOL = {"AttributeError", "KeyError", "IndexError", "StopIteration", "EOFError", "ArgumentTypeError"}
+"""Exceptions that Python, argparse or a caller in this library expects and turns into a message of its own."""
+
+INTERNAL = {
+    "core/backward/hook.py:_finish_backward": "the message of a `why_refuse`, whose returns are followed elsewhere",
+    "core/engine/shardable.py:check_unknown": "the kept message of an earlier `check_shardable`",
+}
+"""Functions whose messages are built elsewhere, or seen by no user by themselves, and the reason."""
+
+INDIRECT = {
+    "ZERO-401": "core/backward/visible_gradients.py",
+    "ZERO-402": "core/backward/visible_gradients.py",
+}
+"""Codes whose messages begin with a text that a different file hands on."""
+
+DECORATION = re.compile(r"got (one|it|others|another|some)\b|got none of\b")
+"""The grammar *Expected X, got Y* where there is no Y."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message, with `ANY` for its values."""
+
+    place: str
+    text: str
+
+
+def is_pending(path: str) -> bool:
+    return any(path == room or path.startswith(f"{room}/") for room in PENDING)
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """The library's files by path within it."""
+    found = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in found}
+
+
+@cache
+def functions() -> dict[str, list[ast.FunctionDef]]:
+    """The library's functions by name."""
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for tree in sources().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def is_exception(name: str) -> bool:
+    return name.endswith("Error") and name not in PROTOCOL
+
+
+def name_of(node: ast.expr) -> str:
+    """``f`` for ``f`` and for ``a.b.f``."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+class Texts:
+    """The texts that an expression may have; names are looked up in the function and the file around it."""
+
+    def __init__(self, *scopes: ast.AST, seen: frozenset[str] = frozenset()) -> None:
+        self._scopes = scopes
+        self._seen = seen  # names and functions that are being followed
+
+    def of(self, node: ast.expr) -> list[str]:
+        match node:
+            case ast.Constant(value=str(text)):
+                return [text]
+            case ast.Constant(value=None):
+                return []
+            case ast.JoinedStr(values=parts):
+                return _products([self.of(part) for part in parts])
+            case ast.FormattedValue(value=ast.Name() | ast.Call(args=[], keywords=[]) as value):
+                return self.of(value)
+            case ast.BinOp(op=ast.Add()):
+                return _products([self.of(node.left), self.of(node.right)])
+            case ast.IfExp():
+                return [*self.of(node.body), *self.of(node.orelse)]
+            case ast.BoolOp(values=values):
+                return [text for value in values for text in self.of(value)]
+            case ast.Name(id=name):
+                return self._assigned(name)
+            case ast.Call():
+                return self._called(node)
+        return [ANY]
+
+    def _assigned(self, name: str) -> list[str]:
+        """The texts of a name, from the innermost scope that assigns it."""
+        for scope in self._scopes:
+            values = [value for node in ast.walk(scope) if (value := _value_for(node, name)) is not None]
+            if values and name not in self._seen:
+                deeper = Texts(*self._scopes, seen=self._seen | {name})
+                return [text for value in values for text in deeper.of(value)]
+        return [ANY]
+
+    def _called(self, call: ast.Call) -> list[str]:
+        name = name_of(call.func)
+        if name == "coded":
+            quoting, code = call.args
+            return [f"{text} {last}" for text in self.of(quoting) for last in self.of(code)]
+        if name == "join" and isinstance(call.args[0], ast.List):
+            first, *_, last = call.args[0].elts
+            return _products([self.of(first), [ANY], self.of(last)])
+        if name in ("format", "strip") and isinstance(call.func, ast.Attribute):
+            return [re.sub(r"\{.*?\}", ANY, text) for text in self.of(call.func.value)]
+        if f"{name}()" in self._seen:
+            return []
+        found = [
+            text
+            for function in functions().get(name, [])
+            for node in ast.walk(function)
+            if isinstance(node, ast.Return) and node.value is not None
+            for text in Texts(function, seen=self._seen | {f"{name}()"}).of(node.value)
+        ]
+        return found if name in functions() else [ANY]
+
+
+def _value_for(node: ast.AST, name: str) -> ast.expr | None:
+    """What a statement or expression assigns to a name, or None."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
+            return value
+        case ast.NamedExpr(target=ast.Name(id=found), value=value) if found == name:
+            return value
+    return None
+
+
+def _products(parts: list[list[str]]) -> list[str]:
+    texts = [""]
+    for choices in parts:
+        texts = [text + choice for text in texts for choice in dict.fromkeys(choices)][:50]
+    return texts
+
+
+def calls(node: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.Call, ast.AST | None]]:
+    """Every call, with the function around it."""
+    if isinstance(node, ast.Call):
+        yield node, function
+    inside = node if isinstance(node, ast.FunctionDef) else function
+    for child in ast.iter_child_nodes(node):
+        yield from calls(child, inside)
+
+
+def messages_in(path: str, tree: ast.Module) -> list[Message]:
+    """The messages of exceptions and warnings that a file builds, but for those in `INTERNAL` functions."""
+    found = []
+    for call, function in calls(tree):
+        name, where = name_of(call.func), getattr(function, "name", "")
+        if call.args and (is_exception(name) or name == "warn") and f"{path}:{where}" not in INTERNAL:
+            texts = Texts(*filter(None, (function, tree))).of(call.args[0])
+            found += [Message(f"{path}:{call.lineno}", text) for text in texts]
+    return found
+
+
+@cache
+def messages() -> list[Message]:
+    return [one for path, tree in sources().items() if not is_pending(path) for one in messages_in(path, tree)]
+
+
+@cache
+def sections() -> dict[str, str]:
+    """The sections of the page by code."""
+    found = re.findall(
+        r'^<a id="zero-(\d{3})"></a>\n### ZERO-\1: .+\n((?:(?!<a id|## ).*\n?)*)', PAGE.read_text(), re.M
+    )
+    assert len(found) == len(dict(found)), "every code has one section"
+    return {f"ZERO-{number}": text for number, text in found}
+
+
+def wrong_endings(found: list[Message]) -> list[str]:
+    """Messages that do not end with exactly one code."""
+    return [
+        f"{one.place}: {one.text.replace(ANY, '…')}"
+        for one in found
+        if len(CODE.findall(one.text)) != 1 or not re.search(rf"[.?!)\w'\"{ANY}] {CODE.pattern}$", one.text)
+    ]
+
+
+def test_every_message_ends_with_one_code() -> None:
+    assert len(messages()) > 100
+    assert wrong_endings(messages()) == []
+
+
+def test_a_message_without_a_code_or_with_two_is_found() -> None:
+    source = """
+def _why():
+    return f"It is {late}. [ZERO-301]" if late else f"It is {early}."
+
+def first():
+    raise ValueError("Expected one, got two.")
+
+def second(error):
+    message = f"Expected peace, got {error}. [ZERO-101]"
+    raise RuntimeError(f"{message} [ZERO-102]")
+
+def third():
+    raise RuntimeError(f"{self.reason}")
+
+def fourth(error):
+    raise RuntimeError(coded(f"Expected peace, got {error}", "[ZERO-505]")) from error
+"""
+    found = messages_in("made/up.py", ast.parse(source))
+    assert [one.split(": ")[0] for one in wrong_endings(found)] == ["made/up.py:6", "made/up.py:10", "made/up.py:13"]
+
+
+def test_the_page_has_a_section_for_every_code_and_no_more() -> None:
+    used = {code for one in messages() for code in CODE.findall(one.text)}
+    assert used == sections().keys()
+
+
+def test_anchors_are_unique_and_titles_say_something() -> None:
+    anchors = re.findall(r'<a id="(.+?)"></a>', PAGE.read_text())
+    titles = re.findall(r"^### (ZERO-\d{3}): (.+)$", PAGE.read_text(), re.M)
+    assert len(set(anchors)) == len(anchors) == len(sections()) == len(titles)
+    assert len({title for _, title in titles}) == len(titles)
+    assert [code for code, _ in titles] == sorted(code for code, _ in titles)
+
+
+@pytest.mark.parametrize("code", sorted(sections()))
+def test_a_section_quotes_a_message_and_has_a_cause_and_a_remedy(code: str) -> None:
+    text = sections()[code]
+    quotes = [quote.replace("\n> ", " ").strip() for quote in re.findall(r"^> ((?:.+\n)+)", text, re.M)]
+    raised = [one.text for one in messages() if f"[{code}]" in one.text]
+    if code in INDIRECT:
+        tree = sources()[INDIRECT[code]]
+        raised += [text for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for text in Texts().of(node)]
+    assert quotes
+    assert "**Cause.**" in text
+    assert "**Remedy.**" in text
+    for quote in quotes:
+        pattern = ".*".join(re.escape(part) for part in quote.split("…"))
+        assert any(re.search(pattern, one, re.DOTALL) for one in raised), f"{quote!r} is in no message with this code"
+
+
+def test_no_message_says_got_one() -> None:
+    assert [f"{one.place}: {one.text}" for one in messages() if DECORATION.search(one.text)] == []
+
+
+def test_a_message_that_quotes_errors_has_one_code_at_its_end() -> None:
+    assert coded("Expected all, got a failure", "[ZERO-505]") == "Expected all, got a failure [ZERO-505]"
+    assert coded("got rank 1: a; no. [ZERO-101]; see.", "[ZERO-505]") == "got rank 1: a; no.; see. [ZERO-101]"
+    both = coded("got 0: a [ZERO-101]; 1: b [ZERO-102]", "[ZERO-505]")
+    assert both == "got 0: a [ZERO-101]; 1: b [ZERO-102] [ZERO-505]"
