@@ -272,6 +272,7 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
                 results.append(WriteResult(MetadataIndex(key), info.length, info))
         file.flush()
         os.fsync(file.fileno())
+    # DCP's own writer of the index, so that its tools accept the file; it syncs the file to disk
     FileSystemWriter(folder).finish(Metadata(entries, planner_data=paths), [results])
 
 
