@@ -12,12 +12,12 @@ STATUS = Path(__file__).parent.parent / "docs" / "status.md"
 _HEADER = """\
 # Status
 
-What works today, and the test that shows it. For what does not work, see [limits](limits.md).
+Each feature with the test that shows it. Known limits: [limits](limits.md).
 
 `pytest --write-status` writes this page: *works* is the outcome of the test in the row, on the machine of that run. Any
-run of the tests fails if they do not show what the page says.
+run of the tests fails if a claim of the page is not shown.
 
-| what | works | shown by |
+| feature | works | shown by |
 | --- | --- | --- |
 """
 
@@ -191,7 +191,7 @@ FEATURES: list[tuple[str, str, str]] = [
         KILLED_GPT,
     ),
     ("... hostile files, also with matching checksums, are refused before anything is changed", YES, HOSTILE),
-    ("... in the background; memory of the shard and one tensor; what does not fit is listed", YES, CHECKPOINT),
+    ("... in the background; memory of the shard and one tensor; values that do not fit are listed", YES, CHECKPOINT),
     (
         "... read by `torch.distributed.checkpoint`; torch's `get_optimizer_state_dict`",
         YES,

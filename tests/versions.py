@@ -100,7 +100,7 @@ def render(page: str, new: Sequence[Row]) -> str:
 
 _HEADER = """
 `python -m tests.versions VERSION ...` runs the core of the tests under another torch, in an environment of its own;
-`--python` takes another interpreter, `--write` writes this table. *skipped*: what this torch does not have.
+`--python` takes another interpreter, `--write` writes this table. *skipped*: features that this torch does not have.
 
 | torch | Python | works | passed | failed | skipped | on |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import DOCS, OUTSIDE, PAGES, ROOT, SITE, Block, anchors_of, blocks_of, links_of
+from tests.pages import DOCS, OUTSIDE, PAGES, ROOT, SITE, Block, anchors_of, blocks_of, links_of, prose_of
 
 PACKAGE = ROOT / "ddp_zero"
 ROOMS = "|".join(sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"))
@@ -97,6 +97,13 @@ def test_the_api_reference_names_nothing_that_is_gone() -> None:
             module != "ddp_zero.integrations.lightning"
         ):
             assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_the_english_of_the_pages_is_that_of_the_field() -> None:
+    prose = "\n".join(prose_of(page) for page in [ROOT / "README.md", *SITE])
+    words = len(re.findall(r"[A-Za-z']+", prose))
+    assert len(re.findall(r"\bwhat\b", prose, re.IGNORECASE)) / words <= 8 / 10_000
+    assert len(re.findall(r"\b(?:that|those) of\b", prose, re.IGNORECASE)) / words <= 4 / 10_000
 
 
 def test_the_manifest_for_kubernetes_is_a_train_job() -> None:

@@ -10,7 +10,7 @@ from ddp_zero.deepspeed.config.table import ANY, SECTIONS, ConfigError, Finding,
 _HEADER = """\
 # DeepSpeed's configuration, key by key
 
-What `ddp_zero.deepspeed.initialize(config=...)` does with each key of DeepSpeed 0.19. *Honoured*: what it does here.
+The effect of each key of DeepSpeed 0.19 in `ddp_zero.deepspeed.initialize(config=...)`. *Honoured*: the effect here.
 *No effect*: why; logged once. *Refused*: an error, with the remedy. A key that is not in this table is an error as
 well, with the nearest name. `python -m ddp_zero config check ds_config.json` prints these lines for a file.
 
@@ -58,7 +58,7 @@ def render() -> str:
     """The page."""
     parts = [_HEADER]
     for title, rows in SECTIONS.items():
-        lines = [f"\n## {title}\n", "| key | here | what that means |", "| --- | --- | --- |"]
+        lines = [f"\n## {title}\n", "| key | here | meaning |", "| --- | --- | --- |"]
         lines += [_row(row) for row in rows if row.text != "A block."]
         parts.append("\n".join(lines) + "\n")
     return "".join(parts)

@@ -115,7 +115,7 @@ def _inside(block: str, *rows: Key) -> list[Key]:
 _EQUATION = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks."
 
 _BATCH = [
-    _honoured("train_batch_size", f"{_EQUATION} Any two give the third; what contradicts it is an error."),
+    _honoured("train_batch_size", f"{_EQUATION} Any two give the third; a contradiction is an error."),
     _honoured("train_micro_batch_size_per_gpu", _EQUATION),
     _honoured("gradient_accumulation_steps", f"{_EQUATION} 1 if only one of the three is given."),
     _honoured(
@@ -137,9 +137,9 @@ _OPTIMIZER = [
         "optimizer.type",
         "Adam, AdamW, SGD, Adagrad, Lion, Muon, Lamb; the name of another class of torch.optim; or the full name of "
         "any importable class, such as my_package.MyOptimizer. Lion: where momentum and gradient are 0, nothing moves; "
-        "in DeepSpeed by the rate. Lamb: the ratio is that of each parameter; in DeepSpeed's stages 1 and 2 that of a "
-        "rank's share of a group. Muon: gradients are clipped first; DeepSpeed's stages 1 and 2 clip what Muon has "
-        "made of them. per_head_muon is refused.",
+        "in DeepSpeed by the rate. Lamb: each parameter has a ratio of its own; in DeepSpeed's stages 1 and 2 "
+        "each rank's share of a group has one. Muon: gradients are clipped first; DeepSpeed's stages 1 and 2 clip "
+        "Muon's updates. per_head_muon is refused.",
     ),
     _honoured(
         "optimizer.params",
@@ -147,7 +147,7 @@ _OPTIMIZER = [
         "fp32_optimizer_states have no effect; max_grad_norm is refused: use gradient_clipping.",
         holds=ANY,
     ),
-    _no_effect("optimizer.legacy_fusion", "Steps are those of torch's own optimizers."),
+    _no_effect("optimizer.legacy_fusion", "Steps are taken by torch's own optimizers."),
     _honoured("scheduler", "A block."),
     _honoured(
         "scheduler.type",
@@ -292,7 +292,7 @@ _LOGGING = [
 
 _CHECKPOINTS = [
     _honoured("checkpoint", "A block.", off=(None,)),
-    _honoured("checkpoint.tag_validation", "What to do if ranks save under different tags: Ignore, Warn or Fail."),
+    _honoured("checkpoint.tag_validation", "The reaction if ranks save under different tags: Ignore, Warn or Fail."),
     _refused(
         "checkpoint.load_universal",
         "Load such a checkpoint by the functions of docs/from-deepspeed.md, section Checkpoints.",
@@ -302,10 +302,10 @@ _CHECKPOINTS = [
         "checkpoint.use_node_local_storage", "Checkpoints are written to a folder that all ranks share.", off=(False,)
     ),
     _no_effect("checkpoint.parallel_write", "Every rank always writes its part.", holds=("pipeline_stage",)),
-    _no_effect("checkpoint.checkpoint_serialization", "The format is that of ddp_zero.checkpoint."),
+    _no_effect("checkpoint.checkpoint_serialization", "The format is the one of ddp_zero.checkpoint."),
     _no_effect(
         "checkpoint.writer",
-        "The format is that of ddp_zero.checkpoint.",
+        "The format is the one of ddp_zero.checkpoint.",
         holds=(
             *("type", "decoupled", "io_buffer_size", "io_buffer_double", "show_statistics", "data_parallel"),
             "io_multiplier",
@@ -319,8 +319,8 @@ _CHECKPOINTS = [
 
 _STAGE_3 = "It belongs to stage 3, which is refused."
 _NEAREST = (
-    "Parameters are not sharded here. What comes nearest to stage 3 is FSDP2 (torch.distributed.fsdp.fully_shard); "
-    'what comes nearest here is "stage": 2.'
+    "Parameters are not sharded here. Nearest to stage 3 is FSDP2 (torch.distributed.fsdp.fully_shard); "
+    'nearest here is "stage": 2.'
 )
 _NVME = 'Nothing is swapped to disk here. Use "device": "cpu".'
 
@@ -497,7 +497,9 @@ _OTHERS = [
             *("sync_after_allgather", "keep_int_input_tensors", "keep_all_input_tensors", "passes"),
         ),
     ),
-    _no_effect("timers", "steps_per_print and wall_clock_breakdown say what is logged.", off=(None,), holds=ANY),
+    _no_effect(
+        "timers", "steps_per_print and wall_clock_breakdown choose the lines of the log.", off=(None,), holds=ANY
+    ),
     _no_effect("aio", "Nothing is swapped to disk here.", off=(None,), holds=ANY),
     _no_effect("disable_python_gc", "Call gc.disable() in the program.", off=(False,)),
     _no_effect("vocabulary_size", "DeepSpeed only warns about it.", off=(None,)),
