@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -16,6 +17,10 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)\s]*)?(\))")
 AS_THEY_ARE = {".md", ".png", ".svg"}
+REMOTE = re.compile(
+    r"""<(?!a\b)[^>]*\s(?:src|href|srcset|data)=["'](?:https?:)?//[^"']*["']|url\(["']?(?:https?:)?//"""
+)
+"""Fetched from elsewhere when a page is shown; links that readers follow are left alone."""
 
 origins: dict[str, Path] = {}
 """By the place of a page on the site: the file of the repository that it shows."""
@@ -47,6 +52,14 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """Point links to files of the repository at their places on the site."""
     origin = origins.get(page.file.src_uri)
     return markdown if origin is None or origin.suffix != ".md" else _rewritten(markdown, origin, page.file.src_uri)
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that needs a network to be shown."""
+    fetched = REMOTE.search(output)
+    if fetched is not None:
+        raise PluginError(f"{page.file.src_uri} fetches from elsewhere: {fetched.group(0)}")
+    return output
 
 
 def _linked(markdown: str, page: Path) -> list[Path]:
