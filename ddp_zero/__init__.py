@@ -30,4 +30,4 @@ __all__ = [
     "shard_optimizer",
     "wrap",
 ]
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -1,7 +1,6 @@
 """Train a small GPT twice, with plain DDP and with ZeRO stage 2, and compare loss, step time and memory.
 
     python examples/quickstart.py
-    python examples/quickstart.py --ranks 4 --layers 12 --plot quickstart.png
 
 Each training runs in processes of its own, one per rank: on GPUs if this machine has enough of them, else on the CPU.
 The two differ in the one line of `build`. Both see the same text (Python's language reference), start from the same
@@ -140,12 +139,11 @@ def main() -> int:
     """Run both trainings, and print the comparison."""
     parser = ArgumentParser(description=__doc__.splitlines()[0], formatter_class=ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes that train together")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     parser.add_argument("--layers", type=int, default=6, help="transformer blocks")
     parser.add_argument("--width", type=int, default=512, help="features per position, a multiple of 64")
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees at once")
     parser.add_argument("--batch-size", type=int, default=2, help="windows of text per rank")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and memory; needs matplotlib")
     options = parser.parse_args()
     if options.width % 64 or min(options.ranks, options.steps - 2, options.layers, options.batch_size) < 1:
         parser.error("Expected positive numbers, at least 3 steps and a width that is a multiple of 64.")

@@ -45,6 +45,8 @@ LONG = {
 """Commands that this file runs, and what they print."""
 
 ELSEWHERE = {
+    "python examples/quickstart.py": "tests/multiproc/test_quickstart.py::"
+    "test_both_trainings_learn_and_end_with_equal_parameters",
     "torchrun --standalone --nproc-per-node=2 examples/minimal.py": "tests/multiproc/test_readme.py::"
     "test_the_minimal_example_learns_and_continues_from_its_checkpoint",
     "torchrun --standalone --nproc-per-node=2 examples/train_gan.py --steps 60 --compare": (

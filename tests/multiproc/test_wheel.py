@@ -70,7 +70,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_zero").rglob("*.py")}
     with ZipFile(wheel) as archive:
         names, fields = set(archive.namelist()), message_from_string(archive.read(f"{about}/METADATA").decode())
-    its_own = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")}
+    its_own = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     assert names == package | {"ddp_zero/py.typed"} | its_own
     assert fields["License-Expression"] == "BSD-3-Clause"
     assert fields["Description-Content-Type"] == "text/markdown"
@@ -92,6 +92,7 @@ def test_it_reports_and_trains_where_there_is_no_checkout(wheel: Path, tmp_path:
 
     found = json.loads(run(python, "-m", "ddp_zero", "--json", cwd=tmp_path))
     assert found["works"] is True
+    assert run(home / "bin" / "ddp-zero", "--version", cwd=tmp_path) == f"ddp_zero {ddp_zero.__version__}\n"
     assert found["versions"]["ddp_zero"] == ddp_zero.__version__
     assert [one["name"] for one in found["findings"] if not one["works"]] == []
 
