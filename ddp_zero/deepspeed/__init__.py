@@ -1,4 +1,4 @@
-"""For those who come from DeepSpeed: `initialize`, an engine with its calls, and the ``safe_*`` functions.
+"""Migration from DeepSpeed: `initialize`, an engine with DeepSpeed's calls, and the ``safe_*`` functions.
 
     from ddp_zero.deepspeed import add_config_arguments, initialize
 

@@ -1,12 +1,12 @@
 """`Engine`: DeepSpeed's training calls over a stock DDP model and a sharded optimizer.
 
 A step is ``gradient_accumulation_steps`` rounds of ``loss = engine(batch)``, ``engine.backward(loss)`` and
-``engine.step()``. The last round is the *boundary*: only there gradients are reduced to what is stepped, the norm is
-clipped, the optimizer and the schedule step, and gradients are dropped. In the other rounds stages 0 and 1 add up this
-rank's own gradients, as under ``ddp.no_sync()``; stage 2 averages each round and keeps what this rank owns.
+``engine.step()``. The last round is the *boundary*: only there gradients are reduced for the step, the norm is clipped,
+the optimizer and the schedule step, and gradients are dropped. In all other rounds stages 0 and 1 accumulate this
+rank's own gradients, as under ``ddp.no_sync()``; stage 2 averages each round and keeps the owned part.
 
-A checkpoint ``save_dir/tag/step-<number>/`` is one of `ddp_zero.checkpoint`: model, optimizer, schedule, counters and
-client state. A file ``save_dir/latest`` names the newest tag. Nothing in them is unpickled.
+A checkpoint ``save_dir/tag/step-<number>/`` is in the format of `ddp_zero.checkpoint`: model, optimizer, schedule,
+counters and client state. A file ``save_dir/latest`` names the newest tag. Nothing in them is unpickled.
 """
 
 import os
@@ -37,38 +37,39 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of
 PathLike = str | os.PathLike[str]
 
 CustomLoad = Callable[..., object]
-"""Loads a state dict ``src`` into a model ``dst``, both by name."""
+"""Function that loads a state dict ``src`` into a model ``dst``, both passed by keyword."""
 
 _LATEST = "latest"
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
 
 
 class Engine(nn.Module):
-    """See the module. `ddp_zero.deepspeed.initialize` builds it.
+    """DeepSpeed's training calls over a DDP model. `ddp_zero.deepspeed.initialize` builds it.
 
     Args:
         ddp: the wrapped model.
-        optimizer: sharded, or in stage 0 the plain one.
-        lr_scheduler: stepped after every step that was taken; None: no schedule.
+        optimizer: the sharded optimizer, or in stage 0 the plain one.
+        lr_scheduler: stepped after every step that was not skipped; None for no schedule.
         config: the configuration.
-        collate_fn: of data loaders that it builds.
+        collate_fn: collate function of data loaders that the engine builds.
 
     Attributes:
         module: the model without DDP.
         ddp: the model in `DistributedDataParallel`.
-        optimizer: as given.
+        optimizer: the optimizer, as given.
         zero: the optimizer if it is sharded; None in stage 0 with fp32 parameters.
-        lr_scheduler: as given.
-        training_dataloader: over the training data of `initialize`; None without.
-        device: of the model.
+        lr_scheduler: the schedule, as given.
+        training_dataloader: data loader of the training data of `initialize`; None without.
+        device: device of the model.
         global_steps: boundaries so far, skipped steps included.
-        skipped_steps: the number of these that were not taken because a gradient was not finite.
+        skipped_steps: steps so far that were skipped because a gradient was not finite.
         global_samples: samples so far, on all ranks.
         micro_steps: calls of `step` so far.
         comm: the ranks.
         parsed: the configuration.
-        world_size, dp_world_size: the number of ranks.
-        global_rank, local_rank: of this process, in the job and on its host.
+        world_size, dp_world_size: number of ranks.
+        global_rank: rank of this process in the job.
+        local_rank: rank of this process on its host.
     """
 
     module: nn.Module
@@ -109,7 +110,15 @@ class Engine(nn.Module):
     # A round
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's output; gradients of this pass are reduced if it is the boundary's."""
+        """Run the model; gradients of this pass are reduced in the boundary round only.
+
+        Args:
+            *inputs: inputs of the model.
+            **kwargs: keyword inputs of the model.
+
+        Returns:
+            The model's output.
+        """
         if self.parsed.fp16.auto_cast and self.parsed.fp16.enabled:
             inputs, kwargs = cast_inputs(inputs, torch.float16), cast_inputs(kwargs, torch.float16)
         with self._timed("forward"), self._rounds():
@@ -119,7 +128,7 @@ class Engine(nn.Module):
                 return self.ddp(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """The backward pass of a loss.
+        """Run the backward pass of a loss.
 
         Args:
             loss: a scalar.
@@ -127,7 +136,7 @@ class Engine(nn.Module):
             scale_wrt_gas: divide the loss by ``gradient_accumulation_steps``.
 
         Returns:
-            The loss that was divided; the loss scale is not in it.
+            The divided loss, without the loss scale.
 
         Raises:
             ValueError: for a loss that is not a scalar with a graph.
@@ -143,12 +152,19 @@ class Engine(nn.Module):
         return divided
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for a backward pass without the engine."""
+        """The loss times the loss scale, for a backward pass without the engine.
+
+        Args:
+            loss: a scalar.
+        """
         self._has_scaled = True
         return self.zero.scale(loss) if self.zero is not None and self.parsed.fp16.enabled else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a round; at the boundary, take the step. A collective there.
+
+        Args:
+            lr_kwargs: keyword arguments for the schedule's ``step``.
 
         Raises:
             RuntimeError: under `no_sync`; at the boundary, if there was no `backward` and gradients had to be divided
@@ -207,18 +223,22 @@ class Engine(nn.Module):
     # The boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this round is the last of a step."""
+        """True if this round is the last of a step."""
         if self._boundary is not None:
             return self._boundary
         return self._round + 1 >= self._batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next rounds are the last of a step, instead of counting; set it before each forward pass."""
+        """Set explicitly whether the next rounds are the last of a step, instead of counting.
+
+        Args:
+            is_boundary: set before each forward pass.
+        """
         self._boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Passes inside add up this rank's own gradients, whatever round it is; `step` is refused."""
+        """Accumulate this rank's own gradients in any round; `step` is refused inside."""
         before, self._is_in_no_sync = self._is_in_no_sync, True
         try:
             yield
@@ -236,21 +256,34 @@ class Engine(nn.Module):
     # The model
 
     def train(self, mode: bool = True) -> "Engine":
-        """Set training or evaluation mode."""
+        """Set training or evaluation mode.
+
+        Args:
+            mode: True for training.
+        """
         super().train(mode)
         self.ddp.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients."""
+        """Drop or zero all gradients.
+
+        Args:
+            set_to_none: True to drop them.
+        """
         self.optimizer.zero_grad(set_to_none)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model in place, by `torch.nn.Module.compile`."""
+        """Compile the model in place with `torch.nn.Module.compile`.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+        """
         self.module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Anything else is an attribute of the model."""
+        """Any other attribute is the model's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -273,7 +306,14 @@ class Engine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state dict, without DDP; see `torch.nn.Module.state_dict`."""
+        """The model's state dict, without DDP; see `torch.nn.Module.state_dict`.
+
+        Args:
+            destination: dictionary to fill.
+            prefix: prefix of all names.
+            keep_vars: keep tensors attached to their graph.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+        """
         found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         frozen = {f"{prefix}{name}" for name, param in self.module.named_parameters() if not param.requires_grad}
         for name in frozen if exclude_frozen_parameters else ():
@@ -283,11 +323,11 @@ class Engine(nn.Module):
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: CustomLoad | None = None
     ) -> None:
-        """Load weights into the model, and into masters. Every rank passes the same.
+        """Load weights into the model, and into masters. Every rank passes the same weights.
 
         Args:
             checkpoint: has the model's state dict under ``"module"``.
-            strict: whether the names must be those of the model.
+            strict: require exactly the model's names.
             custom_load_fn: called with ``src=`` that state dict and ``dst=`` the model, to load it instead.
         """
         if custom_load_fn is None:
@@ -298,7 +338,7 @@ class Engine(nn.Module):
             self.zero.refresh_master_weights()
 
     def destroy(self) -> None:
-        """Drop gradients, and an iteration that is not finished; the engine is not to be used after it."""
+        """Drop gradients and any unfinished iteration; the engine cannot be used afterwards."""
         if self.zero is not None:
             self.zero.reset()
         self.optimizer.zero_grad()
@@ -306,7 +346,7 @@ class Engine(nn.Module):
     # Numbers
 
     def was_step_applied(self) -> bool:
-        """Whether the last call of `step` changed parameters."""
+        """True if the last call of `step` changed parameters."""
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
@@ -317,7 +357,7 @@ class Engine(nn.Module):
         return self._grad_norm
 
     def loss_scale(self) -> float:
-        """The factor on the loss now; 1.0 without fp16."""
+        """The current factor on the loss; 1.0 without fp16."""
         scale = None if self.zero is None else self.zero.loss_scale
         return 1.0 if scale is None else scale
 
@@ -326,7 +366,7 @@ class Engine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """The momentum of each parameter group, or the betas."""
+        """The momentum of each parameter group, or its betas."""
         groups = self.optimizer.param_groups
         return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
@@ -337,7 +377,7 @@ class Engine(nn.Module):
         return self._batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a round, on a rank."""
+        """Samples of a round, on one rank."""
         return self._batch.micro
 
     def gradient_accumulation_steps(self) -> int:
@@ -351,6 +391,9 @@ class Engine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of rounds of a step; between two steps.
 
+        Args:
+            train_batch_size: samples of a step, on all ranks.
+
         Raises:
             ValueError: if the size is not a multiple of the samples of a round on all ranks.
             RuntimeError: in the middle of a step.
@@ -359,7 +402,14 @@ class Engine(nn.Module):
         self._batch = Batch.solve(train_batch_size, self._batch.micro, None, self.comm.world_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a round, and with them those of a step; between two steps."""
+        """Change the samples of a round, and with them the samples of a step; between two steps.
+
+        Args:
+            micro_batch_size: samples of a round, on one rank.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
         self._check_between_steps("set_train_micro_batch_size")
         self._batch = Batch.solve(None, micro_batch_size, self._batch.accumulation, self.comm.world_size)
 
@@ -375,20 +425,20 @@ class Engine(nn.Module):
         return self.parsed.zero.stage
 
     def gradient_clipping(self) -> float:
-        """The largest norm; 0: nothing is clipped."""
+        """The largest norm; 0 if gradients are not clipped."""
         return self.parsed.rest.gradient_clipping
 
     def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16."""
+        """True if parameters are fp16."""
         return self.parsed.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
+        """True if parameters are bf16."""
         return self.parsed.bf16.enabled
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as it was given."""
+        """The configuration as given."""
         return dict(self.parsed.document)
 
     # Data
@@ -405,11 +455,11 @@ class Engine(nn.Module):
         """A data loader of this rank's share of a dataset.
 
         Args:
-            dataset: with a length and items.
-            batch_size: of a round; None: the configuration's.
-            data_sampler: None: a `DistributedSampler` that shuffles; its ``set_epoch`` changes the order.
-            collate_fn: as for `torch.utils.data.DataLoader`; None: that of `initialize`.
-            num_local_io_workers: processes that read.
+            dataset: a dataset with a length and items.
+            batch_size: samples of a round; None for the configuration's.
+            data_sampler: None for a `DistributedSampler` that shuffles; its ``set_epoch`` changes the order.
+            collate_fn: as for `torch.utils.data.DataLoader`; None for the one given to `initialize`.
+            num_local_io_workers: number of reader processes.
         """
         return DataLoader(
             dataset,
@@ -431,24 +481,24 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything as ``save_dir/tag``. A collective.
+        """Save model, optimizer, schedule, counters and client state as ``save_dir/tag``. A collective.
 
         In the middle of accumulation, the state of the last step is saved.
 
         Args:
             save_dir: a folder that all ranks share.
-            tag: a name without a path, the same on every rank; None: ``global_step<number>``.
+            tag: a name without a path, the same on every rank; None for ``global_step<number>``.
             client_state: numbers, strings, tensors, and lists, tuples and dicts of them, saved from rank 0.
-            save_latest: name the tag in the file ``latest``.
-            exclude_frozen_parameters: leave out parameters that do not require a gradient; loading leaves them as they
-                are.
+            save_latest: write the tag to the file ``latest``.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient; loading leaves them
+                unchanged.
 
         Returns:
             True.
 
         Raises:
-            ValueError: for an empty ``save_dir``, a tag that is a path or empty, or, with
-                ``checkpoint.tag_validation: Fail``, differs between ranks.
+            ValueError: for an empty ``save_dir``, a tag that is a path or empty, or, with ``checkpoint.tag_validation:
+                Fail``, differs between ranks.
             TypeError: for client state that cannot be saved without pickle.
         """
         if not str(save_dir):
@@ -480,17 +530,17 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` or DeepSpeed saved, at any number of ranks and in any stage. A collective.
+        """Load a checkpoint of `save_checkpoint` or DeepSpeed, at any number of ranks and in any stage. A collective.
 
         Args:
             load_dir: the folder given to `save_checkpoint`.
-            tag: None: that in the file ``latest``.
-            load_module_strict: whether the model must fit exactly.
+            tag: name of the checkpoint; None for the tag in the file ``latest``.
+            load_module_strict: require that the model fits exactly.
             load_optimizer_states: load the optimizer's state.
             load_lr_scheduler_states: load the schedule's state.
             load_module_only: load neither, nor the counters.
-            custom_load_fn: called with ``src=`` the saved state dict of the model and ``dst=`` the model, after what
-                fits by name was loaded, the optimizer's state too.
+            custom_load_fn: called with ``src=`` the saved state dict of the model and ``dst=`` the model, after all
+                values that fit by name have been loaded, including the optimizer's state.
 
         Returns:
             The checkpoint's folder and the client state; None twice, with a warning, without a tag and ``latest``.
@@ -529,11 +579,11 @@ class Engine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the weights as they are in the model, by `torch.save` on rank 0. A collective.
+        """Save the model's weights in their dtypes, by `torch.save` on rank 0. A collective.
 
         Args:
-            save_dir: created if missing.
-            save_filename: of the file, which ``torch.load(file, weights_only=True)`` reads.
+            save_dir: a folder, created if missing.
+            save_filename: name of the file, which ``torch.load(file, weights_only=True)`` reads.
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
 
         Returns:
@@ -541,7 +591,7 @@ class Engine(nn.Module):
 
         Raises:
             ValueError: for a name that ends in ``.safetensors``.
-            OSError: on rank 0 if writing fails; RuntimeError on the others.
+            OSError: on rank 0 if writing fails; RuntimeError on all other ranks.
         """
         return self._save_weights(save_dir, save_filename, exclude_frozen_parameters, in_fp32=False)
 
@@ -553,11 +603,24 @@ class Engine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the weights in fp32, masters in place of low-precision parameters; else as `save_16bit_model`."""
+        """Save the weights in fp32, masters in place of low-precision parameters. A collective.
+
+        Args:
+            save_dir: see `save_16bit_model`.
+            save_filename: see `save_16bit_model`.
+            exclude_frozen_parameters: see `save_16bit_model`.
+
+        Returns:
+            True.
+
+        Raises:
+            ValueError: as `save_16bit_model`.
+            OSError: as `save_16bit_model`.
+        """
         return self._save_weights(save_dir, save_filename, exclude_frozen_parameters, in_fp32=True)
 
     def _agreed_tag(self, tag: str) -> str:
-        """Rank 0's tag, once ranks have been compared as the configuration says."""
+        """Rank 0's tag, after comparing the ranks' tags as configured."""
         if not tag or Path(tag).name != tag or tag == _LATEST:
             raise ValueError(f"Expected a tag that names a folder, got {tag!r}.")
         tags = self.comm.all_gather_text(tag)
@@ -580,7 +643,7 @@ class Engine(nn.Module):
         return name
 
     def _of_deepspeed(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """The schedule, counters and client state of a checkpoint of DeepSpeed, as `save_checkpoint` writes them."""
+        """The schedule, counters and client state of a DeepSpeed checkpoint, in the form of `save_checkpoint`."""
         counters = {counter: int(extra.get(counter) or 0) for counter in _COUNTERS}
         counters["micro_steps"] = counters["global_steps"] * self._batch.accumulation
         return {"scheduler": extra.get("lr_scheduler"), "client_state": extra["client_state"], "engine": counters}
@@ -605,7 +668,7 @@ class Engine(nn.Module):
         return True
 
     def _in_fp32(self, value: Any) -> Any:
-        """A value in fp32, if it is a floating one. A collective for a parameter with a master."""
+        """A floating-point value in fp32, any other unchanged. A collective for a parameter with a master."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         if self.zero is not None and value in sharded_of(self.zero).table.index_of:
@@ -614,7 +677,7 @@ class Engine(nn.Module):
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in nested lists, tuples and dicts, cast."""
+    """Floating-point tensors in nested lists, tuples and dicts, cast."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, list | tuple):

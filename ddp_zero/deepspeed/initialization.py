@@ -59,19 +59,19 @@ def initialize(
 
     Args:
         args: an object that may have ``deepspeed_config``, a path, and ``local_rank``.
-        model: not wrapped; it is moved to this process's device and cast to the configuration's dtype, in place.
-        optimizer: replaces the configuration's: one that was built over the model's parameters, whose class, options
-            and groups are then sharded; or a function of ``model_parameters`` that builds one.
-        model_parameters: parameters or groups to step; None: all of the model.
+        model: a module, not wrapped; it is moved to this process's device and cast to the configured dtype, in place.
+        optimizer: replaces the configured one: an optimizer over the model's parameters, whose class, options and
+            groups are then sharded; or a function of ``model_parameters`` that builds one.
+        model_parameters: parameters or groups to step; None for all of the model.
         training_data: a dataset, for which a data loader is returned.
-        lr_scheduler: replaces the configuration's: one over ``optimizer``, or a function of the optimizer.
+        lr_scheduler: replaces the configured one: a schedule over ``optimizer``, or a function of the optimizer.
         distributed_port: must be None: ``MASTER_PORT`` in the environment, as torchrun sets it, is used.
         mpu: must be None.
         dist_init_required: must not be False without a process group; it is initialised if there is none.
-        collate_fn: of the data loader.
+        collate_fn: collate function of the data loader.
         config: a path, a dictionary, or the text of a file in URL-safe base64.
         mesh_param: must be None.
-        config_params: the same under its old name.
+        config_params: old name of ``config``.
 
     Returns:
         The engine, its optimizer, the data loader or None, and the schedule or None.
@@ -108,6 +108,9 @@ def initialize(
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add ``--deepspeed``, a flag for the user's own code, and ``--deepspeed_config``, which `initialize` reads.
 
+    Args:
+        parser: the parser to extend.
+
     Returns:
         The parser.
     """
@@ -118,7 +121,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _parsed(source: Source, model: nn.Module, **given: Any) -> Config:
-    """The configuration, with sizes that follow from the model; ``given`` has arguments that replace blocks of it."""
+    """The configuration, with sizes that follow from the model; ``given`` are arguments that replace blocks of it."""
     auto = Auto(source)
     auto.fill_from_model(getattr(model, "config", None))
     parsed = Config.parse(auto.finish(), get_world_size())
@@ -133,7 +136,7 @@ def _parsed(source: Source, model: nn.Module, **given: Any) -> Config:
 
 
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
-    """The one configuration that was given."""
+    """The single configuration that was given."""
     named = {"config": config, "config_params": config_params, "args": getattr(args, "deepspeed_config", None)}
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) != 1:
@@ -156,7 +159,7 @@ def _start_group(required: bool | None) -> None:
 
 
 def _device(args: Any) -> torch.device:
-    """This process's device: that of its local rank on an accelerator, else the CPU."""
+    """The device of this process's local rank on an accelerator, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = getattr(args, "local_rank", None)
@@ -166,7 +169,7 @@ def _device(args: Any) -> torch.device:
 
 
 def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, parameters: Iterable[Any] | None) -> Optimizer:
-    """The optimizer that was given, sharded, or that of the configuration."""
+    """The given optimizer, sharded, or the configured one."""
     groups = as_groups(parameters, ddp.module)
     if given is None:
         if config.optimizer is None:
@@ -203,7 +206,7 @@ def _attach(optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel, co
 
 
 def _schedule(config: Config, optimizer: Optimizer, given_optimizer: Any, given: Any) -> Any:
-    """The schedule that was given, following the optimizer, or that of the configuration, or None."""
+    """The given schedule, following the optimizer, or the configured one, or None."""
     if given is None:
         return None if config.scheduler is None else build_schedule(config.scheduler, optimizer)
     if callable(given) and not hasattr(given, "step"):
@@ -219,11 +222,11 @@ def _schedule(config: Config, optimizer: Optimizer, given_optimizer: Any, given:
 
 
 def _follow(schedule: Any, optimizer: Optimizer) -> None:
-    """Let a schedule set the rates of the sharded optimizer, and torch's count its steps instead of the plain one's."""
+    """Redirect a schedule from the plain optimizer to the sharded one."""
     schedule.optimizer = optimizer
     if isinstance(schedule, LRScheduler):
         rates = [group["lr"] for group in optimizer.param_groups]
-        LambdaLR(optimizer, lambda _: 1.0)  # which makes the optimizer note that it steps
+        LambdaLR(optimizer, lambda _: 1.0)  # patches its `step`, or torch would warn that it is never called
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
 
@@ -244,7 +247,7 @@ def _wrapped(module: nn.Module, config: Config, device: torch.device) -> Distrib
 
 
 def bucket_cap(module: nn.Module, config: Config, ranks: int) -> float:
-    """The size of DDP's buckets in MiB: the library's own, or the configuration's if that is smaller."""
+    """The size of DDP's buckets in MiB: the library's default, or the configured one if smaller."""
     trained = [param for param in module.parameters() if param.requires_grad]
     usual = bucket_mb([param.nbytes for param in trained], ranks)
     elements = config.zero.bucket_elements
@@ -253,7 +256,7 @@ def bucket_cap(module: nn.Module, config: Config, ranks: int) -> float:
 
 
 def cast(module: nn.Module, config: Config) -> None:
-    """Cast a model's floating parameters, and its buffers where the configuration says so.
+    """Cast a model's floating-point parameters, and its buffers if configured.
 
     Raises:
         ConfigError: for parameters of fp16 or bf16 if neither mode is enabled, naming one.
@@ -275,7 +278,7 @@ def cast(module: nn.Module, config: Config) -> None:
     buffers = config.data_types.buffer_dtype
 
     def change(tensor: Tensor) -> Tensor:
-        """A parameter or buffer in its dtype; as it is if that does not change."""
+        """A parameter or buffer in its configured dtype."""
         if not tensor.is_floating_point():
             return tensor
         if isinstance(tensor, nn.Parameter):
@@ -288,7 +291,7 @@ def cast(module: nn.Module, config: Config) -> None:
 
 
 def _names_kept_in_fp32(module: nn.Module, config: Config, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Names of buffers that stay in fp32: those of the configuration, or those that transformers models list."""
+    """Names of buffers that stay in fp32: the configured ones, or those listed by transformers models."""
     setting = config.data_types.keep_in_fp32_modules
     names = set(_listed(module, dtype)) if setting == "auto" else {name.replace("*", ".*") for name in setting}
     return re.compile("|".join(sorted(names))) if names else None
@@ -313,7 +316,7 @@ def _dtype_named(name: str) -> torch.dtype:
 
 
 def _built(ddp: DistributedDataParallel, config: Config, choice: "Choice") -> Optimizer:
-    """The optimizer: a sharded one, or in stage 0 with fp32 parameters the plain one. A collective if sharded."""
+    """The sharded optimizer, or in stage 0 with fp32 parameters the plain one. A collective if sharded."""
     if not config.is_sharded:
         _compress_gradients(ddp, config)
         return choice.optimizer_class(choice.groups, **choice.options)
@@ -326,15 +329,15 @@ def _built(ddp: DistributedDataParallel, config: Config, choice: "Choice") -> Op
 
 
 def _compress_gradients(ddp: DistributedDataParallel, config: Config) -> None:
-    """In stage 0 with a plain optimizer: let gradients travel in the configuration's dtype."""
+    """In stage 0 with a plain optimizer: send gradients in the configured dtype."""
     hook = _reduction(config)["hook"]
     if hook is not None:
-        # By another name: DDP asks for NCCL before it takes torch's hook for bf16, which Gloo runs as well.
+        # wrapped: DDP requires NCCL for torch's bf16 hook, which it recognises by name, though Gloo can run it
         ddp.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 
 def sharding_options(config: Config) -> dict[str, Any]:
-    """Options of `shard_optimizer`, but for the optimizer's own."""
+    """Options of `shard_optimizer`, except those of the optimizer class."""
     fp16, bf16 = config.fp16, config.bf16
     options: dict[str, Any] = {
         "stage": max(config.zero.stage, 1),
@@ -348,7 +351,7 @@ def sharding_options(config: Config) -> dict[str, Any]:
         options["nonfinite"] = "skip" if bf16.check_grad_overflow else "step"
     if fp16.enabled and not fp16.is_dynamic:
         options["loss_scale"] = float(fp16.loss_scale)
-    elif fp16.enabled:  # DeepSpeed's dynamic scale grows a step later at first, and after an overflow, than later on
+    elif fp16.enabled:  # DeepSpeed's first growth, and the first after an overflow, come a step later than all others
         options["loss_scale"] = DynamicLossScale(
             initial=2.0**fp16.initial_scale_power,
             growth_interval=fp16.loss_scale_window,
@@ -361,7 +364,7 @@ def sharding_options(config: Config) -> dict[str, Any]:
 
 
 def _reduction(config: Config) -> dict[str, Any]:
-    """Options for how gradients travel and add up."""
+    """Options of the reduction and accumulation of gradients."""
     rest, own = config.rest, _dtype_named(config.dtype)
     comm = own if rest.communication_data_type is None else _dtype_named(rest.communication_data_type)
     if config.zero.stage == 2:
@@ -377,7 +380,7 @@ def _reduction(config: Config) -> dict[str, Any]:
 
 
 _WITHOUT_EFFECT = ("torch_adam", "fp32_optimizer_states", "set_grad_none")
-"""Options that choose between DeepSpeed's own implementations."""
+"""Options that choose among DeepSpeed's own implementations."""
 
 _VARIANT = re.compile("fused|foreach|deepspeed|cpu|onebit|8bit|_")  # parts of names: how an optimizer is computed
 _NEAR = 0.75
@@ -395,7 +398,7 @@ _OWN: Mapping[str, Callable[..., Optimizer]] = {
 
 
 class Choice(NamedTuple):
-    """A class, its options, and the groups that it steps."""
+    """An optimizer class, its options, and its parameter groups."""
 
     optimizer_class: Callable[..., Optimizer]
     options: Mapping[str, Any]
@@ -403,12 +406,7 @@ class Choice(NamedTuple):
 
 
 def choose(section: OptimizerSection, groups: Groups, names: Mapping[nn.Parameter, str]) -> Choice:
-    """The optimizer that a configuration names.
-
-    Args:
-        section: ``optimizer``.
-        groups: parameter groups.
-        names: of the parameters.
+    """The configured optimizer; ``names`` are the names of the parameters.
 
     Raises:
         ConfigError: for a class that does not exist, with the nearest name, or an option that it does not have.
@@ -494,7 +492,7 @@ def _unknown(option: str, known: Iterable[str], name: str) -> str:
 
 
 def choice_of(optimizer: Optimizer) -> Choice:
-    """The class, options and groups of an optimizer that a user has built already."""
+    """The class, options and groups of an optimizer that a user has built."""
     kind = type(optimizer)
     taken = inspect.signature(kind).parameters  # AdamW, for one, adds a default that it does not take
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
@@ -502,14 +500,14 @@ def choice_of(optimizer: Optimizer) -> Choice:
 
 
 def as_groups(parameters: Iterable[Any] | None, module: nn.Module) -> Groups:
-    """Parameter groups without frozen parameters, and without groups that are empty then.
+    """Parameter groups without frozen parameters, and without groups that become empty.
 
     Args:
-        parameters: parameters, named parameters or groups; None: all of the module.
+        parameters: parameters, named parameters or groups; None for all of the module.
         module: the model.
 
     Raises:
-        ValueError: if none is left.
+        ValueError: if no parameter is left.
     """
     given: Sequence[Any] = list(module.parameters() if parameters is None else parameters)
     loose = [one[1] if isinstance(one, tuple) else one for one in given if not isinstance(one, Mapping)]

@@ -1,4 +1,4 @@
-"""The progress, times and memory that rank 0 prints, and the numbers that it writes to CSV files and TensorBoard."""
+"""Progress, times and memory, printed by rank 0 and written to CSV files and TensorBoard."""
 
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _warned: set[str] = set()
 
 
 def warn_once(findings: tuple[Finding, ...], rank: int) -> None:
-    """Log once in a process, on rank 0, which keys have no effect, and why."""
+    """Log once per process, on rank 0, the keys without effect, with their reasons."""
     for finding in findings:
         if finding.kind is Kind.NO_EFFECT and rank == 0 and finding.path not in _warned:
             _warned.add(finding.path)
@@ -38,10 +38,10 @@ class Progress:
 
 
 def monitor_of(config: Config, rank: int, device: torch.device) -> "Monitor | None":
-    """The monitor that a configuration asks for; None where nothing is asked for, and on ranks other than 0.
+    """The configured monitor; None if nothing is configured, and on ranks other than 0.
 
     Raises:
-        ConfigError: on rank 0, if TensorBoard is asked for and not installed.
+        ConfigError: on rank 0, if TensorBoard is configured but not installed.
     """
     rest = config.rest
     wanted = rest.steps_per_print, rest.wall_clock_breakdown, rest.memory_breakdown, rest.dump_state
@@ -76,7 +76,7 @@ class Monitor:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Add the time that is spent here to that of the step, if it is asked for."""
+        """Add the time spent inside to the step's times, if configured."""
         if not self._rest.wall_clock_breakdown:
             yield
             return
@@ -91,7 +91,7 @@ class Monitor:
         return {name: 1000 * seconds for name, seconds in self._times.items()}
 
     def after_step(self, progress: Progress) -> None:
-        """Print and write what is due."""
+        """Print and write the configured numbers."""
         self._print(progress)
         numbers = {"lr": progress.lr[0]}
         if progress.loss_scale is not None:

@@ -8,8 +8,8 @@ the matrix (Newton-Schulz). With ``ns_method="gram"`` the rounds work on the sma
 Alternatives considered, next to DeepSpeed 0.19.8 over 20 steps (tests/deepspeed/test_optimizers.py): `torch.optim.Muon`
 of torch 2.13 takes 2-D parameters only, has no ``gram``, DeepSpeed's default, and is up to 0.005 away from it at a rate
 of 0.02, where this one differs in no bit; torch before 2.9 has none. Lamb of pytorch_optimizer 4.1 has no bounds of the
-coefficient and no bias correction. Its Lion gives the same bits as this one, but takes misspelled options without a
-word, and would have to be installed for 15 lines.
+coefficient and no bias correction. Its Lion gives the same bits as this one, but accepts misspelled options silently,
+and would have to be installed for 15 lines.
 """
 
 import math
@@ -27,7 +27,7 @@ _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 _ROUNDS, _RESTART = 5, 2
 _SMALL = 1e-7
 METHODS = {"standard": torch.bfloat16, "gram": torch.float16}
-"""Ways to orthogonalize, and the dtype in which each computes."""
+"""Methods of orthogonalization, and the dtype of each."""
 
 MUON_OPTIONS = ("lr", "momentum", "weight_decay", "ns_method")
 ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
@@ -35,7 +35,7 @@ _KINDS = ((True, MUON_OPTIONS, "muon_lr", 0.02), (False, ADAM_OPTIONS, "adam_lr"
 
 
 class _ByParameter(Optimizer):
-    """Steps each parameter that has a gradient by `_update`."""
+    """Base class: steps each parameter that has a gradient with `_update`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -66,13 +66,13 @@ def _checked(lr: float, betas: tuple[float, float], weight_decay: float) -> dict
 
 @elementwise
 class Lion(_ByParameter):
-    """Steps by the sign of a momentum.
+    """Steps by the sign of a momentum (Chen et al., 2023).
 
     Args:
         params: as for any torch optimizer.
         lr: learning rate.
-        betas: shares of the momentum in the update, and of the old momentum in the new one.
-        weight_decay: decoupled.
+        betas: weight of the momentum in the update, and of the old momentum in the new one.
+        weight_decay: decoupled weight decay.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class Lion(_ByParameter):
 
 
 class Lamb(_ByParameter):
-    """Adam with a rate for each parameter.
+    """Adam with a learning rate for each parameter (You et al., 2020).
 
-    A parameter's rate is ``lr`` times the ratio of its own norm to that of its update, within bounds.
+    A parameter's rate is ``lr`` times the ratio of its norm to its update's norm, within bounds.
 
     Args:
         params: as for any torch optimizer.
         lr: learning rate.
         bias_correction: correct the moments of the first steps.
-        betas: of both moments.
+        betas: decay rates of both moments.
         eps: added to the root of the second moment.
         eps_inside_sqrt: add it before taking the root.
         weight_decay: part of the update, and of its norm.
@@ -147,13 +147,13 @@ class MuonWithAdam(_ByParameter):
     Args:
         params: groups, each with ``use_muon``; see `muon_groups`.
         lr: learning rate.
-        momentum: of Muon, used with Nesterov's look-ahead.
+        momentum: momentum of Muon, used with Nesterov's look-ahead.
         weight_decay: decoupled, unless ``adam_w_mode`` is False, for Adam.
         ns_method: ``"gram"`` or ``"standard"``.
-        betas: of Adam.
-        eps: of Adam.
-        adam_w_mode: whether Adam's weight decay is decoupled.
-        use_muon: for groups that do not say.
+        betas: decay rates of Adam's moments.
+        eps: added to the root of Adam's second moment.
+        adam_w_mode: True if Adam's weight decay is decoupled.
+        use_muon: default for groups without this option.
 
     Raises:
         ValueError: for another method, or a parameter that is not a matrix in a group with ``use_muon``.
@@ -217,14 +217,11 @@ class MuonWithAdam(_ByParameter):
 
 
 def orthogonalized(matrix: Tensor, method: str) -> Tensor:
-    """A matrix with the same singular vectors and singular values of about 1.
+    """A matrix with the same singular vectors and singular values of about 1, in the method's dtype.
 
     Args:
-        matrix: 2-D, or a batch of such.
+        matrix: 2-D, or a batch of 2-D matrices.
         method: a key of `METHODS`.
-
-    Returns:
-        In the dtype of the method.
     """
     is_tall = matrix.size(-2) > matrix.size(-1)
     wide = matrix.mT if is_tall else matrix
@@ -249,7 +246,7 @@ def _on_the_matrix(matrix: Tensor) -> Tensor:
 
 
 def _on_the_gram_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor by which the last rounds multiply the matrix, found from X X^T alone, and the matrix before them."""
+    """The last rounds' factor on the matrix, computed from X X^T alone, and the matrix before them."""
     linear, cubic, quintic = _POLYNOMIAL
     gram, factor = matrix @ matrix.mT, None
     for number in range(_ROUNDS):
@@ -271,15 +268,15 @@ def _on_the_gram_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def muon_groups(
     groups: Iterable[Mapping[str, Any]], names: Mapping[nn.Parameter, str], options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Each group divided into matrices for Muon and all else for Adam, with the options of either.
+    """Divide each group into matrices for Muon and all else for Adam, with the options of each.
 
-    Embeddings and heads (``embed`` or ``lm_head`` in the name) are Adam's, whatever their shape. An attribute
-    ``use_muon`` of a parameter decides otherwise.
+    Embeddings and heads (``embed`` or ``lm_head`` in the name) go to Adam, whatever their shape. An attribute
+    ``use_muon`` of a parameter takes precedence.
 
     Args:
         groups: parameter groups.
-        names: of the parameters.
-        options: of the configuration; ``muon_lr`` and ``adam_lr`` are the learning rates of one kind.
+        names: names of the parameters.
+        options: options of the configuration; ``muon_lr`` and ``adam_lr`` are the learning rates of one kind.
     """
     divided = []
     for group in groups:

@@ -1,8 +1,8 @@
 """DeepSpeed's ``safe_*`` functions: a parameter's fp32 value, gradient and optimizer state, held by its owners.
 
-They work for any `ddp_zero.ZeroRedundancyOptimizer`, with the engine or without. Those that get a whole value are
-collectives; those that set one take the whole value on every rank, the same one. The ``local`` forms touch what this
-rank owns, and never communicate.
+They work for any `ddp_zero.ZeroRedundancyOptimizer`, with the engine or without. Functions that get a whole value are
+collectives; functions that set one take the same whole value on every rank. The ``local`` forms access this rank's
+owned part, and never communicate.
 """
 
 import gc
@@ -54,11 +54,11 @@ class _Place:
         return self.sharded.stepped.master(self.index)
 
     def own_part(self, value: Tensor) -> Tensor:
-        """The part of a whole value that this rank owns."""
+        """This rank's part of a whole value."""
         return self.sharded.stepped.own_part(self.index, value)
 
     def own_gradient(self) -> Tensor | None:
-        """The averaged gradient of the part that this rank owns; None if there is none here."""
+        """The averaged gradient of this rank's part; None if there is none here."""
         held = on_this_rank(self.param.grad) if self.param.grad is not None and self.is_owned else None
         return None if held is None else self.own_part(held)
 
@@ -74,6 +74,9 @@ class _Place:
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The fp32 value of a parameter: its master if it has one. A collective if it has.
 
+    Args:
+        param: the parameter.
+
     Returns:
         A new tensor in the parameter's shape; None if the parameter is in no sharded optimizer.
     """
@@ -87,7 +90,11 @@ def full_fp32_param(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> Tensor
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set a parameter, and its master, to a value given on every rank.
+    """Set a parameter, and its master.
+
+    Args:
+        param: the parameter.
+        value: the new value, in the parameter's shape, the same on every rank.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer, or a value of another shape.
@@ -107,11 +114,14 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The averaged gradient of a parameter, times the loss scale if there is one. A collective in stage 2.
 
+    Args:
+        param: the parameter.
+
     Returns:
-        A new tensor, fp32 for a parameter with a master; None if there is no gradient, or no sharded optimizer.
+        A new tensor, fp32 for a parameter with a master; None if there is no gradient.
 
     Raises:
-        RuntimeError: if the step inside backward has used the gradient up, or if no reduction has averaged it.
+        RuntimeError: if the step inside backward has consumed the gradient, or if no reduction has averaged it.
     """
     place = _place(param)
     if place is None:
@@ -121,11 +131,15 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the averaged gradient of a parameter, before the step, to a value given on every rank.
+    """Set the averaged gradient of a parameter, before the step.
+
+    Args:
+        param: the parameter.
+        value: the new gradient, in the parameter's shape, the same on every rank.
 
     Raises:
         ValueError: for a value of another shape, or a parameter without a gradient.
-        RuntimeError: if a step has used the gradient up.
+        RuntimeError: if a step has consumed the gradient.
     """
     _check_shape(param, value)
     if param.grad is None:
@@ -141,10 +155,14 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A value of the optimizer's state of a parameter, such as ``"exp_avg"``. A collective.
+    """A value of a parameter's optimizer state, such as ``"exp_avg"``. A collective.
+
+    Args:
+        param: the parameter.
+        optim_state_key: key of the state.
 
     Returns:
-        A new tensor, in the parameter's shape if that is the state's; None if there is no such state yet.
+        A new tensor, in the parameter's shape or a scalar; None if there is no such state yet.
 
     Raises:
         TypeError: for a state that is neither of the parameter's shape nor a number.
@@ -154,7 +172,12 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set a value of the optimizer's state of a parameter to one given on every rank.
+    """Set a value of a parameter's optimizer state.
+
+    Args:
+        param: the parameter.
+        value: the new value, in the parameter's shape or a scalar, the same on every rank.
+        optim_state_key: key of the state.
 
     Raises:
         ValueError: for a parameter in no sharded optimizer, or on its owner for a state that does not exist yet.
@@ -175,7 +198,12 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Set each parameter's gradient to the result of a function of it. A collective in stage 2."""
+    """Replace each parameter's gradient by a function of it. A collective in stage 2.
+
+    Args:
+        param_list: the parameters; those without a gradient are skipped.
+        update_func: function of the gradient and the parameter that returns the new gradient.
+    """
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
@@ -186,16 +214,27 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The fp32 value of the part that this rank owns of a parameter, a copy; None if that is nothing."""
+    """A copy of the fp32 value of this rank's part of a parameter; None if this rank owns no part.
+
+    Args:
+        param: the parameter.
+
+    Raises:
+        ValueError: for a parameter in no sharded optimizer.
+    """
     place = _needed(param)
     return place.sharded.stepped[place.index].detach().float().clone() if place.is_owned else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set the part that this rank owns of a parameter; the model has it after the next step.
+    """Set this rank's part of a parameter's fp32 master; the model has it after the next step.
+
+    Args:
+        param: the parameter.
+        value: the new value, in the shape of the part.
 
     Raises:
-        ValueError: if this rank owns nothing of the parameter, or for another shape.
+        ValueError: if this rank owns no part of the parameter, or for another shape.
         NotImplementedError: for a parameter without a master, whose copies on other ranks would differ.
     """
     place = _needed(param)
@@ -208,16 +247,27 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """The averaged gradient of the part that this rank owns of a parameter, a copy; None if that is nothing."""
+    """A copy of the averaged gradient of this rank's part of a parameter; None if there is none here.
+
+    Args:
+        param: the parameter.
+
+    Raises:
+        ValueError: for a parameter in no sharded optimizer.
+    """
     own = _needed(param).own_gradient()
     return None if own is None else own.detach().clone()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the averaged gradient of the part that this rank owns of a parameter.
+    """Set the averaged gradient of this rank's part of a parameter.
+
+    Args:
+        param: the parameter.
+        value: the new gradient, in the shape of the part.
 
     Raises:
-        ValueError: if that is nothing, or for another shape.
+        ValueError: if this rank has no such gradient, or for another shape.
     """
     place = _needed(param)
     engine_of(place.optimizer).let_gradients_wait()
@@ -225,16 +275,29 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of the optimizer's state of a parameter, a copy; None if that is nothing."""
+    """A copy of this rank's part of a parameter's optimizer state; None if there is none here.
+
+    Args:
+        param: the parameter.
+        optim_state_key: key of the state.
+
+    Raises:
+        ValueError: for a parameter in no sharded optimizer.
+    """
     held = _needed(param).states().get(optim_state_key)
     return torch.as_tensor(held).detach().clone() if held is not None else None
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of the optimizer's state of a parameter.
+    """Set this rank's part of a parameter's optimizer state.
+
+    Args:
+        param: the parameter.
+        value: the new value, in the shape of the part.
+        optim_state_key: key of the state.
 
     Raises:
-        ValueError: if that is nothing, or for another shape.
+        ValueError: if this rank has no such state, or for another shape.
     """
     place = _needed(param)
     held = place.states().get(optim_state_key)
@@ -246,15 +309,16 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 def remember(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Know the optimizer of its parameters."""
+    """Register an optimizer as the optimizer of its parameters."""
     for param in sharded_of(optimizer).table.params:
         _optimizers[param] = weakref.ref(optimizer)
 
 
 def _place(param: Tensor) -> _Place | None:
-    """The place of a parameter; its optimizer is found among the objects of this process the first time."""
+    """The place of a parameter in its optimizer."""
     known = _optimizers.get(param)
     if known is None or known() is None:
+        # only for optimizers built without the engine, which registers its own
         for one in gc.get_objects():
             if isinstance(one, ZeroRedundancyOptimizer) and hasattr(one, "_engine"):
                 remember(one)
@@ -300,7 +364,7 @@ def _full_fp32(place: _Place) -> Tensor:
 
 
 def _gathered(place: _Place, held: Any) -> Tensor | None:
-    """The owners' parts of a value, put together on every rank; None if there is none. A collective."""
+    """The owners' parts of a value, joined on every rank; None if there is none. A collective."""
     sharded, index = place.sharded, place.index
     param, comm, pieces = sharded.table.params[index], sharded.comm, sharded.binding.pieces[index]
     mine = None if held is None else torch.as_tensor(held).detach()
@@ -308,6 +372,7 @@ def _gathered(place: _Place, held: Any) -> Tensor | None:
     code = 0 if mine is None or mine.dtype not in _DTYPES else _DTYPES.index(mine.dtype)
     kinds, codes = zip(*comm.all_gather_ints([kind, code]), strict=True)
     first = home(pieces)
+    # decided on all ranks by the gathered kinds, so that all raise, return or broadcast together
     if any(kinds[piece.owner] == _OTHER for piece in pieces):
         raise TypeError(
             f"Expected a state of {sharded.table.label(index)} of shape {list(param.shape)} or a scalar, its owner "

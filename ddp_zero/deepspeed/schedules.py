@@ -1,11 +1,11 @@
 """DeepSpeed's learning-rate schedules: curves of the step in plain numbers, and a scheduler that sets them.
 
-*Iteration* -1 is the state before the first step, which is therefore taken with the rate of -1; each step that is taken
-moves on by one. Options that are lists have an entry for each parameter group.
+*Iteration* -1 is the state before the first step, which is therefore taken with the rate of -1; each step that is not
+skipped adds one. Options that are lists have an entry for each parameter group.
 
-Alternative considered: `torch.optim.lr_scheduler.LambdaLR` over the curves. It multiplies the rate that a group was
-built with by a factor; DeepSpeed's rates are absolute. ``lr / base * base`` differs from ``lr`` in the last bit in one
-of 14 steps, a base of 0 has no factor, the momenta of OneCycle have no place, and its state dict is not DeepSpeed's.
+Alternative considered: `torch.optim.lr_scheduler.LambdaLR` over the curves. It multiplies a group's initial rate by a
+factor; DeepSpeed's rates are absolute. ``lr / base * base`` differs from ``lr`` in the last bit in one of 14 steps, a
+base of 0 has no factor, the momenta of OneCycle have no place, and its state dict is not DeepSpeed's.
 """
 
 import math
@@ -24,16 +24,12 @@ from ddp_zero.deepspeed.config.table import ConfigError
 PerGroup = float | Sequence[float]
 
 _START = -1
-_SECOND_BETA = 0.99  # with which OneCycle replaces that of Adam
+_SECOND_BETA = 0.99  # OneCycle sets Adam's second beta to it
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A schedule in plain numbers.
-
-    Raises:
-        ConfigError: for an option that it cannot have.
-    """
+    """A schedule in plain numbers; ConfigError for an invalid option."""
 
     last_batch_iteration: int = _START
 
@@ -56,13 +52,13 @@ class Curve:
 
         Args:
             iteration: see the module.
-            base: the group's rate when the schedule was built.
-            group: its position.
+            base: the group's initial rate.
+            group: index of the group.
         """
         raise NotImplementedError("every schedule has a curve")
 
     def betas(self, iteration: int, group: int) -> tuple[float, float] | None:
-        """Both momenta of a group of Adam; None if the schedule leaves them alone."""
+        """Both betas of a group of Adam; None if the schedule leaves them unchanged."""
         return None
 
 
@@ -89,7 +85,7 @@ class WarmupLR(Curve):
         return low + (high - low) * share
 
     def after(self, iteration: int, steps: int) -> float:
-        """The share of the way from the low to the high rate after warm-up."""
+        """Progress from the low to the high rate after warm-up, from 1 down to 0."""
         return 1.0
 
 
@@ -134,7 +130,7 @@ class WarmupCosineLR(Curve):
 
 @dataclass(frozen=True)
 class LRRangeTest(Curve):
-    """Up from a low rate, steadily or in stairs, to find the largest that works."""
+    """Up from a low rate, steadily or in stairs, to find the largest usable rate."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: int = 2000
@@ -197,13 +193,13 @@ class OneCycle(Curve):
         return high * self._decay(iteration, self.decay_mom_rate), _SECOND_BETA
 
     def _halves(self) -> tuple[float, float]:
-        """Iterations on the way up, and on the way down."""
+        """Iterations of the rising and of the falling half."""
         second = self.cycle_second_step_size
         first = float(self.cycle_first_step_size)
         return first, first if second is None else float(second)
 
     def _height(self, place: int) -> float:
-        """The share of the way up, from 0 to 1."""
+        """The height in the cycle, from 0 to 1."""
         first, second = self._halves()
         total = first + second
         within = 1.0 + place / total - math.floor(1 + place / total)
@@ -214,7 +210,7 @@ class OneCycle(Curve):
         stairs = self.cycle_first_stair_count if is_first or second_stairs is None else second_stairs
         if stairs <= 0:
             return height
-        whole = place % total  # rounding must not drop the schedule from a stair that it has just reached
+        whole = place % total  # exact: rounding must not drop the schedule from a stair just reached
         steps = whole * stairs / first if whole <= first else (total - whole) * stairs / second
         return math.floor(steps) / stairs
 
@@ -240,7 +236,7 @@ def build_curve(name: str, params: Mapping[str, Any]) -> Curve:
     """A schedule by its name.
 
     Raises:
-        ConfigError: for a missing option, or one that it does not have, with the nearest name.
+        ConfigError: for a missing option, or an unknown one, with the nearest name.
     """
     kind = CURVES[name]
     known = [one.name for one in fields(kind)]  # type: ignore[arg-type]
@@ -264,18 +260,18 @@ def _warmed_up(iteration: int, steps: int, kind: str) -> float:
 
 
 class Schedule:
-    """Sets learning rates, and for OneCycle the momenta of Adam, after every step that is taken.
+    """Sets learning rates, and for OneCycle the betas of Adam, after every step that is not skipped.
 
     It has the interface of DeepSpeed's schedulers.
 
     Args:
-        optimizer: whose groups it sets.
+        optimizer: the optimizer whose groups it sets.
         curve: the rates.
 
     Attributes:
-        optimizer: as given.
-        curve: as given.
-        last_batch_iteration: steps taken, less one.
+        optimizer: the optimizer, as given.
+        curve: the curve, as given.
+        last_batch_iteration: number of steps, less one.
 
     Raises:
         ConfigError: if the curve has options for another number of groups.
@@ -309,7 +305,11 @@ class Schedule:
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Move on by one step, or to an iteration."""
+        """Advance by one step, or to an iteration.
+
+        Args:
+            last_batch_iteration: the iteration; None for the next one.
+        """
         self.last_batch_iteration += 1
         if last_batch_iteration is not None:
             self.last_batch_iteration = last_batch_iteration
@@ -331,13 +331,17 @@ class Schedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there; the rates are those of the optimizer's state dict until the next step."""
+        """Continue from there; the rates are the loaded optimizer's until the next step.
+
+        Args:
+            state: from `state_dict`.
+        """
         self.last_batch_iteration = state["last_batch_iteration"]
         self._last_lr = self.get_lr()
 
 
 def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> Any:
-    """The schedule that a configuration names: one of DeepSpeed's, or of torch's.
+    """The configured schedule: one of DeepSpeed's, or of torch's.
 
     Raises:
         ConfigError: for a name that neither has, with the nearest one, or wrong options.

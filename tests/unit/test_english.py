@@ -34,7 +34,6 @@ NOT_YET = (  # rooms to be rewritten
     "core/engine",
     "core/local",
     "core/step",
-    "deepspeed",
     "integrations",
     "launch",
     "parallel",

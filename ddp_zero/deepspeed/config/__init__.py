@@ -1,1 +1,1 @@
-"""A DeepSpeed configuration as a frozen, validated value: what each of its keys does here. Runs without torch."""
+"""A DeepSpeed configuration as a frozen, validated value, with the effect of each key. Runs without torch."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine besides training: methods that return settings, and names for which there is another way here."""
+"""The rest of DeepSpeed's engine: methods that return settings, and replacements for methods missing here."""
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -100,9 +100,9 @@ ELSEWHERE: Mapping[str, str] = {
         "zero_param_persistence_threshold zero_partial_offload zero_prefetch_* zero_quantized_* zero_sub_group_size"
     ),
 }
-"""The ways here for names of DeepSpeed's engine that this one does not have: the way, and the names as patterns."""
+"""Replacements for names of DeepSpeed's engine that this one lacks: the replacement, and the names as patterns."""
 
 
 def way_here(name: str) -> str | None:
-    """The way here for a name that only DeepSpeed's engine has; None for a name that it does not have either."""
+    """The replacement for a name of DeepSpeed's engine; None for a name that it does not have either."""
     return next((way for way, names in ELSEWHERE.items() if any(fnmatchcase(name, one) for one in names.split())), None)

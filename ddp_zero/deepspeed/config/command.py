@@ -86,7 +86,7 @@ def _shown(values: Iterable[object]) -> str:
 
 
 def listing(findings: Iterable[Finding]) -> str:
-    """What becomes of each key of a configuration, a line each."""
+    """The effect of each key of a configuration, a line each."""
     rows = [(one.path, f"{one.value!r:.40}", one.kind.value, one.text) for one in findings]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     return "\n".join(

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 from ddp_zero.deepspeed.config.table import AUTO, ConfigError, Finding, autos, check, value_at
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
-"""A configuration: a dictionary, the path of a JSON file, or its text in URL-safe base64, as launchers pass it."""
+"""A configuration: a dictionary, the path of a JSON file, or JSON text in URL-safe base64, as launchers pass it."""
 
 SectionType = TypeVar("SectionType", bound="Section")
 
@@ -53,7 +53,10 @@ DTYPES = {
 
 
 def read(source: Source) -> dict[str, Any]:
-    """The configuration as a dictionary of its own, without the keys of comments, which begin with ``_comment``.
+    """The configuration as a new dictionary, without comment keys, which begin with ``_comment``.
+
+    Args:
+        source: a dictionary, the path of a JSON file, or JSON text in URL-safe base64.
 
     Raises:
         ConfigError: for a file that is missing or not JSON in UTF-8, blocks that are nested too deeply, numbers that
@@ -161,14 +164,14 @@ _OF_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
 
 
 class Auto:
-    """A configuration whose ``"auto"`` is being filled in, as the Hugging Face integration does it.
+    """A configuration whose ``"auto"`` values are being filled in, as the Hugging Face integration does.
 
     Args:
         source: see `read`; it is not changed.
 
     Attributes:
         document: the configuration so far.
-        mismatches: values that contradict those known elsewhere, a line each.
+        mismatches: a line for each value that contradicts a value known elsewhere.
     """
 
     def __init__(self, source: Source) -> None:
@@ -176,12 +179,12 @@ class Auto:
         self.mismatches = list[str]()
 
     def fill_match(self, path: str, value: Any, name: str) -> None:
-        """Fill a key that is ``"auto"``; note a mismatch if it has another value. A key that is missing stays missing.
+        """Fill a key that is ``"auto"``; record a mismatch if it has another value. A missing key stays missing.
 
         Args:
-            path: of the key.
-            value: the known one.
-            name: of the value where it is known, for the message.
+            path: path of the key.
+            value: the known value.
+            name: the value's name in its source, for the message.
         """
         given = value_at(self.document, path)
         if given == AUTO:
@@ -200,8 +203,8 @@ class Auto:
         """Fill values that follow from training arguments alone.
 
         Args:
-            args: of transformers, or any object with the same attributes.
-            ranks: the number of ranks.
+            args: transformers' training arguments, or any object with the same attributes.
+            ranks: number of ranks.
         """
         micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
         self.fill_match("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size")
@@ -222,8 +225,8 @@ class Auto:
         """Fill sizes that follow from a model's hidden size.
 
         Args:
-            model_config: of a transformers model, or any object with ``hidden_size`` or ``hidden_sizes``, itself or in
-                ``text_config``; None if there is none.
+            model_config: config of a transformers model, or any object with ``hidden_size`` or ``hidden_sizes``, itself
+                or in ``text_config``; None if there is none.
 
         Raises:
             ConfigError: if such a size is ``"auto"`` and no hidden size is known.
@@ -243,18 +246,14 @@ class Auto:
         """Fill values that follow from the length of the training.
 
         Args:
-            training_steps: the number of steps.
-            warmup_steps: the first of them; 1 at least, as the schedules need.
+            training_steps: number of steps.
+            warmup_steps: number of warm-up steps among them; at least 1, as the schedules need.
         """
         self.fill_match("scheduler.params.total_num_steps", training_steps, "the number of training steps")
         self.fill_match("scheduler.params.warmup_num_steps", max(1, warmup_steps), "warmup_steps")
 
     def finish(self) -> dict[str, Any]:
-        """The configuration.
-
-        Raises:
-            ConfigError: listing all mismatches.
-        """
+        """The configuration; ConfigError listing all mismatches, if there are any."""
         if self.mismatches:
             first = "Expected a configuration that says the same as the training arguments, got:"
             last = 'Write "auto" in their place, or change one of the two.'
@@ -333,7 +332,7 @@ def _key(rule: Rule, default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """A block: each field has a rule, and blocks may exclude combinations.
+    """A block of the configuration: each field has a rule, and blocks may exclude combinations.
 
     Raises:
         ConfigError: listing every value that breaks a rule.
@@ -353,16 +352,12 @@ class Section:
             raise ConfigError("\n".join(wrong))
 
     def contradictions(self) -> list[str]:
-        """Values that are fine by themselves and not together, a line each."""
+        """Values that are valid alone but not together, a line each."""
         return []
 
     @classmethod
     def parse(cls: type[SectionType], block: Mapping[str, Any] | None) -> SectionType:
-        """The section of a block; keys that it has no field for are left to other sections.
-
-        Raises:
-            ConfigError: listing every value that breaks a rule.
-        """
+        """The section of a block, ignoring keys of other sections; ConfigError lists all values that break a rule."""
         known = {one.name for one in fields(cls)}
         if block is not None and not isinstance(block, Mapping):
             raise ConfigError(f"- {cls.BLOCK}: expected a block, got {block!r}")
@@ -370,7 +365,7 @@ class Section:
 
 
 def _whole(value: Any) -> Any:
-    """5e8 is a float in JSON, and stands for a number of elements."""
+    # 5e8 is a float in JSON, and stands for a number of elements
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) >= 1 else value
 
 
@@ -419,11 +414,11 @@ class Fp16Section(Section):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the scale follows the gradients."""
+        """True if the scale follows the gradients."""
         return self.loss_scale == 0
 
     def contradictions(self) -> list[str]:
-        """The first scale is not below the smallest."""
+        """The first scale must not be below the smallest."""
         if self.is_dynamic and 2.0**self.initial_scale_power < self.min_loss_scale:
             return [
                 "- fp16: expected min_loss_scale <= 2 ** initial_scale_power, got "
@@ -434,7 +429,7 @@ class Fp16Section(Section):
 
 @dataclass(frozen=True)
 class Bf16Section(Section):
-    """``bf16``: parameters in bf16, and fp32 masters unless both are said to be kept in bf16."""
+    """``bf16``: parameters in bf16, with fp32 masters unless masters and state are kept in bf16."""
 
     enabled: bool = _key(_FLAG, False)
     check_grad_overflow: bool = _key(_FLAG, True)
@@ -444,7 +439,7 @@ class Bf16Section(Section):
     BLOCK: ClassVar[str] = "bf16"
 
     def contradictions(self) -> list[str]:
-        """Masters and state have one precision."""
+        """Masters and state must have one precision."""
         if self.bf16_master_weights_and_grads != self.bf16_optimizer_states:
             return [
                 "- bf16: expected bf16_master_weights_and_grads and bf16_optimizer_states both true or both false, got "
@@ -506,7 +501,7 @@ class ZeroSection(Section):
 
     @property
     def bucket_elements(self) -> int | None:
-        """The most elements in a bucket of several parameters; None if nothing was said."""
+        """Maximum number of elements in a bucket of several parameters; None if not configured."""
         sizes = [size for size in (self.reduce_bucket_size, self.allgather_bucket_size) if size]
         return min(sizes, default=None)
 
@@ -538,7 +533,7 @@ class Rest(Section):
     log_level: str | None = _key(_optional(_one_of("debug", "info", "warning", "error", "critical")), None)
 
     def contradictions(self) -> list[str]:
-        """Gradients are divided before they are summed, or partly after."""
+        """Gradients are divided before the sum, or partly after it."""
         if self.prescale_gradients and self.gradient_predivide_factor not in (None, 1, 1.0):
             return [
                 "- expected prescale_gradients = true or a gradient_predivide_factor, got both: "
@@ -552,7 +547,7 @@ _EQUATION = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumu
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of a step: ``train`` on all ranks, in ``accumulation`` backward passes of ``micro`` on each rank."""
+    """Samples of a step: ``train`` on all ranks, in ``accumulation`` backward passes of ``micro`` on each rank."""
 
     train: int
     micro: int
@@ -560,9 +555,9 @@ class Batch:
 
     @classmethod
     def solve(cls, train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> "Batch":
-        """The three numbers from those that are given.
+        """Complete the three numbers from the given ones.
 
-        Two give the third; without the number of backward passes and one of the others, that number is 1.
+        Two determine the third; ``accumulation`` is 1 if only one of the other two is given.
 
         Raises:
             ConfigError: if they contradict each other, or too few are given, with the equation.
@@ -595,23 +590,23 @@ class Batch:
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration that can be used.
+    """A valid configuration.
 
     Attributes:
-        batch: the samples of a step.
+        batch: samples of a step.
         zero: the stage and its options.
-        offload: where the optimizer's state is.
-        optimizer: by name; None if none is configured.
-        scheduler: by name; None if none is configured.
-        fp16: parameters in fp16.
-        bf16: parameters in bf16.
-        autocast: forward passes under `torch.autocast`.
-        data_types: of sums, parameters and buffers.
-        tensorboard: what to write for it.
-        csv_monitor: what to write as CSV.
+        offload: placement of the optimizer's state.
+        optimizer: name and options of the optimizer; None if none is configured.
+        scheduler: name and options of the schedule; None if none is configured.
+        fp16: options of fp16 parameters.
+        bf16: options of bf16 parameters.
+        autocast: options of forward passes under `torch.autocast`.
+        data_types: dtypes of sums, parameters and buffers.
+        tensorboard: options of TensorBoard output.
+        csv_monitor: options of CSV output.
         tag_validation: ``"ignore"``, ``"warn"`` or ``"fail"``.
         rest: the keys outside of blocks.
-        document: the configuration as it was given.
+        document: the configuration as given.
         findings: the effect of each of its keys.
     """
 
@@ -641,12 +636,12 @@ class Config:
         """Check and read a configuration.
 
         Args:
-            source: see `read`.
-            ranks: the number of ranks.
+            source: a dictionary, the path of a JSON file, or JSON text in URL-safe base64.
+            ranks: number of ranks.
 
         Raises:
-            ConfigError: for anything that is unknown, refused, still ``"auto"``, out of range or contradictory; all of
-                one kind are listed.
+            ConfigError: for any key or value that is unknown, refused, still ``"auto"``, out of range or contradictory;
+                all of one kind are listed.
         """
         document = read(source)
         findings = tuple(check(document))
@@ -684,28 +679,28 @@ class Config:
 
     @property
     def has_low_precision(self) -> bool:
-        """Whether parameters are fp16 or bf16."""
+        """True if parameters are fp16 or bf16."""
         return self.fp16.enabled or self.bf16.enabled
 
     @property
     def has_masters(self) -> bool:
-        """Whether owners step fp32 masters."""
+        """True if owners step fp32 masters."""
         return self.fp16.enabled or (self.bf16.enabled and not self.bf16.bf16_optimizer_states)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether there is a sharded optimizer: in stages 1 and 2, and in stage 0 if there are masters."""
+        """True in stages 1 and 2, and in stage 0 with low-precision parameters or offload."""
         return self.zero.stage > 0 or self.has_low_precision or self.offload.device != "none"
 
     @property
     def sums_in_fp32(self) -> bool:
-        """Whether averages of low-precision gradients are to add up in fp32; in stage 2 they always do."""
+        """True if averages of low-precision gradients add up in fp32; in stage 2 they always do."""
         sums = self.data_types.grad_accum_dtype
         return sums is not None and DTYPES[sums] == "float32" and self.has_low_precision
 
     @property
     def max_grad_norm(self) -> float | None:
-        """The largest norm: infinite where a norm is wanted and nothing clipped; None where none is."""
+        """The largest norm: infinite if a norm is wanted without clipping; None if no norm is wanted."""
         if self.rest.gradient_clipping > 0:
             return self.rest.gradient_clipping
         return math.inf if self.zero.compute_grad_norm else None
@@ -741,7 +736,7 @@ def _named(kind: type[SectionType], block: Mapping[str, Any] | None) -> SectionT
 
 
 def _bf16(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The block, by its name or its old name."""
+    """The block ``bf16``, possibly under its old name."""
     block: Mapping[str, Any] | None = document.get("bf16")
     old: Mapping[str, Any] | None = document.get("bfloat16")
     if block is not None and old is not None:
@@ -750,7 +745,7 @@ def _bf16(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _offload(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The block, or what its old form means."""
+    """The block ``offload_optimizer``, or its equivalent for the old key ``cpu_offload``."""
     if value_at(document, "zero_optimization.cpu_offload") is True:
         return {"device": "cpu"}
     block: Mapping[str, Any] | None = value_at(document, "zero_optimization.offload_optimizer")

@@ -1,7 +1,7 @@
-"""The table of DeepSpeed's configuration keys: for each, its effect here, and the findings for a document.
+"""The table of DeepSpeed's configuration keys with their effect here, and the findings for a document.
 
-A key is *honoured*, has *no effect* here for a reason, which is logged once, or is *refused* with a remedy. With some
-values a key asks for nothing, such as ``"enabled": false``; it is then *off* whatever it would do otherwise. A key
+A key is *honoured*, has *no effect* here for a reason, which is logged once, or is *refused* with a remedy. At some
+values a key requests nothing, such as ``"enabled": false``; it is then *off* regardless of its other effects. A key
 that is in no table is an error: nothing is ignored silently.
 """
 
@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 AUTO = "auto"
-"""The value that stands for one that is filled in later."""
+"""Placeholder for a value that is filled in later."""
 
 ANY = ("*",)
 """In ``Key.holds``: keys of any name."""
@@ -28,12 +28,12 @@ class Kind(Enum):
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message lists everything that is wrong with it."""
+    """A configuration that cannot be used; the message lists all of its errors."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A different effect of a key at some of its values, compared by ``==``; strings without regard to case."""
+    """A different effect of a key at some of its values, compared by ``==``; strings regardless of case."""
 
     values: tuple[object, ...]
     kind: Kind
@@ -42,27 +42,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Key:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        path: names from the root, joined by dots.
-        kind: the effect of the key.
-        text: the effect in words, the reason for having none, or the remedy.
-        off: values at which it asks for nothing.
-        cases: values with a different effect.
-        holds: names of keys below it that share its row; `ANY` for all.
-        switch: the key below it without which, or with False as which, the block is off.
-        takes_auto: whether ``"auto"`` is a value of its own.
-    """
-
-    path: str
-    kind: Kind
-    text: str
-    off: tuple[object, ...] = ()
-    cases: tuple[Case, ...] = ()
-    holds: tuple[str, ...] = ()
-    switch: str = ""
-    takes_auto: bool = False
+    path: str  # names from the root, joined by dots
+    kind: Kind  # effect of the key
+    text: str  # effect in words, reason for having none, or remedy
+    off: tuple[object, ...] = ()  # values at which it requests nothing
+    cases: tuple[Case, ...] = ()  # values with a different effect
+    holds: tuple[str, ...] = ()  # names of keys below it that share its row; `ANY` for all
+    switch: str = ""  # key below it that turns the block on; the block is off if it is missing or False
+    takes_auto: bool = False  # True if ``"auto"`` is a real value of the key
 
     def at(self, value: object) -> tuple[Kind, str]:
         """The effect of the key at a value, and its text."""
@@ -551,7 +540,7 @@ def value_at(document: Mapping[str, Any], path: str, default: Any = None) -> Any
 
 
 def find(document: Mapping[str, Any]) -> list[Finding]:
-    """The findings for every key of a document, in its order; ``"auto"`` is judged as a value yet to come.
+    """Findings for every key of a document, in its order; ``"auto"`` counts as a value that is filled in later.
 
     Raises:
         ConfigError: for keys that DeepSpeed does not have, with the nearest name for each.
@@ -569,7 +558,7 @@ def find(document: Mapping[str, Any]) -> list[Finding]:
 
 
 def check(document: Mapping[str, Any]) -> list[Finding]:
-    """The findings for a document that can be used as it is.
+    """Findings for a document that can be used as it is.
 
     Raises:
         ConfigError: for keys that DeepSpeed does not have, that are refused here, or whose value is still ``"auto"``.
@@ -599,7 +588,7 @@ def autos(document: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def nearest(path: str) -> str | None:
-    """The key with the most similar name: among those of the same block first, then among all."""
+    """The key with the most similar name, in the same block or else anywhere."""
     block = path.rpartition(".")[0]
     siblings, anywhere = dict[str, str](), dict[str, str]()
     for row in TABLE.values():
@@ -616,7 +605,7 @@ def nearest(path: str) -> str | None:
 
 
 def _walk(block: Mapping[str, Any], prefix: str, owner: Key | None) -> Iterator[tuple[str, Any, Key | None]]:
-    """Every leaf with its row; a block that is judged as a whole counts as one."""
+    """Every leaf with its row; a block with a single row counts as one leaf."""
     for name, value in block.items():
         path = f"{prefix}{name}"
         key = None if "." in name else TABLE.get(path)
@@ -636,7 +625,7 @@ def _walk(block: Mapping[str, Any], prefix: str, owner: Key | None) -> Iterator[
 
 
 def _in_context(path: str, value: Any, stage: object) -> tuple[Kind, str] | None:
-    """The effect of a key where that depends on more than its own value."""
+    """The effect of a key if it depends on more than its own value."""
     if path == "tensor_parallel" and isinstance(value, Mapping) and value.get("autotp_size", 0) not in (0, 1, None):
         return Kind.REFUSED, "Leave it out: only data parallelism is sharded here."
     if path == "zero_optimization.contiguous_gradients" and value is False and stage == 2:
