@@ -1,4 +1,4 @@
-"""The library in the hands of frameworks: a file for each, imported only by who uses it.
+"""Integrations with frameworks: a module for each, which imports the framework.
 
-`docs/frameworks.md` shows a line for each, and what the tests of each have shown.
+`docs/frameworks.md` shows how to use each, and the results of its tests.
 """

@@ -24,28 +24,32 @@ _PLACE = "ddp_zero: the state is in this folder"
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper of a sharded optimizer, whose state `save_state` writes by the hooks of `prepare`.
+    """Accelerate's wrapper of a sharded optimizer, whose state the hooks of `prepare` save.
 
     Attributes:
-        placeholder: what the next ``state_dict()`` returns instead of the state; None: the state.
+        placeholder: returned once by ``state_dict()`` in place of the state; None for the state.
     """
 
     placeholder: dict[str, str] | None = None
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was not taken, so that schedulers wait for one that is, as with a plain optimizer."""
+        """True if the last step was skipped, so that schedulers skip it too, as with a plain optimizer."""
         step = self.optimizer.last_step
         return bool(self._is_overflow or (step is not None and not step.stepped))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state; once within ``accelerator.save_state``, where it is instead."""
+        """The state; once within ``accelerator.save_state``, a placeholder with its folder."""
         shown, self.placeholder = self.placeholder, None
         whole: dict[str, Any] = super().state_dict() if shown is None else shown
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; what stands for one has been loaded already."""
+        """Load a state; ignore a placeholder, whose state is already loaded.
+
+        Args:
+            state_dict: from `state_dict`.
+        """
         if _PLACE not in state_dict:
             super().load_state_dict(state_dict)
 
@@ -57,25 +61,24 @@ def prepare(
     *others: Any,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """As ``accelerator.prepare``, with an optimizer that is built here and sharded over the ranks.
+    """As ``accelerator.prepare``, with an optimizer that is built here and sharded over the ranks. A collective.
 
     The model is wrapped with ``gradient_as_bucket_view=True``. In stage 2 ``accelerator.clip_grad_norm_`` clips by the
-    norm of all gradients and ``accelerator.clip_grad_value_`` what each rank owns, both from the first step on;
-    ``max_grad_norm=`` clips inside the step.
-    ``accelerator.save_state`` and ``load_state`` write and read model and optimizer as a sharded checkpoint, which any
-    number of ranks loads, as a folder ``zero_<number>`` in theirs, next to the files of weights that they write
-    anyway. A folder that was saved with the plain optimizer is loaded as well. A collective.
+    norm of all gradients and ``accelerator.clip_grad_value_`` clamps each rank's owned gradients, both from the first
+    step on; ``max_grad_norm=`` clips inside the step. ``accelerator.save_state`` and ``load_state`` write and read
+    model and optimizer as a sharded checkpoint, which any number of ranks loads, as a subfolder ``zero_<number>``, next
+    to the weight files that they always write. A folder saved with the plain optimizer is loaded as well.
 
     Args:
-        accelerator: of a job of several processes with DDP.
+        accelerator: the accelerator of a job of several processes with DDP.
         model: not prepared yet.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
-        *others: what else to prepare, such as data loaders; of a function, such as
-            ``functools.partial(StepLR, step_size=10)``, what it returns for the optimizer: a scheduler.
-        **options: of `ddp_zero.shard_optimizer`, among them those of ``optimizer_class``.
+        *others: further objects to prepare, such as data loaders; a function, such as ``functools.partial(StepLR,
+            step_size=10)``, is called with the optimizer and its result, a scheduler, is prepared.
+        **options: options of `ddp_zero.shard_optimizer`, and options for ``optimizer_class``.
 
     Returns:
-        The model, the optimizer, and the others, prepared.
+        The model, the optimizer, and all further objects, prepared.
 
     Raises:
         RuntimeError: in a job without DDP.
@@ -89,7 +92,7 @@ def prepare(
     zero = shard_optimizer(prepared, optimizer_class, **options)
     opt = ShardedOptimizer(zero, device_placement=accelerator.device_placement, scaler=accelerator.scaler)
     opt._is_accelerate_prepared = True
-    accelerator.prepare_optimizer(opt)  # which takes it up
+    accelerator.prepare_optimizer(opt)  # registers it
     made = [one(zero) if _is_factory(one) else one for one in others]
     rest = accelerator.prepare(*made) if made else ()
     if zero.stage == 2:
@@ -162,19 +165,19 @@ def _clip_value(
 
 
 def _own_of(zero: ZeroRedundancyOptimizer, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that are in the optimizer, and the others that have a gradient."""
+    """Parameters in the optimizer, and further ones that have a gradient."""
     known = sharded_of(zero).table.index_of
     own = [param for param in params if param in known]
     return own, [param for param in params if param not in known and param.grad is not None]
 
 
 def _save(model: nn.Module, opt: ShardedOptimizer, name: str, models: Any, weights: Any, folder: str) -> None:
-    """A hook of ``save_state``. A collective."""
+    """Hook of ``save_state``. A collective."""
     checkpoint.save(Path(folder) / name, model, opt, keep=1)
     opt.placeholder = {_PLACE: name}
 
 
 def _load(model: nn.Module, opt: ShardedOptimizer, name: str, models: Any, folder: str) -> None:
-    """A hook of ``load_state``, for folders that `_save` has written, rather than a plain optimizer. A collective."""
+    """Hook of ``load_state``, for folders of `_save`; a plain optimizer's are ignored. A collective."""
     if (Path(folder) / name).is_dir():
         checkpoint.load(Path(folder) / name, model, opt)

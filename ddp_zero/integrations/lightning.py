@@ -3,7 +3,7 @@
     trainer = Trainer(strategy=ZeroDDPStrategy(stage=2), ...)
 
 In stage 1 without overlap ``strategy="ddp"`` itself takes a `ddp_zero.ZeroRedundancyOptimizer`. `Fabric` needs no
-strategy: `ddp_zero.shard_optimizer` takes what ``fabric.setup(model)`` returns.
+strategy: `ddp_zero.shard_optimizer` takes the result of ``fabric.setup(model)``.
 """
 
 import inspect
@@ -24,7 +24,7 @@ _SHARDED = {"ddp_zero": "the state is in the folder next to this file"}
 
 
 class ZeroDDPStrategy(DDPStrategy):
-    """Lightning's DDP strategy, sharding the optimizers that ``configure_optimizers`` returns.
+    """Lightning's DDP strategy that shards the optimizers of ``configure_optimizers``.
 
     The model is wrapped with ``gradient_as_bucket_view=True``. Optimizers that are not sharded yet are replaced: the
     class, the options and the groups remain, and schedulers follow. ``gradient_clip_val`` clips by the norm of all
@@ -33,15 +33,15 @@ class ZeroDDPStrategy(DDPStrategy):
     strategy is loaded as well.
 
     Args:
-        *args: of Lightning's strategy.
-        stage: 1 shards optimizer state; 2 also gradients, for a single optimizer over all parameters.
-        zero: other options of `ZeroRedundancyOptimizer` for optimizers that are not sharded yet;
-            ``overlap_with_ddp`` and ``parameters_as_bucket_view`` are True unless given.
-        **kwargs: of Lightning's strategy and of `DistributedDataParallel`.
+        *args: arguments of Lightning's strategy.
+        stage: 1 shards optimizer state; 2 also shards gradients, for a single optimizer over all parameters.
+        zero: further options of `ZeroRedundancyOptimizer` for optimizers that are not sharded yet; ``overlap_with_ddp``
+            and ``parameters_as_bucket_view`` are True by default.
+        **kwargs: options of Lightning's strategy and of `DistributedDataParallel`.
 
     Raises:
-        NotImplementedError: when training begins, for manual optimization, which runs its forward pass as if gradients
-            were not to be reduced.
+        NotImplementedError: when training begins, for manual optimization, whose forward pass runs as if gradients were
+            not to be reduced.
     """
 
     def __init__(self, *args: Any, stage: int = 1, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -52,7 +52,11 @@ class ZeroDDPStrategy(DDPStrategy):
     # Building
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Create optimizers and schedulers, shard the former, and register the hook on the model."""
+        """Create optimizers and schedulers, shard the former, and register the hook on the model.
+
+        Args:
+            trainer: the trainer.
+        """
         super().setup_optimizers(trainer)
         if not self.lightning_module.automatic_optimization:
             raise NotImplementedError(
@@ -85,11 +89,21 @@ class ZeroDDPStrategy(DDPStrategy):
     # Checkpoints
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What stands for the state in Lightning's file."""
+        """Placeholder for the state in Lightning's file.
+
+        Args:
+            optimizer: the optimizer.
+        """
         return dict(_SHARDED)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the sharded state, then Lightning's file. A collective."""
+        """Write the sharded state, then Lightning's file. A collective.
+
+        Args:
+            checkpoint: contents of Lightning's file.
+            filepath: path of Lightning's file.
+            storage_options: passed on.
+        """
         if "optimizer_states" in checkpoint:
             self._save_sharded(Path(filepath))
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -99,13 +113,23 @@ class ZeroDDPStrategy(DDPStrategy):
             checkpoint.save(_folder_of(file) / str(number), self.model, _inner(optimizer), keep=1)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read Lightning's file, and remember where it is."""
+        """Read Lightning's file, and remember its path.
+
+        Args:
+            checkpoint_path: path of Lightning's file.
+            *args: passed on.
+            **kwargs: passed on.
+        """
         self._loaded_from = Path(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the sharded state, or that of a plain strategy. A collective."""
+        """Load the sharded state, or a plain strategy's. A collective.
+
+        Args:
+            checkpoint: contents of Lightning's file.
+        """
         if all(state == _SHARDED for state in checkpoint["optimizer_states"]):
             self._load_sharded()
         else:
@@ -117,7 +141,11 @@ class ZeroDDPStrategy(DDPStrategy):
             checkpoint.load(_folder_of(self._loaded_from) / str(number), self.model, _inner(optimizer))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove Lightning's file and the sharded state."""
+        """Remove Lightning's file and the sharded state.
+
+        Args:
+            filepath: path of Lightning's file.
+        """
         folder = _folder_of(Path(filepath))
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
@@ -125,7 +153,7 @@ class ZeroDDPStrategy(DDPStrategy):
 
 
 def _folder_of(file: Path) -> Path:
-    """Where the sharded state of a file is; links, such as Lightning's ``last.ckpt``, are followed."""
+    """The folder of a file's sharded state; links, such as Lightning's ``last.ckpt``, are followed."""
     return Path(f"{file.resolve()}.zero")
 
 
@@ -154,7 +182,7 @@ def _clip(
 
 
 def _follow(scheduler: Any, before: list[Optimizer], after: list[ZeroRedundancyOptimizer]) -> None:
-    """Let a scheduler, and those that it is built of, change the options of the sharded optimizer."""
+    """Redirect a scheduler, and schedulers inside it, to the sharded optimizer."""
     for inner in getattr(scheduler, "_schedulers", ()):
         _follow(inner, before, after)
     for plain, sharded in zip(before, after, strict=True):

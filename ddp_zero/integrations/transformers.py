@@ -4,7 +4,7 @@
 
 ``zero`` may also be the path of a DeepSpeed configuration.
 
-In stage 1 without overlap the Trainer itself takes a `ddp_zero.ZeroRedundancyOptimizer` in the place of any optimizer.
+In stage 1 without overlap the Trainer itself takes a `ddp_zero.ZeroRedundancyOptimizer` in place of any optimizer.
 """
 
 from collections.abc import Mapping
@@ -52,19 +52,18 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     sharded one that any number of ranks loads. A checkpoint with these two, of the plain Trainer, is loaded as well.
 
     With the Trainer's defaults a step waits for the end of backward: for ``max_grad_norm=1.0``, and for
-    ``ddp_find_unused_parameters``, which the Trainer sets unless it is told not to. Set them to 0 and False to step
-    inside backward.
+    ``ddp_find_unused_parameters``, which the Trainer sets by default. Set them to 0 and False to step inside backward.
 
     Args:
-        *args: of the Trainer.
-        zero: options of `ZeroRedundancyOptimizer`, such as ``{"stage": 2}``; ``overlap_with_ddp`` and
-            ``parameters_as_bucket_view`` are True unless given, ``max_grad_norm`` is that of the training arguments.
-            Or the path of a DeepSpeed configuration, whose ``"auto"`` values are filled from the training arguments;
-            the optimizer and the schedule are the file's if it has them, else the Trainer's. With ``fp16`` the model is
-            cast, and the loss scale is the file's instead of accelerate's.
-        exclude_frozen: leave parameters that do not require a gradient out of the sharded checkpoint; loading it leaves
-            them as they are. None: leave them out of a PEFT model, whose base the Trainer's own files leave out too.
-        **kwargs: of the Trainer. An optimizer that is passed as ``optimizers=`` must be sharded already.
+        *args: arguments of the Trainer.
+        zero: options of `ZeroRedundancyOptimizer`, such as ``{"stage": 2}``; by default ``overlap_with_ddp`` and
+            ``parameters_as_bucket_view`` are True, and ``max_grad_norm`` comes from the training arguments. Or the path
+            of a DeepSpeed configuration, whose ``"auto"`` values are filled from the training arguments; the optimizer
+            and the schedule are the file's if it has them, else the Trainer's. With ``fp16`` the model is cast, and the
+            loss scale is the file's instead of accelerate's.
+        exclude_frozen: leave parameters that do not require a gradient out of the sharded checkpoint; loading leaves
+            them unchanged. None: leave them out of a PEFT model, whose base the Trainer's own files leave out too.
+        **kwargs: options of the Trainer. An optimizer passed as ``optimizers=`` must already be sharded.
 
     Raises:
         RuntimeError: when training begins in a job that is not distributed.
@@ -117,7 +116,14 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return args
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Build the Trainer's optimizer, sharded."""
+        """Build the Trainer's optimizer, sharded.
+
+        Args:
+            model: the model; None for the Trainer's.
+
+        Raises:
+            RuntimeError: in a job that is not distributed.
+        """
         if self.args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise RuntimeError(
                 f"Expected a job of several processes, got {self.args.parallel_mode}. Start it with torchrun, on CPUs "
@@ -139,7 +145,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return optimizer
 
     def _sharded(self, chosen: tuple[Any, dict[str, Any]] | None, model: nn.Module) -> tuple[Any, dict[str, Any]]:
-        """The class and the options with which the Trainer builds the sharded optimizer."""
+        """Class and options with which the Trainer builds the sharded optimizer."""
         kind, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, model)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise NotImplementedError(f"Expected an optimizer class, got {kind!r}, which is built from a whole model.")
@@ -154,7 +160,12 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return ZeroRedundancyOptimizer, {"optimizer_class": kind, **options, **own, **self._zero_options}
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Build the schedule of the DeepSpeed configuration, if it has one, or the Trainer's."""
+        """Build the schedule of the DeepSpeed configuration, if it has one, or the Trainer's.
+
+        Args:
+            num_training_steps: number of steps.
+            optimizer: the optimizer; None for the Trainer's.
+        """
         existing: Any = getattr(self, "lr_scheduler")  # noqa: B009  # mypy cannot tell its type
         if existing is None and self._zero_config is not None:
             self.lr_scheduler = self._zero_config.scheduler(self.zero_optimizer)
@@ -171,14 +182,14 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return prepared
 
     def _scale_here(self) -> None:
-        """Let the sharded optimizer scale the loss instead of accelerate, whose scaler takes no fp16 gradients."""
+        """Let the sharded optimizer scale the loss instead of accelerate, whose scaler accepts no fp16 gradients."""
         accelerator: Any = self.accelerator
         if accelerator is self._scaling:
             return
         plain = accelerator.backward
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
-            """As the accelerator's, of the scaled loss."""
+            """As the accelerator's, for the scaled loss."""
             plain(self.zero_optimizer.scale(loss), **kwargs)
 
         accelerator.scaler, accelerator.backward = None, backward
@@ -198,7 +209,12 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     # A step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer's; passes that are averaged but not stepped yet (``sync_each_batch``) add up."""
+        """As the Trainer's; averaged passes that are not stepped yet (``sync_each_batch``) accumulate.
+
+        Args:
+            *args: passed on.
+            **kwargs: passed on.
+        """
         syncs = self.accelerator.gradient_state.sync_gradients
         with nullcontext() if syncs else self.zero_optimizer.accumulate():
             loss: Tensor = super().training_step(*args, **kwargs)
@@ -259,7 +275,7 @@ class ZeroTrainer(ZeroTrainerMixin, Trainer):
     """`transformers.Trainer` with a sharded optimizer: see `ZeroTrainerMixin`."""
 
 
-_OF_THE_TRAINER = (  # keys of what it does by its own arguments
+_OF_THE_TRAINER = (  # keys whose effect its own arguments control
     *(f"zero_optimization.{name}" for name in ("reduce_bucket_size", "allgather_bucket_size", "contiguous_gradients")),
     *("zero_optimization.ignore_unused_parameters", "data_types.grad_accum_dtype", "torch_autocast", "tensorboard"),
     *("csv_monitor", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dataloader_drop_last"),
@@ -281,12 +297,12 @@ class _TrainerConfig:
         return self._config
 
     def complete(self, args: Any, model: nn.Module, training_steps: int) -> Config:
-        """Fill in what is ``"auto"``, check it, and cast the model for bf16 or fp16.
+        """Fill in ``"auto"`` values, check the configuration, and cast the model for bf16 or fp16.
 
         Args:
             args: the training arguments.
             model: not wrapped; changed in place.
-            training_steps: how many will be taken.
+            training_steps: number of steps.
 
         Raises:
             ConfigError: for a configuration that cannot be used, or contradicts the arguments.
@@ -315,7 +331,7 @@ class _TrainerConfig:
         """Options of `ZeroRedundancyOptimizer`.
 
         Raises:
-            ConfigError: for ``communication_data_type`` in stage 1, which the Trainer's DDP model does not take.
+            ConfigError: for ``communication_data_type`` in stage 1, which the Trainer's DDP model does not support.
         """
         options = sharding_options(self.config)
         if options.pop("hook", None) is not None:
@@ -324,7 +340,7 @@ class _TrainerConfig:
         return {"overlap_with_ddp": options.pop("overlap"), "parameters_as_bucket_view": True, **options}
 
     def optimizer(self, model: nn.Module) -> ZeroRedundancyOptimizer | None:
-        """The configuration's optimizer, sharded, over all of the model; None if it has none. A collective."""
+        """The configured optimizer, sharded, over all of the model; None if none is configured. A collective."""
         if self.config.optimizer is None:
             return None
         names = {param: name for name, param in model.named_parameters()}
@@ -333,5 +349,5 @@ class _TrainerConfig:
         return ZeroRedundancyOptimizer(choice.groups, choice.optimizer_class, **options)
 
     def scheduler(self, optimizer: ZeroRedundancyOptimizer) -> Any:
-        """The configuration's schedule; None if it has none."""
+        """The configured schedule; None if none is configured."""
         return None if self.config.scheduler is None else build_schedule(self.config.scheduler, optimizer)

@@ -1,4 +1,4 @@
-"""More than one kind of parallelism: experts, tensor and pipeline parallel ranks around the data-parallel ones."""
+"""Further parallel dimensions: expert, tensor and pipeline parallelism around data-parallel ranks."""
 
 from ddp_zero.parallel.optimizer import ParallelOptimizer
 

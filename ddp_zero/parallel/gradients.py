@@ -1,9 +1,9 @@
-"""Gradients of parameters that not every data-parallel rank holds: averaged here, or by DDP with zeros of idle ranks.
+"""Gradients of parameters held by only some data-parallel ranks: averaged here, or by DDP with zeros of idle ranks.
 
-Gradients that no DDP model reduces, such as those of experts that DDP was told to ignore, are averaged once per step,
-after the last backward pass, so that a step may follow any number of them. First the ranks that hold the parameters
-exchange which of them have a gradient: a parameter that is used on some ranks only counts as zeros on the others, and
-one that no rank has used keeps none.
+Gradients that no DDP model reduces, such as gradients of experts that DDP was told to ignore, are averaged once per
+step, after the last backward pass, so that a step may follow any number of passes. First the ranks that hold the
+parameters exchange which of them have a gradient: a parameter used on some ranks only counts as zeros on all others,
+and one that no rank has used keeps none.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,13 +30,13 @@ _HAS, _TRAINS, _REDUCED, _FAILED = 1, 2, 4, 8
 
 
 class Averages:
-    """The averages of one member's gradients.
+    """Averages one member's gradients.
 
     Args:
         comm: the ranks that hold its parameters.
         table: the parameters.
-        held: how each is held.
-        divisor: of sums of gradients: the number of ranks with inputs of their own.
+        held: this rank's view of each parameter.
+        divisor: divisor of the sums: the number of ranks with separate inputs.
     """
 
     def __init__(self, comm: Communicator, table: ParameterTable, held: Sequence[Held], divisor: int) -> None:
@@ -48,10 +48,10 @@ class Averages:
         self._are_done = False
 
     def take(self, error: Exception | None = None) -> None:
-        """Average what is in ``param.grad``, unless that was done since the last step. A collective.
+        """Average ``param.grad`` in place, once per step. A collective.
 
         Args:
-            error: why this rank cannot step; its peers then raise instead of waiting for it.
+            error: error that keeps this rank from stepping; its peers then raise instead of waiting for it.
 
         Raises:
             Exception: this error.
@@ -61,6 +61,8 @@ class Averages:
         """
         if self._are_done:
             return
+        # redistributes gradients of distributed tensors if needed, a collective of their mesh: ranks that return above
+        # must return together
         for one in self._held:
             one.bring_gradient()
         params = self._table.params
@@ -70,16 +72,18 @@ class Averages:
                 mine = self._statements()
         except NotImplementedError as raised:
             error = raised
+        # a failed rank sends its flags too: its peers wait here for them
         every = torch.stack(self._comm.all_gather_tensor(torch.tensor(mine, dtype=torch.uint8)))
         if error is not None:
             raise error.with_traceback(error.__traceback__)
         self._check(every)
+        # from the flags of all ranks, so that all average the same parameters in the same order, whoever has used them
         used = [index for index, has in enumerate((every & _HAS).any(dim=0).tolist()) if has]
         average_in_place(self._comm, [_gradient(params[index]) for index in used], self._divisor)
         self._are_done = True
 
     def forget(self) -> None:
-        """The gradients were used or dropped: average those of the next backward passes."""
+        """Gradients were consumed or dropped: average again after the next backward passes."""
         self._are_done = False
 
     def _statements(self) -> list[int]:
@@ -92,7 +96,7 @@ class Averages:
         ]
 
     def _reduced_by_ddp(self) -> set[int]:
-        """The parameters that DDP models reduce, by identity; looked for once."""
+        """Parameters that DDP models reduce, by identity; searched once."""
         if not self._is_first:
             return set()
         self._is_first = False
@@ -122,14 +126,14 @@ class Averages:
 
 
 def _gradient(param: Tensor) -> Tensor:
-    """The gradient, zeros where this rank has not used the parameter."""
+    """The gradient; zeros if this rank has not used the parameter."""
     if param.grad is None:
         param.grad = torch.zeros_like(param)
     return param.grad
 
 
 def check_same_values(comm: Communicator, table: ParameterTable) -> None:
-    """Check that parameters which no DDP model has sent to all ranks begin with the same values. A collective.
+    """Check that parameters that DDP does not broadcast start equal on all ranks. A collective.
 
     Raises:
         ValueError: on every rank, naming the first that does not.
@@ -153,22 +157,22 @@ def check_same_values(comm: Communicator, table: ParameterTable) -> None:
 def take_part_with_zeros(ddp: DistributedDataParallel) -> None:
     """Let a rank whose experts received no tokens take part in DDP's reduction, with zero gradients.
 
-    DDP averages parameters that some ranks have not used, but not on a rank that has used none: nothing starts its
-    reducer there, and the ranks that hold the same experts wait for it until their time-out (torch 2.13.0). So forward
-    passes of a model that looks for unused parameters use all of them where they would use none, as if it had run its
-    experts on empty batches.
+    Forward passes that would use no parameter then use all of them, as if the experts had run on empty batches.
     """
+    # DDP averages parameters that some ranks have not used, but a rank that has used none never starts its reducer, and
+    # the ranks that hold the same experts wait for it until the time-out (torch 2.13.0)
     if finds_unused(ddp):
         ddp.module.register_forward_hook(_Tie([param for _, param in reduced_parameters(ddp)]))
 
 
 class _Tie:
-    """A forward hook of the module in a DDP model; it does nothing in copies of the model."""
+    """A forward hook of the module in a DDP model; has no effect in copies of the model."""
 
     def __init__(self, params: Collection[Tensor] = ()) -> None:
         self._params = list(params)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
+        # without the parameters: a copied hook must not tie the copy to the original's
         return _Tie, ()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -184,7 +188,7 @@ class _Tie:
 
 
 class _WithZeros(Function):
-    """A tensor as it is, whose graph has parameters with zero gradients."""
+    """Identity whose graph gives parameters zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *params: Tensor) -> Tensor:
@@ -197,7 +201,7 @@ class _WithZeros(Function):
 
 
 def _leaves_of(outputs: Collection[Tensor]) -> Iterator[int]:
-    """The identities of the leaves that a graph reaches."""
+    """Identities of the leaves that a graph reaches."""
     seen, waiting = set[Any](), [one.grad_fn for one in outputs if one.grad_fn is not None]
     while waiting:
         node = waiting.pop()

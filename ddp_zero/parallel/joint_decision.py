@@ -1,16 +1,13 @@
-"""One decision, and one outcome, for several optimizers on a rank and the ranks that hold other parts of the model.
+"""One decision and one outcome for several optimizers on a rank, and for ranks with other parts of the model.
 
-*Decisions.* Each member looks at its own gradients when its step begins. Instead of deciding, it lets the next member
-begin; the last one joins the norms and flags of all, over the ranks beyond, in one exchange. Then every member goes on
-with the same numbers, innermost first, so that all step or none does.
+*Decisions.* Each member inspects its own gradients when its step begins. Instead of deciding, it lets the next member
+begin; the last one joins the norms and flags of all, across the outer ranks, in one exchange. Then every member
+continues with the same numbers, innermost first, so that all step or none does.
 
-*Errors.* The ranks that share a member's parameters learn of an error at the end of its step (`comm.agreement`).
-Ranks with other parameters do not: they would wait for those in the next collective, until it times out. So members
-hold errors back, also of steps inside backward, which a pipeline schedule or other parts of a layer must be able to
-finish. Then all ranks tell each other how it went, level by level, and all raise.
-
-The first message of everything that levels exchange has one size. So a rank that has failed before a decision is taken
-meets the others in the message of that decision, which tells them.
+*Errors.* The ranks that share a member's parameters learn of an error at the end of its step (`comm.ranks`). Ranks with
+other parameters do not: they would wait for the failed ranks in the next collective, until it times out. So members
+hold errors back, also from steps inside backward, which a pipeline schedule or other parts of a layer must be able to
+finish. Then all ranks report the outcome to each other, level by level, and all raise.
 """
 
 import hashlib
@@ -32,7 +29,7 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import Beyond, Culprit, Share
 
 _SLOTS = 14  # numbers in the first message besides its subject
-_ENDED, _FAILED = -1.0, -2.0  # subjects; those of decisions are not negative
+_ENDED, _FAILED = -1.0, -2.0  # subjects; a decision's is not negative
 
 # Errors
 
@@ -45,7 +42,7 @@ class HeldErrors:
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Hold back an error of this block; of several, that of this rank's own step."""
+        """Hold back an error of this block; an error of this rank's own step takes precedence."""
         try:
             yield
         except Exception as error:
@@ -53,12 +50,12 @@ class HeldErrors:
                 self._error = error
 
     def take(self) -> Exception | None:
-        """The error, which is forgotten."""
+        """Return the error and forget it."""
         error, self._error = self._error, None
         return error
 
     def raise_now(self) -> None:
-        """Raise the error on this rank, in loops that leave ``opt.step()`` out: before the next forward pass."""
+        """Raise the error on this rank before the next forward pass, for loops that omit ``opt.step()``."""
         error = self.take()
         if error is not None:
             raise error.with_traceback(error.__traceback__)
@@ -67,7 +64,7 @@ class HeldErrors:
 class GlobalErrorCheck:
     """Raises an error of one rank on all ranks that hold parts of a model.
 
-    A rank that has learnt of an error in one of its levels, ``comms``, tells the ranks of the next.
+    A rank that has learnt of an error in one of its levels, ``comms``, reports it to the next level.
     """
 
     def __init__(self, comms: Sequence[Communicator]) -> None:
@@ -76,31 +73,31 @@ class GlobalErrorCheck:
         self._told = 0  # how many levels know of them
 
     def gather(self, comm: Communicator, mine: Tensor, subject: float) -> Tensor:
-        """Every rank's numbers, a row each, if they stand for the same things. A collective of one level.
+        """Every rank's numbers, a row each, if they have the same subject. A collective of one level.
 
         Args:
             comm: the level.
-            mine: 1-D, fp64; as many on every rank.
-            subject: a number for what they stand for, not negative.
+            mine: 1-D, fp64; equally many on every rank.
+            subject: identifies the meaning of the numbers, not negative.
 
         Raises:
             StepFailedElsewhereError: on every rank, if another has failed.
-            RuntimeError: on every rank, if they stand for other things.
+            RuntimeError: on every rank, if subjects differ.
         """
         every = self._gather_first(comm, mine[:_SLOTS], subject)
         rest = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
         return torch.cat([every[:, : min(_SLOTS, mine.numel())], *rest], dim=1)
 
     def check(self, error: Exception | None, doing: str) -> None:
-        """Before anything is decided: raise on every rank if one has failed; 120 bytes for each level if all is well.
+        """Before any decision: raise on every rank if one has failed; 120 bytes for each level otherwise.
 
         Args:
-            error: this rank's, or None.
-            doing: what was done, for messages.
+            error: this rank's error, or None.
+            doing: the preceding action, for messages.
 
         Raises:
             Exception: this rank's own error.
-            RuntimeError: on the others, with the errors and the ranks that they come from.
+            RuntimeError: on all other ranks, with the errors and their ranks.
         """
         self._known, self._told = {}, 0
         self._end(error, doing, "")
@@ -110,7 +107,7 @@ class GlobalErrorCheck:
         self._end(error, "the step", WHAT_NOW)
 
     def tell(self, error: Exception) -> None:
-        """Before this rank raises an error: tell the levels that do not know yet, whose next message meets this one."""
+        """Before this rank raises an error: report it to the remaining levels, whose next message meets this one."""
         if not isinstance(error, StepFailedElsewhereError):
             self._known[dist.get_rank()] = f"{type(error).__name__}: {error}"
         with suppress(RuntimeError):  # of a lost peer
@@ -135,7 +132,8 @@ class GlobalErrorCheck:
             raise RuntimeError(message) from error
 
     def _tell(self, has_failed: bool) -> bool:
-        """Tell the levels that do not know yet; returns whether any rank has failed."""
+        """Report to the remaining levels; returns True if any rank has failed."""
+        # inner levels first, on every rank: an error found in one is reported to the next in the same pass
         for comm in self._comms[self._told :]:
             try:
                 self._gather_first(comm, torch.zeros(0), _FAILED if has_failed else _ENDED)
@@ -144,6 +142,8 @@ class GlobalErrorCheck:
         return has_failed
 
     def _gather_first(self, comm: Communicator, head: Tensor, subject: float) -> Tensor:
+        # one size for every first message: a rank that has failed meets its peers in the message of their decision,
+        # which tells them, instead of leaving them in a collective that it never enters
         first = torch.zeros(_SLOTS + 1, dtype=torch.float64)
         first[0] = subject
         first[1 : 1 + head.numel()] = head
@@ -152,6 +152,7 @@ class GlobalErrorCheck:
         if any(one != subject for one in subjects) or subject == _FAILED:
             self._told = 1 + next(place for place, one in enumerate(self._comms) if one is comm)
         if _FAILED in subjects:
+            # all ranks of the level have seen `_FAILED`, so all take part
             for text in comm.all_gather_text(json.dumps(self._known)):
                 self._known.update({int(rank): message for rank, message in json.loads(text).items()})
             raise StepFailedElsewhereError(f"Expected every rank to decide, got {shown(self._known)}.")
@@ -166,7 +167,7 @@ class GlobalErrorCheck:
 
 
 def shown(errors: Mapping[int, str]) -> str:
-    """Errors by global rank in words; one that several ranks have is shown once."""
+    """Errors by global rank in words; an error of several ranks is shown once."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(errors.items()):
         ranks_of.setdefault(text, []).append(rank)
@@ -181,22 +182,20 @@ def shown(errors: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True)
 class NormLevel:
-    """Ranks that join their norms.
-
-    ``counted``: by member and rank, whether the rank's norms count, or another rank adds the same; None: all count.
-    """
+    """Ranks that join their norms."""
 
     comm: Communicator
+    # by member and rank, True if the rank's norms count, False if another rank adds the same; None if all count
     counted: Sequence[Sequence[bool]] | None = None
 
 
 class JointDecision:
-    """Takes decisions of all members together.
+    """Takes the decisions of all members together.
 
     Args:
-        levels: one after the other; what the ranks of one have joined, one rank of each brings to the next. Of several
-            members the first level makes one.
-        errors: of their ranks, which learn here if one has failed before it could decide.
+        levels: one after the other; one rank of each level brings its joined norms to the next. The first level reduces
+            several members to one.
+        errors: error check of their ranks, which learn here if one has failed before it could decide.
     """
 
     def __init__(self, levels: Sequence[NormLevel], errors: GlobalErrorCheck) -> None:
@@ -211,7 +210,7 @@ class JointDecision:
     def run(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run an action of each member, in order, and return the results. A collective.
 
-        An action that needs a decision waits in it until the others have begun.
+        An action that needs a decision waits inside it until all other actions have begun.
         """
         results: dict[int, Any] = {}
 
@@ -222,6 +221,7 @@ class JointDecision:
         self._is_open = True
         try:
             while self._waiting:
+                # may run all further actions: each joins the decision from inside its predecessor's stack frame
                 self._waiting.popleft()()
         finally:
             self._waiting.clear()
@@ -231,7 +231,7 @@ class JointDecision:
         return [results[number] for number in range(len(actions))]
 
     def join(self, member: int, share: Share) -> Share:
-        """The totals and flags of all members, here and beyond."""
+        """The totals and flags of all members, here and on outer ranks."""
         if not self._is_open:
             raise RuntimeError(
                 "Expected a step of the ParallelOptimizer, got one of its members alone, which cannot know the rest of "
@@ -240,6 +240,7 @@ class JointDecision:
         self._shares[member] = share
         while self._waiting:
             self._waiting.popleft()()
+        # the innermost member exchanges; the frames around it reuse its result, so that there is one message
         if self._joined is None:
             self._joined = self._exchange()
         device = next((one.device for one in share.totals.values() if one is not None), None)
@@ -248,18 +249,19 @@ class JointDecision:
         return replace(share, totals=totals, flag=self._joined.flag)
 
     def culprit(self) -> Culprit | None:
-        """The first culprit that any member has found, here or beyond. A collective, once for all members."""
+        """The first culprit found by any member, here or on outer ranks. A collective, once for all members."""
         if self._culprit is None:
             found = [share.find() for _, share in sorted(self._shares.items())]
             first = next((culprit for culprit in found if culprit is not None), None)
             text = "" if first is None else json.dumps([first.parameter, first.rank, first.found])
+            # all ranks enter: `culprit` is asked for after a joint flag, which is equal on all of them
             for level in self._levels:
                 text = next(filter(None, level.comm.all_gather_text(text)), "")
             self._culprit = (Culprit(*json.loads(text)) if text else None,)
         return self._culprit[0]
 
     def _exchange(self) -> Share:
-        """Join totals and add up flags, level by level; norms are as wide as the widest of any rank."""
+        """Join totals and add up flags, level by level, in the widest precision of any rank."""
         members = sorted(self._shares)
         shares = [self._shares[member] for member in members]
         keys = sorted({key for share in shares for key in share.totals})
@@ -286,13 +288,7 @@ class JointDecision:
 
 
 def join_norms(table: Tensor, counted: Sequence[Sequence[bool]] | None, norm_type: float) -> Tensor:
-    """Norms over ranks and members.
-
-    Args:
-        table: norms of [rank, member, key].
-        counted: by member and rank, whether it counts; None: all do.
-        norm_type: of the norms.
-    """
+    """Norms over ranks and members, of a [rank, member, key] table of norms; ``counted`` as in `NormLevel`."""
     if counted is not None:
         table = torch.where(torch.tensor(counted).T[:, :, None], table, 0.0)
     norms: Tensor = torch.linalg.vector_norm(table.flatten(0, 1), norm_type, dim=0)
@@ -304,9 +300,9 @@ class MemberBeyond(Beyond):
 
     Args:
         joint: the decision of all members.
-        member: this one's number.
-        counted: whether each of its parameters adds to norms on this rank.
-        positions: the position of each of its groups among all groups.
+        member: number of this member.
+        counted: for each of its parameters, True if it adds to norms on this rank.
+        positions: position of each of its groups among all groups.
     """
 
     def __init__(self, joint: JointDecision, member: int, counted: Sequence[bool], positions: Sequence[int]) -> None:
@@ -316,11 +312,11 @@ class MemberBeyond(Beyond):
         self._positions = positions
 
     def counts(self, index: int) -> bool:
-        """True if no rank before this one holds the same parameter."""
+        """True if no earlier rank holds the same parameter."""
         return self._counted[index]
 
     def join(self, share: Share) -> Share:
-        """See `JointDecision.join`; limits of groups go by the positions that users see."""
+        """See `JointDecision.join`; limits of groups use the positions that users see."""
         outside = {key: key if key < 0 else self._positions[key] for key in share.totals}
         joined = self._joint.join(
             self._member, replace(share, totals={outside[key]: total for key, total in share.totals.items()})
@@ -333,5 +329,5 @@ class MemberBeyond(Beyond):
 
 
 def digest_of(facts: object) -> float:
-    """48 bits of a digest, which a 64-bit float holds."""
+    """48 bits of a digest, exact in a 64-bit float."""
     return float(int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:6], "big"))

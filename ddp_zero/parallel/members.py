@@ -53,11 +53,7 @@ _OF_REDUCTIONS = ("grad_comm_dtype", "gradient_predivide_factor")
 
 
 def check_arguments(model: object, optimizer_class: Any, options: Mapping[str, Any]) -> None:
-    """Check types, and that no option is misspelt or decided elsewhere.
-
-    Raises:
-        TypeError: for one that is not right.
-    """
+    """Check types, and that no option is misspelt or decided elsewhere; TypeError if not."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"Expected the model that this rank trains, an nn.Module, got {type(model).__name__}. The order is: model, "
@@ -72,7 +68,7 @@ def check_arguments(model: object, optimizer_class: Any, options: Mapping[str, A
 
 
 def other_dims(mesh: DeviceMesh | None, data: str | None, pipeline: str | None) -> list[str]:
-    """The names of the mesh dimensions besides the data-parallel one."""
+    """Names of the mesh dimensions other than the data-parallel one."""
     names = list(mesh.mesh_dim_names or ()) if mesh is not None else []
     for argument, name in (("data_parallel_dim", data), ("pipeline_dim", pipeline)):
         if name is not None and name not in names:
@@ -88,7 +84,7 @@ def other_dims(mesh: DeviceMesh | None, data: str | None, pipeline: str | None) 
 def data_group(
     model: nn.Module, given: ProcessGroup | None, mesh: DeviceMesh | None, dim: str | None
 ) -> ProcessGroup | None:
-    """The data-parallel ranks; of several DDP models, those of the largest group."""
+    """The data-parallel ranks; with several DDP models, the largest group."""
     if given is not None or mesh is not None:
         return given if mesh is None else mesh.get_group(dim)
     models = ddp_models_in(model) if isinstance(model, nn.Module) else {}  # else refused later, by all ranks
@@ -97,7 +93,7 @@ def data_group(
 
 
 def copied(params: Any, model: nn.Module) -> Any:
-    """Parameter groups that may be written to."""
+    """Parameter groups that may be modified."""
     check_params(params)
     named = [(name, param) for name, param in model.named_parameters()]
     if params is None:
@@ -108,7 +104,7 @@ def copied(params: Any, model: nn.Module) -> Any:
 
 
 def nonfinite(options: Mapping[str, Any], groups: Sequence[ParamGroup]) -> str:
-    """The option of that name, if it is not given: alike in all members, whether their steps wait or not."""
+    """The option of that name, or its default: the same in all members, whether or not their steps wait."""
     given: str | None = options.get("nonfinite")
     if given is not None:
         return given
@@ -120,8 +116,9 @@ def nonfinite(options: Mapping[str, Any], groups: Sequence[ParamGroup]) -> str:
 def agreements(
     comms: Sequence[Communicator], optimizer_class: object, options: Mapping[str, Any]
 ) -> Iterator[list[Agreement]]:
-    """A block that succeeds on all of these ranks, with these options, or raises on all."""
+    """A block that succeeds on all of these ranks, with the same options, or raises on all."""
     with ExitStack() as stack:
+        # the data-parallel level is entered last and left first: an error found there fails the blocks of all levels
         found = [stack.enter_context(Agreement(comm, "building ParallelOptimizer")) for comm in reversed(comms)]
         for agreement in found:
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
@@ -135,23 +132,17 @@ def agreements(
 
 @dataclass
 class Member:
-    """Parameter groups that the same ranks hold, and their sharded optimizer once `build` has made it.
+    """Parameter groups that the same ranks hold, and their sharded optimizer after `build`."""
 
-    Attributes:
-        group: its ranks; None for all data-parallel ones.
-        positions: of its groups among all.
-        groups: its parameter groups, without ``process_group`` and ``sharded_over``.
-        held: how each of its parameters is held, in the order of the groups.
-        ddp: the DDP model that reduces its gradients; None: they are averaged in ``opt.step()``.
-        stated: by data-parallel rank, the global ranks of its group.
-    """
-
-    group: ProcessGroup | None
-    positions: list[int] = field(default_factory=list)
+    group: ProcessGroup | None  # its ranks; None for all data-parallel ones
+    positions: list[int] = field(default_factory=list)  # positions of its groups among all groups
+    # its parameter groups, without ``process_group`` and ``sharded_over``
     groups: list[ParamGroup] = field(default_factory=list)
+    # this rank's view of each of its parameters, in the order of the groups
     held: list[Held] = field(default_factory=list)
+    # the DDP model that reduces its gradients; None if they are averaged in ``opt.step()``
     ddp: DistributedDataParallel | None = None
-    stated: list[list[int]] = field(default_factory=list)
+    stated: list[list[int]] = field(default_factory=list)  # by data-parallel rank, the global ranks of its group
     averages: Averages | None = field(init=False, default=None)
     zero: ZeroRedundancyOptimizer = field(init=False)
 
@@ -167,17 +158,17 @@ class Member:
         names: Mapping[int, str],
         options: dict[str, Any],
     ) -> None:
-        """Make the sharded optimizer: with the hook of the DDP model, or standalone in stage 1 without one.
+        """Build the sharded optimizer: with the hook of the DDP model, or standalone in stage 1 without one.
 
         Args:
             optimizer_class: the class.
             everyone: the data-parallel ranks.
-            names: of parameters, by identity.
-            options: of `ddp_zero.shard_optimizer`.
+            names: names of parameters, by identity.
+            options: options of `ddp_zero.shard_optimizer`.
 
         Raises:
             ValueError: for a DDP model on other ranks than the member's, or distributed tensors in flat storage.
-            TypeError: for an optimizer that looks at whole parameters where ranks hold parts.
+            TypeError: for an optimizer that needs whole parameters where ranks hold parts.
         """
         group = everyone.process_group if self.group is None else self.group
         distributed = next((one.label for one in self.held if one.source is not None), None)
@@ -186,7 +177,7 @@ class Member:
                 f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
                 "elsewhere, its part would no longer be the one that the model uses. Leave the option out."
             )
-        options = {"partition": "parameters", **options}  # whole ones, so that `sharded_state_dict` knows their names
+        options = {"partition": "parameters", **options}  # whole, so that `sharded_state_dict` can name them
         if self.ddp is not None:
             self._check_ranks_of(self.ddp, group)
             self.zero = build_with_hook(self.ddp, optimizer_class, self.groups, **options)
@@ -229,8 +220,8 @@ class Member:
         """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.backward.forward_passes`.
 
         Raises:
-            NotImplementedError: for a static graph, of which DDP averages the first backward pass of all, unless it
-                was to.
+            NotImplementedError: for a static graph if averages are held back: DDP averages its first backward pass in
+                any case.
         """
         if self.ddp is None:
             return
@@ -248,7 +239,7 @@ class Member:
         """Check, without communicating, that this rank can take a step that waits for ``opt.step()``.
 
         Raises:
-            RuntimeError: for groups that were edited, state that was moved away, or a parameter that is not its master.
+            RuntimeError: for edited groups, offloaded state, or a parameter that differs from its master.
             NotImplementedError: for a gradient that is not dense.
         """
         engine = engine_of(self.zero)
@@ -269,7 +260,7 @@ class Member:
                 one.source.grad = None
 
     def counted_here(self, mesh: DeviceMesh | None, dims: Sequence[str], pipeline_dim: str | None) -> list[bool]:
-        """For each parameter, whether this rank counts it in norms: of its replicas one counts."""
+        """For each parameter, True if this rank counts it in norms; one of its replicas does."""
         replicated = [dim for dim in dims if dim != pipeline_dim]
         at_first = {dim: mesh is None or mesh.get_local_rank(dim) == 0 for dim in replicated}
         return [all(dim in one.cut_over or at_first[dim] for dim in replicated) for one in self.held]
@@ -278,13 +269,13 @@ class Member:
 def planned(
     groups: Sequence[ParamGroup], dims: Sequence[str], mesh: DeviceMesh | None, model: nn.Module
 ) -> list[Member]:
-    """A member for groups without a process group, which comes first, and one for each process group; not built yet.
+    """Members that are not built yet: first the groups without a process group, then one per process group.
 
     Args:
-        groups: parameter groups as torch has read them.
+        groups: parameter groups as parsed by torch.
         dims: names of the mesh dimensions other than the data-parallel one.
         mesh: the mesh; along dimensions of one rank, parameters are whole.
-        model: holds the DDP models.
+        model: the module that holds the DDP models.
 
     Raises:
         TypeError: for a ``process_group`` or ``sharded_over`` of the wrong type; see also `held`.
@@ -334,7 +325,7 @@ def _reducing(model: nn.Module, member: Member) -> DistributedDataParallel | Non
 
 
 def state_groups(everyone: Communicator, members: Sequence[Member]) -> None:
-    """Tell each member the global ranks of its group on every data-parallel rank. A collective.
+    """Gather the global ranks of each member's group from every data-parallel rank. A collective.
 
     Raises:
         ValueError: on every rank, if two of them differ.
@@ -348,11 +339,11 @@ def state_groups(everyone: Communicator, members: Sequence[Member]) -> None:
 
 
 def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: str) -> None:
-    """Check that ranks which share a parameter group have the same view of who shares it.
+    """Check that ranks that share a parameter group agree on its ranks.
 
     Args:
-        ranks: the global ranks that train one copy of the model's dense part, in the order of their process group.
-        stated: for each of them the ranks of its process group for the parameter group.
+        ranks: global ranks that train one copy of the model's dense part, in the order of their process group.
+        stated: for each of them, the ranks of its process group for the parameter group.
         what: the parameter group, for messages.
 
     Raises:
@@ -375,22 +366,16 @@ def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: st
 
 
 def counted(ranks: Sequence[int], stated: Sequence[Sequence[int]]) -> list[bool]:
-    """For each rank whether its share of a parameter group counts in norms, so that each parameter counts once.
+    """For each rank, True if its share of a parameter group counts in norms, so that each parameter counts once.
 
-    The first rank of each group counts. If that is not one of ``ranks``, as where pipeline stages share a parameter,
-    the group counts there.
+    The first rank of each group counts. If that rank is not in ``ranks``, as when pipeline stages share a parameter,
+    the group counts on that rank's side.
     """
     return [rank == group[0] for rank, group in zip(ranks, stated, strict=True)]
 
 
 def describe(members: Sequence[Member], everyone: Communicator, rows: Sequence[str]) -> str:
-    """The text of `ParallelOptimizer.explain`.
-
-    Args:
-        members: the members.
-        everyone: the data-parallel ranks.
-        rows: of every rank of the mesh, from `own_row`.
-    """
+    """The text of `ParallelOptimizer.explain`; ``rows`` are every rank's `own_row`."""
     lines = [f"ParallelOptimizer of {len(members)} members, {everyone.world_size} data-parallel ranks"]
     for number, member in enumerate(members):
         distinct = list(dict.fromkeys(map(tuple, member.stated)))
@@ -407,7 +392,7 @@ def describe(members: Sequence[Member], everyone: Communicator, rows: Sequence[s
 
 
 def own_row(members: Sequence[Member], everyone: Communicator, mesh: DeviceMesh | None) -> str:
-    """This rank's line of `describe`, for all others: its number, and lines of text, as JSON."""
+    """This rank's line of `describe`, for all other ranks: its number, and lines of text, as JSON."""
     rank = everyone.global_rank(everyone.group_rank)
     place = ""
     if mesh is not None:

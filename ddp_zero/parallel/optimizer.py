@@ -1,4 +1,4 @@
-"""`ParallelOptimizer`: sharded optimizers for parameters that different ranks share, with one decision over all."""
+"""`ParallelOptimizer`: sharded optimizers for parameters shared by different ranks, with one joint decision."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -38,16 +38,16 @@ from ddp_zero.parallel.placement import Holdings, merged, pack, split, unpack
 
 
 class ParallelOptimizer(Optimizer):
-    """Any optimizer, sharded over the ranks that hold the same parameters, where not all ranks hold the same.
+    """Any optimizer, sharded over the ranks that hold the same parameters, for models whose ranks hold different ones.
 
     Parameter groups name the ranks that hold their parameters as ``process_group``; groups without one are held by all
     data-parallel ranks. The groups of one process group become a *member*: a `ZeroRedundancyOptimizer` over its ranks.
-    Where a DDP model in ``model`` reduces the gradients of a member, it steps as after `ddp_zero.shard_optimizer`,
-    inside backward and in stage 2 if asked for. Where none does, as for experts that DDP was told to ignore, its
-    gradients are averaged in `step`, and it steps there, in stage 1.
+    If a DDP model in ``model`` reduces the gradients of a member, it steps as after `ddp_zero.shard_optimizer`, inside
+    backward, also in stage 2. If none does, as for experts that DDP was told to ignore, its gradients are averaged in
+    `step`, and it steps there, in stage 1.
 
-    Norms, the check for non-finite gradients, skipping and the loss scale concern the whole model: all members, and
-    the ranks along the other dimensions of ``mesh``. Every parameter counts once.
+    Norms, the check for non-finite gradients, skipping and the loss scale concern the whole model: all members, and the
+    ranks along the other dimensions of ``mesh``. Every parameter counts once.
 
     Every data-parallel rank constructs it with groups in the same order. With a mesh, all ranks of the mesh do.
 
@@ -55,34 +55,33 @@ class ParallelOptimizer(Optimizer):
         model: this rank's part of the model: a DDP model, a module that holds several, or none.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
         params: parameters, named or not, or parameter groups, or a function as for `ddp_zero.shard_optimizer`; None:
-            all. Besides the options of the class a group may have
+            all parameters. Besides the options of the class a group may have
 
-            - ``process_group``: the ranks that hold its parameters, this one included;
+            - ``process_group``: the ranks that hold its parameters, including this one;
             - ``sharded_over``: names of mesh dimensions along which each rank holds a part of every parameter of the
-              group, all of one size; checkpoints also need to know which dimension of the parameters is cut, as in
-              ``{"tensor": 0}``. Distributed tensors (`torch.distributed.tensor.DTensor`) show theirs.
-        data_parallel_group: the ranks that have inputs of their own, over which dense parameters are sharded; None:
-            those of ``mesh`` along ``data_parallel_dim``, of the DDP model, or all.
+              group, all of one size; checkpoints also need the dimension of the parameters that is cut, as in
+              ``{"tensor": 0}``. Distributed tensors (`torch.distributed.tensor.DTensor`) state theirs.
+        data_parallel_group: ranks with separate inputs, over which dense parameters are sharded; None for the ranks of
+            ``mesh`` along ``data_parallel_dim``, of the DDP model, or all.
         mesh: a device mesh with named dimensions over all ranks that hold parts of the model.
-        data_parallel_dim: the name of its dimension along which ranks hold the same parameters.
-        pipeline_dim: the name of its dimension along which ranks hold different parameters (stages), if any. Along
-            other dimensions a parameter is assumed to be replicated if nothing says that it is cut.
-        global_names: the names in the whole model, for checkpoints, of values that this rank calls otherwise: by name,
-            or prefix up to a dot, as in ``{"experts.0": f"experts.{number}"}``, or a function of a name. Names are
-            those in the model without ``module.`` of DDP. None: as they are. Ranks that hold different values under
-            one name cannot save and load: that raises, and names them.
-        **options: of `ddp_zero.shard_optimizer`, among them those of ``optimizer_class``. ``nonfinite=None`` skips if
-            gradients are clipped or scaled, else steps.
+        data_parallel_dim: name of its dimension along which ranks hold the same parameters.
+        pipeline_dim: name of its dimension along which ranks hold different parameters (stages), if any. Along other
+            dimensions a parameter is assumed to be replicated unless declared cut.
+        global_names: names in the whole model, for checkpoints, of values with another name on this rank: by name, or
+            dotted prefix, as in ``{"experts.0": f"experts.{number}"}``, or a function of a name. Names are those in the
+            model without ``module.`` of DDP. None: names are unchanged. Ranks that hold different values under one name
+            cannot save and load: that raises, and names them.
+        **options: options of `ddp_zero.shard_optimizer`, and options for ``optimizer_class``. ``nonfinite=None`` skips
+            if gradients are clipped or scaled, else steps.
 
     Attributes:
-        members: the sharded optimizers, that of groups without a process group first.
+        members: the sharded optimizers; the member of groups without a process group comes first.
 
     Raises:
         ValueError: if ranks have different views of the groups, or different values of a parameter that no DDP model
             reduces, naming ranks; as `ZeroRedundancyOptimizer` does.
         NotImplementedError: for a DDP model with a static graph around a pipeline stage in stage 2.
-        TypeError: for arguments of the wrong type, or an optimizer that looks at whole parameters where ranks hold
-            parts of them.
+        TypeError: for arguments of the wrong type, or an optimizer that needs whole parameters where ranks hold parts.
         RuntimeError: if construction failed on another rank.
     """
 
@@ -166,7 +165,10 @@ class ParallelOptimizer(Optimizer):
         self._own_groups = groups
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Refuse further groups, which the members would have to agree on.
+        """Not supported after construction: all ranks of all members would have to agree.
+
+        Args:
+            param_group: the group.
 
         Raises:
             NotImplementedError: always, after construction.
@@ -183,10 +185,10 @@ class ParallelOptimizer(Optimizer):
     _step_supports_amp_scaling = True  # GradScaler then calls step(), which refuses it on every rank
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average what no DDP model reduces, decide over the whole model, and step. A collective.
+        """Average gradients that no DDP model reduces, decide over the whole model, and step. A collective.
 
         Args:
-            closure: evaluated once, with gradients enabled, before anything is averaged.
+            closure: evaluated once, with gradients enabled, before gradients are averaged.
 
         Returns:
             The closure's result.
@@ -215,11 +217,16 @@ class ParallelOptimizer(Optimizer):
         finally:
             self._last_step = last.last_step  # if all raise, only the last one has recorded why
             self._forget()
+        # last, and on every rank: a rank whose members all stepped learns here that another rank's did not
         self._errors.conclude(error or self._held.take())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero the gradients of all parameters; see `ZeroRedundancyOptimizer.zero_grad`."""
+        """Drop or zero the gradients of all parameters; see `ZeroRedundancyOptimizer.zero_grad`.
+
+        Args:
+            set_to_none: True to drop them.
+        """
         for member in self._members:
             member.drop_gradients(set_to_none)
         self._forget()
@@ -232,13 +239,13 @@ class ParallelOptimizer(Optimizer):
         self._forget()
 
     def finish_sync(self) -> None:
-        """Wait for parameters that ``sync="forward"`` has left in flight."""
+        """Wait for parameters that ``sync="forward"`` left in flight."""
         for member in self.members:
             member.finish_sync()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Within this context backward passes take no step; see `ZeroRedundancyOptimizer.accumulate`."""
+        """Take no step in backward passes inside this context; see `ZeroRedundancyOptimizer.accumulate`."""
         with ExitStack() as stack:
             for member in self.members:
                 stack.enter_context(member.accumulate())
@@ -253,7 +260,14 @@ class ParallelOptimizer(Optimizer):
     ) -> Tensor:
         """Clip the norm of the whole model's gradients, between backward and step. A collective.
 
-        See `ZeroRedundancyOptimizer.clip_grad_norm_`. Of ``parameters`` each rank passes its own, or none.
+        Args:
+            max_norm: see `ZeroRedundancyOptimizer.clip_grad_norm_`.
+            norm_type: see `ZeroRedundancyOptimizer.clip_grad_norm_`.
+            error_if_nonfinite: see `ZeroRedundancyOptimizer.clip_grad_norm_`.
+            parameters: this rank's parameters to clip, possibly none; None for all.
+
+        Returns:
+            The norm before clipping.
         """
         self._average()
         wanted = zip(self.members, self._by_member(parameters), strict=True)
@@ -261,20 +275,26 @@ class ParallelOptimizer(Optimizer):
         try:
             total: Tensor = self._joint.run(clips)[0]
         except Exception as error:
+            # levels that this rank has not reached yet would wait in their part of the decision
             self._errors.tell(error)
             raise
         return total
 
     def clip_grad_value_(self, clip_value: float, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
-        """Limit every element of gradients; see `ZeroRedundancyOptimizer.clip_grad_value_`. A collective."""
+        """Clamp every element of gradients; see `ZeroRedundancyOptimizer.clip_grad_value_`. A collective.
+
+        Args:
+            clip_value: the largest absolute value.
+            parameters: this rank's parameters to clip; None for all.
+        """
         self._average()
         for member, own in zip(self.members, self._by_member(parameters), strict=True):
             member.clip_grad_value_(clip_value, own)
 
     def owned_gradients(self) -> Mapping[Tensor, Tensor]:
-        """The gradients that this rank steps, by the parameter given; see `ZeroRedundancyOptimizer.owned_gradients`.
+        """Gradients that this rank steps, by the given parameter; see `ZeroRedundancyOptimizer.owned_gradients`.
 
-        Of a distributed tensor that is of this rank's shard. A collective.
+        The gradient of a distributed tensor is this rank's shard. A collective.
         """
         self._average()
         given = {stepped: param for param, stepped in self._stepped_for.items()}
@@ -285,6 +305,12 @@ class ParallelOptimizer(Optimizer):
         """The averaged gradient of a parameter, whole as this rank holds it; see `ZeroRedundancyOptimizer.full_grad`.
 
         A collective of the ranks that hold it.
+
+        Args:
+            param: the parameter as given to the constructor.
+
+        Raises:
+            ValueError: if the parameter is not in this optimizer.
         """
         param = self._stepped_for.get(param, param)
         for member in self._members:
@@ -295,21 +321,25 @@ class ParallelOptimizer(Optimizer):
         raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale; see `ZeroRedundancyOptimizer.scale`."""
+        """The loss times the loss scale; see `ZeroRedundancyOptimizer.scale`.
+
+        Args:
+            loss: the loss.
+        """
         return self.members[0].scale(loss)
 
     @property
     def loss_scale(self) -> float | None:
-        """What `scale` multiplies by now; None without ``loss_scale=``. The same on every rank."""
+        """The current factor of `scale`; None without ``loss_scale=``. The same on every rank."""
         return self.members[0].loss_scale
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The record of the last step, of the first member; None before the first."""
+        """The first member's record of the last step; None before the first."""
         return self._last_step
 
     def _by_member(self, parameters: Tensor | Iterable[Tensor] | None) -> list[list[Tensor] | None]:
-        """The parameters that each member steps, of some; None for all."""
+        """Each member's parameters among these; None for all."""
         chosen = [parameters] if isinstance(parameters, Tensor) else parameters
         if chosen is None:
             return [None] * len(self.members)
@@ -318,7 +348,7 @@ class ParallelOptimizer(Optimizer):
         return [[param for param in stepped if param in table.index_of] for table in tables]
 
     def _average(self) -> None:
-        """Average what no DDP model reduces, and check that all ranks can step. A collective."""
+        """Average gradients that no DDP model reduces, and check that all ranks can step. A collective."""
         error: Exception | None = None
         try:
             for member in self._members:
@@ -334,6 +364,7 @@ class ParallelOptimizer(Optimizer):
         self._errors.check(error, "averaging gradients")
 
     def _forget(self) -> None:
+        # every member takes part, also after an error: its peers are in this collective
         for member in self._members:
             if member.averages is not None:
                 member.averages.forget()
@@ -342,7 +373,7 @@ class ParallelOptimizer(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> dict[Tensor, Any]:
-        """The state of what this rank owns, of all members."""
+        """State of this rank's owned parameters, of all members."""
         return {param: state for member in self.members for param, state in member.state.items()}
 
     @state.setter
@@ -350,15 +381,18 @@ class ParallelOptimizer(Optimizer):
         """`Optimizer.__init__` sets an empty one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the unsharded optimizer over this rank's parameters, in the order of the groups given.
+        """The unsharded optimizer's state dict over this rank's parameters, in the order of the given groups.
 
-        Any rank may ask at any time between two steps, see `ZeroRedundancyOptimizer.state_dict`. Ranks with other
-        experts, parts or stages have others.
+        Any rank may call it alone between two steps, see `ZeroRedundancyOptimizer.state_dict`. Ranks with different
+        experts, parts or stages have different state dicts.
         """
         return merged([member.state_dict() for member in self.members], self._places)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on a rank with the same parameters. A collective.
+        """Load a state dict of `state_dict` from a rank with the same parameters. A collective.
+
+        Args:
+            state_dict: the state dict.
 
         Raises:
             ValueError: if it does not fit; RuntimeError if it failed on another rank that holds the same parameters.
@@ -370,8 +404,8 @@ class ParallelOptimizer(Optimizer):
         """This rank's part of the state, for direct use of `torch.distributed.checkpoint`. Never communicates.
 
         Ranks have different keys, ``state.<name>.<key>`` and ``param_groups.<name>.<option>`` with names in the whole
-        model, as torch's ``flatten_optimizer_state_dict``. State of parameters that are cut are distributed tensors
-        with the shape of the whole, so any other mesh can load it. `ddp_zero.checkpoint` does all of it.
+        model, as torch's ``flatten_optimizer_state_dict``. States of cut parameters are distributed tensors with the
+        shape of the whole, so any other mesh can load them. `ddp_zero.checkpoint` does all of it.
 
         Args:
             model: as given to the constructor.
@@ -383,7 +417,7 @@ class ParallelOptimizer(Optimizer):
         return pack(self.members, self._holdings, model, init_missing)
 
     def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: nn.Module) -> None:
-        """Load what `sharded_state_dict` returned, for this rank's parameters. Never communicates.
+        """Load a state dict of `sharded_state_dict`, for this rank's parameters. Never communicates.
 
         Args:
             state_dict: as read by `torch.distributed.checkpoint.load`; it is copied.
@@ -400,7 +434,7 @@ class ParallelOptimizer(Optimizer):
 
     @property
     def process_groups(self) -> list[ProcessGroup]:
-        """The data-parallel ranks, and this rank's group along each other dimension of the mesh of several ranks."""
+        """The data-parallel ranks, and this rank's group along each other mesh dimension of several ranks."""
         return [comm.process_group for comm in self._comms]
 
     def explain(self) -> str:
@@ -414,6 +448,9 @@ class ParallelOptimizer(Optimizer):
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
         """Refuse `torch.distributed.algorithms.Join`.
+
+        Args:
+            **kwargs: ignored.
 
         Raises:
             NotImplementedError: always.

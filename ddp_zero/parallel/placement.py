@@ -1,9 +1,8 @@
-"""A rank's parameters in the whole model: their elements, their names there, and the ranks that hold the same.
+"""A rank's parameters in the whole model: their elements, global names, and the ranks that hold the same.
 
-Also state dicts in these terms: of several members as one, in which parameters are numbered in the order of all
-groups, or go by name. Those by name, for `torch.distributed.checkpoint`, have the keys of torch's
-``flatten_optimizer_state_dict``: one for each state and each option of each parameter, so that the dicts of ranks with
-different parameters make up one.
+Also the state dicts of several members merged into one, in which parameters are numbered in the order of all groups, or
+named. Named ones, for `torch.distributed.checkpoint`, have the keys of torch's ``flatten_optimizer_state_dict``: one
+for each state and each option of each parameter, so that ranks with different parameters make up one dict.
 """
 
 import json
@@ -29,21 +28,14 @@ from ddp_zero.optimizer import ZeroRedundancyOptimizer, sharded_of, states_of
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter as a member steps it.
+    """A parameter as a member steps it."""
 
-    Attributes:
-        param: a plain parameter; for a distributed tensor this rank's part, in its memory.
-        source: the distributed tensor, or None.
-        cut_over: names of the mesh dimensions along which ranks hold different parts.
-        declared: of those that the user has named: which dimension of the tensor is cut; None: not said.
-        label: the parameter in messages.
-    """
-
-    param: Tensor
-    source: DTensor | None
-    cut_over: frozenset[str]
+    param: Tensor  # a plain parameter; for a distributed tensor this rank's part, in its memory
+    source: DTensor | None  # the distributed tensor, or None
+    cut_over: frozenset[str]  # names of the mesh dimensions along which ranks hold different parts
+    # for mesh dimensions named by the user, the tensor dimension that is cut; None if not given
     declared: Mapping[str, int | None]
-    label: str
+    label: str  # the parameter in messages
 
     @property
     def given(self) -> Tensor:
@@ -55,7 +47,7 @@ class Held:
         return replace(self, cut_over=self.cut_over.intersection(dims))
 
     def bring_gradient(self) -> None:
-        """Give the part this rank's part of the distributed tensor's gradient."""
+        """Copy this rank's part of the distributed tensor's gradient to the part."""
         if self.source is None:
             return
         self.param.requires_grad_(self.source.requires_grad)
@@ -66,7 +58,7 @@ class Held:
 
 
 def read_cuts(given: object, position: int) -> dict[str, int | None]:
-    """A group's ``sharded_over`` as a dict from mesh dimensions to dimensions of its tensors, None where not said.
+    """A group's ``sharded_over`` as a dict from mesh dimensions to tensor dimensions, None if not given.
 
     Raises:
         TypeError: for anything but names, or a dict from names to numbers.
@@ -88,7 +80,7 @@ def held(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str],
 
     Args:
         param: as the user gave it.
-        declared: mesh dimensions along which the user has said that it is cut, from `read_cuts`.
+        declared: mesh dimensions along which the user has declared it cut, from `read_cuts`.
         dims: names of the mesh dimensions other than the data-parallel one.
         label: the parameter in messages.
 
@@ -136,10 +128,10 @@ class Holdings:
     Args:
         held: for each member, the ranks that share its parameters, and the parameters.
         everyone: the data-parallel ranks.
-        mesh: of all ranks, or None.
-        kept: names of the mesh dimensions along which plain parameters differ or are shared by data-parallel ranks:
-            the data-parallel and the pipeline dimension.
-        names: of values in the whole model; None: as they are.
+        mesh: the mesh of all ranks, or None.
+        kept: names of the mesh dimensions along which plain parameters differ or are shared by data-parallel ranks: the
+            data-parallel and the pipeline dimension.
+        names: names of values in the whole model; None if unchanged.
 
     Raises:
         TypeError: for names that are neither a mapping nor a function.
@@ -173,13 +165,13 @@ class Holdings:
         """This rank's part of the model, as `PartModel`.
 
         Raises:
-            ValueError: for a parameter that is cut along a dimension that nobody has stated, or names that collide.
+            ValueError: for a parameter cut along an undeclared dimension, or colliding names.
         """
         placed = {one.given: Placed(one.param, *self._extent(one), home) for one, home in self._held.values()}
         return PartModel(model, placed, self._names, self._home)
 
     def as_distributed(self, param: Tensor, value: Any) -> Any:
-        """A value of the state of a parameter that is stepped: as a `DTensor` if the parameter is cut and it is too."""
+        """A value of a stepped parameter's state; as a `DTensor` if parameter and value are cut."""
         one, _ = self._held[param]
         if not one.cut_over or not isinstance(value, Tensor) or value.shape != param.shape:
             return value
@@ -189,7 +181,7 @@ class Holdings:
         return DTensor.from_local(value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     def _extent(self, one: Held) -> tuple[tuple[int, ...], Box]:
-        """The shape of the whole parameter, and the elements that are here."""
+        """The shape of the whole parameter, and this rank's elements."""
         shape, offsets = tuple(one.param.shape), (0,) * one.param.dim()
         if one.source is not None:
             shape, offsets = tuple(one.source.shape), tuple(box_of(one.source, one.label).offsets)
@@ -201,7 +193,7 @@ class Holdings:
         return shape, Box(offsets, tuple(one.param.shape))
 
     def _declared(self, one: Held) -> list[tuple[str, int]]:
-        """Dimensions of the mesh, in its order, and of the tensor that are cut as the user has said."""
+        """Mesh dimensions, in order, with the tensor dimension that the user declared cut along each."""
         found = []
         for dim in (self._mesh.mesh_dim_names or ()) if self._mesh is not None else ():
             if dim not in one.declared:
@@ -231,12 +223,12 @@ class Holdings:
 def whole_of(
     shape: Sequence[int], offsets: Sequence[int], cuts: Sequence[tuple[int, int, int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a tensor of which a rank holds one of equal parts, and where that part begins.
+    """The shape of the whole tensor, and this part's offsets, given equal parts.
 
     Args:
-        shape: of the part.
-        offsets: where it begins in a part that is larger already.
-        cuts: the dimension that is cut, which part the rank holds, and of how many; the outermost cut first.
+        shape: shape of the part.
+        offsets: offsets of the part in a larger part.
+        cuts: the cut dimension, index of this rank's part, and number of parts; the outermost cut first.
     """
     sizes, begins = list(shape), list(offsets)
     for dim, place, count in reversed(cuts):
@@ -246,13 +238,13 @@ def whole_of(
 
 
 def home_of(ranks: Sequence[int], grid: Tensor | None, dims: Sequence[str], kept: Sequence[str]) -> str:
-    """The holders of a parameter, as text: ranks, or their places in the mesh along the dimensions that matter.
+    """The holders of a parameter, as text: ranks, or their coordinates in the mesh.
 
     Args:
-        ranks: that share the parameter.
+        ranks: ranks that share the parameter.
         grid: all ranks of the mesh, or None.
         dims: names of the mesh dimensions.
-        kept: those that matter.
+        kept: names of the dimensions to include.
     """
     if grid is None:
         return f"ranks {json.dumps(sorted(ranks))}"
@@ -265,7 +257,7 @@ def home_of(ranks: Sequence[int], grid: Tensor | None, dims: Sequence[str], kept
 # State dicts
 
 Places = Sequence[tuple[int, int]]
-"""The member of each parameter group, and its position there."""
+"""For each parameter group, its member and its position there."""
 
 
 def merged(state_dicts: Sequence[dict[str, Any]], places: Places) -> dict[str, Any]:
@@ -288,11 +280,7 @@ def merged(state_dicts: Sequence[dict[str, Any]], places: Places) -> dict[str, A
 
 
 def split(state_dict: dict[str, Any], places: Places) -> list[dict[str, Any]]:
-    """The members' state dicts, of which `merged` makes one.
-
-    Raises:
-        ValueError: if it has another number of groups.
-    """
+    """Split a state dict of `merged` into the members' state dicts; ValueError for another number of groups."""
     groups = state_dict["param_groups"]
     if len(groups) != len(places):
         raise ValueError(f"Expected a state dict of {len(places)} parameter groups, got {len(groups)}.")
@@ -337,7 +325,7 @@ def pack(
 def unpack(
     state_dict: Mapping[str, Any], members: Sequence[ZeroRedundancyOptimizer], holdings: Holdings, model: nn.Module
 ) -> list[dict[str, Any]]:
-    """The state dict of each member by parameter index, from what `pack` returned with the same keys.
+    """Each member's state dict by parameter index, from a dict with the keys of `pack`.
 
     Raises:
         ValueError: if options are missing, or differ in a group, naming the parameter.

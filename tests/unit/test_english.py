@@ -34,9 +34,7 @@ NOT_YET = (  # rooms to be rewritten
     "core/engine",
     "core/local",
     "core/step",
-    "integrations",
     "launch",
-    "parallel",
     "tools",
 )
 HAZARDS = (
@@ -53,6 +51,8 @@ HAZARDS = (
     "core/offload/mapped_file.py",
     "core/state/connections.py",
     "core/state/gather.py",
+    "parallel/gradients.py",
+    "parallel/joint_decision.py",
 )
 
 
