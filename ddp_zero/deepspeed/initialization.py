@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_zero.core.comm.tracing import logger
-from ddp_zero.core.plan.buckets import bucket_mb
+from ddp_zero.core.engine.partition_choice import bucket_cap_mb
 from ddp_zero.ddp_hooks import build_with_hook
 from ddp_zero.deepspeed.config.config import DTYPES, Auto, Config, OptimizerSection, Source
 from ddp_zero.deepspeed.config.table import ConfigError
@@ -236,7 +236,8 @@ def _follow(schedule: Any, optimizer: Optimizer) -> None:
 
 def _wrapped(module: nn.Module, config: Config, device: torch.device) -> DistributedDataParallel:
     """The model in `DistributedDataParallel`, with buckets as large as the configuration allows. A collective."""
-    caps: dict[str, Any] = {"bucket_cap_mb_list": [bucket_cap(module, config, get_world_size())]}
+    usual = bucket_cap_mb(module.parameters(), None, cuts=False)
+    caps: dict[str, Any] = {"bucket_cap_mb_list": [bucket_cap(module, config, usual)]}
     return DistributedDataParallel(
         module,
         **caps,
@@ -246,10 +247,9 @@ def _wrapped(module: nn.Module, config: Config, device: torch.device) -> Distrib
     )
 
 
-def bucket_cap(module: nn.Module, config: Config, ranks: int) -> float:
+def bucket_cap(module: nn.Module, config: Config, usual: float) -> float:
     """The size of DDP's buckets in MiB: the library's default, or the configured one if smaller."""
     trained = [param for param in module.parameters() if param.requires_grad]
-    usual = bucket_mb([param.nbytes for param in trained], ranks)
     elements = config.zero.bucket_elements
     itemsize = max((param.element_size() for param in trained), default=1)
     return usual if elements is None else min(usual, elements * itemsize / _MIB)

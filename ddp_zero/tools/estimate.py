@@ -239,7 +239,7 @@ def estimate(  # noqa: D417  # options that are those of the class are documente
         master_weights, offload: see `ZeroRedundancyOptimizer`; each mode is estimated with and without offload.
         device: where the model is to be trained; None: where it is, and an accelerator for one on the meta device.
         bucket_cap_mb: of `DistributedDataParallel`; None: 25, or the library's own choice if ``wrapped``.
-        wrapped: whether `ddp_zero.wrap` builds the DDP model.
+        wrapped: whether `ddp_zero.wrap` builds the DDP model; on an accelerator with a backend of native collectives.
         gradient_as_bucket_view: of `DistributedDataParallel`.
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
         **options: for ``optimizer_class``.
@@ -385,7 +385,8 @@ class _Training:
         if self.bucket_cap_mb is not None:
             caps = [int(self.bucket_cap_mb * _MIB)]
         elif self.wrapped:
-            caps = [int(bucket_mb(trained, ranks, cuts=mode.partition == "elements") * _MIB)]
+            cuts = mode.partition == "elements"
+            caps = [int(bucket_mb(trained, ranks, cuts=cuts, is_native=self.on_accelerator) * _MIB)]
         layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
         pieces = partition.assign_by_bucket(specs, pieces, ranks, layout, True, 0)
         return partition.plan(specs, pieces, ranks, layout, CAP_BYTES)

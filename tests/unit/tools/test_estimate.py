@@ -51,6 +51,8 @@ def test_smaller_buckets() -> None:
     assert parts(found, "stage 2, inside backward")["buckets"] == 2 * 8.0 + 4.0, "half of a bucket is received"
     wrapped = estimate(tower(64), AdamW, ranks=2, stage=2, wrapped=True, device="cpu")
     assert parts(wrapped, "stage 2, inside backward")["buckets"] == 2 * 16.0 + 8.0
+    native = estimate(tower(64), AdamW, ranks=2, stage=2, wrapped=True, device="cuda")
+    assert parts(native, "stage 2, inside backward")["buckets"] == 2 * 28.0, "of seven layers; reduced in place"
 
 
 def test_without_views_and_flat_storage() -> None:
