@@ -106,6 +106,19 @@ def test_the_english_of_the_pages_is_that_of_the_field() -> None:
     assert len(re.findall(r"\b(?:that|those) of\b", prose, re.IGNORECASE)) / words <= 4 / 10_000
 
 
+def test_every_table_of_performance_has_a_date_and_a_commit() -> None:
+    sections = re.split(r"^##+ ", (DOCS / "performance.md").read_text(), flags=re.MULTILINE)
+    for section in sections:
+        before, table, _ = section.partition("\n| --- |")
+        assert not table or re.search(
+            r"20\d\d-\d\d-\d\d.*\bcommits? [0-9a-f]{7}|Measured between", before, re.DOTALL
+        ), section
+
+
+def test_the_design_fits_two_thousand_words() -> None:
+    assert len((DOCS / "design.md").read_text().split()) <= 2000
+
+
 def test_the_manifest_for_kubernetes_is_a_train_job() -> None:
     yaml = pytest.importorskip("yaml")
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", (DOCS / "guides" / "nodes.md").read_text(), re.DOTALL | re.MULTILINE)
