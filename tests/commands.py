@@ -61,6 +61,9 @@ ELSEWHERE = {
     "python -m ddp_zero launch train.py": (
         "tests/multiproc/test_launch.py::test_a_job_on_this_machine_gives_its_exit_code_and_leaves_nobody"
     ),
+    "python -m ddp_zero checkpoint info FOLDER": (
+        "tests/unit/checkpoint/test_info.py::test_the_newest_checkpoint_is_described"
+    ),
     "python -m ddp_zero checkpoint export --format deepspeed-universal": (
         "tests/unit/checkpoint/test_export.py::test_the_command_runs_as_a_module"
     ),
@@ -81,7 +84,8 @@ def shown(text: str) -> set[str]:
         else:
             outside.append(line)
     spans += re.findall(r"`([^`]+)`", "\n".join(outside))
-    commands = {" ".join(span.split("  #")[0].split()).replace(".venv/bin/", "") for span in spans}
+    parts = [part for span in spans for part in span.split("  #")[0].split("&&")]
+    commands = {" ".join(part.split()).replace(".venv/bin/", "") for part in parts}
     ours = {one for one in commands if re.match(r"(torchrun|python) .*(\bexamples/|-m ddp_zero)", one)}
     return {one for one in ours if not re.fullmatch(r"python -m ddp_zero [a-z]+", one)}
 
