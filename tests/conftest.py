@@ -1,9 +1,32 @@
-"""Holds docs/status.md and docs/frameworks.md against the outcomes of the tests that show what they say."""
+"""Sorts tests into tiers, and holds docs/status.md and docs/frameworks.md against the outcomes of their tests."""
+
+from pathlib import Path
 
 import pytest
 
 from tests import features
 from tests.frameworks import table
+
+TIERS = {
+    "unit": "quick",
+    "deepspeed": "nightly",
+    "extras": "nightly",
+    "frameworks": "nightly",
+    "gpu": "nightly",
+    "hosts": "nightly",
+}
+"""The tier of each folder; tests elsewhere have a mark of their own, or none.
+
+A run that names neither paths nor marks leaves out the nightly tier.
+"""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        tier = TIERS.get(item.path.relative_to(Path(__file__).parent).parts[0])
+        if tier is not None and item.get_closest_marker("nightly") is None:
+            item.add_marker(tier)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.markexpr:
+        config.option.markexpr = "not nightly"
     if not hasattr(config, "workerinput"):  # one process of pytest-xdist hears of all outcomes
         writes = [config.getoption(name) for name in ("write_status", "write_frameworks")]
         config.pluginmanager.register(Status(*writes), "status")
