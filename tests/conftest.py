@@ -9,6 +9,7 @@ from tests.frameworks import table
 
 TIERS = {
     "unit": "quick",
+    "accelerator": "nightly",
     "deepspeed": "nightly",
     "extras": "nightly",
     "frameworks": "nightly",

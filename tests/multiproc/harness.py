@@ -48,6 +48,16 @@ class Setup:
     device: torch.device
     folder: Path
 
+    def tell(self) -> None:
+        """Note that this rank has seen what a test waits for."""
+        (self.folder / f"told-{self.rank}").touch()
+
+    def wait_until_told(self, ranks: int, timeout: float = 60.0) -> None:
+        """Wait as a rank that is late does, until so many others have called `tell`."""
+        deadline = time.monotonic() + timeout
+        while len(list(self.folder.glob("told-*"))) < ranks and time.monotonic() < deadline:
+            time.sleep(0.1)
+
 
 Body = Callable[..., Any]
 

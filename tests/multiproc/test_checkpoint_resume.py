@@ -169,6 +169,7 @@ def test_every_mode_and_world_size_resumes_every_other_bit_for_bit(tmp_path: Pat
     assert counts[3] == 64
 
 
+@pytest.mark.nightly
 def test_four_ranks_resume_on_eight_and_back(tmp_path: Path) -> None:
     """A rank of eight owns at most one or two of the parameters."""
     assert run_ranks(_resumes_bit_for_bit, 8, str(tmp_path), [4, 8], [4, 8], timeout=400)[0] == 64

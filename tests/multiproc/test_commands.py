@@ -5,6 +5,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +43,7 @@ def _write_trace(setup: Setup, path: Path) -> None:
         profile.export_chrome_trace(str(path))
 
 
+@pytest.mark.nightly
 def test_the_short_ones_end_well(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
     (tmp_path / "docs" / "images").mkdir(parents=True)

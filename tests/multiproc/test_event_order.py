@@ -124,12 +124,13 @@ def test_event_order_of_stage_2_is_the_literal_one() -> None:
 
 
 SCHEDULES = 200
+"""In all four modes together; the nightly tier draws as many in each."""
 
 
-def _under_random_delays(setup: Setup, interleaved: bool, stage: int) -> int:
+def _under_random_delays(setup: Setup, interleaved: bool, stage: int, schedules: int) -> int:
     expected_events, expected_params = _train(setup, interleaved, 2, lambda _: None, stage)
     assert any(event[0] == "send" for event in expected_events[1])
-    for schedule in range(SCHEDULES // 2):
+    for schedule in range(schedules):
         generator = random.Random(1000 * schedule + setup.rank)
         slow = random.Random(schedule).sample(["reduce", "sum", "step", "sync", "finish"], k=2)
 
@@ -140,11 +141,22 @@ def _under_random_delays(setup: Setup, interleaved: bool, stage: int) -> int:
         events, params = _train(setup, interleaved, 2, pause, stage)
         assert events == expected_events, f"schedule {schedule}"
         assert_identical(expected_params, params, f"schedule {schedule}")
-    return SCHEDULES // 2
+    return schedules
+
+
+def _assert_order(interleaved: bool, stage: int, schedules: int) -> None:
+    done = run_ranks(_under_random_delays, 3, interleaved, stage, schedules, timeout=240)
+    assert done == [schedules] * 3
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_delays_change_neither_order_nor_numbers(interleaved: bool, stage: int) -> None:
-    done = run_ranks(_under_random_delays, 3, interleaved, stage, timeout=240)
-    assert done == [SCHEDULES // 2] * 3
+    _assert_order(interleaved, stage, SCHEDULES // 4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_many_delays_change_neither_order_nor_numbers(interleaved: bool, stage: int) -> None:
+    _assert_order(interleaved, stage, SCHEDULES)

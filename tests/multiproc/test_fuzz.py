@@ -13,18 +13,28 @@ from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.pool import Pool
 from tests.multiproc import cases
 
-SEEDS = {2: range(40), 3: range(10)}
+SEEDS = {2: range(20), 3: range(5)}
+MANY_SEEDS = {2: range(20, 200), 3: range(5, 60)}
 _SIMPLE = replace(draw(7, 2), mode=Mode(overlap=True), program=(Train(),) * 5)
 
 
-@pytest.mark.parametrize("ranks", SEEDS)
-def test_a_handful_of_cases(ranks: int) -> None:
-    seeds = SEEDS[ranks]
+def _assert_equal(seeds: range, ranks: int) -> None:
     tally = fuzz(seeds, ranks)
     assert not tally.failures, tally.report(ranks) + "".join(outcome.text for outcome in tally.failures)
     assert tally.cases == len(seeds)
     assert tally.passed > tally.cases / 2
     assert tally.compared > 4 * tally.cases
+
+
+@pytest.mark.parametrize("ranks", SEEDS)
+def test_a_handful_of_cases(ranks: int) -> None:
+    _assert_equal(SEEDS[ranks], ranks)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", MANY_SEEDS)
+def test_more_cases(ranks: int) -> None:
+    _assert_equal(MANY_SEEDS[ranks], ranks)
 
 
 def test_cases_are_drawn_without_torch_and_always_alike() -> None:

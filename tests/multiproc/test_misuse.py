@@ -231,11 +231,12 @@ def _step_until_a_rank_fails(setup: Setup, how: str) -> tuple[float, str]:
                 elif how in ("raising", "gone"):
                     params[0].grad = params[1].grad = params[2].grad = None
                     raise KeyError("a bug in the loop of rank 1")
-                time.sleep(12)
+                setup.wait_until_told(2)
             if step == 3 and how == "gone":
                 time.sleep(3)  # rank 1's connections are closed by now: messages to it cannot even be posted
             opt.step()
         except RuntimeError as error:
+            setup.tell()
             return time.monotonic() - started, str(error)
     raise AssertionError(f"rank {setup.rank} never noticed")
 

@@ -2,8 +2,9 @@
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from tests.multiproc.cases import (
     optimizer_case,
 )
 from tests.multiproc.harness import Cases, Setup, run_ranks
+from tests.pairwise import pairwise
 
 case = Cases(group_timeout=30)
 
@@ -92,7 +94,7 @@ def _products_of_gradients(setup: Setup) -> None:
     for stage, overlap, bucket_view in ((1, True, False), (1, True, True), (2, True, True), (2, False, True)):
         widths = (31, 3, 29, 3, 33, 1)  # of products of few rows last bits differ
         torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in pairwise(widths)])
+        model = nn.Sequential(*[nn.Linear(*pair, bias=False) for pair in itertools.pairwise(widths)])
         shown = bucket_view and stage == 1  # then DDP's own gradients are those of its buckets
         plain = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=shown)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
@@ -425,14 +427,15 @@ def _uneven_inputs(setup: Setup) -> None:
         {"find_unused_parameters": True},
         {"interleaved": True, "gradient_as_bucket_view": True},
     ]
-    for case, options, calls_step in product((SGD, ADAMW, optimizer_case("toy 8-bit Adam")), every_options, BOTH):
-        for inputs_of_rank in ((3, 0, 5), (5, 4, 1), (2, 2, 2)):
-            twins = build_overlapped_twins(case, 2, **options)
-            # In a second epoch the plain optimizers of ranks that joined early lack steps; only SGD does not miss them
-            for epoch in range(2 if case is SGD else 1):
-                _one_epoch(setup, twins, inputs_of_rank[setup.rank], epoch, calls_step, scheduled=case is not SGD)
-                assert_equal_models(twins.plain_model, twins.model, f"{case.name} {options} {inputs_of_rank}")
-            twins.assert_moved()
+    cases, every_inputs = (SGD, ADAMW, optimizer_case("toy 8-bit Adam")), ((3, 0, 5), (5, 4, 1), (2, 2, 2))
+    # pairs: Join calls the step, which knows neither who calls it nor how many batches a rank has had
+    for case, options, calls_step, inputs_of_rank in pairwise(cases, every_options, BOTH, every_inputs):
+        twins = build_overlapped_twins(case, 2, **options)
+        # In a second epoch the plain optimizers of ranks that joined early lack steps; only SGD does not miss them
+        for epoch in range(2 if case is SGD else 1):
+            _one_epoch(setup, twins, inputs_of_rank[setup.rank], epoch, calls_step, scheduled=case is not SGD)
+            assert_equal_models(twins.plain_model, twins.model, f"{case.name} {options} {inputs_of_rank}")
+        twins.assert_moved()
 
 
 def _one_epoch(setup: Setup, twins: Twins, steps: int, seed: int, calls_step: bool, scheduled: bool) -> None:

@@ -1,6 +1,6 @@
 """Jobs that hang or break in every way that one rank can cause: what is left names that rank, or says why it cannot.
 
-All cases of the file run side by side: their ranks mostly wait for a time-out.
+Several cases run side by side: their ranks mostly wait for a time-out.
 """
 
 import itertools
@@ -33,7 +33,7 @@ GROUP_TIMEOUT = 8.0
 VICTIM = 1
 AT = 3
 """The step in which the victim does what its case says, from 0."""
-AT_ONCE = 5
+AT_ONCE = 8
 
 MODES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1, "overlap": False},
@@ -247,24 +247,33 @@ def _stage(folder: Path, case: str, mode: str, world_size: int) -> Path:
     return folder / "records"
 
 
+Stage = tuple[str, str, int]
+"""A case, a mode and a number of ranks."""
+
+
 class Stages:
-    """Runs all chosen cases, a few at a time, and has their outcomes.
+    """Runs the chosen cases a few at a time, ahead of the tests that ask for their outcomes.
+
+    No more than a few ahead: another process of pytest-xdist may run the others.
 
     Args:
         folder: for files.
+        chosen: the cases, in the order of their tests.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chosen: list[Stage]) -> None:
         self._folder = folder
+        self._chosen = chosen
         self._pool = ThreadPoolExecutor(AT_ONCE)
-        self._jobs: dict[tuple[str, str, int], Future[Path]] = {}
-
-    def start(self, case: str, mode: str, world_size: int) -> None:
-        folder = self._folder / str(len(self._jobs))
-        folder.mkdir()
-        self._jobs[case, mode, world_size] = self._pool.submit(_stage, folder, case, mode, world_size)
+        self._jobs: dict[Stage, Future[Path]] = {}
 
     def verdict(self, case: str, mode: str, world_size: int) -> tuple[Verdict, str]:
+        place = self._chosen.index((case, mode, world_size))
+        for stage in self._chosen[place : place + AT_ONCE]:
+            if stage not in self._jobs:
+                folder = self._folder / str(len(self._jobs))
+                folder.mkdir()
+                self._jobs[stage] = self._pool.submit(_stage, folder, *stage)
         records = read_folder(self._jobs[case, mode, world_size].result())
         text = report(records)
         print(f"--- {case}, {mode}, {world_size} ranks\n{text}")
@@ -276,12 +285,12 @@ class Stages:
 
 @pytest.fixture(scope="module")
 def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    """Started with the first test, for all that were chosen."""
-    stages = Stages(tmp_path_factory.mktemp("stages"))
-    for item in request.session.items:
-        if isinstance(item, pytest.Function) and item.path == Path(__file__) and "stages" in item.fixturenames:
-            chosen: dict[str, Any] = item.callspec.params
-            stages.start(chosen["case"], chosen["mode"], chosen["ranks"])
+    chosen = [
+        (item.callspec.params["case"], item.callspec.params["mode"], item.callspec.params["ranks"])
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__) and "stages" in item.fixturenames
+    ]
+    stages = Stages(tmp_path_factory.mktemp("stages"), chosen)
     yield stages
     stages.close()
 
