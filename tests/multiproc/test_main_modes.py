@@ -124,6 +124,7 @@ def _a_rank_with_infinite_gradients_makes_all_ranks_skip(setup: Setup) -> None:
         opt.zero_grad()
         (loss_of(model, inputs, targets) * (float("inf") if is_spoiled and setup.rank == 1 else 1.0)).backward()
         opt.step()
+        assert opt.last_step is not None
         assert opt.last_step.stepped is not is_spoiled
         if is_spoiled:
             assert_equal_models(before, model.module, f"after step {step}")

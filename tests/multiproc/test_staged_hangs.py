@@ -285,8 +285,8 @@ class Stages:
 
 @pytest.fixture(scope="module")
 def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    chosen = [
-        (item.callspec.params["case"], item.callspec.params["mode"], item.callspec.params["ranks"])
+    chosen: list[Any] = [
+        tuple(item.callspec.params[name] for name in ("case", "mode", "ranks"))
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == Path(__file__) and "stages" in item.fixturenames
     ]

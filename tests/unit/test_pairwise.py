@@ -1,14 +1,21 @@
+from collections.abc import Sequence
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 
 from tests.pairwise import pairwise
 
-FACTORS = [[(0, 1), (0, 1)], [(0, 1), (0, 1), (0, 1), range(5)], ["ab", range(3), range(3), range(3)], [range(4), [0]]]
+FACTORS: list[list[Sequence[Any]]] = [
+    [(0, 1), (0, 1)],
+    [(0, 1), (0, 1), (0, 1), range(5)],
+    ["ab", range(3), range(3), range(3)],
+    [range(4), [0]],
+]
 
 
 @pytest.mark.parametrize("factors", FACTORS)
-def test_every_two_values_meet(factors: list[tuple[int, ...]]) -> None:
+def test_every_two_values_meet(factors: list[Sequence[Any]]) -> None:
     rows = pairwise(*factors)
     for one, other in combinations(range(len(factors)), 2):
         assert {(row[one], row[other]) for row in rows} == set(product(factors[one], factors[other]))
