@@ -1,7 +1,7 @@
-"""``python -m ddp_zero``: versions, and what works on this machine. Never initializes a process group.
+"""``python -m ddp_zero check``: versions, and features that work on this machine. Never initializes a process group.
 
-What the library relies on is found by trying and not by version numbers. DDP's reducer is observed in one process, with
-torch's fake process group: it sends nothing and is not registered.
+Features are found by trying, not by version numbers. DDP's reducer is observed in one process, with torch's fake
+process group: it sends nothing and is not registered.
 """
 
 import json
@@ -31,10 +31,10 @@ RUN = {
     "Python": ("3.10", "3.11", "3.12", "3.13", "3.14"),
     "system": ("Linux",),
 }
-"""With what the tests, or the core of them, have passed; docs/status.md has the outcomes."""
+"""Versions with which the tests, or their core, have passed; docs/status.md has the outcomes."""
 
 COMBINATIONS = (("gloo", "cpu", True), ("gloo", "cuda", False), ("nccl", "cuda", False))
-"""A backend, a device, and whether the tests have been run with them."""
+"""A backend, a device, and True if the tests have been run with them."""
 
 _MARK = {True: "yes", False: "no", None: "?"}
 
@@ -43,11 +43,11 @@ _MARK = {True: "yes", False: "no", None: "?"}
 
 
 class NotTried(Exception):
-    """A probe could not be made here, which says nothing about what it looks for."""
+    """A probe could not be made here, so its outcome is unknown."""
 
 
 class Failed(Exception):
-    """A probe was made, and what it looks for is not so."""
+    """A probe was made, and its condition does not hold."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Probe:
-    """Something to try, and what it means for a user that it works, or not.
+    """A feature to try, and the consequences for a user if it works or not.
 
-    ``look`` returns a detail; it raises `NotTried` if it cannot try, and anything else if it fails.
+    ``look`` returns a detail; it raises `NotTried` if it cannot try, and any other exception if the feature fails.
     """
 
     name: str
@@ -93,7 +93,7 @@ def _require(holds: bool, problem: str) -> None:
 
 
 class _Observed:
-    """A one-rank DDP model; records what DDP passes to its hook."""
+    """A one-rank DDP model; records DDP's arguments to its hook."""
 
     def __init__(self) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
@@ -105,11 +105,11 @@ class _Observed:
         self.buffer = torch.empty(0)
         self.params: list[Tensor] = []
         self.views: dict[Tensor, Tensor] = {}
-        self.published: list[bool] = []  # at the end of backward, whether gradients are the values in the future
+        self.published: list[bool] = []  # at the end of backward, True if gradients are the values in the future
         self.ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))  # DDP would judge an annotation
 
     def backward(self) -> None:
-        """One backward pass, in which each gradient is doubled by the hook."""
+        """One backward pass, in which the hook doubles each gradient."""
         for param in self.ddp.parameters():
             param.grad = None
         self.ddp(torch.ones(1, 3)).sum().backward()
@@ -131,7 +131,7 @@ class _Observed:
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """A process group of one rank whose collectives do nothing, known to no one else."""
+    """A process group of one rank, registered nowhere, whose collectives do nothing."""
     fake = import_module("torch.testing._internal.distributed.fake_pg")  # not there in every build
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group = dist.ProcessGroup(HashStore(), 0, 1)
@@ -252,7 +252,7 @@ PROBES = (
 
 
 def backends() -> Mapping[str, bool]:
-    """The backends of `torch.distributed`, and whether this build of torch has them."""
+    """The backends of `torch.distributed`, each True if this build of torch has it."""
     return {name: bool(dist.is_backend_available(name)) for name in ("gloo", "nccl", "xccl", "ucc", "mpi")}
 
 
@@ -267,7 +267,7 @@ def devices() -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class Combination:
-    """A backend and a type of device: whether they are here, and whether the tests have been run with them."""
+    """A backend and a type of device: presence on this machine, and tests run with them."""
 
     backend: str
     device: str
@@ -277,25 +277,16 @@ class Combination:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is printed.
+    """The contents of the report."""
 
-    Attributes:
-        versions: of this library, Python, torch, the system and the frameworks; None for one that is not installed.
-        backends: of `torch.distributed`, and whether this build of torch has them.
-        devices: how many there are, by type.
-        findings: of `PROBES`.
-        combinations: see `COMBINATIONS`.
-        not_run: in what this machine differs from those that the tests have been run on.
-        problem: why the library cannot work here; None if it can.
-    """
-
+    # versions of this library, Python, torch, the system and the frameworks; None if not installed
     versions: Mapping[str, str | None]
-    backends: Mapping[str, bool]
-    devices: Mapping[str, int]
-    findings: Sequence[Finding]
-    combinations: Sequence[Combination]
-    not_run: Sequence[str]
-    problem: str | None
+    backends: Mapping[str, bool]  # backends of `torch.distributed`, each True if this build of torch has it
+    devices: Mapping[str, int]  # number of devices, by type
+    findings: Sequence[Finding]  # outcomes of `PROBES`
+    combinations: Sequence[Combination]  # see `COMBINATIONS`
+    not_run: Sequence[str]  # differences between this machine and those on which the tests have been run
+    problem: str | None  # reason why the library cannot work here; None if it can
 
     def as_json(self) -> str:
         """The report as one JSON object."""
@@ -326,7 +317,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def problem_of(available: Mapping[str, bool]) -> str | None:
-    """Why the library cannot work with these backends; None if it can."""
+    """The reason why the library cannot work with these backends; None if it can."""
     if available["gloo"] or available["nccl"]:
         return None
     return (
@@ -336,7 +327,7 @@ def problem_of(available: Mapping[str, bool]) -> str | None:
 
 
 def differences(versions: Mapping[str, str | None]) -> list[str]:
-    """In what these versions differ from those that the tests have been run with."""
+    """Differences between these versions and those with which the tests have been run."""
     return [
         f"{name} {versions[name]} (run: {', '.join(run)})"
         for name, run in RUN.items()
@@ -350,11 +341,11 @@ def _is_of(version: str, release: str) -> bool:
 
 
 def report(version: str, probes: Sequence[Probe] = PROBES) -> Report:
-    """Look at this machine. Initializes no process group and imports no framework.
+    """Examine this machine. Initializes no process group and imports no framework.
 
     Args:
-        version: of this library.
-        probes: what to try.
+        version: version of this library.
+        probes: features to try.
     """
     versions = {
         "ddp_zero": version,
@@ -386,7 +377,7 @@ def build_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m ddp_zero check [--json]``. Returns 0 if the library can work here, else 1."""
+    """``ddp-zero check [--json]``. Returns 0 if the library can work here, else 1."""
     options = build_parser().parse_args(arguments)
     found = report(version_of("ddp_zero") or "not installed")
     print(found.as_json() if options.json else found.as_text())

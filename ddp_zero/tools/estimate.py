@@ -1,6 +1,6 @@
-"""Memory that a rank will need, by part and in every mode side by side, before anything is allocated.
+"""Memory that a rank will need, by part, for all modes side by side, before any allocation.
 
-`estimate` is `ddp_zero.estimate`; ``python -m ddp_zero estimate MODULE:FUNCTION`` prints what it finds.
+`estimate` is `ddp_zero.estimate`; ``python -m ddp_zero estimate MODULE:FUNCTION`` prints its result.
 """
 
 import importlib
@@ -32,14 +32,14 @@ from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardP
 from ddp_zero.options import Offload
 
 PACKED_IN_FLIGHT = 2
-"""Buckets of which a sync without flat storage holds copies."""
+"""Number of buckets whose copies a sync without flat storage holds at once."""
 SUMS_IN_FLIGHT = 2
-"""Buckets whose sums in fp32 exist at once where a step follows each reduction."""
+"""Number of buckets whose fp32 sums exist at once if a step follows each reduction."""
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _MOST_RANKS = 1 << 12
 _SHARED = ("masters", "state", "sums in fp32", "state of a bucket, host")
-"""Parts that shrink with the number of ranks, as do the gradients that stage 2 keeps."""
+"""Parts that shrink with the number of ranks, as do the gradients in stage 2."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Estimate:
     """Memory of the rank that needs most, in one mode.
 
     Attributes:
-        mode: its name.
+        mode: name of the mode.
         ranks: number of ranks.
-        device: bytes by part where the parameters are.
+        device: bytes by part on the parameters' device.
         host: bytes by part on the host, if state is offloaded from an accelerator; else empty. A rank on the CPU has
-            one memory: its host counts in ``device``.
+            one memory, counted in ``device``.
         disk: bytes by part in files.
     """
 
@@ -63,29 +63,20 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Bytes where the parameters are."""
+        """Bytes on the parameters' device."""
         return sum(self.device.values())
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-        name: for people.
-        stage: 0 for DDP with the unsharded optimizer.
-        waits: whether the step needs all gradients.
-        steps_buckets: whether the plan follows DDP's buckets.
-        partition: how parameters are divided.
-        offload: None, "cpu" or "disk".
-    """
-
-    name: str
-    stage: int
-    waits: bool = False
-    steps_buckets: bool = True
-    partition: str = "parameters"
-    offload: str | None = None
+    name: str  # name for people
+    stage: int  # 0 for DDP with the unsharded optimizer, 1 or 2
+    waits: bool = False  # True if the step needs all gradients
+    steps_buckets: bool = True  # True if the plan follows DDP's buckets
+    partition: str = "parameters"  # partition of the parameters
+    offload: str | None = None  # None, "cpu" or "disk"
 
 
 _MODES = (
@@ -101,7 +92,7 @@ class Estimates(Sequence[Estimate]):
     """Estimates of every mode. ``str`` of it is a table in Markdown, in MiB.
 
     Args:
-        at: computes one, by mode and number of ranks.
+        at: computes the estimate for a mode and a number of ranks.
         modes: the modes.
         ranks: number of ranks.
     """
@@ -116,7 +107,7 @@ class Estimates(Sequence[Estimate]):
         return len(self._found)
 
     def __getitem__(self, place: Any) -> Any:
-        """An estimate by its place, or by the name of its mode."""
+        """An estimate by its index, or by the name of its mode."""
         if isinstance(place, str):
             names = [one.mode for one in self._found]
             if place not in names:
@@ -128,7 +119,7 @@ class Estimates(Sequence[Estimate]):
         """The smallest number of ranks at which each mode fits, by its name; None if none does.
 
         Args:
-            memory: bytes for what is estimated: leave room for activations, and for what PyTorch itself needs.
+            memory: bytes available for the estimated parts: leave room for activations, and for PyTorch itself.
         """
         return {mode.name: self._fewest(mode, memory) for mode in self._modes}
 
@@ -157,10 +148,10 @@ class Estimates(Sequence[Estimate]):
         return "\n".join(rows)
 
     def plot(self, path: str | Path, ranks: Sequence[int] | None = None) -> None:
-        """Draw the parts of each mode, and with ``ranks`` how they shrink. Needs matplotlib (``ddp_zero[plot]``).
+        """Draw the parts of each mode, and with ``ranks`` the totals by rank count. Needs ``ddp_zero[plot]``.
 
         Args:
-            path: of the picture; its suffix decides the format.
+            path: path of the picture; its suffix determines the format.
             ranks: numbers of ranks for a second panel.
 
         Raises:
@@ -209,7 +200,7 @@ class Estimates(Sequence[Estimate]):
         axis.grid(alpha=0.3)
 
 
-def estimate(  # noqa: D417  # options that are those of the class are documented there
+def estimate(
     model: nn.Module,
     optimizer_class: Callable[..., Optimizer],
     *,
@@ -227,26 +218,30 @@ def estimate(  # noqa: D417  # options that are those of the class are documente
 ) -> Estimates:
     """Memory that a rank needs for parameters, gradients and state: by part, in every mode, of the rank with most.
 
-    Nothing is allocated: the model may be on the meta device. Activations, and what PyTorch and the process need, are
-    not part of it.
+    Nothing is allocated: the model may be on the meta device. Activations, and the memory of PyTorch and the process,
+    are excluded.
 
     Args:
         model: the model, not wrapped.
         optimizer_class: the class to shard.
         ranks: number of ranks that share the state.
-        stage: 0, which is DDP with the unsharded optimizer, 1 or 2; None: all.
-        partition: ``"parameters"`` or ``"elements"``; None: both, if the optimizer steps each element by itself.
-        master_weights, offload: see `ZeroRedundancyOptimizer`; each mode is estimated with and without offload.
-        device: where the model is to be trained; None: where it is, and an accelerator for one on the meta device.
-        bucket_cap_mb: of `DistributedDataParallel`; None: 25, or the library's own choice if ``wrapped``.
-        wrapped: whether `ddp_zero.wrap` builds the DDP model; on an accelerator with a backend of native collectives.
-        gradient_as_bucket_view: of `DistributedDataParallel`.
+        stage: 0, which is DDP with the unsharded optimizer, 1 or 2; None for all.
+        partition: ``"parameters"`` or ``"elements"``; None for both, if the optimizer steps each element independently.
+        master_weights: see `ZeroRedundancyOptimizer`.
+        offload: see `ZeroRedundancyOptimizer`; each mode is estimated with and without offload.
+        device: device of the training; None for the model's, or an accelerator for a model on the meta device.
+        bucket_cap_mb: as for `DistributedDataParallel`; None for 25, or the library's own choice if ``wrapped``.
+        wrapped: True if `ddp_zero.wrap` builds the DDP model; on an accelerator with native collectives.
+        gradient_as_bucket_view: as for `DistributedDataParallel`.
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
-        **options: for ``optimizer_class``.
+        **options: options for ``optimizer_class``.
+
+    Returns:
+        An estimate for each mode.
 
     Raises:
         TypeError: for arguments of the wrong type, or options that the class does not accept.
-        ValueError: for a stage, a partition or a number of ranks that there is not.
+        ValueError: for an unknown stage or partition, or fewer than one rank.
     """
     _check(model, ranks, stage)
     check_can_be_sharded(optimizer_class)
@@ -290,7 +285,7 @@ def _place(params: Sequence[nn.Parameter], device: str | torch.device | None) ->
 
 
 def _partitions(given: str | None, states: "StateBytes") -> list[str]:
-    """The partition asked for, or all that the optimizer allows."""
+    """The given partition, or all that the optimizer allows."""
     if given is not None:
         return [partition_named(given).name]
     try:
@@ -301,7 +296,7 @@ def _partitions(given: str | None, states: "StateBytes") -> list[str]:
 
 
 def _modes(stage: int | None, partitions: Sequence[str], offload: str | None) -> list[Mode]:
-    """The modes of a stage, or of all; without offload, then with it if that is asked for."""
+    """The modes of a stage, or of all; without offload, then with it if requested."""
     found = []
     for mode in _MODES:
         if stage is not None and mode.stage != stage:
@@ -314,15 +309,15 @@ def _modes(stage: int | None, partitions: Sequence[str], offload: str | None) ->
     return sorted(found, key=lambda mode: mode.offload is not None)
 
 
-# What is trained
+# The model and its optimizer
 
 
 class StateBytes:
-    """Sizes of the state tensors of one optimizer class, by what a step of tensors without memory creates.
+    """Sizes of the state tensors of one optimizer class, found by a step of meta tensors.
 
     Args:
         optimizer_class: builds the optimizer.
-        options: for it.
+        options: options for it.
 
     Raises:
         TypeError: for options that the class does not accept.
@@ -395,26 +390,22 @@ class _Training:
         return self.params[index].dtype in LOW_PRECISION
 
     def has_master(self, index: int) -> bool:
-        """True if its owner keeps an fp32 master of it."""
         return self.masters and self.is_low(index)
 
     def itemsize(self, index: int) -> int:
-        """Bytes per element."""
         return self.params[index].element_size()
 
     def state_of(self, part: _Part) -> tuple[int, ...]:
-        """Bytes of each state tensor."""
         param = self.params[part.param]
         dtype = torch.float32 if self.has_master(part.param) else param.dtype
         return self.states.of((part.numel,) if part.is_cut else tuple(param.shape), dtype)
 
     def masters_of(self, parts: Sequence[_Part]) -> list[int]:
-        """Bytes of the master of each part that has one."""
         return [4 * part.numel for part in parts if self.has_master(part.param)]
 
 
 def _owner_of_most(plan: ShardPlan) -> int:
-    """The rank that owns most bytes that a step can change; of several the one with the largest part of a bucket."""
+    """The rank that owns most trainable bytes; among equals, the one with the largest part of a bucket."""
     owned, largest = [0] * plan.world_size, [0] * plan.world_size
     for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
         for piece in pieces if spec.active and spec.numel else ():
@@ -425,7 +416,7 @@ def _owner_of_most(plan: ShardPlan) -> int:
     return max(range(plan.world_size), key=lambda rank: (owned[rank], largest[rank]))
 
 
-# What a rank needs
+# The memory of a rank
 
 
 class _Rank:
@@ -533,7 +524,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class _BucketSizes:
-    """One bucket of stage 2: elements that each rank owns, and bytes of one; of low precision, sums are in fp32."""
+    """One bucket of stage 2: elements that each rank owns, and bytes per element; fp32 sums if of low precision."""
 
     slices: Sequence[int]
     itemsize: int
@@ -544,7 +535,7 @@ class _BucketSizes:
         return sum(self.slices) * self.itemsize
 
     def received_bytes(self, rank: int, on_accelerator: bool) -> int:
-        """Bytes that a reduction needs besides the bucket."""
+        """Bytes of a reduction in addition to the bucket."""
         world_size = len(self.slices)
         if world_size == 1:
             return 0
@@ -563,9 +554,9 @@ def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: boo
     Found by lending buffers as an iteration does.
 
     Args:
-        buckets: in the order in which they are reduced.
+        buckets: buckets in the order of their reduction.
         rank: the rank.
-        on_accelerator: whether NCCL reduces them; else Gloo does.
+        on_accelerator: True if NCCL reduces them, False for Gloo.
     """
     scratches, rooms = pools_for([bucket.nbytes for bucket in buckets], SideStream())
     last = [_lend_and_return(scratches, bucket.nbytes) for bucket in buckets]
@@ -594,7 +585,7 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "GB": 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, and what else was asked for."""
+    """Print the table, and further requested output."""
     options = build_parser().parse_args(arguments)
     try:
         with torch.device("meta"):

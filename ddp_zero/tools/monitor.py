@@ -37,23 +37,23 @@ class Monitor:
     """Writes the numbers of an optimizer every ``every`` steps, after ``opt.step()``.
 
     A row is `opt.stats()`, with ``time`` in seconds since the epoch, and ``mean_x`` for each ``total_x``: its mean over
-    the steps since the row before. Reading does not communicate, so ranks need not agree about monitors. Errors of a
+    the steps since the previous row. Reading does not communicate, so ranks may have different monitors. Errors of a
     target, such as a full disk, are raised in ``opt.step()``.
 
     Args:
         opt: the optimizer.
         every: write in each step whose number is a multiple of this.
         to: targets: paths that end in ``.csv`` or ``.jsonl`` (lines are appended), a `TensorBoard` or a writer with
-            ``add_scalar``, and functions that take a row.
-        model: the DDP model, whose forward and backward passes are timed then: ``forward_s``, ``backward_s``.
-        wall_clock_breakdown: print where the time goes, on average over the steps since the last time, in the words of
-            DeepSpeed's option of that name; or a function that takes the line. Needs ``model``.
-        memory_log: print the memory after each phase of such a step, or a function that takes the line.
+            ``add_scalar``, and functions of a row.
+        model: the DDP model, to time its forward and backward passes: ``forward_s``, ``backward_s``.
+        wall_clock_breakdown: print the average time of each part since the last output, in the terms of DeepSpeed's
+            option of that name; or a function of the line. Needs ``model``.
+        memory_log: print the memory after each phase of such a step; or a function of the line.
         all_ranks: write on every rank, into files with the rank in their name. False: on rank 0 only.
 
     Raises:
         ValueError: for an ``every`` below 1, or ``wall_clock_breakdown`` without a model.
-        TypeError: for a target that is none of these.
+        TypeError: for an unsupported target.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Monitor:
         self._passes = None if model is None else Passes(model, sharded_of(opt).trace, self._after_phase)
 
     def step(self) -> None:
-        """Write if it is time to. ``opt.step()`` calls this; call it in loops that leave ``opt.step()`` out."""
+        """Write if due. ``opt.step()`` calls this; call it in loops that omit ``opt.step()``."""
         opt = self._opt()
         record = None if opt is None else opt.last_step
         if opt is None or record is None or not self._writes:
@@ -97,7 +97,7 @@ class Monitor:
             self._write(opt.stats())
 
     def close(self) -> None:
-        """Write no more, and flush what the targets still hold."""
+        """Stop writing, and flush the targets."""
         self._hook.remove()
         if self._passes is not None:
             self._passes.close()
@@ -143,20 +143,20 @@ def means(before: Row, after: Row) -> dict[str, float]:
 
 
 def breakdown(rank: int, step: int, mean: Row, is_inside: bool = False) -> str:
-    """The time of a step by part, in the words of DeepSpeed's ``wall_clock_breakdown``.
+    """The time of a step by part, in the terms of DeepSpeed's ``wall_clock_breakdown``.
 
     ``bwd_allreduce`` is the time that backward waits for reductions, ``bwd_inner`` the rest of backward without a step
-    inside it; ``step`` is the local step and all that the step waits for.
+    inside it; ``step`` is the local step and all waits of the step.
 
     Args:
         rank: this rank.
-        step: the last of the steps.
+        step: number of the last step.
         mean: `means` over some steps.
-        is_inside: whether the step runs inside backward.
+        is_inside: True if the step runs inside backward.
     """
 
     def seconds(*phases: str) -> float:
-        """In these phases together."""
+        """Total of these phases."""
         return sum(mean.get(f"mean_{phase}_s", 0.0) for phase in phases)
 
     waits = seconds("wait_sync", "wait_errors", "share_errors")
@@ -186,10 +186,10 @@ class Csv:
     """Appends rows to a file of comma-separated values; the first line names the columns.
 
     Args:
-        path: of the file. If it has lines already, as after a restart, its columns must be the same.
+        path: path of the file. Its existing columns, as after a restart, must be the same.
 
     Raises:
-        ValueError: if they are not.
+        ValueError: if they are not, when a row is written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -216,7 +216,7 @@ class JsonLines:
     """Appends each row to a file as one JSON object on a line; null for a number that is not finite.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -231,11 +231,11 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes each number as a scalar ``ddp_zero/<name>`` at the row's step; none that is not finite.
+    """Writes each finite number as a scalar ``ddp_zero/<name>`` at the row's step.
 
     Args:
-        where: a folder for event files, or a writer with ``add_scalar`` such as that of `torch.utils.tensorboard`.
-        prefix: put before the names of scalars.
+        where: a folder for event files, or a writer with ``add_scalar`` such as the one of `torch.utils.tensorboard`.
+        prefix: prefix of the names of scalars.
 
     Raises:
         ImportError: for a folder, if the package ``tensorboard`` is not installed.
@@ -262,19 +262,14 @@ class TensorBoard:
                 self._writer.add_scalar(f"{self._prefix}{name}", number, int(row["step"]))
 
     def close(self) -> None:
-        """Flush what is not written yet."""
+        """Flush pending events."""
         self._writer.flush()
 
 
 def sink_for(target: Any, rank: int | None) -> Sink:
-    """The sink of a target of a `Monitor`.
+    """The sink of a target of a `Monitor`; TypeError for an unsupported one.
 
-    Args:
-        target: a path that ends in ``.csv`` or ``.jsonl``, a writer with ``add_scalar``, or a function of a row.
-        rank: put into the name of a file, since every rank writes one; None: only one rank writes.
-
-    Raises:
-        TypeError: for anything else.
+    With ``rank``, the name of a file includes it, since every rank writes one.
     """
     if hasattr(target, "add_scalar"):
         return TensorBoard(target)
@@ -297,19 +292,19 @@ def sink_for(target: Any, rank: int | None) -> Sink:
 # Forward and backward passes
 
 _LAST = 2
-"""Rounds of callbacks after which the step at the end of backward has run, see `backward.hook`."""
+"""Nested rounds of callbacks after which the step at the end of backward has run, see `backward.hook`."""
 
 
 class Passes:
     """Records the passes of a model as phases ``forward`` and ``backward``. Changes no values and no graph.
 
-    A backward pass begins when the gradient of an output of the model is there, and ends with the engine's run, after
-    DDP's and the optimizer's own last callbacks.
+    A backward pass begins when the gradient of an output of the model is computed, and ends with the engine's run,
+    after DDP's and the optimizer's final callbacks.
 
     Args:
-        model: whose passes.
-        recorder: of the optimizer.
-        when_ended: called with the phase when one has ended.
+        model: the model.
+        recorder: recorder of the optimizer.
+        when_ended: called with the phase when a pass has ended.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder, when_ended: Callable[[str], None]) -> None:
@@ -322,7 +317,7 @@ class Passes:
         )
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

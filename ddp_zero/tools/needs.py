@@ -1,7 +1,6 @@
 """Requirements of PyTorch; `ddp_zero` imports this file first, so that an unusable build is refused with the reason.
 
-Nothing here looks at a version number: features are looked for. Optional ones are asked for where they are used
-(`ddp_takes`), and tried by `check`.
+Features are probed; version numbers play no role. Optional ones are probed at their use (`ddp_takes`), and by `check`.
 """
 
 import warnings

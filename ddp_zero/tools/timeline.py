@@ -1,6 +1,6 @@
 """``python -m ddp_zero timeline trace.json``: draw one step of a trace of `torch.profiler`.
 
-The picture has a row for forward and backward, and one for each bucket, to see which communication is hidden.
+The picture has a row for forward and backward, and one for each bucket, and shows hidden and exposed communication.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _BACKWARD = "autograd::engine::evaluate_function"
 _FORWARD = "DistributedDataParallel.forward"
 _COMPUTE = ("forward", "backward")
 _WAITS = ("wait_reduce", "wait_sync", "wait_errors", "share_errors")
-_MOST_APART = 0.02  # of a step: ranges of backward that are no further apart are one
+_MOST_APART = 0.02  # fraction of a step: ranges of backward with smaller gaps are merged
 
 
 # From a trace to ranges
@@ -28,25 +28,19 @@ _MOST_APART = 0.02  # of a step: ranges of backward that are no further apart ar
 
 @dataclass(frozen=True)
 class Range:
-    """A stretch of time.
+    """A stretch of time."""
 
-    Attributes:
-        what: ``forward``, ``backward``, or a label of this library such as ``wait_reduce``.
-        begin, end: milliseconds.
-        bucket: index of the bucket, or -1.
-    """
-
-    what: str
-    begin: float
-    end: float
-    bucket: int = -1
+    what: str  # ``forward``, ``backward``, or a label of this library such as ``wait_reduce``
+    begin: float  # begin in milliseconds
+    end: float  # end in milliseconds
+    bucket: int = -1  # index of the bucket, or -1
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Range]:
-    """The ranges of forward, backward and this library in a trace, by time of beginning.
+    """Ranges of forward, backward and this library in a trace, by begin.
 
     Raises:
-        ValueError: if it is no trace, or there is nothing of this library in it.
+        ValueError: if it is not a trace, or has no labels of this library.
     """
     file = Path(path)
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
@@ -60,14 +54,10 @@ def read_trace(path: str | os.PathLike[str]) -> list[Range]:
 
 
 def ranges_of(events: Iterable[dict[str, Any]], source: str) -> list[Range]:
-    """The ranges among the events of a trace, on the host.
-
-    Args:
-        events: in Chrome's format; times in microseconds.
-        source: for messages.
+    """Ranges among the events of a trace in Chrome's format (times in microseconds), on the host.
 
     Raises:
-        ValueError: if there is nothing of this library.
+        ValueError: naming ``source``, if there are no labels of this library.
     """
     found = []
     for event in events:
@@ -94,20 +84,14 @@ def ranges_of(events: Iterable[dict[str, Any]], source: str) -> list[Range]:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One training step.
+    """One training step."""
 
-    Attributes:
-        compute: forward and backward, without the time that this library takes inside them.
-        bars: of each bucket: ``reduce`` and ``sync`` while in flight, at most, ``local_step``, and waits.
-        exposed: when the training loop waits for other ranks, without overlaps.
-        begin, end: milliseconds in the trace.
-    """
-
-    compute: Sequence[Range]
+    compute: Sequence[Range]  # forward and backward, without this library's time inside them
+    # for each bucket: ``reduce`` and ``sync`` while in flight, at most, ``local_step``, and waits
     bars: Sequence[Range]
-    exposed: Sequence[Range]
-    begin: float
-    end: float
+    exposed: Sequence[Range]  # waits of the training loop for other ranks, without overlaps
+    begin: float  # begin in the trace, in milliseconds
+    end: float  # end in the trace, in milliseconds
 
     @property
     def buckets(self) -> list[int]:
@@ -119,12 +103,12 @@ class Iteration:
         return sum(one.end - one.begin for one in self.exposed)
 
     def in_flight_ms(self) -> float:
-        """Milliseconds in which something is in flight."""
+        """Milliseconds with messages in flight."""
         flights = [bar for bar in self.bars if bar.what in ("reduce", "sync")]
         return sum(one.end - one.begin for one in union(flights, "in flight"))
 
     def summary(self) -> str:
-        """In one line."""
+        """A summary in one line."""
         took, exposed = self.end - self.begin, self.exposed_ms()
         return (
             f"step of {took:.1f} ms, {len(self.buckets)} buckets; communication for {self.in_flight_ms():.1f} "
@@ -135,11 +119,11 @@ class Iteration:
 def iterations_in(ranges: Sequence[Range]) -> list[Iteration]:
     """The steps of a trace, in order.
 
-    A step begins with its forward pass, or its backward pass where the trace has none, and ends with the last label of
-    this library before the next one.
+    A step begins with its forward pass, or its backward pass if the trace has no forward, and ends with this library's
+    last label before the next step.
 
     Args:
-        ranges: by time of beginning.
+        ranges: ranges by begin.
     """
     found = []
     for begin, end in pairwise([*_starts(ranges), float("inf")]):
@@ -152,7 +136,7 @@ def iterations_in(ranges: Sequence[Range]) -> list[Iteration]:
 
 
 def _starts(ranges: Sequence[Range]) -> list[float]:
-    """When steps begin: at the first forward pass, or else backward, after the labels of the step before."""
+    """Begins of steps: the first forward pass, or else backward, after the labels of the previous step."""
     starts, has_stepped = [], True
     first = "forward" if any(one.what == "forward" for one in ranges) else "backward"
     for one in ranges:
@@ -185,7 +169,7 @@ def _iteration(within: Sequence[Range], labels: Sequence[Range], late: Sequence[
 
 
 def union(ranges: Iterable[Range], what: str, apart: float = 0.0) -> list[Range]:
-    """The time that ranges cover, without overlaps; those at most so far apart become one."""
+    """The time covered by ranges, without overlaps; ranges with a gap of at most ``apart`` are merged."""
     found: list[Range] = []
     for one in sorted(ranges, key=lambda one: one.begin):
         if found and one.begin <= found[-1].end + apart:
@@ -196,7 +180,7 @@ def union(ranges: Iterable[Range], what: str, apart: float = 0.0) -> list[Range]
 
 
 def minus(ranges: Iterable[Range], taken: Sequence[Range]) -> list[Range]:
-    """Ranges without the time of ``taken``, which is in order and does not overlap itself."""
+    """Ranges without the time of ``taken``, which is ordered and free of overlaps."""
     found = []
     for one in ranges:
         begin = one.begin
@@ -233,7 +217,7 @@ _EXPOSED = "#c0392b"
 
 
 def draw(step: Iteration, path: Path, title: str = "") -> None:
-    """Draw a step into a file whose ending says in which format. Needs matplotlib."""
+    """Draw a step into a file, whose suffix determines the format. Needs matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -274,7 +258,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the picture, and print it in numbers. Returns the exit status."""
+    """Write the picture, and print its numbers. Returns the exit status."""
     given = build_parser().parse_args(arguments)
     path = Path(given.output or given.trace.removesuffix(".gz").removesuffix(".json") + ".png")
     try:

@@ -35,7 +35,6 @@ NOT_YET = (  # rooms to be rewritten
     "core/local",
     "core/step",
     "launch",
-    "tools",
 )
 HAZARDS = (
     "checkpoint/saving.py",
@@ -53,6 +52,8 @@ HAZARDS = (
     "core/state/gather.py",
     "parallel/gradients.py",
     "parallel/joint_decision.py",
+    "tools/record/flight.py",
+    "tools/record/recorder.py",
 )
 
 

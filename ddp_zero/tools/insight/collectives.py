@@ -1,4 +1,4 @@
-"""The collectives of this process as torch's own flight recorder has seen them, those of DDP and of the script too."""
+"""This process's collectives as recorded by torch's flight recorder, including those of DDP and of the script."""
 
 import json
 from typing import Any
@@ -10,12 +10,12 @@ _LAST = 64
 
 
 def last_collectives() -> list[list[Any]] | None:
-    """The newest collectives: process group, number in it, operation, sizes, time in nanoseconds, whether it goes on.
+    """The newest collectives: process group, number in it, operation, sizes, time in nanoseconds, True if unfinished.
 
     Gloo and NCCL record them unless ``TORCH_FR_BUFFER_SIZE`` is 0; Gloo records no messages between two ranks.
 
     Returns:
-        Oldest first; None where this torch, this backend or the environment records none.
+        Oldest first; None if this torch, this backend or the environment records none.
     """
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None or not dist.is_initialized():

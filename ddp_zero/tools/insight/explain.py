@@ -17,7 +17,7 @@ def explain(engine: Engine, flat: bool) -> str:
 
     Args:
         engine: the optimizer.
-        flat: whether parameters live in flat storage.
+        flat: True if parameters live in flat storage.
     """
     sharded, comm, ranks = engine.sharded, engine.sharded.comm, engine.sharded.ranks
     storage = "flat storage" if flat else "storage of their own"
@@ -46,12 +46,12 @@ def explain(engine: Engine, flat: bool) -> str:
 
 
 def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> str:
-    """A table of what each rank owns.
+    """A table of each rank's owned parameters.
 
     Args:
-        plan: who owns what.
+        plan: the plan.
         group_rank: this rank, marked with a star.
-        own_state_bytes: bytes of optimizer state that it holds now; those of other ranks are estimated from it.
+        own_state_bytes: bytes of this rank's present optimizer state; other ranks' are estimated from it.
     """
     shares = [share_of(plan, rank) for rank in range(plan.world_size)]
     trained = [share.trained for share in shares]
@@ -72,7 +72,7 @@ def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> s
 
 
 def draw_buckets(plan: ShardPlan) -> str:
-    """Buckets x ranks: how many elements each rank owns of each bucket, and how many parameters those are."""
+    """Buckets x ranks: the number of elements and parameters that each rank owns of each bucket."""
     lines = ["bucket " + "".join(f"{f'rank {rank}':>20}" for rank in range(plan.world_size))]
     for bucket in plan.buckets:
         cells = [
@@ -150,13 +150,7 @@ $dormant
 
 
 def write_page(path: str | os.PathLike[str], engine: Engine, text: str) -> None:
-    """Write the page of an optimizer.
-
-    Args:
-        path: of the file.
-        engine: the optimizer.
-        text: what `explain` says.
-    """
+    """Write the page of an optimizer, which ends with ``text``, to a file."""
     sharded = engine.sharded
     everyone = sharded.everyone
     names = [sharded.table.name(index) for index in range(len(sharded.table))]
@@ -169,11 +163,11 @@ def page_of(plan: ShardPlan, names: Sequence[str], title: str, subtitle: str, te
     """The page of a plan.
 
     Args:
-        plan: who owns what.
-        names: of its parameters.
-        title: of the page.
-        subtitle: below it.
-        text: shown at its end.
+        plan: the plan.
+        names: names of its parameters.
+        title: title of the page.
+        subtitle: line below the title.
+        text: text at its end.
     """
     ranks = range(plan.world_size)
     largest = max((_bytes_of(plan, bucket) for bucket in plan.buckets), default=1)
@@ -238,7 +232,7 @@ def _title(plan: ShardPlan, segment: Segment, names: Sequence[str], part: tuple[
 
 
 def _parts(plan: ShardPlan, segment: Segment) -> Iterator[tuple[int, int, int, int]]:
-    """Parameter, first and last element, and bytes, of all that a segment holds."""
+    """Parameter, first and last element, and bytes, of each part of a segment."""
     for param, (start, stop) in zip(segment.params, segment.ranges, strict=True):
         yield param, start, stop, _bytes_of_elements(plan.specs[param], stop - start)
 

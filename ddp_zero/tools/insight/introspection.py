@@ -38,15 +38,15 @@ class Introspection:
         return self._engine.sharded.last_step
 
     def stats(self) -> dict[str, float]:
-        """What the last step and all so far took, sent and hold, as a flat dict of numbers.
+        """Times, bytes and memory of the last step and of all steps so far, as a flat dict of numbers.
 
-        Recording is always on. Reading neither communicates nor waits for a device: on an accelerator, seconds are
-        those of the last step whose work the device has finished. docs/insight.md describes every number.
+        Recording is always on. Reading neither communicates nor waits for a device: on an accelerator, seconds are of
+        the last step whose work the device has finished. docs/insight.md describes every number.
 
         Returns:
-            Seconds by phase (names end in ``_s``), bytes (in ``_bytes``), counts; ``total_`` since construction,
-            ``peak_`` at most, the rest of the last step or as it is now. The same keys at every call; a number that is
-            not known is NaN.
+            Seconds by phase (names end in ``_s``), bytes (in ``_bytes``), and counts. ``total_`` is since construction,
+            ``peak_`` the maximum so far, the rest of the last step or current. The same keys at every call; an unknown
+            number is NaN.
         """
         return self._stats.read()
 
@@ -54,8 +54,7 @@ class Introspection:
         """Check that all ranks hold the same parameters, bit for bit. A collective: eight bytes per parameter and rank.
 
         Raises:
-            RuntimeError: on every rank, naming the parameters and the ranks that hold another value than most; under
-                Join.
+            RuntimeError: on every rank, naming the parameters and the ranks that differ from most ranks; under Join.
         """
         sharded = self._sharded
         if self._engine.joins:
@@ -83,10 +82,13 @@ class Introspection:
         )
 
     def explain(self, html: str | os.PathLike[str] | None = None) -> str:
-        """What each rank owns, how balanced it is and what a step sends, as text. Never communicates.
+        """Ownership, balance and messages of a step, as text. Never communicates.
 
         Args:
             html: also write a page to this file, for a browser, that draws it; it needs no other file.
+
+        Returns:
+            The text.
         """
         text = explain(self._engine, self.parameters_as_bucket_view)
         if html is not None:
@@ -94,7 +96,10 @@ class Introspection:
         return text
 
     def owner_of(self, param: Tensor) -> GroupRank:
-        """The rank, in ``process_group``, that owns a parameter; of a shard group's ranks, this one's. Stays local.
+        """The rank, in ``process_group``, that owns a parameter; with shard groups, in this rank's. Stays local.
+
+        Args:
+            param: the parameter.
 
         Raises:
             ValueError: for a parameter that is not in the optimizer, or that several ranks share.
@@ -119,7 +124,7 @@ class Introspection:
 
     @property
     def overlap_phase(self) -> Phase:
-        """Where the current iteration of the overlapped step is; REST without overlap."""
+        """Phase of the current iteration of the overlapped step; REST without overlap."""
         hook = self._engine.hook
         return Phase.REST if hook is None else hook.machine.phase
 
@@ -164,19 +169,19 @@ class Introspection:
 
     @property
     def shard_group(self) -> ProcessGroup:
-        """The group over whose ranks state is sharded: ``process_group`` if none was given."""
+        """The group over whose ranks state is sharded: ``process_group`` by default."""
         return self._sharded.comm.process_group
 
 
 def diverged(digests: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Ranks whose value differs from that of most ranks, by parameter.
+    """Ranks whose value differs from most ranks' value, by parameter.
 
     Args:
         digests: for each rank, in rank order, a number per parameter.
 
     Returns:
-        For each parameter on which ranks do not agree, the ranks in a minority. If there is no single majority, all
-        ranks but those that agree with the lowest one.
+        For each parameter on which ranks disagree, the ranks in a minority. Without a single majority, all ranks that
+        disagree with the lowest one.
     """
     found = {}
     for index, numbers in enumerate(zip(*digests, strict=True)):

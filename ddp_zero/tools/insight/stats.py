@@ -26,12 +26,12 @@ PHASES = (
     *("forward", "backward", "wait_reduce", "decide", "local_step"),
     *("sync", "wait_sync", "wait_errors", "share_errors", "step"),
 )
-"""Phases whose seconds `Stats.read` returns; the first two are known where a `Monitor` has the model."""
+"""Phases whose seconds `Stats.read` returns; the first two only if a `Monitor` has the model."""
 
 EXPOSED = ("wait_reduce", "wait_sync", "wait_errors", "share_errors", "join_streams")
-"""Phases in which the training loop does nothing but wait for other ranks, or for the stream that does."""
+"""Phases in which the training loop only waits for other ranks, or for a stream that waits for them."""
 
-_SAMPLED = 64  # memory by part is looked at in every so manieth step, and in the first three
+_SAMPLED = 64  # memory by part is sampled in every 64th step, and in the first three
 
 
 class Stats:
@@ -93,13 +93,13 @@ class Stats:
         return {**now, "used_bytes": in_use, **peaks, "peak_used_bytes": most}
 
     def _sample_memory(self) -> None:
-        """At the end of a step, where gradients and state are there."""
+        """At the end of a step, when gradients and state exist."""
         ended = self._recorder.step - 1
         if ended <= 3 or ended % _SAMPLED == 0:
             self.note_memory()
 
     def note_memory(self) -> None:
-        """Look at the memory of every part, for its peak."""
+        """Sample the memory of every part, for its peak."""
         self._note_peaks(memory_parts(self._engine))
 
     def _note_peaks(self, now: Mapping[str, int]) -> None:
@@ -108,7 +108,7 @@ class Stats:
 
 
 def _time_out_of(comm: Communicator) -> float:
-    """In seconds; 0 for a backend that does not say."""
+    """In seconds; 0 for a backend that does not tell."""
     try:
         return comm.time_out.total_seconds()
     except (AttributeError, RuntimeError):
@@ -136,17 +136,17 @@ def difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str,
 
 
 def seconds(totals: Mapping[str, int]) -> dict[str, float]:
-    """Seconds by phase, and those exposed, from nanoseconds by phase."""
+    """Seconds by phase, and exposed ones, from nanoseconds by phase."""
     found = {f"{phase}_s": totals.get(phase, 0) * 1e-9 for phase in PHASES}
     exposed = sum(totals.get(phase, 0) for phase in EXPOSED) - totals.get("beside", 0)
     return {**found, "exposed_communication_s": exposed * 1e-9}
 
 
 class OnDevice:
-    """Adds up intervals of a device as they become known: over all steps, and for the last one that is complete.
+    """Adds up intervals of a device as they become known: over all steps, and for the last complete step.
 
     Attributes:
-        last: seconds of the last step of which the device has passed everything, as `seconds` names them.
+        last: seconds of the last step that the device has completed, under the names of `seconds`.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class OnDevice:
         self.last = seconds({})
 
     def add(self, intervals: list[Interval]) -> None:
-        """Add intervals, in the order of steps. A later step's shows that the one before is complete."""
+        """Add intervals, in the order of steps. A later step's interval completes the step before."""
         for one in intervals:
             if one.step != self._step:
                 if self._step:
@@ -198,7 +198,7 @@ class ReadLater:
 
 
 class Mark(NamedTuple):
-    """An event on a stream; ``is_beside``: on another one than the device's default stream."""
+    """An event on a stream; ``is_beside`` if that is not the device's default stream."""
 
     event: torch.Event
     is_beside: bool
@@ -210,7 +210,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 class StreamClock:
-    """Marks the current stream of a device. Nothing here waits for the device.
+    """Marks the current stream of a device. Never waits for the device.
 
     Args:
         device: an accelerator that `has_streams`.
@@ -221,7 +221,7 @@ class StreamClock:
         self._module = torch.get_device_module(device)
 
     def mark(self) -> Mark:
-        """An event behind everything that was issued to the current stream so far."""
+        """An event after all work enqueued on the current stream so far."""
         current = torch.accelerator.current_stream(self._device)
         event = torch.Event(self._device, enable_timing=True)
         event.record(current)
@@ -234,7 +234,7 @@ class StreamClock:
         return float(begun.event.elapsed_time(ended.event)) * 1e-3
 
     def is_beside(self, mark: Mark) -> bool:
-        """True for a mark on another stream than the device's default one, as the step inside backward is."""
+        """True for a mark on another stream than the device's default one, as inside backward's step."""
         return mark.is_beside
 
 
@@ -242,9 +242,9 @@ class StreamClock:
 
 
 def memory_parts(engine: Engine) -> dict[str, int]:
-    """Bytes now: parameters, masters, state, gradients, and buffers that buckets share.
+    """Current bytes: parameters, masters, state, gradients, and buffers that buckets share.
 
-    Parameters count whole, gradients as far as they are on this rank.
+    Parameters count whole, gradients only their part on this rank.
     """
     sharded = engine.sharded
     gradients = 0
@@ -265,7 +265,7 @@ def memory_parts(engine: Engine) -> dict[str, int]:
 
 
 def process_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes in use and at most: allocated on an accelerator, or resident in the process; 0 where that is unknown."""
+    """Current and peak bytes: allocated on an accelerator, or resident in the process; 0 if unknown."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
@@ -286,7 +286,7 @@ def state_bytes(state: Mapping[Any, Any]) -> int:
 
 
 class Share(NamedTuple):
-    """One rank's part of a plan: its parameters, whole or in part, their elements and bytes, and trainable bytes."""
+    """One rank's part of a plan: numbers of parameters (whole or cut) and elements, bytes, and trainable bytes."""
 
     parameters: int
     elements: int

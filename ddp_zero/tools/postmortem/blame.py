@@ -1,4 +1,4 @@
-"""Who waited for whom: pure, from the events of all ranks to the rank that the others waited for."""
+"""Pure analysis of the events of all ranks: finds the rank for which all other ranks waited."""
 
 import re
 from collections import Counter, defaultdict
@@ -9,18 +9,18 @@ from ddp_zero.tools.postmortem.records import Collective, Event, Record
 from ddp_zero.tools.record.flight import UNCAUGHT
 
 LOCAL = "local_step"
-"""The phase in which a rank waits for nobody: an error there is its own."""
+"""Phase in which a rank waits for no peer: an error there is its own."""
 
 _BUSY = {LOCAL, "forward", "backward", "reduce", "sync"}
-"""Phases in which a rank waits for nobody, as far as it knows."""
+"""Phases in which a rank waits for no peer, as far as it knows."""
 
 _ON_ALL_RANKS = {"step", "reduce"}
-"""Phases that every rank goes through, whatever it owns."""
+"""Phases of every rank, regardless of its shard."""
 
 _OF_A_PEER = re.compile(
     r"onnection (closed|reset|refused)|[Tt]imed? ?out|roken pipe|to take part in|on every rank|gloo|NCCL|DistBackend"
 )
-"""In errors that tell of another rank."""
+"""Matches errors caused by another rank."""
 
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _BACKWARD = "torch/autograd/graph.py"
@@ -29,29 +29,18 @@ _INNERMOST = 3  # frames, among them torch's wrappers
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the records say together.
+    """Conclusion from all records."""
 
-    Attributes:
-        culprits: the ranks that the others waited for, or that failed on their own; empty if the records do not say.
-        why: how they were found, in words.
-        waits: the event of this library that each rank was in at the end, if any, by rank.
-        silent: ranks without a record.
-        collectives: the collective outside this library that each rank was in at the end, if any, by rank.
-    """
-
-    culprits: Sequence[int]
-    why: str
-    waits: Mapping[int, Event]
-    silent: Sequence[int]
+    culprits: Sequence[int]  # ranks for which all others waited, or that failed on their own; empty if undecidable
+    why: str  # the reasoning, in words
+    waits: Mapping[int, Event]  # by rank, this library's event that the rank was in at the end, if any
+    silent: Sequence[int]  # ranks without a record
+    # by rank, the collective outside this library that the rank was in at the end, if any
     collectives: Mapping[int, Collective] = field(default_factory=dict)
 
 
 def blame(records: Sequence[Record]) -> Verdict:
-    """Find the rank that the others waited for.
-
-    Args:
-        records: of one attempt, one per rank.
-    """
+    """Find the rank for which all others waited, from the records of one attempt, one per rank."""
     by_rank = {record.rank: record for record in records}
     members = sorted({rank for record in records for rank in record.members} | set(by_rank))
     silent = [rank for rank in members if rank not in by_rank]
@@ -89,10 +78,7 @@ def blame(records: Sequence[Record]) -> Verdict:
 
 
 def last_wait(record: Record) -> Event | None:
-    """What a rank was in when its record was written, or what has failed: the innermost event, one with a peer first.
-
-    None if it was outside the library.
-    """
+    """The innermost unfinished or failed event of a rank, preferably one with a peer; None if outside the library."""
     unfinished = [event for event in record.events if event.failed or event.ended is None]
     return max(unfinished, key=lambda event: (bool(event.peer), event.failed, event.number), default=None)
 
@@ -101,7 +87,7 @@ def last_wait(record: Record) -> Event | None:
 
 
 def _last_collective(record: Record) -> Collective | None:
-    """The collective that goes on, or that has ended the process: torch marks one that has failed as ended."""
+    """The unfinished collective, or the one that ended the process: torch marks a failed one as ended."""
     collectives = record.collectives or ()
     if record.reason == UNCAUGHT and collectives and _OF_A_PEER.search(record.error):
         return collectives[-1]
@@ -109,7 +95,7 @@ def _last_collective(record: Record) -> Collective | None:
 
 
 def _has_entered(record: Record | None, collective: Collective) -> bool:
-    """Whether a rank has called the same collective, or is no member of its process group."""
+    """True if a rank has called the same collective, or is not a member of its process group."""
     if record is None or record.collectives is None:
         return False
     in_group = [one for one in record.collectives if one.group == collective.group]
@@ -119,7 +105,7 @@ def _has_entered(record: Record | None, collective: Collective) -> bool:
 
 
 def _ends_of_chains(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
-    """The ranks that wait for none and that a rank waits for, itself or through those that it waits for."""
+    """Ranks at the ends of this rank's chains of waiting, which wait for none themselves."""
     seen, waiting, ends = {rank}, [rank], set[int]()
     while waiting:
         for peer in awaited[waiting.pop()] - seen:
@@ -132,7 +118,7 @@ def _ends_of_chains(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
 
 
 def _why_unclear(outside: Sequence[Record]) -> str | None:
-    """Ranks outside the library, where nothing has recorded collectives, may wait in one all the same."""
+    """Reason for doubt: ranks outside the library, without recorded collectives, may still wait in one."""
     untraced = [record for record in outside if record.collectives is None]
     for place, words in ((_COLLECTIVES, "a collective of the script"), (_BACKWARD, "backward, where DDP may wait")):
         names = ", ".join(f"rank {record.rank}" for record in untraced if _stands_in(record, place))
@@ -145,11 +131,11 @@ def _stands_in(record: Record, file: str) -> bool:
     return any(file in line for line in list(record.stacks.get("MainThread", ()))[-_INNERMOST:])
 
 
-# Where ranks took different ways
+# Diverging ranks
 
 
 def _parting(records: Sequence[Record]) -> tuple[Sequence[int], str]:
-    """The ranks that left the way of most others, and why: for waits in a circle, or of all ranks for all."""
+    """Ranks that diverged from the majority, with the reason; for circular waits, or waits of all ranks for all."""
     ways = _ways(records)
     shared = set.intersection(*(set(way) for way in ways.values()))
     following: dict[int, str | None] = {}
@@ -173,7 +159,7 @@ def _parting(records: Sequence[Record]) -> tuple[Sequence[int], str]:
 
 
 def _ways(records: Sequence[Record]) -> dict[int, list[str]]:
-    """What each rank has done that all do: steps, reductions, collectives of groups that all are in; in words."""
+    """By rank, its events that all ranks go through: steps, reductions, collectives of common groups; in words."""
     groups = set.intersection(*({one.group for one in record.collectives or ()} for record in records))
     ways = {}
     for record in records:
@@ -193,6 +179,6 @@ def _ways(records: Sequence[Record]) -> dict[int, list[str]]:
 
 
 def _progress(record: Record) -> tuple[int, int]:
-    """The last step, and how many of its events there were."""
+    """The last step, and its number of events."""
     last = max((event.step for event in record.events), default=0)
     return last, sum(event.step == last for event in record.events)

@@ -37,12 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(records: Sequence[Record], num_events: int = 0, with_stacks: bool = False) -> str:
-    """What happened, in words: the verdict first, then a line per rank.
+    """The report in words: the verdict first, then a line per rank.
 
     Args:
-        records: of one attempt, at least one.
-        num_events: how many events of each rank to add.
-        with_stacks: whether to add where the threads of each rank were.
+        records: records of one attempt, at least one.
+        num_events: number of events of each rank to add.
+        with_stacks: add the stacks of each rank's threads.
     """
     verdict = blame(records)
     by_rank = {record.rank: record for record in records}

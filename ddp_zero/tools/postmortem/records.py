@@ -1,4 +1,4 @@
-"""Flight records as they are on disk; see `ddp_zero.tools.record.flight`."""
+"""Flight records on disk; see `ddp_zero.tools.record.flight`."""
 
 import json
 import os
@@ -33,16 +33,16 @@ class Event:
 
     @property
     def peer_rank(self) -> int | None:
-        """The rank in the job of the peer that it waits for; None if there is none, or it is every rank."""
+        """The global rank of the peer that it waits for; None if there is none, or if it waits for every rank."""
         found = _GLOBAL_RANK.search(self.peer)
         return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective that torch has recorded, of DDP, of the script or of this library.
+    """One collective recorded by torch, of DDP, of the script or of this library.
 
-    All ranks count those of a process group alike. One that has failed does not go on.
+    All ranks number the collectives of a process group alike. A failed one does not count as unfinished.
     """
 
     group: str
@@ -58,7 +58,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank has left, oldest events first; ``collectives`` is None where torch has recorded none."""
+    """One rank's record, oldest events first; ``collectives`` is None if torch has recorded none."""
 
     rank: int
     members: Sequence[int]
@@ -78,8 +78,8 @@ def read_folder(folder: str | os.PathLike[str], attempt: int | None = None) -> l
     """The records of one attempt, by rank.
 
     Args:
-        folder: where they are.
-        attempt: of torchrun; None: the last one that has left a record.
+        folder: folder of the records.
+        attempt: attempt of torchrun; None for the last one with a record.
 
     Raises:
         ValueError: if there are none, or one cannot be read.
@@ -98,11 +98,7 @@ def read_folder(folder: str | os.PathLike[str], attempt: int | None = None) -> l
 
 
 def read(path: Path) -> Record:
-    """One record.
-
-    Raises:
-        ValueError: if it is none, naming the file.
-    """
+    """One record; ValueError naming the file if it is not a record."""
     try:
         content: dict[str, Any] = json.loads(_text(path))
         if content["version"] != VERSION or content["fields"] != list(FIELDS):
@@ -131,7 +127,7 @@ def _text(path: Path) -> str:
 _MOST_BYTES = 64 * 2**20
 _MOST_CHARACTERS = 10_000
 _LATEST = 2.0**36
-"""Seconds since the epoch up to which clocks can be shown: the year 4147."""
+"""Largest time that can be shown, in seconds since the epoch: the year 4147."""
 
 
 def _row(kinds: Sequence[str], names: Sequence[str], values: Sequence[Any]) -> list[Any]:
@@ -139,11 +135,7 @@ def _row(kinds: Sequence[str], names: Sequence[str], values: Sequence[Any]) -> l
 
 
 def _checked(kind: str, name: str, value: Any) -> Any:
-    """A value if it is of a kind, texts without anything that a terminal would obey.
-
-    Raises:
-        TypeError: if it is not.
-    """
+    """A value of the expected kind, with texts free of terminal control characters; TypeError for another kind."""
     if kind == "ranks" and isinstance(value, list):
         return [_checked("int", name, one) for one in value]
     if kind == "stacks" and isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""What happened on this rank: a ring of events with their times, and sums over them. No torch, no communication."""
+"""Events of this rank: a ring of recent ones with their times, and sums over all. No torch, no communication."""

@@ -1,4 +1,4 @@
-"""The flight record: this rank's last events, written to a file when a step fails or is about to.
+"""The flight record: this rank's last events, written to a file when a step fails or nears its time-out.
 
 Recording costs no more than the ring; writing needs a folder, from `record_to` or the environment variable
 ``DDP_ZERO_RECORD_DIR``. ``python -m ddp_zero postmortem`` merges the files of all ranks.
@@ -25,19 +25,19 @@ FIELDS = (
     *("number", "optimizer", "step", "phase", "bucket", "begun", "ended"),
     *("sent", "received", "message", "peer", "failed"),
 )
-"""The columns of an event in a file; times in seconds since the epoch, None in ``ended`` while it lasts."""
+"""Columns of an event in a file; times in seconds since the epoch, ``ended`` is None for an unfinished event."""
 
 COLLECTIVE_FIELDS = ("group", "number", "operation", "sizes", "begun", "goes_on")
-"""The columns of a collective that torch has recorded."""
+"""Columns of a collective recorded by torch."""
 UNCAUGHT = "an uncaught exception"
 
 _NEARS = 0.75
-"""The part of a time-out after which it nears."""
+"""Fraction of a time-out after which a record is written."""
 _STACK_LINES = 40
 
 
 class _Job:
-    """What the process knows of its job."""
+    """This process's view of its job."""
 
     folder: Path | None = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
     rank = 0
@@ -49,7 +49,7 @@ class _Job:
     process = 0
     newest_written = -1
     warned: Path | None = None
-    """The record of a wait that may still end well."""
+    """Record of a wait that may still end well."""
     last_error = ""
 
 
@@ -57,11 +57,14 @@ _one_writes = threading.Lock()
 
 
 def record_to(folder: str | os.PathLike[str] | None) -> None:
-    """Write flight records to a folder, which all ranks may share, from now on; None: write none.
+    """Write flight records to a folder from now on.
 
     A record is written when a step raises, as when a peer has died, when an exception ends the process, and when three
     quarters of the process group's time-out have passed in one wait, or without any event. The environment variable
     ``DDP_ZERO_RECORD_DIR`` does the same without a change of the program.
+
+    Args:
+        folder: the folder, which all ranks may share; None for no records.
     """
     _Job.folder = None if folder is None else Path(folder)
     _start_watch()
@@ -73,7 +76,7 @@ def identify(
     time_out: float,
     collectives: Callable[[], list[list[Any]] | None] = lambda: None,
 ) -> None:
-    """Say which rank of its job this process is, its peers in it, and after how many seconds messages time out.
+    """Set this process's global rank, its peers, and the time-out of messages in seconds.
 
     ``collectives`` returns rows of `COLLECTIVE_FIELDS`, in nanoseconds, or None if nothing records them.
     """
@@ -85,10 +88,11 @@ def identify(
 
 
 def write(reason: str, error: str = "") -> Path | None:
-    """Write this rank's record over an earlier one; None without a folder, or where it cannot be written."""
+    """Write this rank's record, replacing an earlier one; None without a folder, or if it cannot be written."""
     folder = _Job.folder
     if folder is None:
         return None
+    # the watch and the training thread may both write; the rename below keeps a reader from half a record
     with contextlib.suppress(OSError), _one_writes:  # a full disk must not hide the error
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"attempt-{_attempt()}-rank-{_Job.rank:05}.json"
@@ -118,6 +122,7 @@ def _record(reason: str, error: str) -> dict[str, Any]:
         "error": error,
         "stacks": _stacks(),
         "fields": list(FIELDS),
+        # other threads go on recording: a row may be torn, never the list of slots
         "events": [_row(span, origin) for span in RING.events()],
         "collectives": _collectives(),
     }
@@ -143,7 +148,7 @@ def _row(span: Span, origin: float) -> list[Any]:
 
 
 def _stacks() -> dict[str, list[str]]:
-    """Where each thread is, by its name; innermost frames last."""
+    """The stack of each thread, by its name; innermost frames last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # it would refer to itself, and so live on with all that it refers to
@@ -154,7 +159,7 @@ def _stacks() -> dict[str, list[str]]:
 
 
 def _attempt() -> int:
-    """How often torchrun has restarted the job."""
+    """Number of torchrun's restarts of the job."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdigit() else 0
 
@@ -163,7 +168,8 @@ def _attempt() -> int:
 
 
 def _start_watch() -> None:
-    """Start the thread that looks for waits that take long, once per process, if it has something to do."""
+    """Start the watch thread, once per process, if there are a folder and a time-out."""
+    # checked by process id: a fork inherits the flag but not the thread
     if _Job.folder is None or _Job.time_out <= 0 or (_Job.watch is not None and _Job.process == os.getpid()):
         return
     _write_when_uncaught()
@@ -182,7 +188,7 @@ def _write_when_uncaught() -> None:
 
     if _Job.watch is None:  # a forked process has it from its parent
         sys.excepthook = hook
-    # A process of `multiprocessing` never gets to its hook; its finalizers run while the exception is handled.
+    # a `multiprocessing` process never calls its hook; its finalizers run while the exception is handled
     Finalize(None, lambda: _ended_by(sys.exc_info()[1]), exitpriority=100)
 
 
@@ -195,6 +201,7 @@ def _ended_by(error: BaseException | None) -> None:
 
 def _watch() -> None:
     while True:
+        # a daemon that polls: the training thread may be blocked in a collective, and cannot write its own record
         time.sleep(min(max(_Job.time_out / 40, 0.05), 15.0))
         if RING.newest == _Job.newest_written:  # a record of an error stays
             continue
@@ -206,7 +213,7 @@ def _watch() -> None:
 
 
 def _withdraw(path: Path) -> None:
-    """Remove the record of a wait that has ended well: later it would pass for the last that this rank has done."""
+    """Remove the record of a wait that has ended well, which would pass for this rank's end."""
     with contextlib.suppress(OSError), _one_writes:
         if _Job.warned == path:
             _Job.warned = None
@@ -214,7 +221,7 @@ def _withdraw(path: Path) -> None:
 
 
 def overdue(ring: Ring, now: int, time_out: float) -> str | None:
-    """Why a record should be written at ``now``, as `time.perf_counter_ns`; None if no time-out nears."""
+    """The reason for a record at ``now``, as `time.perf_counter_ns`; None if no time-out nears."""
     if ring.newest < 0 or (now - ring.newest_time()) * 1e-9 < _NEARS * time_out:
         return None
     return f"no event for {(now - ring.newest_time()) * 1e-9:.1f} s of a time-out of {time_out:.1f} s"

@@ -1,4 +1,4 @@
-"""How far something long has come, on a terminal: a bar of ``tqdm`` if that is installed, and nothing in logs."""
+"""Progress of long operations on a terminal: a bar of ``tqdm`` if installed, and no output in logs."""
 
 import sys
 import threading
@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_DELAY = 1.0  # seconds: what is done sooner needs no bar
+_DELAY = 1.0  # seconds: shorter operations need no bar
 
 _current = threading.local()
 
 
 @contextmanager
 def showing(doing: str, total: int, wanted: bool = True) -> Iterator[None]:
-    """Show within this context, in this thread, how many of the bytes `moved` has been told of.
+    """Show the progress reported to `moved`, within this context and thread.
 
-    Nothing is shown if standard error is not a terminal, without ``tqdm``, within a context that shows something, and
+    Nothing is shown if standard error is not a terminal, without ``tqdm``, within an outer context with a bar, and
     during the first second.
 
     Args:
-        doing: what is done, such as ``saving step-20``.
-        total: of bytes.
-        wanted: False: show nothing, as on all ranks but one.
+        doing: name of the operation, such as ``saving step-20``.
+        total: total number of bytes.
+        wanted: False to show nothing, as on all ranks but one.
     """
     bar = _bar(doing, total) if wanted and getattr(_current, "bar", None) is None else None
     if bar is None:
@@ -36,30 +36,30 @@ def showing(doing: str, total: int, wanted: bool = True) -> Iterator[None]:
 
 
 def moved(nbytes: int) -> None:
-    """So many more bytes are done."""
+    """Report further bytes as done."""
     bar = getattr(_current, "bar", None)
     if bar is not None:
         bar.update(nbytes)
 
 
 class Counted:
-    """A file that is only written to, and each write to which counts.
+    """A write-only file whose writes are reported to `moved`.
 
     Args:
-        file: opened for writing bytes.
+        file: a file opened for writing bytes.
     """
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def write(self, data: Any) -> int:
-        """As the file's, and `moved`."""
+        """Write, and report to `moved`."""
         written: int = self._file.write(data)
         moved(written)
         return written
 
     def flush(self) -> None:
-        """As the file's."""
+        """Flush the file."""
         self._file.flush()
 
 

@@ -1,6 +1,6 @@
-"""What happens on this rank, as events: the last few thousand in a ring, and for each optimizer sums over all of them.
+"""Events of this rank: the last few thousand in a ring, and for each optimizer sums over all of them.
 
-An event costs about a microsecond. Errors are passed on to who asked for them with `when_failing`.
+An event costs about a microsecond. Errors are passed to the functions registered with `when_failing`.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from time import perf_counter_ns
 from typing import Any
 
 CAPACITY = 4096
-"""Of the ring of a process; a power of two."""
-_PENDING = 4096  # intervals on a device whose ends nobody has asked for
+"""Capacity of a process's ring; a power of two."""
+_PENDING = 4096  # intervals on a device that have not been read yet
 SAMPLED = 64  # see `Recorder.when_ended`
 
 
@@ -27,10 +27,10 @@ _current = _Current()
 
 
 class Span:
-    """A slot: one event, within a `Label`, or from `start` to `stop`. Get one from `Recorder.span`.
+    """One event in a slot of the ring, within a `Label`, or from `start` to `stop`. Get one from `Recorder.span`.
 
-    Times are `time.perf_counter_ns`, 0 if there is none; ``number`` is -1 in a slot that was never used; ``counted``
-    the time up to which the event was added to sums; ``message`` and ``peer`` name the last message waited for.
+    Times are `time.perf_counter_ns`, 0 if there is none; ``number`` is -1 in an unused slot; ``counted`` is the time up
+    to which the event is in the sums; ``message`` and ``peer`` name the last message waited for.
     """
 
     __slots__ = (
@@ -57,9 +57,10 @@ class Span:
         return self
 
     def stop(self) -> None:
-        """End what `start` has begun."""
+        """End the event."""
         self.ended = perf_counter_ns()
         if self.recorder is not None:
+            # `+=` on a dict entry is not atomic, and a background reduction may stop its span meanwhile
             with self.recorder.one_adds:
                 self.recorder.totals[self.phase] += self.ended - self.counted
             if self.start_mark is not None:
@@ -67,7 +68,7 @@ class Span:
 
 
 class Label:
-    """A context that is an event each time, and this thread's innermost one. Any number of threads may be in one."""
+    """A reusable context: each entry is an event, this thread's innermost one. Threads may be in it concurrently."""
 
     __slots__ = ("_bucket", "_phase", "_recorder")
 
@@ -99,6 +100,7 @@ class Label:
             span.failed, span.peer = True, name_of(span.peer)
             is_new, _current.error = _current.error != id(error), id(error)
             if is_new:
+                # once per error: it leaves each enclosing event as well
                 recorder.tell(span, error)
         with recorder.one_adds:
             recorder.totals[span.phase] += span.ended - span.counted
@@ -121,11 +123,12 @@ class Ring:
         self.newest = -1
 
     def take(self, recorder: "Recorder | None" = None, phase: str = "", bucket: int = -1) -> Span:
-        """The slot of the oldest event that has ended, for a new one; of the oldest, if none has."""
+        """A slot for a new event: the oldest ended one, or the oldest if none has ended."""
+        # without a lock: threads get different numbers, and so different slots
         number = next(self._numbers)
         slot = self._slots[number & self._mask]
-        if slot.begun and not slot.ended:  # it goes on, and may be what others are within
-            for _ in self._slots:  # as often as there are slots: events that were given up never end
+        if slot.begun and not slot.ended:  # unfinished, and perhaps an outer event of later ones
+            for _ in self._slots:  # at most once around: abandoned events never end
                 number = next(self._numbers)
                 slot = self._slots[number & self._mask]
                 if slot.ended or not slot.begun:
@@ -140,16 +143,16 @@ class Ring:
         return slot
 
     def events(self) -> list[Span]:
-        """What the ring holds, oldest first. Events of other threads may go on meanwhile."""
+        """Events of the ring, oldest first. Other threads' may still change."""
         return sorted((slot for slot in self._slots if slot.number >= 0 and slot.begun), key=lambda slot: slot.number)
 
     def newest_time(self) -> int:
-        """When the newest event began or ended, by `time.perf_counter_ns`; 0 if there is none."""
+        """Time of the newest begin or end, as `time.perf_counter_ns`; 0 if there is none."""
         return max((max(slot.begun, slot.ended) for slot in self._slots if slot.number >= 0), default=0)
 
 
 def name_of(peer: str | Callable[[], str]) -> str:
-    """The name of a rank, as far as it can still be found."""
+    """The name of a rank, if it can still be found."""
     try:
         return peer() if callable(peer) else peer
     except Exception as error:  # of a process group that is gone
@@ -157,14 +160,15 @@ def name_of(peer: str | Callable[[], str]) -> str:
 
 
 def waits_for(message: str, peer: Callable[[], str]) -> None:
-    """Note which message this thread's innermost event waits for; ``peer`` is called only if a record is written."""
+    """Record the message that this thread's innermost event waits for; ``peer`` is called only for a record."""
     span = _current.span
     if span is not None:
+        # a function, not a name: naming a rank costs more than the event, and is needed only after a failure
         span.message, span.peer = message, peer
 
 
 def open_spans() -> Iterator[Span]:
-    """This thread's events that have not ended, innermost first."""
+    """This thread's unfinished events, innermost first."""
     span = _current.span
     while span is not None:
         yield span
@@ -188,27 +192,25 @@ class Recorder:
         self.one_adds = threading.Lock()
 
     def label(self, phase: str, bucket: int = -1) -> Label:
-        """A context that is an event and, where a profiler is on, a range such as ``ddp_zero::local_step (bucket 3)``.
-
-        It can be entered any number of times.
-        """
+        """A reusable context: an event and, under a profiler, a range as ``ddp_zero::local_step (bucket 3)``."""
         return Label(self, phase, bucket)
 
     def span(self, phase: str, bucket: int = -1) -> Span:
-        """An event alone, which lasts from `Span.start` to `Span.stop`."""
+        """An event that lasts from `Span.start` to `Span.stop`."""
         return RING.take(self, phase, bucket)
 
     def is_profiling(self) -> bool:
-        """Whether a profiler is on; there is none on this floor."""
+        """True under a profiler; never in this torch-free base class."""
         return False
 
     def open_range(self, span: Span) -> AbstractContextManager[object]:
-        """A range of the profiler, entered."""
+        """An open range of the profiler."""
         raise NotImplementedError("Expected a recorder that knows a profiler, got a plain one.")
 
     def add_device_time(self, span: Span) -> None:
-        """Note where on its device an event has ended, which was marked when it began."""
+        """Mark the end of an event on its device."""
         if self.clock is not None:
+            # only marks: reading the clock here would wait for the device
             self._pending.append((Interval(span.phase, span.step), span.start_mark, self.clock.mark()))
         span.start_mark = None
 
@@ -229,7 +231,7 @@ class Recorder:
             span.received += received
 
     def step_ended(self, now: int, stepped: bool) -> None:
-        """A step has ended, or was not taken. Open events of this thread count up to now, and from now in the next."""
+        """End a step, taken or skipped. Open events of this thread count up to now, and from now in the next step."""
         for span in open_spans():
             if span.recorder is self:
                 self.totals[span.phase] += now - span.counted
@@ -242,9 +244,9 @@ class Recorder:
             self.when_ended()
 
     def on_device(self) -> list["Interval"]:
-        """The intervals that the device has passed since the last call, in order.
+        """Intervals completed on the device since the last call, in order.
 
-        Does not wait: those that the device has not passed are returned by a later call, unless they are too many.
+        Does not wait: a later call returns the remaining ones, unless they exceed the capacity.
         """
         found: list[Interval] = []
         while self._pending and self.clock is not None:
@@ -259,7 +261,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Interval:
-    """Time on a device; ``is_beside`` where the training loop did not wait for its stream."""
+    """Time on a device; ``is_beside`` if the training loop did not wait for its stream."""
 
     phase: str
     step: int
@@ -268,12 +270,12 @@ class Interval:
 
 
 def when_failing(tell: Callable[[str, str], object]) -> None:
-    """Have a function called with a reason and an error, as text, when an event ends with an error."""
+    """Register a function of a reason and an error, as text, to be called when an event ends with an error."""
     _told_of_errors.append(tell)
 
 
 RING = Ring()
-"""The events of this process."""
+"""Events of this process."""
 
 _optimizers = itertools.count()
 _told_of_errors: list[Callable[[str, str], object]] = []

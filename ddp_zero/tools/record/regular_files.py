@@ -7,12 +7,9 @@ from pathlib import Path
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; links, pipes and devices could lead out of the folder or never end.
-
-    Raises:
-        ValueError: if it is not a regular file, or cannot be opened.
-    """
+    """Open a regular file for reading; ValueError if it is not one, or cannot be opened."""
     try:
+        # a link could lead out of the folder; a pipe or a device could block the open, or never end
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         raise ValueError(f"Expected a regular file that can be read, got {error.strerror}: {path}.") from error
