@@ -1,6 +1,6 @@
-"""Starting a job: torchrun on every host with ``python -m ddp_zero launch``, and the process group in the script.
+"""Starting a job: torchrun on every host with ``ddp-zero launch``, and the process group in the script.
 
-Importing this package imports what a script needs, `init_process_group`, and not the launcher.
+Importing this package imports `init_process_group` for scripts, and not the launcher.
 """
 
 import os
@@ -27,17 +27,18 @@ def init_process_group(
 ) -> None:
     """As `torch.distributed.init_process_group` from the environment, but safe with ``torchrun --max-restarts``.
 
-    torchrun keeps the addresses of the previous attempt, and torch's own function may take them for those of this
+    torchrun keeps the addresses of the previous attempt, and torch's own function may take them for addresses of this
     attempt, especially if ranks start at different times. This function finds only the ranks of this attempt. Without
-    torchrun it does the same as torch's.
+    torchrun it is torch's function.
 
     Args:
-        backend: such as ``"gloo"`` or ``"nccl"``; None: torch chooses by the available devices.
-        timeout: of the process group's operations, and how long to wait for all ranks here; None: torch's defaults.
+        backend: such as ``"gloo"`` or ``"nccl"``; None lets torch choose by the available devices.
+        timeout: time-out of the process group's operations, and of waiting for all ranks here; None for torch's
+            defaults.
         device_id: the accelerator that this process uses, as for torch's function.
 
     Raises:
-        RuntimeError: if the environment does not specify this rank and the address of the others, or if a rank has not
+        RuntimeError: if the environment does not specify this rank and the address of its peers, or if a rank has not
             arrived within the time-out.
     """
     missing = [name for name in _VARIABLES if not os.environ.get(name)]

@@ -1,10 +1,7 @@
 """Runs a command on a host, and leaves none of its processes behind; started there by its path, without torch.
 
-The command is stopped when this process is told to (SIGTERM, SIGINT, SIGHUP), when the launcher's end of standard input
-is closed, which happens if the launcher or the connection ends, or when nothing was heard from the launcher for too
-long. torchrun puts each worker in a session of its own and a daemon leaves its parent, so this process is their
-*subreaper*: Linux hands it every orphan below it. Where what has started it may kill it (mpirun does), a second guard
-runs below it, in a session of its own, which Linux tells of the first one's end.
+The command is stopped by SIGTERM, SIGINT or SIGHUP, when the launcher's end of standard input is closed, which happens
+if the launcher or the connection ends, or after too long a silence of the launcher.
 """
 
 import argparse
@@ -22,7 +19,7 @@ from contextlib import closing, suppress
 from types import FrameType
 
 MARK = "ddp_zero.launch.check:"
-"""Begins the line with the answer of a check; a host may print others at login."""
+"""Prefix of the line with the answer of a check; a host may print further lines at login."""
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.1
@@ -63,10 +60,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def addresses(toward: str) -> Iterator[str]:
-    """Addresses of this host, the one that others most likely reach first; without those that only it reaches itself.
+    """Addresses at which other hosts may reach this one, the likeliest first; loopback addresses are left out.
 
     Args:
-        toward: the name of a different host, or "".
+        toward: name of another host, or "".
     """
     found = [_source_address(toward)] if toward else []
     found += os.environ.get("SSH_CONNECTION", "").split()[2:3]
@@ -87,7 +84,7 @@ def _source_address(target: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port without a listener at present."""
     with closing(socket.socket()) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -109,22 +106,28 @@ def run(
     Args:
         command: the program and its arguments.
         environment: its variables.
-        lost_after: seconds without a byte on standard input after which the launcher is gone; None: it sends none.
+        lost_after: seconds of silence on standard input after which the launcher counts as gone; None if it sends
+            nothing.
         linger: seconds for processes that outlive the command to end on their own.
         grace: seconds between asking processes to end and killing them.
-        is_inner: another guard has started this one, and stops it by a signal; nothing is read from standard input.
+        is_inner: another guard has started this one, and stops it by a signal; standard input is not read.
     """
     signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Record a signal."""
         signals.append(number)
 
+    # before the child exists: a signal in between would end this process and leave the child
     for number in _SIGNALS:
         signal.signal(number, note)
     prctl = _prctl()
+    # torchrun puts each worker in a session of its own, and a daemon leaves its parent: as *subreaper* this process
+    # inherits every orphan below it, and can find and end them all
     prctl(_SET_CHILD_SUBREAPER, 1)
     try:
+        # if this guard is killed, as mpirun does, Linux sends SIGTERM to the child by the parent-death signal; under
+        # mpirun the child is a second guard in a session of its own, which then stops the command
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -148,7 +151,7 @@ def run(
 
 
 def _watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: list[int], is_inner: bool) -> str:
-    """Wait until the command has ended, or must be stopped. Returns why, or "" if it has ended."""
+    """Wait until the command has ended, or must be stopped. Returns the reason, or "" if it has ended."""
     stdin, heard = 0, time.monotonic()
     poll = select.poll()
     if not is_inner:
@@ -157,6 +160,7 @@ def _watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: 
         if signals:
             return f"got {signal.Signals(signals[0]).name}"
         if poll.poll(_POLL_SECONDS * 1000):
+            # end of file: the launcher, or the connection that carried its input, is gone
             if not os.read(stdin, 4096):
                 return "the launcher has closed the connection, or is gone"
             heard = time.monotonic()
@@ -166,11 +170,12 @@ def _watch(child: "subprocess.Popen[bytes]", lost_after: float | None, signals: 
 
 
 def _end_descendants(child: "subprocess.Popen[bytes]", linger: float, grace: float) -> None:
-    """Wait for every process below this one to end, then ask those that have not, then kill them."""
+    """Wait for all descendants to end, then ask the remaining ones, then kill them."""
     stages = [(None, linger), (signal.SIGTERM, grace), (signal.SIGKILL, _KILL_SECONDS)]
     for number, seconds in stages if child.poll() is not None else stages[-1:]:
         deadline = time.monotonic() + seconds
         asked: set[int] = set()
+        # listed anew each time: a process may fork while it is being stopped
         while (left := _descendants(child)) and time.monotonic() < deadline:
             for process in left if number is signal.SIGKILL else left - asked if number else ():
                 with suppress(ProcessLookupError, PermissionError):
@@ -182,8 +187,8 @@ def _end_descendants(child: "subprocess.Popen[bytes]", linger: float, grace: flo
 
 
 def _descendants(child: "subprocess.Popen[bytes]") -> set[int]:
-    """The processes below this one that still run; those that have ended are reaped."""
-    child.poll()  # before any other: its exit code must reach its own object
+    """Running processes below this one; ended ones are reaped."""
+    child.poll()  # first: `waitpid` below must not take the child's exit code from its object
     parents: dict[int, int] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         with suppress(OSError, ValueError, IndexError):
@@ -201,7 +206,7 @@ def _descendants(child: "subprocess.Popen[bytes]") -> set[int]:
 
 
 def _prctl() -> Callable[[int, int], object]:
-    """Linux's ``prctl``; where there is none, a function that does nothing."""
+    """Linux's ``prctl``, or a function without effect on other systems."""
     function = getattr(ctypes.CDLL(None), "prctl", None)
     return (lambda option, value: function(option, value, 0, 0, 0)) if function else (lambda option, value: None)
 

@@ -1,8 +1,8 @@
 """A job as a value: the command line, the hosts, their environment, and the command that starts torchrun on each.
 
 Text in, values out: nothing here reads files, opens connections or needs torch. A host runs the guard
-(`ddp_zero/launch/guard.py`), and under it torchrun. Each host has a command of its own, so that its output, its exit
-code and its end are its own, whichever program carries the command there.
+(`ddp_zero/launch/guard.py`), and under it torchrun. Each host has a separate command, and so separate output, exit code
+and lifetime, whichever program carries the command there.
 """
 
 import argparse
@@ -19,10 +19,10 @@ PROGRAM = "ddp-zero launch"
 LAUNCHERS = ("local", "ssh", "pdsh", "slurm", "mpirun")
 TORCHRUN = ("-m", "torch.distributed.run")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTHON", "OMP_", "UCX_", "MV2_")
-"""Variables of this process that other hosts get as well."""
+"""Prefixes of variables of this process that are passed to other hosts."""
 
 Filter = Mapping[str, tuple[int, ...] | None]
-"""Slots by host; None: all of them."""
+"""Slots by host; None for all slots."""
 
 _DESCRIPTION = "Start torchrun on every host of a job, and stop it everywhere when it fails anywhere."
 _EPILOG = """\
@@ -48,7 +48,7 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 @dataclass(frozen=True)
 class Options:
-    """The command line, see `parse`; None stands for a value that is still to be found.
+    """The command line, see `parse`; None stands for a value that is still to be determined.
 
     ``script`` is torchrun's own ``--module`` or ``--no-python``, the script, and its arguments.
     """
@@ -159,14 +159,14 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class Host:
-    """A host by the name that ssh is given, and the indices of its devices, one for each process to start."""
+    """A host by its name for ssh, and the indices of its devices, one for each process to start."""
 
     name: str
     slots: tuple[int, ...]
 
     @property
     def is_first_slots(self) -> bool:
-        """Whether the slots are 0, 1, 2 and so on, so that processes find their devices without being told."""
+        """True if the slots are 0, 1, 2 and so on, so that processes find their devices without a variable."""
         return self.slots == tuple(range(len(self.slots)))
 
 
@@ -174,8 +174,7 @@ def parse_hostfile(text: str, shown: object) -> tuple[Host, ...]:
     """The hosts of a hostfile: a line ``name slots=8`` for each; ``#`` begins a comment.
 
     Raises:
-        ValueError: with every line that is not of this form, or that repeats a host; or if there is no host. It calls
-            the file ``shown``.
+        ValueError: naming the file ``shown``, with every malformed line or repeated host; or if there is no host.
     """
     hosts: dict[str, tuple[int, Host]] = {}
     wrong = []
@@ -200,10 +199,10 @@ def parse_hostfile(text: str, shown: object) -> tuple[Host, ...]:
 
 
 def parse_filter(text: str, option: str) -> Filter:
-    """A filter such as ``host1@host2:0,2``: hosts separated by ``@``, each with the slots after ``:``, or all of them.
+    """A filter such as ``host1@host2:0,2``: hosts separated by ``@``, each with slots after ``:`` or with all.
 
     Raises:
-        ValueError: naming the option, and the part that has a different form, or repeats a host or a slot.
+        ValueError: naming the option, and the part that is malformed, or repeats a host or a slot.
     """
     found: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
@@ -218,10 +217,10 @@ def parse_filter(text: str, option: str) -> Filter:
 
 
 def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:
-    """The hosts and slots that filters leave, in the order of the hosts.
+    """The hosts and slots that remain after the filters, in the order of the hosts.
 
     Raises:
-        ValueError: for both filters, for a host or a slot that does not exist, or if nothing is left.
+        ValueError: for both filters, for a host or a slot that does not exist, or if nothing remains.
     """
     if include and exclude:
         raise ValueError(f"Expected --include or --exclude, got both: {include!r} and {exclude!r}.")
@@ -255,7 +254,7 @@ def _check_exist(chosen: Filter, hosts: Sequence[Host], option: str) -> None:
 
 
 def limited(hosts: Sequence[Host], num_nodes: int | None, nproc: int | None) -> tuple[Host, ...]:
-    """The first ``num_nodes`` hosts, and the first ``nproc`` slots of each; None: all of them.
+    """The first ``num_nodes`` hosts, and the first ``nproc`` slots of each; None for all.
 
     Raises:
         ValueError: if there are fewer.
@@ -275,15 +274,15 @@ def limited(hosts: Sequence[Host], num_nodes: int | None, nproc: int | None) -> 
 
 
 def is_allocation(environment: Mapping[str, str]) -> bool:
-    """Whether a process with these variables runs in a Slurm allocation."""
+    """True if a process with these variables runs in a Slurm allocation."""
     return bool(environment.get("SLURM_JOB_ID") and _nodelist(environment))
 
 
 def hosts_of_allocation(environment: Mapping[str, str], nproc: int | None) -> tuple[Host, ...]:
-    """The allocated nodes, with ``nproc`` slots, or one for each GPU that Slurm gives, or else for each task.
+    """The allocated nodes, with ``nproc`` slots, or one per GPU that Slurm grants, or else per task.
 
     Raises:
-        ValueError: if this is no allocation, or a variable is not of Slurm's form.
+        ValueError: outside an allocation, or if a variable does not have Slurm's form.
     """
     if not is_allocation(environment):
         raise ValueError("Expected SLURM_JOB_ID and SLURM_JOB_NODELIST, got none. Start this within salloc or sbatch.")
@@ -293,16 +292,12 @@ def hosts_of_allocation(environment: Mapping[str, str], nproc: int | None) -> tu
 
 
 def port_of_allocation(environment: Mapping[str, str]) -> int:
-    """A port, 20000 to 29999, that differs between jobs whose numbers are near each other."""
+    """A port, 20000 to 29999, that differs between jobs with nearby numbers."""
     return 20000 + int(re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or 0) % 10000
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The names in a list such as ``gpu[01-03,7],login``.
-
-    Raises:
-        ValueError: if it is not of this form, or repeats a name.
-    """
+    """The names in a list such as ``gpu[01-03,7],login``; ValueError if it is malformed, or repeats a name."""
     items = _ITEM.findall(text)
     if not items or ",".join(items) != text:
         raise ValueError(f"Expected a list of nodes such as 'gpu[01-03,7],login', got {text!r}.")
@@ -349,13 +344,13 @@ def _nodelist(environment: Mapping[str, str]) -> str:
 
 
 def parse_environment(text: str, shown: object, here: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a file: ``NAME=value``, or ``NAME`` for the value that it has here; ``#`` begins a comment line.
+    """The variables of a file: ``NAME=value``, or ``NAME`` for its value in this process; ``#`` begins a comment line.
 
     A value is the rest of its line, without quotes around it.
 
     Raises:
-        ValueError: with every line that is of a different form, repeats a name, or names a variable not set here. It
-            calls the file ``shown``.
+        ValueError: naming the file ``shown``, with every line that is malformed, repeats a name, or names a variable
+            not set here.
     """
     found: dict[str, str] = {}
     wrong = []
@@ -392,24 +387,17 @@ def _unquoted(value: str) -> str:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The place where torchrun's agents meet.
+    """The rendezvous of torchrun's agents."""
 
-    Attributes:
-        address: of the first host; None: this machine alone.
-        port: on it; None: torchrun finds one.
-        job: a name that no other job at this address has.
-        own: the known addresses of hosts, by name.
-    """
-
-    address: str | None
-    port: int | None
-    job: str
-    own: Mapping[str, str] = field(default_factory=dict)
+    address: str | None  # address of the first host; None for this machine alone
+    port: int | None  # port on it; None lets torchrun find one
+    job: str  # a name that is unique at this address
+    own: Mapping[str, str] = field(default_factory=dict)  # known addresses of hosts, by name
 
 
 @dataclass(frozen=True)
 class HostCommand:
-    """The command that this machine runs for one host, and whether lines of its output get the host's name."""
+    """This machine's command for one host; ``has_prefix`` puts the host's name before lines of output."""
 
     host: str
     argv: tuple[str, ...]
@@ -441,7 +429,7 @@ def commands(
         devices = {} if host.is_first_slots else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
         lost_after = options.lost_after if launcher != "pdsh" else None
         guarded = guard_command(options, guard, folder, {**variables, **devices}, lost_after)
-        if launcher == "mpirun":  # kills what it has started, where nobody reads its output any more
+        if launcher == "mpirun":  # kills its children once its output is closed
             patient = replace(options, grace=options.grace + _GUARD_SECONDS)
             outer = guard_command(patient, guard, folder, {}, lost_after)
             inner = guard_command(options, guard, folder, {**variables, **devices}, None)
@@ -451,11 +439,9 @@ def commands(
 
 
 def torchrun_command(host: Host, rank: int, count: int, meeting: Meeting, options: Options) -> list[str]:
-    """The command that runs torchrun on one host.
-
-    Agents with fixed ranks keep the order of the hosts but do not meet again after a failure; so where restarts are
-    wanted, they meet by rendezvous, and torchrun ranks them by address.
-    """
+    """The command that runs torchrun on one host."""
+    # agents with fixed ranks keep the order of the hosts but do not meet again after a failure; with restarts they use
+    # a rendezvous instead, and torchrun ranks them by address
     argv = [options.python, *TORCHRUN, f"--nproc-per-node={len(host.slots)}"]
     if meeting.address is None:
         argv += ["--standalone"] if meeting.port is None else [f"--master-port={meeting.port}"]
@@ -483,7 +469,7 @@ def guard_command(
 def check_command(
     launcher: str, host: str, toward: str, options: Options, guard: PurePath, folder: PurePath
 ) -> HostCommand:
-    """The command that asks a host whether it is ready, for an address that ``toward`` reaches, and for a free port."""
+    """The command that asks a host for its readiness, an address that ``toward`` reaches, and a free port."""
     is_file = not options.script[0].startswith("--")
     script = [f"--script={options.script[0]}"] if is_file else []
     argv = [options.python, str(guard), "--check", f"--chdir={folder}", *script, f"--toward={toward}"]
@@ -493,8 +479,7 @@ def check_command(
 def reach(launcher: str, host: str, argv: Sequence[str], options: Options, guard: PurePath | None) -> HostCommand:
     """A command that runs ``argv`` on a host, and ends there when its standard input ends here.
 
-    pdsh passes no input on, but ends its connections when it ends; so it has a guard of its own on this machine, which
-    then leaves the connections time to end with the processes behind them. None: a short command needs no guard.
+    ``guard`` is None for a short command that needs no guard.
     """
     alive = [f"-oConnectTimeout={_CONNECT_SECONDS}", f"-oServerAliveInterval={max(1, int(options.lost_after / 4))}"]
     ssh = ["-oBatchMode=yes", *alive, "-oServerAliveCountMax=3", *options.ssh_args]
@@ -503,6 +488,8 @@ def reach(launcher: str, host: str, argv: Sequence[str], options: Options, guard
     if launcher == "ssh":
         return HostCommand(host, ("ssh", "-x", *ssh, host, shlex.join(argv)))
     if launcher == "pdsh":
+        # pdsh forwards no input, but ends its connections when it ends: so a guard runs it on this machine, and gives
+        # the connections time to end with the processes behind them
         line = shlex.join(argv).replace("%", "%%")  # pdsh replaces %h, %u and %n
         linger = f"--linger={options.grace + _GUARD_SECONDS:g}"
         own = (sys.executable, str(guard), "--chdir=.", linger, f"--grace={options.grace:g}", "--") if guard else ()

@@ -1,4 +1,4 @@
-"""``python -m ddp_zero launch``: choose hosts, ask whether they are ready, start torchrun on each, stop together."""
+"""``ddp-zero launch``: choose hosts, check their readiness, start torchrun on each, stop together."""
 
 import json
 import os
@@ -53,7 +53,7 @@ _DRAIN_SECONDS = 2.0
 _MARGIN_SECONDS = 15.0
 _LONGEST_LINE = 1 << 16
 _LOST = 255
-"""The exit code for a host whose guard is gone, as ssh's for a connection that is."""
+"""Exit code for a host whose guard is gone, as ssh's for a lost connection."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Say = Callable[[str], None]
@@ -102,7 +102,7 @@ def say(text: str) -> None:
 
 
 def hosts_of(options: Options, environment: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts of the job: those of the hostfile, of the Slurm allocation, or this machine."""
+    """The hosts of the job: of the hostfile, of the Slurm allocation, or this machine."""
     nproc = options.nproc
     if options.hostfile is not None:
         hosts = parse_hostfile(Path(options.hostfile).read_text(encoding="utf-8"), options.hostfile)
@@ -129,7 +129,7 @@ def launcher_of(options: Options, hosts: Sequence[Host], environment: Mapping[st
 
 
 def variables_of(options: Options, launcher: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the processes get: those of files and, on other hosts, those of this process that matter."""
+    """Variables of the processes: from files and, on other hosts, relevant ones of this process."""
     found = {} if launcher == "local" else exported(environment)
     for file in options.env_files:
         found.update(parse_environment(Path(file).read_text(encoding="utf-8"), file, environment))
@@ -143,7 +143,7 @@ def meeting_of(
     answers: Mapping[str, Answer],
     environment: Mapping[str, str],
 ) -> Meeting:
-    """The place where torchrun's agents meet: the first host."""
+    """The rendezvous of torchrun's agents: the first host."""
     first, job = hosts[0].name, f"ddp_zero-{secrets.token_hex(4)}"
     if len(hosts) == 1:
         return Meeting(None, options.master_port, job)
@@ -158,7 +158,7 @@ def meeting_of(
     return Meeting(address, options.master_port or port, job, own)
 
 
-# Asking hosts whether they are ready
+# Readiness of hosts
 
 
 def ask(hosts: Sequence[str], command_of: Callable[[str], HostCommand], time_out: float) -> dict[str, Answer]:
@@ -176,7 +176,7 @@ def ask(hosts: Sequence[str], command_of: Callable[[str], HostCommand], time_out
 
 
 def read_answer(printed: str) -> Answer | None:
-    """The answer in what a host has printed, which may begin with a greeting; None if there is none."""
+    """The answer in a host's output, which may begin with a greeting; None if there is none."""
     lines = [line.removeprefix(MARK) for line in printed.splitlines() if line.startswith(MARK)]
     try:
         content = json.loads(lines[-1])
@@ -212,7 +212,7 @@ def _ask(command: HostCommand, time_out: float) -> Answer | str:
 
 
 class Lines:
-    """Turns pieces of a stream into whole lines with a prefix; a carriage return ends a line, too."""
+    """Turns pieces of a stream into whole lines with a prefix; a carriage return also ends a line."""
 
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
@@ -231,11 +231,11 @@ class Lines:
 
 
 class Running:
-    """The command of one host, as a process in a session of its own.
+    """The command of one host, as a process in its own session.
 
     Attributes:
-        deaf_since: when its input was found closed by the other end, on the monotonic clock; None: it was not. The
-            guard there is gone then, though a connection may live on, whose output a daemon holds open.
+        deaf_since: time on the monotonic clock when its input was found closed by the other end; None if it is open.
+            The guard there is gone then, though a connection may live on whose output a daemon holds open.
     """
 
     def __init__(self, command: HostCommand) -> None:
@@ -260,7 +260,7 @@ class Running:
                 yield source, target, Lines(f"{self.command.host}: ".encode())
 
     def beat(self) -> None:
-        """Let the host know that the launcher lives."""
+        """Send a heartbeat to the host."""
         if self.process.stdin is not None:
             try:
                 self.process.stdin.write(b"\n")
@@ -270,7 +270,7 @@ class Running:
                 pass
 
     def stop(self) -> None:
-        """Ask the host to stop: the end of its input reaches it, and the host's guard does the rest."""
+        """Ask the host to stop: closing its input reaches the host's guard, which does the rest."""
         if self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
@@ -288,7 +288,7 @@ class Running:
                     pipe.close()
 
     def is_alive(self) -> bool:
-        """Whether a process of the session is left; the first may end before those that it has started."""
+        """True if a process of the session is left; the first may end before its children."""
         self.process.poll()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, 0)
@@ -302,11 +302,11 @@ def run(commands: Sequence[HostCommand], grace: float, lost_after: float, say: S
     Args:
         commands: one for each host.
         grace: seconds that a host's processes have to end.
-        lost_after: a host that hears nothing for this long, in seconds, stops.
-        say: reports what happens, a line each.
+        lost_after: seconds of silence after which a host stops.
+        say: reports events, a line each.
 
     Returns:
-        0, the exit code of the first that failed, or 128 and the number of the signal that this process got.
+        0, the exit code of the first that failed, or 128 and the number of the signal that this process received.
     """
     with _signals() as signals:
         running: list[Running] = []
@@ -375,7 +375,7 @@ class _Job:
         return code
 
     def end(self, grace: float) -> None:
-        """Stop the processes that still run, kindly at first, and forward all output."""
+        """Stop the remaining processes, gracefully at first, and forward all output."""
         for one in self._running:
             if one.process.poll() is None:
                 one.stop()
@@ -398,7 +398,7 @@ class _Job:
             one.close()
 
     def _pass_on(self, seconds: float) -> int:
-        """Forward pending output, after a wait if there is none. Returns 141 if the output pipe was closed, else 0."""
+        """Forward pending output, or wait for some. Returns 141 if the output pipe was closed, else 0."""
         if not self._selector.get_map():
             time.sleep(seconds)
             return 0
@@ -425,11 +425,11 @@ def _names(running: Sequence[Running]) -> str:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that this process has got since, in order, instead of their usual effect."""
+    """Signals received within this context, in order, instead of their usual effect."""
     got: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Record a signal."""
         got.append(number)
 
     is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup

@@ -34,7 +34,6 @@ NOT_YET = (  # rooms to be rewritten
     "core/engine",
     "core/local",
     "core/step",
-    "launch",
 )
 HAZARDS = (
     "checkpoint/saving.py",
@@ -50,6 +49,7 @@ HAZARDS = (
     "core/offload/mapped_file.py",
     "core/state/connections.py",
     "core/state/gather.py",
+    "launch/guard.py",
     "parallel/gradients.py",
     "parallel/joint_decision.py",
     "tools/record/flight.py",
