@@ -103,12 +103,12 @@ def build_with_hook(  # noqa: D417  # shard_optimizer documents its arguments
     device = next((param.device for param in model.parameters()), None)
     with Agreement(Communicator(model.process_group, device=device), "shard_optimizer"):
         if hook is not None and not callable(hook):
-            raise TypeError(f"Expected hook to be a communication hook or None, got {hook!r:.80}.")
+            raise TypeError(f"Expected hook to be a communication hook or None, got {hook!r:.80}. [ZERO-103]")
         check_flags(interleaved=False if interleaved is None else interleaved, shard_buckets=shard_buckets)
         check_flags(overlap=overlap)
         for name, remedy in _RENAMED.items():
             if name in options:
-                raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy}")
+                raise TypeError(f"Expected an option of shard_optimizer, got {name!r}. {remedy} [ZERO-104]")
         check_class(optimizer_class)
         known = options_of_hook()
         check_known([name for name in options if name not in known], optimizer_class, known)

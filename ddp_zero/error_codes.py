@@ -20,3 +20,12 @@ def coded(message: str, code: str) -> str:
     if len(quoted) > 1:
         return f"{message} {code}"
     return _CODE.sub("", message) + (quoted.pop() if quoted else f" {code}")
+
+
+def truncated(message: str, nbytes: int) -> bytes:
+    """The beginning of a message as UTF-8, in at most so many bytes, with its code at the end."""
+    raw = message.encode(errors="replace")
+    if len(raw) <= nbytes:
+        return raw
+    code = "".join(_CODE.findall(message)[-1:]).encode()
+    return raw[: nbytes - len(code)] + code

@@ -426,7 +426,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         """
         if self.loss_scale is None:
             raise RuntimeError(
-                "Expected a loss scale, got none. Build the optimizer with loss_scale=DynamicLossScale()."
+                "This optimizer has no loss scale. Build it with loss_scale=DynamicLossScale(). [ZERO-121]"
             )
         return loss * self.loss_scale
 
@@ -608,8 +608,8 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "Expected ZeroRedundancyOptimizer not to be pickled, since a rank holds only its shard. Save "
-            "state_dict() instead."
+            "A ZeroRedundancyOptimizer cannot be pickled: a rank holds only its shard. Save state_dict() instead. "
+            "[ZERO-120]"
         )
 
     if not TYPE_CHECKING:  # so that a misspelt name is still an error

@@ -37,19 +37,19 @@ class Offload:
 
     def __post_init__(self) -> None:
         if self.to not in PLACES:
-            raise ValueError(f"Expected offload to be one of {PLACES} or None, got {self.to!r}.")
+            raise ValueError(f"Expected offload to be one of {PLACES} or None, got {self.to!r}. [ZERO-107]")
         if self.folder is not None and not isinstance(self.folder, str | os.PathLike):
-            raise TypeError(f"Expected folder to be a path, got {type(self.folder).__name__}.")
+            raise TypeError(f"Expected folder to be a path, got {type(self.folder).__name__}. [ZERO-107]")
         if self.to == "disk" and self.folder is None:
             raise ValueError(
-                "Expected a folder for offload to a disk, got none. Pass offload=ddp_zero.Offload('disk', folder=...)."
+                "Offload to a disk needs a folder. Pass offload=ddp_zero.Offload('disk', folder=...). [ZERO-107]"
             )
         if self.to == "cpu" and self.folder is not None:
-            raise ValueError(f"Expected no folder with offload to the CPU, got {str(self.folder)!r}. Use 'disk'.")
+            raise ValueError(f"Offload to the CPU takes no folder, got {str(self.folder)!r}. Use 'disk'. [ZERO-107]")
         if type(self.buffers) is not int:
-            raise TypeError(f"Expected buffers to be an int, got {self.buffers!r}.")
+            raise TypeError(f"Expected buffers to be an int, got {self.buffers!r}. [ZERO-107]")
         if self.buffers < 1:
-            raise ValueError(f"Expected at least 1 buffer, got {self.buffers}.")
+            raise ValueError(f"Expected at least 1 buffer, got {self.buffers}. [ZERO-107]")
 
     @classmethod
     def of(cls, given: "Offload | str | None") -> "Offload | None":
@@ -64,7 +64,7 @@ class Offload:
         if given is None or isinstance(given, Offload):
             return given
         if not isinstance(given, str):
-            raise TypeError(f"Expected offload to be 'cpu', a ddp_zero.Offload or None, got {given!r:.80}.")
+            raise TypeError(f"Expected offload to be 'cpu', a ddp_zero.Offload or None, got {given!r:.80}. [ZERO-107]")
         return cls(given)  # type: ignore[arg-type]  # checked there
 
 
@@ -93,13 +93,13 @@ class StepOptions:
         check_number("norm_type", self.norm_type)
         for name in ("master_weights", "accumulate_in_fp32"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"Expected {name} to be True or False, got {getattr(self, name)!r}.")
+                raise TypeError(f"Expected {name} to be True or False, got {getattr(self, name)!r}. [ZERO-103]")
         if not self.norm_type > 0:
-            raise ValueError(f"Expected norm_type above 0, got {self.norm_type!r}.")
+            raise ValueError(f"Expected norm_type above 0, got {self.norm_type!r}. [ZERO-103]")
         if self.nonfinite not in (None, *NONFINITE):
-            raise ValueError(f"Expected nonfinite to be one of {NONFINITE} or None, got {self.nonfinite!r}.")
+            raise ValueError(f"Expected nonfinite to be one of {NONFINITE} or None, got {self.nonfinite!r}. [ZERO-103]")
         if self.sync not in SYNC:
-            raise ValueError(f"Expected sync to be one of {SYNC}, got {self.sync!r}.")
+            raise ValueError(f"Expected sync to be one of {SYNC}, got {self.sync!r}. [ZERO-103]")
         self._check_loss_scale()
 
     def _check_loss_scale(self) -> None:
@@ -108,16 +108,16 @@ class StepOptions:
         if isinstance(self.loss_scale, DynamicLossScale):
             if self.nonfinite not in (None, "skip"):
                 raise ValueError(
-                    f"Expected nonfinite='skip' with a dynamic loss_scale, which overflows on purpose, got "
-                    f"{self.nonfinite!r}."
+                    "Expected nonfinite='skip' with a dynamic loss_scale, which overflows on purpose, got "
+                    f"{self.nonfinite!r}. [ZERO-105]"
                 )
         elif isinstance(self.loss_scale, bool) or not isinstance(self.loss_scale, int | float):
             raise TypeError(
                 f"Expected loss_scale to be a number, a DynamicLossScale or None, got {self.loss_scale!r}. For a "
-                "dynamic scale with the usual numbers pass DynamicLossScale()."
+                "dynamic scale with the usual numbers pass DynamicLossScale(). [ZERO-106]"
             )
         elif not SMALLEST <= self.loss_scale <= LARGEST:
-            raise ValueError(f"Expected loss_scale from {SMALLEST} to {LARGEST}, got {self.loss_scale!r}.")
+            raise ValueError(f"Expected loss_scale from {SMALLEST} to {LARGEST}, got {self.loss_scale!r}. [ZERO-106]")
 
     def why_wait(self) -> str | None:
         """The reason for a step with these options to need all gradients before it starts, or None."""
@@ -136,4 +136,4 @@ def check_max_grad_norm(max_grad_norm: float) -> None:
     """Check a clipping norm; TypeError if it is not a number, ValueError if it is not above 0."""
     check_number("max_grad_norm", max_grad_norm)
     if not max_grad_norm > 0:
-        raise ValueError(f"Expected max_grad_norm above 0, got {max_grad_norm!r}.")
+        raise ValueError(f"Expected max_grad_norm above 0, got {max_grad_norm!r}. [ZERO-103]")

@@ -649,7 +649,7 @@ def _what_does_not_fit_is_refused(setup: Setup) -> None:
         with pytest.raises(ValueError, match=rf"Expected .*{message}.*, got .*init_device_mesh"):
             build(chosen)
     other = dist.new_group([0, 1])
-    with pytest.raises(ValueError if rank > 1 else RuntimeError, match="a group that this process belongs to"):
+    with pytest.raises(ValueError if rank > 1 else RuntimeError, match="must contain the process that passes it"):
         build(other)
     with pytest.raises(TypeError, match=r"Expected shard_group to be a torch\.distributed\.ProcessGroup or None, got"):
         build(init_device_mesh("cpu", (2, 2)))
@@ -658,7 +658,7 @@ def _what_does_not_fit_is_refused(setup: Setup) -> None:
     whole = dist.new_group([0, 1, 2, 3])
     smaller = dist.new_group([0, 1])
     if rank < 2:
-        with pytest.raises(ValueError, match=r"within the ranks that train together, got global rank 2"):
+        with pytest.raises(ValueError, match=r"within the ranks that train together, .* got global rank 2"):
             ZeroRedundancyOptimizer(
                 build_model().parameters(), SGD, process_group=smaller, shard_group=whole, **OPTIONS
             )

@@ -144,8 +144,8 @@ def move_experts(setup: Setup, expert_ranks_before: int, expert_ranks_after: tup
 def _an_expert_without_a_global_name_is_refused_and_both_ranks_are_named(setup: Setup) -> None:
     nameless = Spread(setup, 2, named=False)
     ambiguous = (
-        r"one value under a name, got 'experts\.local\.0\.0\.weight' on rank 0 \(global rank 0\) and rank 1 \(global "
-        r"rank 1\), which hold different ones of it: one belongs to ranks \[0, 2\], the other to ranks \[1, 3\]"
+        r"Two parameters have the name 'experts\.local\.0\.0\.weight' on rank 0 \(global rank 0\) and rank 1 \(global "
+        r"rank 1\), with different values: one belongs to ranks \[0, 2\], the other to ranks \[1, 3\]"
     )
     with pytest.raises(ValueError, match=ambiguous):
         checkpoint.save(setup.folder / "nameless", nameless.ddp, nameless.opt)
@@ -163,12 +163,15 @@ def _an_expert_without_a_global_name_is_refused_and_both_ranks_are_named(setup: 
     for param in nameless.model.experts.parameters():
         assert param.requires_grad
     frozen = Frozen(setup)
-    with pytest.raises(ValueError, match=r"'experts\.local\.0\.0\.weight', which is in no parameter group.*rank 1"):
+    with pytest.raises(ValueError, match=r"'experts\.local\.0\.0\.weight' is in no parameter group.*rank 1"):
         checkpoint.save(setup.folder / "frozen", frozen.ddp, frozen.opt)
     with pytest.raises(ValueError, match=r"names in global_names= that the model has, got \['expert'\]"):
         checkpoint.save(setup.folder / "misspelt", named.ddp, misnamed(named, {"expert": "other"}))
     collides = {"experts.local.0": "experts.local.1"}
-    with pytest.raises(ValueError, match=r"global_names= to keep names apart, got several names of the model for"):
+    with pytest.raises(
+        ValueError,
+        match=r"global_names= to give every parameter a name of its own, got several parameters of the model under",
+    ):
         checkpoint.save(setup.folder / "collides", named.ddp, misnamed(named, collides))
     assert not any((setup.folder / name).exists() for name in ("nameless", "frozen", "misspelt", "collides"))
     as_function = misnamed(named, named.whole_name)

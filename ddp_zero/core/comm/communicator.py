@@ -113,15 +113,16 @@ class Communicator:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "Expected torch.distributed to be initialised, got no default process group. Call "
-                "torch.distributed.init_process_group() first; a single process can use it with world_size=1."
+                "torch.distributed.init_process_group() first; a single process can use it with world_size=1. "
+                "[ZERO-501]"
             )
         self.process_group: ProcessGroup = group if group is not None else dist.distributed_c10d._get_default_group()
         self.gathering_group = self.process_group
         self.group_rank = GroupRank(dist.get_rank(self.process_group))
         if self.group_rank < 0:
             raise RuntimeError(
-                f"Expected a process group that this process belongs to, got one without global rank "
-                f"{dist.get_rank()}. Build the optimizer on the group's members only."
+                f"This process (global rank {dist.get_rank()}) is not a member of process_group. Build the optimizer "
+                "on the group's members only. [ZERO-502]"
             )
         check_not_forked(self.process_group)
         take_time_out_of_the_job(self.process_group)

@@ -16,6 +16,7 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.exchange import gather_directly
 from ddp_zero.core.comm.groups import check_process, count_built, gather_text, gather_text_across, store_of
 from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.error_codes import coded
 
 _GLOO_TRIES = 5
 
@@ -47,9 +48,8 @@ class ControlGroup:
             )
             self._gloo._set_default_timeout(comm.time_out)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"Expected all ranks to reach their first save or load within {comm.time_out}, got: {error}"
-            ) from error
+            message = f"Expected all ranks to reach their first save or load within {comm.time_out}, got: {error}"
+            raise RuntimeError(coded(message, "[ZERO-509]")) from error
 
     def name(self, group_rank: GroupRank) -> str:
         """A rank's name in messages."""
@@ -85,7 +85,7 @@ class Across:
         self._order = sorted(range(len(numbers)), key=lambda place: numbers[place])
         self._ranks = [numbers[place] for place in self._order]
         if len(set(numbers)) != len(numbers) or own not in numbers:
-            raise ValueError(f"Expected process groups whose ranks make up a grid, got ranks {numbers}.")
+            raise ValueError(f"Expected process groups whose ranks make up a grid, got ranks {numbers}. [ZERO-802]")
         self.group_rank, self.world_size = GroupRank(self._ranks.index(own)), len(numbers)
 
     def name(self, group_rank: GroupRank) -> str:
@@ -149,7 +149,7 @@ def _hand_out(prefix: str, shared: Store, world_size: int, time_out: timedelta) 
     pause, longest = _POLL_SECONDS
     while (came := shared.add(_counting(prefix), 0)) < world_size - 1:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"Expected {world_size - 1} other ranks within {time_out}, got {came}.")
+            raise RuntimeError(f"Expected {world_size - 1} other ranks within {time_out}, got {came}. [ZERO-509]")
         # tickets of earlier attempts are answered too, harmlessly: no process waits for them. A rank of this attempt
         # replaces its ticket and is answered in a later pass
         for rank in range(1, world_size):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
 from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.recorder import Recorder, waits_for
 
 _CHUNK_BYTES = 4 << 20
@@ -101,7 +102,7 @@ def lost(peer: str, what: str, error: RuntimeError) -> RuntimeError:
     hint = (
         " If that process ended with an error of its own, it names the rank that was lost first." if has_ended else ""
     )
-    return RuntimeError(f"Expected {peer} to take part in {what}, got: {error}.{hint}")
+    return RuntimeError(coded(f"Expected {peer} to take part in {what}, got: {error}.{hint}", "[ZERO-503]"))
 
 
 class Member(Protocol):
@@ -221,7 +222,7 @@ def seed_of(generation: int, subject: tuple[int, ...]) -> int:
 def started(work: Work | None) -> Work:
     """The collective in flight; RuntimeError if this rank is not a member of the group."""
     if work is None:
-        raise RuntimeError("Expected to be a member of the process group, got a collective that did not start.")
+        raise RuntimeError("This process is not a member of the process group: a collective did not start. [ZERO-502]")
     return work
 
 

@@ -30,8 +30,8 @@ def check_process(process: int) -> None:
     """Raise RuntimeError in a process forked from the one (with this id) that has the connections."""
     if process != os.getpid():
         raise RuntimeError(
-            f"Expected the process that has the connections to the other ranks (pid {process}), got one that was "
-            f"forked from it (pid {os.getpid()}). Train, save and load in the parent."
+            f"This process (pid {os.getpid()}) was forked from the process that has the connections to the other ranks "
+            f"(pid {process}). Train, save and load in the parent. [ZERO-504]"
         )
 
 
@@ -43,7 +43,10 @@ def store_of(group: ProcessGroup) -> Store:
         try:
             store = distributed_c10d._get_process_group_store(group)
         except KeyError as error:
-            raise RuntimeError("Expected a process group that torch.distributed has built, got another one.") from error
+            raise RuntimeError(
+                "torch.distributed does not know this process group. Build it with torch.distributed.new_group or "
+                "init_device_mesh. [ZERO-508]"
+            ) from error
     return store
 
 
@@ -172,6 +175,6 @@ def check_not_alone(group: ProcessGroup | None) -> None:
     """Raise ValueError if there is no process group in a job of several ranks: each rank would act alone."""
     if group is None and is_available() and is_initialized() and get_world_size() > 1:
         raise ValueError(
-            f"Expected a model in DistributedDataParallel or a sharded optimizer in a job of {get_world_size()} "
-            "ranks, got neither: ranks could not save together. Give the DDP model."
+            f"A job of {get_world_size()} ranks cannot save or load together without a model in "
+            "DistributedDataParallel or a sharded optimizer. Give the DDP model. [ZERO-201]"
         )

@@ -18,6 +18,7 @@ from ddp_zero.core.comm.ranks import Ranks, StepErrors
 from ddp_zero.core.local.placeholders import all_arrivals, arrived, can_await, expect
 from ddp_zero.core.local.storage import ParameterStorage
 from ddp_zero.core.plan.shard_plan import Bucket
+from ddp_zero.error_codes import coded
 
 
 class BucketSync:
@@ -135,7 +136,8 @@ class PendingSyncs:
         self._check_process()
         with self._one_waits:
             if self._error is not None:
-                raise RuntimeError(f"{self._error}. Call opt.reset() to go on with what has arrived.") from self._error
+                message = f"{self._error} Call opt.reset() to go on with the parameters that have arrived."
+                raise RuntimeError(coded(message, "[ZERO-503]")) from self._error
             if index in self._syncs:
                 self._receive(index)
             received = self._received.get(index)
@@ -178,9 +180,9 @@ class PendingSyncs:
         # outside of the lock, which another thread of the parent may have held at the fork
         if self._syncs and os.getpid() != self._process:
             raise RuntimeError(
-                f"Expected parameters that have arrived, got a process (pid {os.getpid()}) that was forked from rank "
-                f"{self._comm.group_rank} (pid {self._process}) with some in flight (sync='forward'). Call "
-                "opt.finish_sync() before forking, as before a DataLoader starts its workers."
+                f"This process (pid {os.getpid()}) was forked from rank {self._comm.group_rank} (pid {self._process}) "
+                "while parameters were in flight (sync='forward'). Call opt.finish_sync() before forking, as before a "
+                "DataLoader starts its workers. [ZERO-504]"
             )
 
 

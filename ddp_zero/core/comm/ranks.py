@@ -37,6 +37,7 @@ from ddp_zero.core.local.arguments import check_group, is_group
 from ddp_zero.core.local.parameters import Fingerprint, ParameterTable
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.replicas import ShardGroups
+from ddp_zero.error_codes import coded, truncated
 
 
 class Agreement:
@@ -91,7 +92,8 @@ class Agreement:
         messages = self._comm.all_gather_text(mine)
         if error is None:
             shown = "; ".join(f"rank {rank}: {messages[rank]}" for rank, flag in enumerate(failed) if flag)
-            raise RuntimeError(f"Expected every rank to succeed in {self._doing}, got a failure on {shown}")
+            message = f"Expected every rank to succeed in {self._doing}, got a failure on {shown}"
+            raise RuntimeError(coded(message, "[ZERO-505]"))
 
     def _raise_first_difference(self, structures: Sequence[Sequence[object]]) -> None:
         everyone = [json.loads(text) for text in self._comm.all_gather_text(json.dumps([self._facts, structures]))]
@@ -108,8 +110,8 @@ class Agreement:
                 index = next(i for i, sample in enumerate(theirs) if sample != everyone[0][i])
                 self._refuse(
                     "the parameters in the same order",
-                    "one order",
-                    f"a different one from parameter {index} {_describe(self._fingerprints[index].structure())} on",
+                    "an order",
+                    f"a different order from parameter {index} {_describe(self._fingerprints[index].structure())} on",
                     rank,
                 )
 
@@ -117,7 +119,7 @@ class Agreement:
         names = [self._comm.name(GroupRank(rank)) for rank in (0, rank)]
         raise ValueError(
             f"Expected {expected} on every rank in {self._doing}, got {reference} on {names[0]} and {got} on "
-            f"{names[1]}."
+            f"{names[1]}. [ZERO-506]"
         )
 
 
@@ -239,7 +241,8 @@ class StepErrors:
         texts = {peer: _decode(block) for peer, block in sorted(sent.blocks.items())}
         shown = "; ".join(f"on {self._comm.name(peer)} {text}" for peer, text in texts.items() if text)
         if shown:
-            raise StepFailedElsewhereError(f"Expected the local step to succeed on every rank, got {shown}. {WHAT_NOW}")
+            message = f"Expected the local step to succeed on every rank, got {shown}. {WHAT_NOW}"
+            raise StepFailedElsewhereError(coded(message, "[ZERO-319]"))
 
     def forget(self, sent_too: bool) -> None:
         """Drop the error of the current step; with ``sent_too`` also blocks in flight with errors not yet raised."""
@@ -252,7 +255,7 @@ class StepErrors:
 def _encode(text: str) -> Tensor:
     """A block: the text, truncated if too long, then zeros."""
     block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-    raw = bytearray(text.encode(errors="replace")[:_BLOCK_BYTES])
+    raw = bytearray(truncated(text, _BLOCK_BYTES))
     if raw:
         # zeros end the text: an empty block means success
         block[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
@@ -264,8 +267,8 @@ def _decode(block: Tensor) -> str:
 
 
 _NO_MEMBER = (
-    "Expected shard_group to be a group that this process belongs to, got one without global rank {}. Every rank "
-    "passes its own: the one of its node, as mesh.get_group('shard') of a device mesh gives it."
+    "shard_group must contain the process that passes it, global rank {}. Every rank passes the shard group of its "
+    "own node, as mesh.get_group('shard') of a device mesh gives it. [ZERO-511]"
 )
 
 
@@ -413,9 +416,9 @@ def _check_same_count(everyone: Communicator) -> None:
     counts = [count for (count,) in everyone.all_gather_ints([len(dist.distributed_c10d._world.pg_names)])]
     if len(set(counts)) > 1:
         raise RuntimeError(
-            "Expected every rank to have created the same number of process groups before shard_group= is used, got "
+            "Every rank must have created the same number of process groups before shard_group= is used, got "
             f"{counts}: torch names groups by their number, so names would differ between ranks. Build the same number "
-            "of groups on every rank, or use the default group for DDP and the optimizer."
+            "of groups on every rank, or use the default group for DDP and the optimizer. [ZERO-507]"
         )
 
 

@@ -29,6 +29,7 @@ from ddp_zero.core.comm.exchange import Exchange, InFlight, Messages
 from ddp_zero.core.comm.ranks import Ranks
 from ddp_zero.core.comm.ring import has_ended, ring_room_numel
 from ddp_zero.core.plan.partition import GroupRank
+from ddp_zero.error_codes import coded
 
 _REDUCE = 1  # in the tags, distinguishes this from the sync of a bucket
 _SPREAD = 2  # ... and from the gather that ends a sum over replicas
@@ -237,7 +238,8 @@ class GroupedReduction:
             if total.numel():
                 self._add_up_replicas(total)
         except RuntimeError as error:
-            raise RuntimeError(f"{error} (A replica waits for its shard group, which may have lost a rank.)") from error
+            message = f"{error} (A replica waits for its shard group, which may have lost a rank.)"
+            raise RuntimeError(coded(message, "[ZERO-503]")) from error
 
     def _add_up_replicas(self, total: Tensor) -> None:
         comm, numel = self._comm, total.numel()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ddp_zero.core.plan.ring import Chunk, RingSchedule, chunk_numel
+from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.recorder import waits_for
 
 _RECEIVES_AHEAD = 8  # Gloo begins to send a message when its receive is posted
@@ -96,9 +97,10 @@ class RingTransfer:
         except RuntimeError as found:
             error, peer = found, self._neighbours.after
         if error is not None:
-            raise RuntimeError(
-                f"Expected {peer()}, or through it another rank of the ring, to take part in {what}, got: {error}"
-            ) from error
+            message = (
+                f"Expected {peer()}, or through it another rank of the ring, to take part in {what}, got: {error}."
+            )
+            raise RuntimeError(coded(message, "[ZERO-503]")) from error
         _unfinished.discard(self)
 
     def fail(self, error: RuntimeError) -> None:

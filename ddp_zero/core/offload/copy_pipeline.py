@@ -76,7 +76,7 @@ class Schedule:
 
     def __init__(self, buffers: int) -> None:
         if buffers < 1:
-            raise ValueError(f"Expected at least 1 buffer, got {buffers}.")
+            raise ValueError(f"Expected at least 1 buffer, got {buffers}. [ZERO-107]")
         self.buffers = buffers
         # a bucket is stepped this many arrivals late, while its copy is in flight; one buffer stays free for the copy
         # back

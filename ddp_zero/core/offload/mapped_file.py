@@ -41,8 +41,8 @@ class Shelf:
             self._file: BinaryIO = tempfile.TemporaryFile(dir=folder, prefix="ddp_zero-", buffering=0)
         except OSError as error:
             raise RuntimeError(
-                f"Expected a folder in which a file can be made for offload, got {str(folder)!r}: {error.strerror}. "
-                "Give every rank a folder on a disk that it can write to."
+                f"Cannot create a file for offload in {str(folder)!r}: {error.strerror}. Give every rank a folder on a "
+                "disk that it can write to. [ZERO-914]"
             ) from error
         weakref.finalize(self, self._file.close)
         self._size = 0  # of the file: all of it is allocated
@@ -103,9 +103,9 @@ class Shelf:
             # a write past the end of the file would be a SIGBUS, which nothing can catch
             size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise RuntimeError(f"{self._lost} {error.strerror}.") from error
+            raise RuntimeError(f"{self._lost} {error.strerror}. [ZERO-914]") from error
         if size < self._size:
-            raise RuntimeError(f"{self._lost} {size:,} bytes of {self._size:,}.")
+            raise RuntimeError(f"{self._lost} {size:,} bytes of {self._size:,}. [ZERO-914]")
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +133,9 @@ class Shelf:
         if address in (None, ctypes.c_void_p(-1).value):
             self._free.append((offset, size))
             reason = os.strerror(ctypes.get_errno())
-            raise RuntimeError(f"Expected to map {size:,} bytes of a file in {str(self.folder)!r}, got {reason}.")
+            raise RuntimeError(
+                f"Expected to map {size:,} bytes of a file in {str(self.folder)!r}, got {reason}. [ZERO-914]"
+            )
         extent = (ctypes.c_char * size).from_address(address)
         self._extents[address] = size
         self._addresses = sorted(self._extents)
@@ -159,9 +161,9 @@ class Shelf:
         except OSError as error:
             os.ftruncate(self._file.fileno(), self._size)  # some file systems keep what they could allocate
             raise RuntimeError(
-                f"Expected room for {nbytes:,} more bytes of optimizer state in {str(self.folder)!r}, which holds "
-                f"{self._size:,}, got: {error.strerror} ({shutil.disk_usage(self.folder).free:,} bytes free). Nothing "
-                "was lost. Give offload= a folder on a larger disk, or use more ranks."
+                f"No room for {nbytes:,} more bytes of optimizer state in {str(self.folder)!r}, which holds "
+                f"{self._size:,}: {error.strerror} ({shutil.disk_usage(self.folder).free:,} bytes free). Nothing was "
+                "lost. Give offload= a folder on a larger disk, or use more ranks. [ZERO-914]"
             ) from error
         if self._free and sum(self._free[-1]) == self._size:
             offset, size = self._free.pop()
@@ -203,7 +205,7 @@ def _unmap(shelf: "weakref.ref[Shelf]", system: ctypes.CDLL, address: int, size:
 def _system_calls() -> ctypes.CDLL:
     """``mmap``, ``munmap`` and ``madvise`` of the C library."""
     if not hasattr(os, "posix_fallocate"):
-        raise RuntimeError("Expected Linux for offload to a disk, got a system without posix_fallocate. Use 'cpu'.")
+        raise RuntimeError("Offload to a disk needs Linux: this system has no posix_fallocate. Use 'cpu'. [ZERO-107]")
     # not Python's `mmap`, which keeps a file descriptor open per mapping
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p

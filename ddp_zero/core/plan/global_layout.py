@@ -134,30 +134,31 @@ class Layout:
             entry, between = self._entry(rank, name), f"{self._name_of(first)} and {self._name_of(rank)}"
             if entry.home != expected.home:
                 raise ValueError(
-                    f"Expected one value under a name, got {name!r} on {between}, which hold different ones of it: "
-                    f"one belongs to {expected.home}, the other to {entry.home}. Build the optimizer with "
-                    "global_names=, which gives each its name in the whole model."
+                    f"Two parameters have the name {name!r} on {between}, with different values: one belongs to "
+                    f"{expected.home}, the other to {entry.home}. Build the optimizer with global_names=, which gives "
+                    "each its name in the whole model. [ZERO-814]"
                 )
             if (entry.shape, entry.dtype) != (expected.shape, expected.dtype):
                 raise ValueError(
                     f"Expected {name!r} with one shape and dtype, got {_shown(expected)} and {_shown(entry)} on "
-                    f"{between}. State how it is cut in sharded_over=, or give each its name by global_names=."
+                    f"{between}. State how it is cut in sharded_over=, or give each its name by global_names=. "
+                    "[ZERO-805]"
                 )
             if entry.box is None:
                 continue
             same = boxes.setdefault(entry.box, rank)
             if entry.sample != self._entry(same, name).sample:
                 raise ValueError(
-                    f"Expected the same value of {name!r}, which is in no parameter group, on every rank that has it, "
-                    f"got different ones on {self._name_of(same)} and {self._name_of(rank)}. Put it into the "
-                    "group of its ranks, or give each its name by global_names=."
+                    f"{name!r} is in no parameter group and has different values on {self._name_of(same)} and "
+                    f"{self._name_of(rank)}. Put it into the group of its ranks, or give each its name by "
+                    "global_names=. [ZERO-814]"
                 )
         wrong = None if expected.shape is None else fault(expected.shape, list(boxes))
         if wrong is not None:
             shown = "; ".join(f"{box.describe()} on {self._name_of(rank)}" for box, rank in boxes.items())
             raise ValueError(
                 f"Expected the parts of {name!r} to make up {_shown(expected)}, got {wrong}: {shown}. State how it is "
-                "cut in sharded_over=, alike on all ranks."
+                "cut in sharded_over=, alike on all ranks. [ZERO-805]"
             )
 
     def _assigned(self) -> list[set[str]]:
@@ -214,7 +215,10 @@ def renamed(names: Iterable[str], rename: GlobalNames, argument: str, owner: str
         found = _by_prefix(names, rename, argument, owner)
     twice = [name for name, count in Counter(found.values()).items() if count > 1]
     if twice:
-        raise ValueError(f"Expected {argument} to keep names apart, got several names of {owner} for {twice}.")
+        raise ValueError(
+            f"Expected {argument} to give every parameter a name of its own, got several parameters of {owner} under "
+            f"{twice}. [ZERO-813]"
+        )
     return found
 
 
@@ -230,12 +234,12 @@ def _by_prefix(names: Sequence[str], rename: Mapping[str, str], argument: str, o
         found[name] = f"{rename[old]}{name[len(old) :]}".removeprefix(".")
     unused = sorted(set(rename) - used)
     if unused:
-        raise ValueError(f"Expected names in {argument} that {owner} has, got {unused}.")
+        raise ValueError(f"Expected names in {argument} that {owner} has, got {unused}. [ZERO-813]")
     return found
 
 
 def _by_function(name: str, rename: Callable[[str], str], argument: str) -> str:
     new = rename(name)
     if not isinstance(new, str) or not new:
-        raise TypeError(f"Expected {argument} to return a name for {name!r}, got {new!r:.80}.")
+        raise TypeError(f"Expected {argument} to return a name for {name!r}, got {new!r:.80}. [ZERO-813]")
     return new

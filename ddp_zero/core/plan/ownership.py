@@ -66,7 +66,9 @@ def check_pieces(pieces: Sequence[Piece], numel: int, world_size: int, param: in
     owners = [piece.owner for piece in pieces]
     for owner in owners:
         if not 0 <= owner < world_size:
-            raise ValueError(f"Expected parameter {param} to have an owner below {world_size}, got {owner}.")
+            raise ValueError(f"Expected parameter {param} to have an owner below {world_size}, got {owner}. [ZERO-199]")
     ends = [0, *(piece.stop for piece in pieces)]
     if [*(piece.start for piece in pieces), numel] != ends or len(set(owners)) != len(owners):
-        raise ValueError(f"Expected the pieces of parameter {param} to cover its {numel} elements, got {pieces}.")
+        raise ValueError(
+            f"Expected the pieces of parameter {param} to cover its {numel} elements, got {pieces}. [ZERO-199]"
+        )

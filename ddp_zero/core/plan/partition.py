@@ -30,13 +30,13 @@ def partition_greedy(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] 
         ValueError: for a negative size, ``num_ranks`` below 1, or a number of loads other than ``num_ranks``.
     """
     if num_ranks < 1:
-        raise ValueError(f"Expected at least 1 rank, got {num_ranks}.")
+        raise ValueError(f"Expected at least 1 rank, got {num_ranks}. [ZERO-199]")
     if loads is None:
         loads = [0] * num_ranks
     if len(loads) != num_ranks:
-        raise ValueError(f"Expected one load for each of {num_ranks} ranks, got {len(loads)}.")
+        raise ValueError(f"Expected one load for each of {num_ranks} ranks, got {len(loads)}. [ZERO-199]")
     if any(size < 0 for size in sizes):
-        raise ValueError(f"Expected sizes of at least 0, got {min(sizes)}.")
+        raise ValueError(f"Expected sizes of at least 0, got {min(sizes)}. [ZERO-199]")
 
     owners = [GroupRank(0)] * len(sizes)
     heap = [(load, rank) for rank, load in enumerate(loads)]

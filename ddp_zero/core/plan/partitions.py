@@ -134,7 +134,7 @@ def partition_named(name: object, is_native: bool = False) -> Partition:
     for known in (WholeParameters(), CutParameters(is_native=is_native)):
         if name == known.name:
             return known
-    raise ValueError(f"Expected partition to be 'parameters' or 'elements', got {name!r}.")
+    raise ValueError(f"Expected partition to be 'parameters' or 'elements', got {name!r}. [ZERO-103]")
 
 
 AUTO = "auto"

@@ -38,15 +38,16 @@ class ShardGroups:
         sizes = sorted({len(group) for group in groups})
         if len(sizes) > 1:
             raise ValueError(
-                f"Expected shard groups of equal size, got {_shown(groups)}: the ranks of one own as much as those of "
-                f"another, in the same order. {_REMEDY}"
+                f"Expected shard groups of equal size, got {_shown(groups)}: the ranks of each own as much as the "
+                f"ranks of any other, in the same order. {_REMEDY} [ZERO-511]"
             )
         found = cls(tuple(groups))
         for replicas in found.replicas():
             if sorted(replicas, key=place.__getitem__) != list(replicas):
                 raise ValueError(
                     f"Expected shard groups that list their ranks in one order, got {_shown(groups)}: global ranks "
-                    f"{list(replicas)} would hold the same shards, and are not in the order of the groups. {_REMEDY}"
+                    f"{list(replicas)} would hold the same shards, and are not in the order of the groups. {_REMEDY} "
+                    "[ZERO-511]"
                 )
         return found
 
@@ -59,20 +60,20 @@ def _check_group(rank: int, group: Sequence[int], place: dict[int, int], stated:
     foreign = [member for member in group if member not in place]
     if foreign:
         raise ValueError(
-            f"Expected shard_group within the ranks that train together, got global rank {foreign[0]} in that of "
-            f"global rank {rank}, {list(group)}, which is not one of {list(place)}. {_REMEDY}"
+            f"Expected shard_group within the ranks that train together, {list(place)}, got global rank {foreign[0]} "
+            f"in the group of global rank {rank}, {list(group)}. {_REMEDY} [ZERO-511]"
         )
     if [place[member] for member in group] != sorted(place[member] for member in group):
         raise ValueError(
             f"Expected shard_group in the order of process_group, {list(place)}, got {list(group)} on global rank "
-            f"{rank}. {_REMEDY}"
+            f"{rank}. {_REMEDY} [ZERO-511]"
         )
     for member in group:
         other = stated[place[member]]
         if list(other) != list(group):
             raise ValueError(
                 f"Expected disjoint shard groups, the same on all of their ranks, got {list(group)} on global rank "
-                f"{rank} and {list(other)} on global rank {member}. {_REMEDY}"
+                f"{rank} and {list(other)} on global rank {member}. {_REMEDY} [ZERO-511]"
             )
 
 

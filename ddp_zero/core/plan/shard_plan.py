@@ -99,17 +99,21 @@ class ShardPlan:
 
     def __post_init__(self) -> None:
         if len(self.pieces) != len(self.specs):
-            raise ValueError(f"Expected one owner for each of {len(self.specs)} parameters, got {len(self.pieces)}.")
+            raise ValueError(
+                f"Expected one owner for each of {len(self.specs)} parameters, got {len(self.pieces)}. [ZERO-199]"
+            )
         for param, (pieces, spec) in enumerate(zip(self.pieces, self.specs, strict=True)):
             check_pieces(pieces, spec.numel, self.world_size, param)
         bucket_of: dict[int, int] = {}
         for position, bucket in enumerate(self.buckets):
             if bucket.index != position:
-                raise ValueError(f"Expected bucket {position} at position {position}, got bucket {bucket.index}.")
+                raise ValueError(
+                    f"Expected bucket {position} at position {position}, got bucket {bucket.index}. [ZERO-199]"
+                )
             self._check_bucket(bucket, bucket_of)
         for param, spec in enumerate(self.specs):
             if spec.active and param not in bucket_of:
-                raise ValueError(f"Expected active parameter {param} in a bucket, got it in none.")
+                raise ValueError(f"Active parameter {param} is in no bucket. [ZERO-199]")
 
     @property
     def owners(self) -> tuple[GroupRank, ...]:
@@ -125,13 +129,13 @@ class ShardPlan:
 
     def _check_bucket(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
         if [segment.owner for segment in bucket.segments] != list(range(self.world_size)):
-            raise ValueError(f"Expected one segment per rank in rank order in bucket {bucket.index}.")
+            raise ValueError(f"Expected one segment per rank in rank order in bucket {bucket.index}. [ZERO-199]")
         for segment in bucket.segments:
             unknown = [param for param in segment.params if not 0 <= param < len(self.specs)]
             if unknown:
                 raise ValueError(
                     f"Expected parameters below {len(self.specs)}, got parameter {unknown[0]} in bucket "
-                    f"{bucket.index}, rank {segment.owner}."
+                    f"{bucket.index}, rank {segment.owner}. [ZERO-199]"
                 )
             ends = [0, *accumulate(stop - start for start, stop in segment.ranges)]
             if segment.is_even:
@@ -139,7 +143,7 @@ class ShardPlan:
             elif list(segment.offsets) != ends[:-1] or segment.numel != ends[-1]:
                 raise ValueError(
                     f"Expected the parameters of bucket {bucket.index}, rank {segment.owner} end to end at "
-                    f"{ends[:-1]}, got {list(segment.offsets)} and length {segment.numel}."
+                    f"{ends[:-1]}, got {list(segment.offsets)} and length {segment.numel}. [ZERO-199]"
                 )
         self._check_count(bucket, bucket_of)
         for segment in bucket.segments:
@@ -153,7 +157,7 @@ class ShardPlan:
             raise ValueError(
                 f"Expected the parameters of bucket {bucket.index}, rank {segment.owner} one after the other in "
                 f"segments of one length, got offsets {list(starts)}, ends {ends[1:]} and lengths "
-                f"{[one.numel for one in bucket.segments]}."
+                f"{[one.numel for one in bucket.segments]}. [ZERO-199]"
             )
 
     def _check_count(self, bucket: Bucket, bucket_of: dict[int, int]) -> None:
@@ -161,12 +165,12 @@ class ShardPlan:
         for param, count in found.items():
             if param in bucket_of:
                 raise ValueError(
-                    f"Expected parameter {param} in one bucket, got it in {bucket_of[param]} and {bucket.index}."
+                    f"Parameter {param} is in two buckets, {bucket_of[param]} and {bucket.index}. [ZERO-199]"
                 )
             if count != len(self.pieces[param]):
                 raise ValueError(
                     f"Expected all {len(self.pieces[param])} pieces of parameter {param} in bucket {bucket.index}, got "
-                    f"{count}."
+                    f"{count}. [ZERO-199]"
                 )
         bucket_of.update(dict.fromkeys(found, bucket.index))
 
@@ -175,12 +179,12 @@ class ShardPlan:
         if piece is None or held != (piece.start, piece.stop):
             raise ValueError(
                 f"Expected parameter {param} with its owners, {self.pieces[param]}, got elements {held[0]} to "
-                f"{held[1]} in a segment of rank {segment.owner} (bucket {bucket.index})."
+                f"{held[1]} in a segment of rank {segment.owner} (bucket {bucket.index}). [ZERO-199]"
             )
         if spec.kind != bucket.kind or not spec.active:
             raise ValueError(
                 f"Expected an active parameter of kind {bucket.kind} in bucket {bucket.index}, got parameter {param}: "
-                f"{spec}."
+                f"{spec}. [ZERO-199]"
             )
 
 
@@ -198,12 +202,14 @@ def plan_standalone(
         ValueError: if the cap is less than 1 or the arguments contradict each other.
     """
     if bucket_cap_bytes < 1:
-        raise ValueError(f"Expected a bucket cap of at least 1 byte, got {bucket_cap_bytes}.")
+        raise ValueError(f"Expected a bucket cap of at least 1 byte, got {bucket_cap_bytes}. [ZERO-199]")
     members: dict[str, list[list[int]]] = {}
     for param, (spec, owner) in enumerate(zip(specs, owners, strict=True)):
         if spec.active:
             if not 0 <= owner < world_size:
-                raise ValueError(f"Expected parameter {param} to have an owner below {world_size}, got {owner}.")
+                raise ValueError(
+                    f"Expected parameter {param} to have an owner below {world_size}, got {owner}. [ZERO-199]"
+                )
             if spec.kind not in members:
                 members[spec.kind] = [[] for _ in range(world_size)]
             members[spec.kind][owner].append(param)

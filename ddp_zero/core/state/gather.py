@@ -50,6 +50,7 @@ from ddp_zero.core.state.connections import (
 )
 from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.core.step.state_order import Birth, State
+from ddp_zero.error_codes import coded
 
 _POLL_SECONDS = 0.001, 0.05
 _HEARD_PER_TIME_OUT = 4
@@ -76,7 +77,7 @@ def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
     comm, everyone, table = sharded.comm, sharded.everyone, sharded.table
     with Agreement(everyone, "consolidate_state_dict") as agreement:
         if not 0 <= to < everyone.world_size:
-            raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}.")
+            raise ValueError(f"Expected `to` to be a rank below {everyone.world_size}, got {to}. [ZERO-610]")
         agreement.declare("argument `to`", to)
         sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
         owned = list(_owned(sharded, has_followed=True))
@@ -197,8 +198,8 @@ class OnDemand:
         sharded, comm = self._sharded, self._sharded.comm
         if sharded.changes.is_under_way:
             raise RuntimeError(
-                f"Expected state_dict() between two steps, got it within one ({comm.name(comm.group_rank)}). Call it "
-                "after opt.step(), or opt.reset() after an interrupted backward pass."
+                f"state_dict() was called within a step ({comm.name(comm.group_rank)}). Call it after opt.step(), or "
+                "opt.reset() after an interrupted backward pass. [ZERO-309]"
             )
         with ExitStack() as stack:
             connections: dict[GroupRank, socket.socket] = {}
@@ -240,13 +241,14 @@ class OnDemand:
             received += 1
             frame = receive_frame(connection)
         if "type_error" in frame:
-            raise TypeError(frame["type_error"])
+            raise TypeError(coded(frame["type_error"], "[ZERO-611]"))
         if frame.get("end") != received:
-            raise RuntimeError(
+            message = (
                 f"Expected {name} to have the state that {sharded.comm.name(sharded.comm.group_rank)} has, got "
-                f"{frame.get('refused', 'a part of it')}. While gradients are reduced together no rank can step "
+                f"{frame.get('refused', 'a part of the state')}. While gradients are reduced together no rank can step "
                 "without this one; where one can, call consolidate_state_dict() on all ranks before state_dict()."
             )
+            raise RuntimeError(coded(message, "[ZERO-602]"))
 
     def _first_answer(self, name: str, connection: socket.socket, request: Frame) -> Frame:
         """Ask until the rank no longer answers with "wait"."""
@@ -260,7 +262,7 @@ class OnDemand:
             if time.monotonic() + pause > deadline:
                 raise RuntimeError(
                     f"Expected {name} to end its change of the state within {self._time_out:g} s, the group's "
-                    f"time-out, got {frame['wait']}."
+                    f"time-out, got {frame['wait']}. [ZERO-602]"
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -271,10 +273,11 @@ class OnDemand:
             return talk()
         except (OSError, EOFError, ValueError) as error:
             shown = "no answer within the group's time-out" if isinstance(error, TimeoutError) else str(error)
-            raise RuntimeError(
+            message = (
                 f"Expected {self._sharded.comm.name(peer)} to give its part of the optimizer's state, got {shown}. Has "
                 "it been killed, or ended with an error? A rank that ends well stays until no other can ask."
-            ) from error
+            )
+            raise RuntimeError(coded(message, "[ZERO-602]")) from error
 
     # Answering, in a thread
 
@@ -319,7 +322,9 @@ class OnDemand:
 
     def _refusal(self, count: int) -> str | None:
         begun = self._sharded.changes.begun
-        return None if begun == count else f"one that has moved on, to change {begun} (a step or a load) from {count}"
+        return (
+            None if begun == count else f"a state that has moved on, to change {begun} (a step or a load) from {count}"
+        )
 
 
 def _store_host(comm: Communicator) -> str | None:

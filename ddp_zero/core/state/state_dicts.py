@@ -116,9 +116,9 @@ class StateDicts:
                 return self._on_demand.gather()
             rank = sharded.everyone.group_rank
             raise RuntimeError(
-                f"Expected the state of a copy of an optimizer, for which other ranks cannot be asked, to be "
-                f"consolidated on rank {rank}, got only its own shard. Call consolidate_state_dict(to={rank}) on all "
-                "ranks first; a step, load_state_dict or add_param_group makes it stale."
+                f"This is a copy of an optimizer, which holds only its own shard on rank {rank} and cannot ask other "
+                f"ranks. Call consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or "
+                "add_param_group makes it stale. [ZERO-603]"
             )
         sharded.stepped.follow_model()
         sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
@@ -188,20 +188,21 @@ class StateDicts:
             check()
             if state_dict is None:
                 raise ValueError(
-                    "Expected a state dict, got None, which is for ranks next to one that gives it; under Join every "
-                    "rank gives one."
+                    "load_state_dict got None on every rank. Give a state dict on one rank at least; under Join every "
+                    "rank gives one. [ZERO-605]"
                 )
             self.load(optimizer, state_dict)
             return
         with Agreement(comm, _LOADING):
             check()
             if state_dict is not None and not isinstance(state_dict, Mapping):
-                raise TypeError(f"Expected a state dict or None, got {type(state_dict).__name__}.")
+                raise TypeError(f"Expected a state dict or None, got {type(state_dict).__name__}. [ZERO-605]")
         given = [bool(flag) for (flag,) in comm.all_gather_ints([int(state_dict is not None)])]
         if sum(given) not in (1, comm.world_size):
             raise ValueError(
-                "Expected a state dict on every rank, or on one rank and None on all others, in load_state_dict, got "
-                f"one on ranks {[rank for rank, flag in enumerate(given) if flag]} of {comm.world_size}."
+                "load_state_dict needs a state dict on every rank, or on exactly one rank and None on the rest; ranks "
+                f"{[rank for rank, flag in enumerate(given) if flag]} of {comm.world_size} gave a state dict. "
+                "[ZERO-605]"
             )
         if all(given):
             assert state_dict is not None, "given"
@@ -339,8 +340,8 @@ class StateDicts:
             if diverged := sharded.stepped.diverged():
                 raise ValueError(
                     f"Expected {sharded.table.label(diverged[0])} to be its master weight rounded, got a different "
-                    f"value on {comm.name(comm.group_rank)}. Load the model on every rank before the "
-                    "optimizer, or call opt.refresh_master_weights() to continue from the models as they are."
+                    f"value on {comm.name(comm.group_rank)}. Load the model on every rank before the optimizer, or "
+                    "call opt.refresh_master_weights() to continue from the models as they are. [ZERO-606]"
                 )
 
     # This rank's part by name; never communicates
@@ -354,9 +355,9 @@ class StateDicts:
         sharded = self._sharded
         for index, part in sharded.binding.owned_parts().items():
             raise NotImplementedError(
-                f"Expected whole parameters in sharded_state_dict(), got elements {part.start} to {part.stop} of "
-                f"{sharded.table.label(index)} (partition='elements'). Use ddp_zero.checkpoint, or "
-                "consolidate_state_dict()."
+                "sharded_state_dict() needs whole parameters; with partition='elements' this rank has elements "
+                f"{part.start} to {part.stop} of {sharded.table.label(index)}. Use ddp_zero.checkpoint, or "
+                "consolidate_state_dict(). [ZERO-608]"
             )
         names = self._qualified_names(model)
         states: dict[str, Any] = {names[index]: dict(state) for index, state in self.owned_state().items()}
@@ -395,7 +396,7 @@ class StateDicts:
             ours, theirs = next(pair for pair in zip_longest(names, saved) if pair[0] != pair[1])
             raise ValueError(
                 f"Expected parameter {ours!r}, got {theirs!r}. Load what sharded_state_dict() gave for the same "
-                "parameters in the same order; ddp_zero.checkpoint.load() finds them by name."
+                "parameters in the same order; ddp_zero.checkpoint.load() finds them by name. [ZERO-604]"
             )
         index_of = {name: index for index, name in enumerate(names)}
         groups = [
@@ -412,7 +413,7 @@ class StateDicts:
         if len(given) != len(table):
             raise ValueError(
                 f"Expected a name for each of {len(table)} parameters, got {len(given)}. Give the model, or build the "
-                "optimizer from model.named_parameters()."
+                "optimizer from model.named_parameters(). [ZERO-604]"
             )
         is_wrapped = all(name.startswith("module.") for name in given)
         return [clean(name.removeprefix("module.") if is_wrapped else name) for name in given]
@@ -516,7 +517,9 @@ def restrict_state_dict(
             local_state[saved_id] = value
             continue
         if saved_id not in index_of_id:
-            raise ValueError(f"Expected state for parameters 0 to {len(index_of_id) - 1}, got some for {saved_id!r}.")
+            raise ValueError(
+                f"Expected state for parameters 0 to {len(index_of_id) - 1}, got state for {saved_id!r}. [ZERO-604]"
+            )
         index = index_of_id[saved_id]
         part = stepped.part(index)
         check_state(value, table, index, type(inner), part)
@@ -541,13 +544,15 @@ def _checked_master(value: Mapping[str, Any], table: ParameterTable, index: int,
     master = value[MASTER_KEY]
     if not stepped.wants_master(index):
         raise ValueError(
-            f"Expected state without {MASTER_KEY!r} for {table.label(index)}, which is stepped in "
-            f"{table.params[index].dtype}, got some. Build the optimizer with master_weights=True over a model in low "
-            f"precision, or leave {MASTER_KEY!r} out of the state to lose it."
+            f"The state dict has {MASTER_KEY!r} for {table.label(index)}, which this optimizer steps in "
+            f"{table.params[index].dtype}. Build the optimizer with master_weights=True over a model in low precision, "
+            f"or leave {MASTER_KEY!r} out of the state to lose it. [ZERO-607]"
         )
     if not isinstance(master, Tensor) or master.dtype != torch.float32:
         kind = master.dtype if isinstance(master, Tensor) else type(master).__name__
-        raise ValueError(f"Expected {MASTER_KEY!r} of {table.label(index)} to be an fp32 tensor, got {kind}.")
+        raise ValueError(
+            f"Expected {MASTER_KEY!r} of {table.label(index)} to be an fp32 tensor, got {kind}. [ZERO-607]"
+        )
     return master
 
 
@@ -579,24 +584,28 @@ def _share_as_before(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]
 def _check_groups(state_dict: Mapping[str, Any], param_groups: Sequence[ParamGroup]) -> None:
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"Expected an optimizer's state dict with 'state' and 'param_groups', got no {key!r}.")
+            raise ValueError(
+                f"Expected an optimizer's state dict with 'state' and 'param_groups', got no {key!r}. [ZERO-604]"
+            )
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(param_groups):
-        raise ValueError(f"Expected a state dict with {len(param_groups)} parameter groups, got {len(saved_groups)}.")
+        raise ValueError(
+            f"Expected a state dict with {len(param_groups)} parameter groups, got {len(saved_groups)}. [ZERO-604]"
+        )
     for position, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
         if "params" not in saved:
             raise ValueError(
-                f"Expected a list of parameter ids in group {position} of the state dict, got no 'params'."
+                f"Expected a list of parameter ids in group {position} of the state dict, got no 'params'. [ZERO-604]"
             )
         if len(saved.get("param_names", saved["params"])) != len(saved["params"]):
             raise ValueError(
                 f"Expected a name for each of {len(saved['params'])} parameters in group {position} of the state dict, "
-                f"got {len(saved['param_names'])}."
+                f"got {len(saved['param_names'])}. [ZERO-604]"
             )
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"Expected {len(group['params'])} parameters in group {position} of the state dict, got "
-                f"{len(saved['params'])}."
+                f"{len(saved['params'])}. [ZERO-604]"
             )
 
 
@@ -624,7 +633,9 @@ def check_state(
         ValueError: if not, naming the parameter.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"Expected a dict as the state of {table.label(index)}, got {type(value).__name__}.")
+        raise ValueError(
+            f"Expected a dict as the state of {table.label(index)}, got {type(value).__name__}. [ZERO-604]"
+        )
     if not optimizer_class.__module__.startswith("torch.optim"):
         return
     shape = table.params[index].shape
@@ -632,8 +643,9 @@ def check_state(
         is_of_part = part is not None and isinstance(tensor, Tensor) and tensor.shape == (part.stop - part.start,)
         if isinstance(tensor, Tensor) and tensor.dim() and not (is_of_part or _broadcasts(tensor.shape, shape)):
             raise ValueError(
-                f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. "
-                "Is this the state dict of a different model, or were the parameters given in a different order?"
+                f"Expected state {key!r} of {table.label(index)} to fit its shape, got shape {list(tensor.shape)}. Is "
+                "this the state dict of a different model, or were the parameters given in a different order? "
+                "[ZERO-604]"
             )
 
 
@@ -649,11 +661,13 @@ def offload_state(sharded: ShardedStep, to: Offload | str) -> None:
     """See `ZeroRedundancyOptimizer.offload_state`."""
     stepped = sharded.stepped
     if Offload.of(to) is None:
-        raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None.")
+        raise TypeError("Expected 'cpu' or a ddp_zero.Offload in opt.offload_state(), got None. [ZERO-609]")
     if stepped.are_parked or type(stepped.residence) is not type(residence_for(None)):
         how = "an earlier opt.offload_state()" if stepped.are_parked else "offload= of the optimizer"
         name = sharded.comm.name(sharded.comm.group_rank)
-        raise RuntimeError(f"Expected state beside the parameters, got state that {how} has moved away ({name}).")
+        raise RuntimeError(
+            f"Expected state beside the parameters, got state that {how} has moved away ({name}). [ZERO-609]"
+        )
     sharded.left.complete()
     stepped.follow_model()
     residence = residence_for(to)
@@ -668,7 +682,7 @@ def offload_state(sharded: ShardedStep, to: Offload | str) -> None:
 def reload_state(sharded: ShardedStep) -> None:
     """See `ZeroRedundancyOptimizer.reload_state`."""
     if not sharded.stepped.are_parked:
-        raise RuntimeError("Expected opt.offload_state() before opt.reload_state(), got none.")
+        raise RuntimeError("opt.reload_state() needs an opt.offload_state() before it. [ZERO-609]")
     _move(sharded, lambda tensor, device: tensor.to(device, copy=True))
     sharded.stepped.are_parked = False
 

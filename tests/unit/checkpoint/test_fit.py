@@ -99,7 +99,9 @@ def test_an_old_name_that_a_longer_one_always_beats_is_told_too() -> None:
     ids=["onto one that stays", "two onto a third", "a name and a prefix"],
 )
 def test_names_that_would_become_the_same_are_told(names: list[str], rename: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"keep names apart, got several names of the checkpoint for \['[bc]\.w'\]"):
+    with pytest.raises(
+        ValueError, match=r"a name of its own, got several parameters of the checkpoint under \['[bc]\.w'\]"
+    ):
         renamed(names, rename)
 
 

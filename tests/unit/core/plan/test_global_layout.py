@@ -72,9 +72,9 @@ def test_names_and_groups_are_those_of_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        (entry(), entry(home="ranks [2]"), "'w' on rank 0 and rank 1, which hold different ones of it: one belongs to"),
+        (entry(), entry(home="ranks [2]"), "'w' on rank 0 and rank 1, with different values: one belongs to"),
         (entry(), entry((5,)), r"one shape and dtype, got shape \[4\] of float32 and shape \[5\] of float32 on rank 0"),
-        (entry(sample="a"), entry(sample="b"), "'w', which is in no parameter group, .*different ones on rank 0 and"),
+        (entry(sample="a"), entry(sample="b"), "'w' is in no parameter group and has different values on rank 0 and"),
         (half(0), half(0), r"make up shape \[4\] of float32, got 2 of 4 elements: \[0:2\] on rank 0"),
         (half(0), entry(), r"got elements \[0:2\] and \[0:4\], which overlap: \[0:2\] on rank 0; \[0:4\] on rank 1"),
     ],
@@ -88,5 +88,5 @@ def test_names_by_a_function_must_be_names_and_differ() -> None:
     assert renamed(["a", "b"], str.upper, "names=", "it") == {"a": "A", "b": "B"}
     with pytest.raises(TypeError, match="Expected names= to return a name for 'a', got None"):
         renamed(["a"], lambda name: None, "names=", "it")  # type: ignore[arg-type, return-value]
-    with pytest.raises(ValueError, match=r"got several names of it for \['x'\]"):
+    with pytest.raises(ValueError, match=r"got several parameters of it under \['x'\]"):
         renamed(["a", "b"], lambda name: "x", "names=", "it")

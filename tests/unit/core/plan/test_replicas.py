@@ -41,7 +41,7 @@ def test_ranks_of_a_process_group_may_be_in_any_order() -> None:
     [
         ([0, 1, 2, 3], [[0, 1], [0, 1, 2], [2, 3], [2, 3]], "disjoint .* got [0, 1] on global rank 0 and [0, 1, 2] on"),
         ([0, 1, 2], [[0], [1, 2], [1, 2]], "equal size, got [0], [1, 2]"),
-        ([0, 1], [[0, 1, 2], [0, 1, 2]], "within .* got global rank 2 in that of global rank 0, [0, 1, 2]"),
+        ([0, 1], [[0, 1, 2], [0, 1, 2]], "within .* got global rank 2 in the group of global rank 0, [0, 1, 2]"),
         ([0, 1, 2, 3], [[0, 3], [1, 2], [1, 2], [0, 3]], "in one order, got [0, 3], [1, 2]: global ranks [3, 2]"),
         ([0, 1], [[1, 0], [1, 0]], "in the order of process_group, [0, 1], got [1, 0] on global rank 0"),
     ],

@@ -248,7 +248,7 @@ def test_the_cap_cuts_what_ddp_does_not_reduce_and_nothing_else() -> None:
 
 
 def test_a_parameter_that_ddp_reduces_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="parameter 1 in one bucket, got it in 0 and 1"):
+    with pytest.raises(ValueError, match="Parameter 1 is in two buckets, 0 and 1"):
         plan_for_ddp([spec(1), spec(1)], ranks(0, 0), 1, [[0, 1], [1]], 1000)
 
 
@@ -464,7 +464,7 @@ BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
     ),
     "in two buckets": (
         lambda: with_segment(1, 0, [0, 4], [0, 4], 6),
-        r"parameter 0 in one bucket, got it in 0 and 1\.",
+        r"Parameter 0 is in two buckets, 0 and 1\.",
     ),
     "with another rank": (
         lambda: with_segment(0, 1, [1, 4], [0, 3], 5),
@@ -480,7 +480,7 @@ BROKEN: dict[str, tuple[Callable[[], ShardPlan], str]] = {
     ),
     "in no bucket": (
         lambda: with_segment(0, 0, [0], [0], 4),
-        r"active parameter 3 in a bucket, got it in none\.",
+        r"Active parameter 3 is in no bucket\.",
     ),
     "no such parameter": (
         lambda: with_segment(0, 0, [0, 3, 6], [0, 4, 9], 9),

@@ -251,7 +251,7 @@ MISFITS: list[tuple[Callable[[StateDict], None], str]] = [
     (group_too_many, r"2 parameter groups, got 3\."),
     (parameter_missing, r"2 parameters in group 1 of the state dict, got 1\."),
     (name_missing, r"group 1"),
-    (stray_state, r"state for parameters 0 to 4, got some for 5\."),
+    (stray_state, r"state for parameters 0 to 4, got state for 5\."),
     (state_not_kept, r"a dict as the state of parameter 4 \(group 1, shape \[5\]\), got NoneType\."),
     (wrong_shape, r"'exp_avg_sq' of parameter 2 \(group 0, shape \[4, 2\]\) to fit its shape, got shape \[2, 4\]\."),
     (wrong_rank, r"'exp_avg' of parameter 4 \(group 1, shape \[5\]\) to fit its shape, got shape \[5, 1\]\."),
