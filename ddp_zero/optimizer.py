@@ -226,6 +226,9 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters, at any time; existing parameters keep their owners. A collective.
 
+        Args:
+            param_group: parameters and options, as for any torch optimizer.
+
         Raises:
             ValueError: if the parameters are already in a group or differ between ranks; RuntimeError if it failed on
                 another rank. The optimizer is then unchanged.
@@ -243,7 +246,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         """True if these options need a DDP communication hook that was not built yet; `attach` builds it."""
         return self._engine.needs_hook
 
-    def attach(  # noqa: D417  # options that are those of shard_optimizer are documented there
+    def attach(
         self,
         model: nn.Module,
         *,
@@ -260,7 +263,10 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         Args:
             model: the DDP model over the optimizer's parameters, without a communication hook, or a module that holds
                 it, such as ``torch.compile(ddp)``.
-            hook, hook_state, interleaved, shard_buckets: see `shard_optimizer`.
+            hook: see `shard_optimizer`.
+            hook_state: see `shard_optimizer`.
+            interleaved: see `shard_optimizer`.
+            shard_buckets: see `shard_optimizer`.
 
         Raises:
             TypeError: for a model that neither is nor holds a DDP model.
@@ -296,6 +302,9 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         """Drop or zero the gradients of all parameters, including those that wait to be added to the next sum.
 
         A collective once, in a loop without ``step()`` that has not stepped yet: it takes the first step beforehand.
+
+        Args:
+            set_to_none: drop gradients; if False, set them to zero.
         """
         self._engine.take_due_step()
         with untouched() if set_to_none else nullcontext():  # zeroing must reach `AbsentGradient`
@@ -420,6 +429,9 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, to call ``backward()`` on; the step divides the scale out again.
+
+        Args:
+            loss: result of the forward pass.
 
         Raises:
             RuntimeError: without ``loss_scale=``.
@@ -572,7 +584,10 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     # Join
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook that `torch.distributed.algorithms.Join` runs on ranks that have joined; see `core.step.join`.
+        """The hook that `torch.distributed.algorithms.Join` runs on ranks that have joined.
+
+        Args:
+            **kwargs: arguments that `Join` passes to all hooks; none is used.
 
         Raises:
             NotImplementedError: with a shard group.

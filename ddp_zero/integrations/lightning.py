@@ -56,6 +56,9 @@ class ZeroDDPStrategy(DDPStrategy):
 
         Args:
             trainer: the trainer.
+
+        Raises:
+            NotImplementedError: for a module with manual optimization.
         """
         super().setup_optimizers(trainer)
         if not self.lightning_module.automatic_optimization:

@@ -268,6 +268,9 @@ class ParallelOptimizer(Optimizer):
 
         Returns:
             The norm before clipping.
+
+        Raises:
+            RuntimeError: as `ZeroRedundancyOptimizer.clip_grad_norm_`, or if it failed on another rank.
         """
         self._average()
         wanted = zip(self.members, self._by_member(parameters), strict=True)

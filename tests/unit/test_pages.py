@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import inspect
 import re
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ ROOMS = "|".join(sorted(path.name for path in PACKAGE.iterdir() if path.is_dir()
 MANUAL = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 API = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
+UNNAMED = {"self", "defaults", "norm", "coefficient", "scale"}
+"""Options of the optimizer class, and the raw numbers behind properties of `StepRecord`."""
 WITH_ALL = ["ddp_zero", "ddp_zero.checkpoint", "ddp_zero.deepspeed", "ddp_zero.launch", "ddp_zero.parallel"]
 PARTS: dict[str, set[str]] = {
     "integrations/accelerate.py": set(),
@@ -88,6 +92,31 @@ def test_every_name_of_a_module_for_users_is_in_the_api_reference(path: str) -> 
     module = f"ddp_zero.{path.removesuffix('.py').replace('/', '.')}"
     public = {name for name in defined if not name.startswith("_")} - PARTS[path]
     assert {name for name in public if f"::: {module}.{name}\n" not in API} == set()
+
+
+def undocumented(name: str) -> list[str]:
+    """The arguments of a public function, or of a class and its public methods, that the docstring does not name."""
+    module, _, attribute = name.rpartition(".")
+    thing = getattr(importlib.import_module(module), attribute)
+    if inspect.isclass(thing) and issubclass(thing, Exception | Enum):
+        return []
+    called = {name: thing}
+    if inspect.isclass(thing):
+        called |= {
+            f"{name}.{key}": one for key, one in vars(thing).items() if inspect.isfunction(one) and key[0] != "_"
+        }
+    return [
+        f"{where}({argument})"
+        for where, one in called.items()
+        for argument in set(inspect.signature(one).parameters) - UNNAMED
+        if not re.search(rf"(?<!\w){argument}(?!\w)", inspect.getdoc(one) or "")
+    ]
+
+
+@pytest.mark.parametrize("module", WITH_ALL)
+def test_every_argument_of_a_public_name_is_documented(module: str) -> None:
+    names = importlib.import_module(module).__all__
+    assert [one for name in names for one in undocumented(f"{module}.{name}")] == []
 
 
 def test_the_api_reference_names_nothing_that_is_gone() -> None:
