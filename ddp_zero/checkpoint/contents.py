@@ -84,9 +84,7 @@ class SavedCheckpoint:
     def open(cls, path: Path) -> "SavedCheckpoint":
         """Read everything except the tensors of the newest checkpoint at a path.
 
-        Raises:
-            FileNotFoundError: if there is no complete checkpoint.
-            ValueError: if it is damaged, or was not written by this library, naming the file.
+        Raises FileNotFoundError if there is no complete checkpoint, ValueError for a damaged or foreign one.
         """
         try:
             folder = newest(path)

@@ -62,7 +62,7 @@ _ALIGNMENT = 8
 
 
 def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = False) -> list[Path]:
-    """Write ``model.safetensors`` and, if an optimizer was saved, ``optimizer.pt`` into a folder.
+    """Write ``model.safetensors`` and, if an optimizer was saved, ``optimizer.pt`` into a folder. Returns the files.
 
     The latter is for ``torch.load(file, weights_only=True, mmap=True)`` and the plain optimizer's ``load_state_dict``,
     over the same parameters in the same order. Existing files of these names are replaced, each atomically.
@@ -72,9 +72,6 @@ def export(path: Path, out: Path, *, fp32: bool = False, exclude_frozen: bool = 
         out: a folder, created if missing.
         fp32: write all floating-point weights in fp32, from their master weights if they have any.
         exclude_frozen: leave out parameters that are not trainable.
-
-    Returns:
-        The files.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
@@ -173,18 +170,15 @@ def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
 
 
 def export_deepspeed(path: Path, out: Path) -> Path:
-    """Write a checkpoint in DeepSpeed's universal format, as ``step-<number>_universal`` or ``<tag>_universal``.
+    """Write a checkpoint in DeepSpeed's universal format, and return its folder.
 
-    The latter if the engine of `ddp_zero.deepspeed` saved it under that tag; then with its counters, its schedule and
-    the client's state. DeepSpeed loads it with ``"checkpoint": {"load_universal": true}`` into stages 1 and 2, at any
-    number of ranks.
+    It is named ``<tag>_universal`` if the engine of `ddp_zero.deepspeed` saved it under that tag, with its counters,
+    schedule and client state; else ``step-<number>_universal``. DeepSpeed loads it with ``"checkpoint":
+    {"load_universal": true}`` into stages 1 and 2, at any number of ranks.
 
     Args:
         path: a checkpoint, or a folder of them, with an optimizer.
         out: a folder, created if missing.
-
-    Returns:
-        The folder of the new checkpoint.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.

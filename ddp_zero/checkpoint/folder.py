@@ -155,11 +155,7 @@ def complete_in(root: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """The checkpoint that a path names: itself, or the complete one of the highest step in it.
-
-    Raises:
-        FileNotFoundError: if there is no complete checkpoint.
-    """
+    """The checkpoint itself, or the newest complete one in the folder; FileNotFoundError if there is none."""
     if (path / MARKER).is_file():
         return path
     found = complete_in(path)
@@ -337,15 +333,9 @@ def encode_part(text: str, spans: Sequence[FileSpan]) -> str:
 
 
 def decode_part(text: str, digest: str, shown: object) -> Tree:
-    """The tree of a part, with a `StoredTensor` in the place of each tensor.
+    """The tree of a part, with a `StoredTensor` in the place of each tensor; ValueError if damaged or malformed.
 
-    Args:
-        text: from `encode_part`, or from an untrusted source.
-        digest: the expected SHA-256.
-        shown: name of the part in messages.
-
-    Raises:
-        ValueError: if it is damaged, or not a part of a checkpoint.
+    The text may come from an untrusted source; ``shown`` names the part in messages.
     """
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ValueError(f"Expected {shown} to fit its checksum, got a damaged one.")

@@ -66,19 +66,10 @@ class Restore:
         strict: bool,
         elsewhere: Collection[str] = (),
     ) -> "Restore":
-        """Match names, shapes and dtypes; changes nothing.
+        """Match names, shapes and dtypes; changes nothing. ``elsewhere`` are names that only other ranks hold.
 
-        Args:
-            saved: the checkpoint.
-            live: the model.
-            optimizer: the optimizer, or None.
-            rename: see `ddp_zero.checkpoint.load`.
-            strict: True if everything must fit.
-            elsewhere: names that other ranks hold and this rank does not.
-
-        Raises:
-            ValueError: for any misfit if the load is strict, with a list of all misfits; or for a value that fits by
-                name but cannot be loaded.
+        Raises ValueError with a list of all misfits if the load is strict, or for a value that fits by name but cannot
+        be loaded.
         """
         plan = cls(saved, live, optimizer)
         shared = saved.shared

@@ -111,11 +111,9 @@ class OptimizerState:
         self.inner.state.clear()
 
     def load(self, state_dict: StateDict, order: Sequence[int]) -> None:
-        """Load a state dict with the states of `kept`, whose tensors become the optimizer's.
+        """Load a state dict with the states of `kept`, by index, whose tensors become the optimizer's.
 
-        Args:
-            state_dict: refers to parameters by index.
-            order: parameters with a state on any rank, in the order of the unsharded optimizer.
+        ``order``: parameters with a state on any rank, in the order of the unsharded optimizer.
         """
         self.optimizer.load_state_dict(state_dict)
 

@@ -64,20 +64,9 @@ def capture(
     """This rank's part of a checkpoint, made of live tensors.
 
     The writer of a parameter's state also writes its value; parameters in no optimizer are spread over the ranks;
-    buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them.
-
-    Args:
-        live: the model.
-        optimizer: the optimizer, between two steps.
-        states: the states that it saves, by index.
-        peers: the ranks.
-        extra: the user's state.
-        rank_extra: the user's state of this rank.
-        layout: the writer of each value, if ranks hold different parts of the model.
-        exclude_frozen: leave out parameters that do not require a gradient.
-
-    Raises:
-        ValueError: if the optimizer has a parameter that the model does not have.
+    buffers, which may differ between ranks, are taken from rank 0, as DDP broadcasts them. If ranks hold different
+    parts of the model, ``layout`` gives the writer of each value. Raises ValueError if the optimizer has a parameter
+    that the model does not have.
     """
     rank, world_size = peers.group_rank, peers.world_size
     names = [] if optimizer is None else live.names_of(optimizer.table)
@@ -189,8 +178,7 @@ class SaveJob:
 def write(job: SaveJob, peers: Peers, shows_progress: bool = True) -> Path:
     """Write this rank's part and wait for all ranks. A collective. Returns the folder of the complete checkpoint.
 
-    Raises:
-        OSError: if writing to disk fails; RuntimeError on other ranks. Earlier checkpoints are untouched.
+    After an OSError here, RuntimeError on other ranks, earlier checkpoints are untouched.
     """
     rank, published = peers.group_rank, ""
     nbytes = sum(tensor.nbytes for tensor in job.tensors)
@@ -227,22 +215,14 @@ def _complete(job: SaveJob, world_size: int) -> Path:
 
 
 class Saving:
-    """A save that may still be in progress.
-
-    Args:
-        future: resolves to the checkpoint's folder.
-    """
+    """A save that may still be in progress; its future resolves to the checkpoint's folder."""
 
     def __init__(self, future: "Future[Path]") -> None:
         self._future = future
         self._is_reported = False
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is complete, and return its folder.
-
-        Raises:
-            RuntimeError: if the save failed on any rank.
-        """
+        """Wait until the checkpoint is complete, and return its folder; RuntimeError if the save failed on any rank."""
         try:
             return self._future.result()
         except Exception as error:

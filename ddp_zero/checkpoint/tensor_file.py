@@ -130,11 +130,7 @@ def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) ->
 
 
 def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[StoredTensor, str] = _NAMELESS) -> None:
-    """Check that tensors of a checkpoint match their checksums, reading them piece by piece.
-
-    Raises:
-        ValueError: naming the file, and the tensor by ``name_of``, if one is missing, truncated or damaged.
-    """
+    """Check tensors of a checkpoint against their checksums, piece by piece; ValueError names file and tensor."""
     written = as_written(tensors)
     for stored in sorted(written, key=lambda stored: (stored.span.file, stored.span.offset)):
         if isinstance(stored, PiecedTensor):
@@ -156,11 +152,7 @@ def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[Store
 
 @torch.no_grad()
 def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
-    """Read a tensor into a target of its shape, on any device, converting to the target's dtype.
-
-    Raises:
-        ValueError: as `verify`; then the target may have changed.
-    """
+    """Read a tensor into a target of its shape, device and dtype may differ; after a ValueError it may have changed."""
     if isinstance(stored, CutTensor):
         for source in stored.sources:
             # one part at a time, on the CPU: at most one is in memory beside the target
@@ -180,11 +172,7 @@ def read_into(folder: Path, stored: StoredTensor, target: Tensor) -> None:
 
 
 def read(folder: Path, stored: StoredTensor, device: torch.device) -> Tensor:
-    """Read a tensor with its saved strides, to ``device`` if it was on an accelerator, else to the CPU.
-
-    Raises:
-        ValueError: as `verify`.
-    """
+    """Read a tensor with its saved strides, to ``device`` if it was on an accelerator, else to the CPU."""
     spec = stored.spec
     place = torch.device("cpu") if spec.device_type == "cpu" else device
     if spec.stride is None:
@@ -196,11 +184,7 @@ def read(folder: Path, stored: StoredTensor, device: torch.device) -> Tensor:
 
 
 def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in pieces of whole elements, in reused memory; the checksum is checked at the end.
-
-    Raises:
-        ValueError: naming the file, if it is missing, truncated or damaged.
-    """
+    """A tensor's bytes in pieces of whole elements, in reused memory; ValueError, possibly at the end, if damaged."""
     if isinstance(stored, CutTensor):
         whole = read(folder, stored, torch.device("cpu"))
         yield memory_of(whole)
@@ -245,12 +229,7 @@ _Path = tuple[str | int, ...]
 def write_dcp_metadata(folder: Path, tree: Tree) -> None:
     """Write the index, and a file with the values that are not tensors, and wait until they are on disk.
 
-    Args:
-        folder: folder of the files of tensors.
-        tree: dicts of stored tensors and plain values. A value's key in the index is its path joined by dots.
-
-    Raises:
-        ValueError: if two values have the same key.
+    A value's key in the index is its path in the tree joined by dots; ValueError if two values have the same key.
     """
     entries: dict[str, Any] = {}
     results: list[WriteResult] = []

@@ -258,8 +258,7 @@ def bucket_cap(module: nn.Module, config: Config, usual: float) -> float:
 def cast(module: nn.Module, config: Config) -> None:
     """Cast a model's floating-point parameters, and its buffers if configured.
 
-    Raises:
-        ConfigError: for parameters of fp16 or bf16 if neither mode is enabled, naming one.
+    Raises ConfigError, naming one, for fp16 or bf16 parameters if neither mode is enabled.
     """
     dtype = _dtype_named(config.dtype)
     kept = dict[int, Tensor]()
@@ -406,10 +405,9 @@ class Choice(NamedTuple):
 
 
 def choose(section: OptimizerSection, groups: Groups, names: Mapping[nn.Parameter, str]) -> Choice:
-    """The configured optimizer; ``names`` are the names of the parameters.
+    """The configured optimizer, given the names of the parameters.
 
-    Raises:
-        ConfigError: for a class that does not exist, with the nearest name, or an option that it does not have.
+    Raises ConfigError, with the nearest name, for an unknown class, or for an option that it does not have.
     """
     options = {name: value for name, value in section.params.items() if name not in _WITHOUT_EFFECT}
     if isinstance(options.get("betas"), list):
@@ -500,14 +498,9 @@ def choice_of(optimizer: Optimizer) -> Choice:
 
 
 def as_groups(parameters: Iterable[Any] | None, module: nn.Module) -> Groups:
-    """Parameter groups without frozen parameters, and without groups that become empty.
+    """Parameter groups, by default of all parameters, without frozen parameters and groups that become empty.
 
-    Args:
-        parameters: parameters, named parameters or groups; None for all of the module.
-        module: the model.
-
-    Raises:
-        ValueError: if no parameter is left.
+    Raises ValueError if no parameter is left.
     """
     given: Sequence[Any] = list(module.parameters() if parameters is None else parameters)
     loose = [one[1] if isinstance(one, tuple) else one for one in given if not isinstance(one, Mapping)]

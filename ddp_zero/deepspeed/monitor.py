@@ -38,11 +38,7 @@ class Progress:
 
 
 def monitor_of(config: Config, rank: int, device: torch.device) -> "Monitor | None":
-    """The configured monitor; None if nothing is configured, and on ranks other than 0.
-
-    Raises:
-        ConfigError: on rank 0, if TensorBoard is configured but not installed.
-    """
+    """The configured monitor, on rank 0 only, or None; ConfigError if TensorBoard is configured but not installed."""
     rest = config.rest
     wanted = rest.steps_per_print, rest.wall_clock_breakdown, rest.memory_breakdown, rest.dump_state
     is_wanted = any(wanted) or config.csv_monitor.enabled or config.tensorboard.enabled

@@ -217,12 +217,7 @@ class MuonWithAdam(_ByParameter):
 
 
 def orthogonalized(matrix: Tensor, method: str) -> Tensor:
-    """A matrix with the same singular vectors and singular values of about 1, in the method's dtype.
-
-    Args:
-        matrix: 2-D, or a batch of 2-D matrices.
-        method: a key of `METHODS`.
-    """
+    """A matrix, or batch, with the same singular vectors and singular values of about 1, in the method's dtype."""
     is_tall = matrix.size(-2) > matrix.size(-1)
     wide = matrix.mT if is_tall else matrix
     if method == "gram":  # fp16 holds fewer sizes of numbers than a gradient may have
@@ -271,12 +266,8 @@ def muon_groups(
     """Divide each group into matrices for Muon and all else for Adam, with the options of each.
 
     Embeddings and heads (``embed`` or ``lm_head`` in the name) go to Adam, whatever their shape. An attribute
-    ``use_muon`` of a parameter takes precedence.
-
-    Args:
-        groups: parameter groups.
-        names: names of the parameters.
-        options: options of the configuration; ``muon_lr`` and ``adam_lr`` are the learning rates of one kind.
+    ``use_muon`` of a parameter takes precedence. Options ``muon_lr`` and ``adam_lr`` are the learning rates of one
+    kind.
     """
     divided = []
     for group in groups:

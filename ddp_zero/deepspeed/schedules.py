@@ -48,13 +48,7 @@ class Curve:
             raise ConfigError(f"Expected warmup_type to be 'log' or 'linear', got {kind!r}.")
 
     def lr(self, iteration: int, base: float, group: int) -> float:
-        """The learning rate of a group.
-
-        Args:
-            iteration: see the module.
-            base: the group's initial rate.
-            group: index of the group.
-        """
+        """The learning rate of a group at an iteration (see the module), given the group's initial rate."""
         raise NotImplementedError("every schedule has a curve")
 
     def betas(self, iteration: int, group: int) -> tuple[float, float] | None:
@@ -233,11 +227,7 @@ _NEEDED = {
 
 
 def build_curve(name: str, params: Mapping[str, Any]) -> Curve:
-    """A schedule by its name.
-
-    Raises:
-        ConfigError: for a missing option, or an unknown one, with the nearest name.
-    """
+    """A schedule by its name; ConfigError for a missing or unknown option."""
     kind = CURVES[name]
     known = [one.name for one in fields(kind)]  # type: ignore[arg-type]
     missing = [one for one in _NEEDED.get(name, ()) if one not in params]
@@ -262,19 +252,13 @@ def _warmed_up(iteration: int, steps: int, kind: str) -> float:
 class Schedule:
     """Sets learning rates, and for OneCycle the betas of Adam, after every step that is not skipped.
 
-    It has the interface of DeepSpeed's schedulers.
-
-    Args:
-        optimizer: the optimizer whose groups it sets.
-        curve: the rates.
+    It has the interface of DeepSpeed's schedulers. Raises ConfigError if the curve has options for another number of
+    groups.
 
     Attributes:
-        optimizer: the optimizer, as given.
-        curve: the curve, as given.
+        optimizer: the optimizer whose groups it sets.
+        curve: the rates.
         last_batch_iteration: number of steps, less one.
-
-    Raises:
-        ConfigError: if the curve has options for another number of groups.
     """
 
     def __init__(self, optimizer: Optimizer, curve: Curve) -> None:
@@ -341,11 +325,7 @@ class Schedule:
 
 
 def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> Any:
-    """The configured schedule: one of DeepSpeed's, or of torch's.
-
-    Raises:
-        ConfigError: for a name that neither has, with the nearest one, or wrong options.
-    """
+    """The configured schedule, DeepSpeed's or torch's; ConfigError for an unknown name or wrong options."""
     if section.type in CURVES:
         return Schedule(optimizer, build_curve(section.type, section.params))
     schedulers = torch.optim.lr_scheduler

@@ -60,11 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def addresses(toward: str) -> Iterator[str]:
-    """Addresses at which other hosts may reach this one, the likeliest first; loopback addresses are left out.
-
-    Args:
-        toward: name of another host, or "".
-    """
+    """Addresses at which other hosts, such as ``toward``, may reach this one, the likeliest first; no loopback."""
     found = [_source_address(toward)] if toward else []
     found += os.environ.get("SSH_CONNECTION", "").split()[2:3]
     found += [_source_address("192.0.2.1"), _source_address("2001:db8::1")]  # any address beyond this network
@@ -106,7 +102,7 @@ def run(
     Args:
         command: the program and its arguments.
         environment: its variables.
-        lost_after: seconds of silence on standard input after which the launcher counts as gone; None if it sends
+        lost_after: seconds of silence on standard input after which the launcher counts as gone; None: it sends
             nothing.
         linger: seconds for processes that outlive the command to end on their own.
         grace: seconds between asking processes to end and killing them.

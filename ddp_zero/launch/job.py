@@ -173,8 +173,7 @@ class Host:
 def parse_hostfile(text: str, shown: object) -> tuple[Host, ...]:
     """The hosts of a hostfile: a line ``name slots=8`` for each; ``#`` begins a comment.
 
-    Raises:
-        ValueError: naming the file ``shown``, with every malformed line or repeated host; or if there is no host.
+    Raises ValueError naming the file ``shown``, with every malformed line or repeated host; or if there is no host.
     """
     hosts: dict[str, tuple[int, Host]] = {}
     wrong = []
@@ -201,8 +200,7 @@ def parse_hostfile(text: str, shown: object) -> tuple[Host, ...]:
 def parse_filter(text: str, option: str) -> Filter:
     """A filter such as ``host1@host2:0,2``: hosts separated by ``@``, each with slots after ``:`` or with all.
 
-    Raises:
-        ValueError: naming the option, and the part that is malformed, or repeats a host or a slot.
+    Raises ValueError naming the option, and the part that is malformed, or repeats a host or a slot.
     """
     found: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
@@ -217,11 +215,7 @@ def parse_filter(text: str, option: str) -> Filter:
 
 
 def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:
-    """The hosts and slots that remain after the filters, in the order of the hosts.
-
-    Raises:
-        ValueError: for both filters, for a host or a slot that does not exist, or if nothing remains.
-    """
+    """The hosts and slots that remain after the filters, in the order of the hosts; ValueError if nothing remains."""
     if include and exclude:
         raise ValueError(f"Expected --include or --exclude, got both: {include!r} and {exclude!r}.")
     if not include and not exclude:
@@ -254,11 +248,7 @@ def _check_exist(chosen: Filter, hosts: Sequence[Host], option: str) -> None:
 
 
 def limited(hosts: Sequence[Host], num_nodes: int | None, nproc: int | None) -> tuple[Host, ...]:
-    """The first ``num_nodes`` hosts, and the first ``nproc`` slots of each; None for all.
-
-    Raises:
-        ValueError: if there are fewer.
-    """
+    """The first ``num_nodes`` hosts, and first ``nproc`` slots of each; None for all. ValueError if there are fewer."""
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         raise ValueError(f"Expected --num-nodes from 1 to {len(hosts)}, the number of hosts, got {num_nodes}.")
     used = tuple(hosts[:num_nodes])
@@ -281,8 +271,7 @@ def is_allocation(environment: Mapping[str, str]) -> bool:
 def hosts_of_allocation(environment: Mapping[str, str], nproc: int | None) -> tuple[Host, ...]:
     """The allocated nodes, with ``nproc`` slots, or one per GPU that Slurm grants, or else per task.
 
-    Raises:
-        ValueError: outside an allocation, or if a variable does not have Slurm's form.
+    Raises ValueError outside an allocation, or if a variable does not have Slurm's form.
     """
     if not is_allocation(environment):
         raise ValueError("Expected SLURM_JOB_ID and SLURM_JOB_NODELIST, got none. Start this within salloc or sbatch.")
@@ -346,11 +335,8 @@ def _nodelist(environment: Mapping[str, str]) -> str:
 def parse_environment(text: str, shown: object, here: Mapping[str, str]) -> dict[str, str]:
     """The variables of a file: ``NAME=value``, or ``NAME`` for its value in this process; ``#`` begins a comment line.
 
-    A value is the rest of its line, without quotes around it.
-
-    Raises:
-        ValueError: naming the file ``shown``, with every line that is malformed, repeats a name, or names a variable
-            not set here.
+    A value is the rest of its line, without quotes around it. Raises ValueError naming the file ``shown``, with every
+    line that is malformed, repeats a name, or names a variable not set here.
     """
     found: dict[str, str] = {}
     wrong = []

@@ -164,8 +164,7 @@ def meeting_of(
 def ask(hosts: Sequence[str], command_of: Callable[[str], HostCommand], time_out: float) -> dict[str, Answer]:
     """The answers of hosts to commands, by name, each within ``time_out`` seconds.
 
-    Raises:
-        RuntimeError: naming every host that has not answered, or is not ready, with the reason.
+    Raises RuntimeError naming every host that has not answered, or is not ready, with the reason.
     """
     with ThreadPoolExecutor(min(len(hosts), _MOST_AT_ONCE)) as pool:
         found = list(pool.map(lambda host: _ask(command_of(host), time_out), hosts))
@@ -299,14 +298,8 @@ class Running:
 def run(commands: Sequence[HostCommand], grace: float, lost_after: float, say: Say) -> int:
     """Run all commands; if one fails, or this process is told to end, stop all.
 
-    Args:
-        commands: one for each host.
-        grace: seconds that a host's processes have to end.
-        lost_after: seconds of silence after which a host stops.
-        say: reports events, a line each.
-
-    Returns:
-        0, the exit code of the first that failed, or 128 and the number of the signal that this process received.
+    A host's processes have ``grace`` seconds to end; a host stops after ``lost_after`` seconds of silence. Returns 0,
+    the exit code of the first that failed, or 128 and the number of the signal that this process received.
     """
     with _signals() as signals:
         running: list[Running] = []

@@ -30,13 +30,9 @@ _HAS, _TRAINS, _REDUCED, _FAILED = 1, 2, 4, 8
 
 
 class Averages:
-    """Averages one member's gradients.
+    """Averages one member's gradients, over the ranks that hold its parameters.
 
-    Args:
-        comm: the ranks that hold its parameters.
-        table: the parameters.
-        held: this rank's view of each parameter.
-        divisor: divisor of the sums: the number of ranks with separate inputs.
+    The divisor of the sums is the number of ranks with separate inputs.
     """
 
     def __init__(self, comm: Communicator, table: ParameterTable, held: Sequence[Held], divisor: int) -> None:
@@ -133,11 +129,7 @@ def _gradient(param: Tensor) -> Tensor:
 
 
 def check_same_values(comm: Communicator, table: ParameterTable) -> None:
-    """Check that parameters that DDP does not broadcast start equal on all ranks. A collective.
-
-    Raises:
-        ValueError: on every rank, naming the first that does not.
-    """
+    """Raise ValueError on every rank if parameters that DDP does not broadcast start unequal. A collective."""
     samples = [fingerprint.sample for fingerprint in table.fingerprints()]
     every = [text.split() for text in comm.all_gather_text(" ".join(samples))]
     for index, column in enumerate(zip(*every, strict=True)):

@@ -73,16 +73,9 @@ class GlobalErrorCheck:
         self._told = 0  # how many levels know of them
 
     def gather(self, comm: Communicator, mine: Tensor, subject: float) -> Tensor:
-        """Every rank's numbers, a row each, if they have the same subject. A collective of one level.
+        """Every rank's 1-D fp64 numbers, a row each, if all have one nonnegative subject. A collective of one level.
 
-        Args:
-            comm: the level.
-            mine: 1-D, fp64; equally many on every rank.
-            subject: identifies the meaning of the numbers, not negative.
-
-        Raises:
-            StepFailedElsewhereError: on every rank, if another has failed.
-            RuntimeError: on every rank, if subjects differ.
+        Raises StepFailedElsewhereError on every rank if another has failed, RuntimeError if subjects differ.
         """
         every = self._gather_first(comm, mine[:_SLOTS], subject)
         rest = [torch.stack(comm.all_gather_tensor(mine[_SLOTS:]))] if mine.numel() > _SLOTS else []
@@ -91,13 +84,7 @@ class GlobalErrorCheck:
     def check(self, error: Exception | None, doing: str) -> None:
         """Before any decision: raise on every rank if one has failed; 120 bytes for each level otherwise.
 
-        Args:
-            error: this rank's error, or None.
-            doing: the preceding action, for messages.
-
-        Raises:
-            Exception: this rank's own error.
-            RuntimeError: on all other ranks, with the errors and their ranks.
+        A failed rank raises its own error, all other ranks a RuntimeError with the errors and their ranks.
         """
         self._known, self._told = {}, 0
         self._end(error, doing, "")
@@ -298,11 +285,8 @@ def join_norms(table: Tensor, counted: Sequence[Sequence[bool]] | None, norm_typ
 class MemberBeyond(Beyond):
     """A member's view of the other members in its decisions.
 
-    Args:
-        joint: the decision of all members.
-        member: number of this member.
-        counted: for each of its parameters, True if it adds to norms on this rank.
-        positions: position of each of its groups among all groups.
+    ``counted``: for each of its parameters, True if it adds to norms on this rank; ``positions``: of its groups among
+    all.
     """
 
     def __init__(self, joint: JointDecision, member: int, counted: Sequence[bool], positions: Sequence[int]) -> None:

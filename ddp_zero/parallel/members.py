@@ -219,9 +219,8 @@ class Member:
     def follow_schedule(self) -> None:
         """Expect a pipeline schedule to run the DDP model; see `ddp_zero.core.backward.forward_passes`.
 
-        Raises:
-            NotImplementedError: for a static graph if averages are held back: DDP averages its first backward pass in
-                any case.
+        Raises NotImplementedError for a static graph if averages are held back: DDP averages its first pass in any
+        case.
         """
         if self.ddp is None:
             return
@@ -325,11 +324,7 @@ def _reducing(model: nn.Module, member: Member) -> DistributedDataParallel | Non
 
 
 def state_groups(everyone: Communicator, members: Sequence[Member]) -> None:
-    """Gather the global ranks of each member's group from every data-parallel rank. A collective.
-
-    Raises:
-        ValueError: on every rank, if two of them differ.
-    """
+    """Gather each member's group from every data-parallel rank. A collective; ValueError on all if two differ."""
     own = [get_process_group_ranks(member.group or everyone.process_group) for member in members]
     every = [json.loads(text) for text in everyone.all_gather_text(json.dumps(own))]
     ranks = get_process_group_ranks(everyone.process_group)
@@ -341,13 +336,8 @@ def state_groups(everyone: Communicator, members: Sequence[Member]) -> None:
 def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: str) -> None:
     """Check that ranks that share a parameter group agree on its ranks.
 
-    Args:
-        ranks: global ranks that train one copy of the model's dense part, in the order of their process group.
-        stated: for each of them, the ranks of its process group for the parameter group.
-        what: the parameter group, for messages.
-
-    Raises:
-        ValueError: naming two ranks that differ; the same on every rank.
+    ``ranks`` train one copy of the dense part, in process group order; ``stated`` are their groups, as global ranks.
+    Raises ValueError naming two ranks that differ; the same on every rank.
     """
     said = dict(zip(ranks, map(tuple, stated), strict=True))
     for rank, group in said.items():

@@ -58,11 +58,7 @@ class Held:
 
 
 def read_cuts(given: object, position: int) -> dict[str, int | None]:
-    """A group's ``sharded_over`` as a dict from mesh dimensions to tensor dimensions, None if not given.
-
-    Raises:
-        TypeError: for anything but names, or a dict from names to numbers.
-    """
+    """A group's ``sharded_over`` as a dict from mesh to tensor dimensions, or to None; TypeError if malformed."""
     if isinstance(given, str):
         return {given: None}
     found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given) if isinstance(given, Iterable) else None
@@ -162,11 +158,7 @@ class Holdings:
         }
 
     def part_of(self, model: nn.Module) -> PartModel:
-        """This rank's part of the model, as `PartModel`.
-
-        Raises:
-            ValueError: for a parameter cut along an undeclared dimension, or colliding names.
-        """
+        """This rank's part of the model; ValueError for a cut along an undeclared dimension, or equal names."""
         placed = {one.given: Placed(one.param, *self._extent(one), home) for one, home in self._held.values()}
         return PartModel(model, placed, self._names, self._home)
 
@@ -225,10 +217,8 @@ def whole_of(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of the whole tensor, and this part's offsets, given equal parts.
 
-    Args:
-        shape: shape of the part.
-        offsets: offsets of the part in a larger part.
-        cuts: the cut dimension, index of this rank's part, and number of parts; the outermost cut first.
+    ``offsets`` are the part's in a larger part; ``cuts`` are the cut dimension, index of this rank's part, and number
+    of parts, the outermost cut first.
     """
     sizes, begins = list(shape), list(offsets)
     for dim, place, count in reversed(cuts):
@@ -238,14 +228,7 @@ def whole_of(
 
 
 def home_of(ranks: Sequence[int], grid: Tensor | None, dims: Sequence[str], kept: Sequence[str]) -> str:
-    """The holders of a parameter, as text: ranks, or their coordinates in the mesh.
-
-    Args:
-        ranks: ranks that share the parameter.
-        grid: all ranks of the mesh, or None.
-        dims: names of the mesh dimensions.
-        kept: names of the dimensions to include.
-    """
+    """The holders of a parameter, as text: ranks, or their coordinates along the ``kept`` mesh dimensions."""
     if grid is None:
         return f"ranks {json.dumps(sorted(ranks))}"
     columns = [dims.index(dim) for dim in kept]
@@ -327,8 +310,7 @@ def unpack(
 ) -> list[dict[str, Any]]:
     """Each member's state dict by parameter index, from a dict with the keys of `pack`.
 
-    Raises:
-        ValueError: if options are missing, or differ in a group, naming the parameter.
+    Raises ValueError, naming the parameter, if options are missing, or differ in a group.
     """
     part = holdings.part_of(model)
     states: dict[str, dict[str, Any]] = {}

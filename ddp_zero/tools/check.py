@@ -341,12 +341,7 @@ def _is_of(version: str, release: str) -> bool:
 
 
 def report(version: str, probes: Sequence[Probe] = PROBES) -> Report:
-    """Examine this machine. Initializes no process group and imports no framework.
-
-    Args:
-        version: version of this library.
-        probes: features to try.
-    """
+    """Examine this machine. Initializes no process group and imports no framework."""
     versions = {
         "ddp_zero": version,
         "Python": platform.python_version(),

@@ -313,15 +313,7 @@ def _modes(stage: int | None, partitions: Sequence[str], offload: str | None) ->
 
 
 class StateBytes:
-    """Sizes of the state tensors of one optimizer class, found by a step of meta tensors.
-
-    Args:
-        optimizer_class: builds the optimizer.
-        options: options for it.
-
-    Raises:
-        TypeError: for options that the class does not accept.
-    """
+    """Sizes of an optimizer class's state tensors, found by a step of meta tensors; TypeError for wrong options."""
 
     def __init__(self, optimizer_class: Callable[..., Optimizer], options: dict[str, Any]) -> None:
         plain = {key: False if key in ("fused", "foreach") else value for key, value in options.items()}
@@ -551,12 +543,7 @@ class _BucketSizes:
 def buffer_bytes(buckets: Sequence[_BucketSizes], rank: int, on_accelerator: bool) -> int:
     """Bytes that a rank needs to fill, reduce and receive buckets, from the second iteration on.
 
-    Found by lending buffers as an iteration does.
-
-    Args:
-        buckets: buckets in the order of their reduction.
-        rank: the rank.
-        on_accelerator: True if NCCL reduces them, False for Gloo.
+    Found by lending buffers as an iteration does, in the order of reduction; NCCL reduces on an accelerator, else Gloo.
     """
     scratches, rooms = pools_for([bucket.nbytes for bucket in buckets], SideStream())
     last = [_lend_and_return(scratches, bucket.nbytes) for bucket in buckets]

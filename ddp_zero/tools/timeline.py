@@ -37,11 +37,7 @@ class Range:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Range]:
-    """Ranges of forward, backward and this library in a trace, by begin.
-
-    Raises:
-        ValueError: if it is not a trace, or has no labels of this library.
-    """
+    """Ranges of forward, backward and this library in a trace, by begin; ValueError if there are none."""
     file = Path(path)
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     try:
@@ -56,8 +52,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Range]:
 def ranges_of(events: Iterable[dict[str, Any]], source: str) -> list[Range]:
     """Ranges among the events of a trace in Chrome's format (times in microseconds), on the host.
 
-    Raises:
-        ValueError: naming ``source``, if there are no labels of this library.
+    Raises ValueError naming ``source`` if there are no labels of this library.
     """
     found = []
     for event in events:
@@ -117,13 +112,10 @@ class Iteration:
 
 
 def iterations_in(ranges: Sequence[Range]) -> list[Iteration]:
-    """The steps of a trace, in order.
+    """The steps of a trace, in order, from its ranges by begin.
 
     A step begins with its forward pass, or its backward pass if the trace has no forward, and ends with this library's
     last label before the next step.
-
-    Args:
-        ranges: ranges by begin.
     """
     found = []
     for begin, end in pairwise([*_starts(ranges), float("inf")]):

@@ -100,12 +100,8 @@ def find(path: Path) -> Path | None:
 def read(folder: Path) -> Foreign:
     """Read everything but the elements of tensors.
 
-    Args:
-        folder: from `find`.
-
-    Raises:
-        ValueError: if it is damaged or incomplete, of stage 0 or 3, of a job with tensor, pipeline or expert
-            parallelism, or holds objects of unknown classes.
+    Raises ValueError for a checkpoint that is damaged or incomplete, of stage 0 or 3, of a job with tensor, pipeline or
+    expert parallelism, or that holds objects of unknown classes.
     """
     try:
         return _Reader(folder).read()
@@ -385,23 +381,16 @@ def write_universal(
     module: Mapping[str, Tensor],
     others: Mapping[str, Any],
 ) -> Path:
-    """Write a checkpoint as ``root/tag``, and finally its name to ``root/latest_universal``.
+    """Write a checkpoint as ``root/tag``, and finally its name to ``root/latest_universal``. Returns the folder.
 
     Args:
         root: an existing folder.
-        tag: name of the checkpoint, which must not exist.
+        tag: name of the checkpoint; FileExistsError if it exists.
         params: names of trainable parameters, one at a time, with ``fp32`` and states of the parameter's shape, and
             ``step`` if there is one.
         groups: options of each group, and parameter names as ``params``.
         module: values of the model by name.
         others: further entries of the model's file, such as ``global_steps``.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        FileExistsError: if it exists.
-        ValueError: for a name that a folder cannot have.
     """
     folder = root / tag
     (folder / "zero").mkdir(parents=True)

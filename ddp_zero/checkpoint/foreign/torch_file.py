@@ -97,16 +97,9 @@ class _Storage:
 
 
 def load(folder: Path, name: str, digest: "hashlib._Hash", classes: Mapping[tuple[str, str], Any]) -> Any:
-    """The values of a file.
+    """The values of a file, whose contents also update ``digest``; ValueError if it is damaged or holds anything else.
 
-    Args:
-        folder: folder of the checkpoint.
-        name: name of the file, relative to it.
-        digest: updated with the file's contents.
-        classes: permitted names besides torch's, and the result of calling them; None for an `Inert`.
-
-    Raises:
-        ValueError: if it is damaged or holds anything else.
+    ``classes`` are permitted names besides torch's, with the result of calling them; None stands for an `Inert`.
     """
     archive = open_archive(folder, name)
     digest.update(repr((name, hashlib.sha256(archive.program).hexdigest())).encode())
@@ -171,11 +164,7 @@ class Archive:
 
 
 def open_archive(folder: Path, name: str) -> Archive:
-    """Read everything but the elements of tensors.
-
-    Raises:
-        ValueError: naming the file, if it is not such an archive, compressed, truncated, or from a big-endian machine.
-    """
+    """Read everything but the elements of tensors; ValueError naming the file if it is not such an archive."""
     path = folder / name
     with open_regular(path) as file:
         try:
@@ -253,16 +242,9 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def interpret(program: bytes, known: Known, persistent: Call, shown: object) -> Any:
-    """The value that a pickle describes.
+    """The value that a pickle describes; ValueError for an unknown name, or any other operation.
 
-    Args:
-        program: the pickle.
-        known: permitted names.
-        persistent: the value for an identifier of an object outside the pickle, such as a storage.
-        shown: name of its file in messages.
-
-    Raises:
-        ValueError: for an unknown name, or a program that is damaged or does anything else.
+    ``persistent`` gives the value for an identifier of an object outside the pickle, such as a storage.
     """
     machine = _Machine(known, persistent)
     try:

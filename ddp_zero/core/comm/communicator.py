@@ -69,15 +69,9 @@ RING_BYTES = 1 << 20
 
 
 def average_as_ddp(state: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    """DDP's own reduction as a communication hook: the same bits for any number of ranks.
-
-    DDP multiplies by the reciprocal of the number of ranks and then sums; torch's ``allreduce_hook`` divides, which
-    rounds differently unless that number is a power of two.
-
-    Args:
-        state: the process group.
-        bucket: DDP's bucket; averaged in place.
-    """
+    """DDP's own reduction as a communication hook, in place: the same bits for any number of ranks."""
+    # DDP multiplies by the reciprocal and then sums; torch's `allreduce_hook` divides, which rounds differently unless
+    # the number of ranks is a power of two
     buffer = bucket.buffer().mul_(1.0 / dist.get_world_size(state))
     future: Future[list[Tensor]] = dist.all_reduce(buffer, group=state, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])

@@ -121,13 +121,8 @@ def store_of_this_attempt(store: Store, rank: int, world_size: int, time_out: ti
     names, so a rank may find the address of a dead process. Here the ranks agree on a prefix that no earlier attempt
     used. ``TORCHELASTIC_RESTART_COUNT`` cannot serve: each node of a job counts its own restarts.
 
-    Each rank asks under a new ticket, and rank 0 answers tickets with its prefix.
-
-    Args:
-        store: a store that all ranks can reach.
-        rank: from 0 to ``world_size - 1``.
-        world_size: number of ranks.
-        time_out: how long rank 0 waits for all other ranks, and each of them for rank 0.
+    Each rank asks under a new ticket, and rank 0 answers tickets with its prefix. ``time_out`` bounds rank 0's wait for
+    all other ranks, and theirs for rank 0.
     """
     shared = PrefixStore("ddp_zero/attempt", store)
     if rank == 0:

@@ -176,16 +176,10 @@ class Messages:
 def gather_directly(
     group: ProcessGroup, mine: Tensor, number: int, name: Callable[[GroupRank], str], what: str
 ) -> list[Tensor]:
-    """All-gather a small tensor by pairwise messages, whose errors name the missing rank.
+    """All-gather a small CPU tensor of one shape and dtype on a Gloo group; errors name the missing rank.
 
-    A Gloo collective would only report a closed connection, and is not faster: it passes the tensors around a ring.
-
-    Args:
-        group: a Gloo group, for CPU memory.
-        mine: this rank's tensor, in CPU memory, of the same shape and dtype on every rank.
-        number: number of this gather on the group, the same on every rank.
-        name: a rank's name in messages.
-        what: as in `Exchange.wait`.
+    ``number`` is the gather's number on the group, the same on every rank. A Gloo collective would only report a closed
+    connection, and is not faster: it passes the tensors around a ring.
     """
     me, ranks = group.rank(), group.size()
     gathered = [torch.empty_like(mine) for _ in range(ranks)]

@@ -86,9 +86,7 @@ def _indices(bucket: Bucket, ranks: Iterable[int]) -> list[int]:
 class PendingSyncs:
     """Syncs left in flight by steps that have ended; false if there are none.
 
-    Args:
-        comm: the shard ranks.
-        errors: errors of local steps, raised when the last bucket of a step has arrived.
+    After a step's last bucket has arrived, ``errors`` of its local steps are raised.
     """
 
     def __init__(self, comm: Communicator, errors: StepErrors) -> None:

@@ -280,13 +280,8 @@ def start_reduction(
 def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int, cap_bytes: int = 25 << 20) -> None:
     """Replace tensors by their sums over ranks times ``1 / divisor``. A collective.
 
-    As in DDP the reciprocal is multiplied first; tensors below 32 bits are summed in fp32.
-
-    Args:
-        comm: the ranks.
-        tensors: dense, of the same shapes and dtypes on every rank, in the same order.
-        divisor: divisor of the sums.
-        cap_bytes: bytes that are copied and sent at once; more for a larger tensor.
+    As in DDP the reciprocal is multiplied first; tensors below 32 bits are summed in fp32. Tensors are dense, of the
+    same shapes and dtypes in the same order on every rank, and travel ``cap_bytes`` at a time.
     """
     start = 0
     while start < len(tensors):

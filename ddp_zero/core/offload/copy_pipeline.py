@@ -250,12 +250,7 @@ class _Buffer:
 
 
 class Passage:
-    """The buffers of one device, and the buckets in them.
-
-    Args:
-        transfer: copies between host and device.
-        buffers: number of buffers.
-    """
+    """The buffers of one device, and the buckets in them."""
 
     def __init__(self, transfer: Transfer, buffers: int) -> None:
         self._transfer = transfer
@@ -272,11 +267,7 @@ class Passage:
         yield from self._carry_out(self._schedule.drain(), tuple)
 
     def show(self, pairs: Pairs) -> None:
-        """Start copies of stepped tensors to the parameters, through the buffer of the bucket being stepped.
-
-        Args:
-            pairs: memory of a parameter, and the tensor stepped for it.
-        """
+        """Start copies of (parameter's memory, stepped tensor) pairs through the buffer of the bucket being stepped."""
         buffer = self._current
         assert buffer is not None, "within the step of a bucket"
         # overwrites the bucket's gradients, which its step has consumed: one buffer serves both directions

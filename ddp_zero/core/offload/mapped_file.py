@@ -25,14 +25,7 @@ _READ_WRITE, _SHARED, _DROP = 3, 1, 4  # PROT_READ | PROT_WRITE, MAP_SHARED, MAD
 
 
 class Shelf:
-    """A file for tensors, and its mapped parts.
-
-    Args:
-        folder: folder of the file.
-
-    Raises:
-        RuntimeError: if no file can be created there.
-    """
+    """A file in a folder for tensors, and its mapped parts; RuntimeError if no file can be created there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,11 +58,7 @@ class Shelf:
         return flat.as_strided(like.shape, strides)
 
     def reserve(self, nbytes: Sequence[int]) -> None:
-        """Allocate blocks for tensors of these sizes, in addition to the memory in use.
-
-        Raises:
-            RuntimeError: if the disk is full; nothing is allocated then.
-        """
+        """Allocate blocks for further tensors of these sizes; all or none; RuntimeError if the disk is full."""
         missing = shelf_bytes(nbytes) - sum(size for _, size in self._free)
         if missing > 0:
             self._grow(missing)

@@ -33,11 +33,7 @@ class Residence:
         return False
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a stepped tensor of a parameter on ``device``, initialised to a copy of this value.
-
-        Raises:
-            RuntimeError: if there is no memory left.
-        """
+        """Memory for a stepped tensor of a parameter on ``device``, with a copy of this value; RuntimeError if full."""
         return value.detach().to(device, dtype, copy=True)
 
     def place(self, value: Tensor, device: torch.device) -> Tensor:
@@ -92,10 +88,8 @@ class Residence:
 class OnHost(Residence):
     """``offload="cpu"``: parameters on an accelerator are stepped on the host, CPU parameters in place.
 
-    Masters, states, and copies of parameters without a master are in host memory.
-
-    Args:
-        buffers: number of pinned buffers per device.
+    Masters, states, and copies of parameters without a master are in host memory. ``buffers``: pinned buffers per
+    device.
     """
 
     carries = True
@@ -168,15 +162,7 @@ class OnHost(Residence):
 
 
 class OnDisk(OnHost):
-    """State in a file. It is created in memory, one bucket at a time, and moved right after its first step.
-
-    Args:
-        buffers: number of pinned buffers per device.
-        folder: folder of the file.
-
-    Raises:
-        RuntimeError: if no file can be created there.
-    """
+    """State in a file. It is created in memory, one bucket at a time, and moved right after its first step."""
 
     keeps = True
 

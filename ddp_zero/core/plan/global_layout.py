@@ -66,11 +66,7 @@ def _entry(row: Sequence[Any]) -> Entry:
 
 
 class Layout:
-    """The consistent statements of all ranks, in rank order.
-
-    Raises:
-        ValueError: if the statements contradict each other; names a value and two ranks.
-    """
+    """The statements of all ranks, in rank order; ValueError naming a value and two ranks if they contradict."""
 
     def __init__(self, statements: Sequence[Statement], name_of: Callable[[int], str]) -> None:
         self.statements = statements
@@ -206,7 +202,7 @@ def renamed(names: Iterable[str], rename: GlobalNames, argument: str, owner: str
 
     Raises:
         ValueError: for an old name that matches nothing, or two names that become equal.
-        TypeError: if the function returns something other than a nonempty string.
+        TypeError: if the function does not return a nonempty string.
     """
     names = list(names)
     if callable(rename):

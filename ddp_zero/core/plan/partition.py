@@ -20,14 +20,7 @@ def partition_greedy(sizes: Sequence[int], num_ranks: int, loads: Sequence[int] 
     This is longest-processing-time scheduling (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J.
     Appl. Math. 17(2), 1969): from empty loads, the largest load is at most 4/3 - 1/(3 num_ranks) times the optimum.
     Equal sizes keep their order and equal loads go to the lowest rank, so the result is a function of the arguments.
-
-    Args:
-        sizes: size of each item, in any unit; zero is allowed.
-        num_ranks: number of ranks, at least 1.
-        loads: initial load of each rank, in the same unit; zero by default.
-
-    Raises:
-        ValueError: for a negative size, ``num_ranks`` below 1, or a number of loads other than ``num_ranks``.
+    ``loads`` are the initial loads, zero by default. Raises ValueError for arguments out of range.
     """
     if num_ranks < 1:
         raise ValueError(f"Expected at least 1 rank, got {num_ranks}. [ZERO-199]")

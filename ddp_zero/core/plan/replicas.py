@@ -21,15 +21,10 @@ class ShardGroups:
 
     @classmethod
     def of(cls, ranks: Sequence[int], stated: Sequence[Sequence[int]]) -> "ShardGroups":
-        """Build the groups from each rank's statement.
+        """Build the groups from each rank's statement of its group, both as global ranks, in process group order.
 
-        Args:
-            ranks: global ranks that train together, in the order of their process group.
-            stated: shard group of each rank, as global ranks; it contains the rank itself.
-
-        Raises:
-            ValueError: if the groups are not disjoint, differ in size, have foreign members, or order their ranks
-                differently. The same on every rank.
+        Raises ValueError, the same on every rank, if the groups are not disjoint, differ in size, have foreign members,
+        or order their ranks differently.
         """
         place = {rank: position for position, rank in enumerate(ranks)}
         for rank, group in zip(ranks, stated, strict=True):

@@ -194,12 +194,8 @@ def plan_standalone(
     """Cut the active parameters of each kind into buckets of about ``bucket_cap_bytes``.
 
     The owners are given; only the bucket of each parameter is decided here. Each rank's parameters of a kind are cut
-    into the same number of runs of about the same size, and run *k* of every rank makes bucket *k*.
-
-    The cap bounds the average size of the buckets of a kind. A single bucket can exceed it: parameters are never cut.
-
-    Raises:
-        ValueError: if the cap is less than 1 or the arguments contradict each other.
+    into the same number of runs of about the same size, and run *k* of every rank makes bucket *k*. The cap bounds the
+    average size of the buckets of a kind. A single bucket can exceed it: parameters are never cut.
     """
     if bucket_cap_bytes < 1:
         raise ValueError(f"Expected a bucket cap of at least 1 byte, got {bucket_cap_bytes}. [ZERO-199]")

@@ -138,9 +138,7 @@ def send_frame(connection: socket.socket, frame: Mapping[str, Any]) -> None:
 def send_tree(connection: socket.socket, frame: Mapping[str, Any], tree: Tree) -> None:
     """Send a frame, with the tree's text added as ``"tree"``, and the elements of its tensors.
 
-    Raises:
-        TypeError: for a value that cannot be sent; nothing has been sent then.
-        OSError: if the peer is gone or makes no progress.
+    Raises TypeError for a value that cannot be sent, before sending anything; OSError if the peer makes no progress.
     """
     text, tensors = flatten(tree)
     kept = [_in_memory_order(tensor) for tensor in tensors]  # alive until they are sent
@@ -149,13 +147,7 @@ def send_tree(connection: socket.socket, frame: Mapping[str, Any], tree: Tree) -
 
 
 def receive_frame(connection: socket.socket) -> Frame:
-    """Receive one frame.
-
-    Raises:
-        EOFError: if the peer has closed the connection.
-        OSError: if it is gone or makes no progress.
-        ValueError: for bytes that are not a frame.
-    """
+    """Receive one frame. Raises EOFError or OSError if the peer is gone, ValueError for other bytes than a frame."""
     head = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(head))
     (length,) = _LENGTH.unpack(head)
@@ -247,11 +239,7 @@ class WrongPeer(Exception):
 
 
 def greet(connection: socket.socket, secret: bytes) -> None:
-    """Client side of the handshake.
-
-    Raises:
-        WrongPeer: if the peer does not know the secret; EOFError or OSError if it is gone or makes no progress.
-    """
+    """Client side of the handshake. Raises WrongPeer, or EOFError or OSError if the peer is gone."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_GREETING + nonce)
     answer = bytearray(_NONCE_BYTES + hashlib.sha256().digest_size)
@@ -282,11 +270,7 @@ class Admission:
         return wanted - len(self._received)
 
     def receive(self, data: bytes) -> bytes:
-        """Take at most `missing` bytes. Returns the bytes to send.
-
-        Raises:
-            WrongPeer: if the peer does not know the secret, or speaks a different protocol.
-        """
+        """Take at most `missing` bytes, and return the bytes to send. Raises WrongPeer."""
         self._received += data
         if not self._expected and not self._received.startswith(_GREETING[: len(self._received)]):
             raise WrongPeer(f"Expected a greeting of this protocol, got {bytes(self._received[:16])!r}.")
@@ -317,14 +301,9 @@ _ATTEMPTS, _PAUSE_BETWEEN_ATTEMPTS = 5, 0.2
 
 
 def call(address: Address, time_out: float) -> socket.socket:
-    """Connect to a rank; both ends have proved that they know the secret.
+    """Connect to a rank, with the handshake, within ``time_out`` seconds for all hosts together; OSError if not.
 
-    Args:
-        address: address of the rank.
-        time_out: seconds until this gives up, for all hosts together; then the connection's time-out.
-
-    Raises:
-        OSError: if the rank cannot be reached at any of its hosts.
+    Afterwards ``time_out`` is the connection's.
     """
     if not address.port:
         raise ConnectionError(address.reason)
@@ -384,15 +363,10 @@ class Answers(Protocol):
 
 
 def listen(answers: Answers, store_host: str | None, time_out: float) -> Address:
-    """Let other ranks call, for as long as ``answers`` is alive. Returns at once.
+    """Let other ranks call for as long as ``answers``, held weakly, is alive. Returns at once.
 
-    Args:
-        answers: serves callers; held weakly.
-        store_host: see `own_hosts`.
-        time_out: seconds for which a caller may make no progress.
-
-    Returns:
-        The address to call; without a port, and with the reason, if this machine has refused to listen.
+    A caller may make no progress for ``time_out`` seconds. Returns the address to call; without a port, and with the
+    reason, if this machine has refused to listen.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
     try:
@@ -609,12 +583,7 @@ WAITING_IN = ("torch.distributed", "torch.autograd", "ddp_zero.core.comm", "ddp_
 
 
 class Stay:
-    """Keeps a serving object alive until no peer can call any more.
-
-    Args:
-        peers: addresses of the other ranks.
-        time_out: maximum number of seconds that this rank stays.
-    """
+    """Keeps a serving object alive until no peer can call any more, for at most ``time_out`` seconds."""
 
     def __init__(self, peers: Sequence[Address], time_out: float) -> None:
         self._peers = peers

@@ -99,14 +99,9 @@ def gather_state(sharded: ShardedStep, to: GroupRank) -> State | None:
 
 
 def gather_cut(sharded: ShardedStep, states: Mapping[int, Mapping[Any, Any]]) -> dict[int, dict[Any, Any]]:
-    """Gather the state of each cut parameter on the owner of its first element. A collective if any is cut.
+    """Gather the state of each cut parameter on the owner of its first element, and return it by index there.
 
-    Args:
-        sharded: the step.
-        states: the states that this rank owns, by index, masters included; already checked to be sendable.
-
-    Returns:
-        Whole states by index, of the cut parameters whose first element this rank owns.
+    A collective if any is cut. ``states`` are this rank's, by index, with masters, already checked to be sendable.
     """
     comm, table, whole = sharded.comm, sharded.table, {}
     # every rank walks the parameters in one order, so that blocking sends and receives pair up

@@ -50,13 +50,7 @@ class _Prepared:
 
 
 class StateDicts:
-    """Gives and takes the state of a sharded optimizer.
-
-    Args:
-        sharded: the step.
-        decision: holds the loss scale.
-        build: builds the inner optimizer over given groups.
-    """
+    """Gives and takes the state of a sharded optimizer; ``build`` builds the inner optimizer over given groups."""
 
     def __init__(self, sharded: ShardedStep, decision: Decision, build: BuildInner) -> None:
         self._shown: State | None = None  # while a state dict is built: the state of all ranks
@@ -175,13 +169,9 @@ class StateDicts:
         """Load a state dict from every rank, or from one rank that sends it to its peers. A collective.
 
         Either all ranks load or none. A single giver checks the whole state dict and sends its structure; each peer
-        checks that, drops its old state, and receives the states of its owned parameters, one at a time.
-
-        Args:
-            optimizer: the exposed optimizer, for its hooks.
-            state_dict: see `ZeroRedundancyOptimizer.load_state_dict`.
-            check: raises if a load is not allowed now.
-            may_talk: False under Join.
+        checks that, drops its old state, and receives the states of its owned parameters, one at a time. ``optimizer``
+        is the exposed one, for its hooks; ``check`` raises if a load is not allowed now; ``may_talk`` is False under
+        Join.
         """
         comm = self._sharded.everyone
         if comm.world_size == 1 or not may_talk:
@@ -221,11 +211,7 @@ class StateDicts:
         self._take(optimizer, self._prepare(optimizer, state_dict))
 
     def _prepare(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> _Prepared:
-        """Run the pre-load hooks, and check that the state dict fits. Changes nothing.
-
-        Raises:
-            ValueError: if it does not, naming the group or the parameter and the reason.
-        """
+        """Run the pre-load hooks, and check that the state dict fits; ValueError if not. Changes nothing."""
         state_dict = state_dict.copy()
         for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(optimizer, state_dict) or state_dict
@@ -331,9 +317,7 @@ class StateDicts:
     def _check_received_masters(self) -> None:
         """Check that masters round to the model of each rank: the giver could check only its own. A collective.
 
-        Raises:
-            ValueError: naming the first parameter whose master does not; RuntimeError on other ranks. All have loaded
-                then.
+        Raises ValueError naming the first that does not, RuntimeError on other ranks. All have loaded then.
         """
         sharded, comm = self._sharded, self._sharded.everyone
         with Agreement(comm, _LOADING):
@@ -347,11 +331,7 @@ class StateDicts:
     # This rank's part by name; never communicates
 
     def shard(self, model: nn.Module | LiveModel | None, init_missing: bool) -> dict[str, Any]:
-        """See `ZeroRedundancyOptimizer.sharded_state_dict`.
-
-        Raises:
-            NotImplementedError: for a cut parameter, whose part other tools could not name.
-        """
+        """See `ZeroRedundancyOptimizer.sharded_state_dict`; NotImplementedError for a cut parameter."""
         sharded = self._sharded
         for index, part in sharded.binding.owned_parts().items():
             raise NotImplementedError(
@@ -385,11 +365,7 @@ class StateDicts:
         self._sharded.order.is_at_birth = False  # other ranks may have loaded states of their own
 
     def by_index(self, state_dict: Mapping[str, Any], model: nn.Module | LiveModel | None) -> dict[str, Any]:
-        """Convert a state dict that refers to parameters by name to indices.
-
-        Raises:
-            ValueError: if it has other parameters, naming the first difference.
-        """
+        """Convert a state dict with names to parameter indices; ValueError naming the first difference."""
         names = self._qualified_names(model)
         saved = [name for group in state_dict["param_groups"] for name in group["params"]]
         if saved != names:
@@ -446,22 +422,15 @@ class StateDicts:
         return self._scale_entry().get(SCALE_KEY)
 
     def check_fits(self, state_dict: dict[str, Any]) -> None:
-        """Check that `load_owned` would accept a state dict, whose tensors may be on the meta device.
-
-        Raises:
-            ValueError: if not, naming the group or the parameter and the reason; TypeError for a loss scale that is not
-                a number.
-        """
+        """Check that `load_owned` would accept a state dict, possibly of meta tensors; ValueError if not."""
         self._check_scale(state_dict)
         rehearse_load(self._sharded.inner, self._restrict(state_dict).local)
 
     def load_owned(self, optimizer: Optimizer, state_dict: dict[str, Any], order: Sequence[int]) -> None:
         """Load a state dict whose tensors become the optimizer's; masters are not checked.
 
-        Args:
-            optimizer: the exposed optimizer, for its hooks.
-            state_dict: may omit the states of parameters that this rank does not own.
-            order: parameters that have a state on any rank, in the order of the unsharded optimizer.
+        It may omit the states of parameters that this rank does not own; ``order`` lists the parameters that have a
+        state on any rank, in the order of the unsharded optimizer.
         """
         self._take_over(optimizer, replace(self._restrict(state_dict), indices=order))
 
@@ -488,21 +457,11 @@ def restrict_state_dict(
     inner: Optimizer,
     stepped: SteppedTensors,
 ) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
-    """The part of a whole state dict that this rank's inner optimizer can load.
+    """The part of a whole state dict that this rank's inner optimizer can load; ValueError if it does not fit.
 
-    Args:
-        state_dict: the unsharded optimizer's; states of parameters that this rank does not own may be missing.
-        param_groups: the exposed groups.
-        table: their parameters.
-        inner: the optimizer over this rank's parameters.
-        stepped: the stepped tensor of each parameter.
-
-    Returns:
-        The inner optimizer's state dict, the indices of all parameters that have a state, in the order found, and all
-        masters. Tensors are not copied.
-
-    Raises:
-        ValueError: if it does not fit, naming the group or the parameter and the reason.
+    States of parameters that this rank does not own may be missing. ``param_groups`` are the exposed groups, ``table``
+    their parameters and ``stepped`` their stepped tensors. Returns the inner optimizer's state dict, the indices of all
+    parameters that have a state, in the order found, and all masters. Tensors are not copied.
     """
     _check_groups(state_dict, param_groups)
     saved_groups = state_dict["param_groups"]
@@ -620,17 +579,9 @@ def own_part(value: Mapping[str, Any], table: ParameterTable, index: int, part: 
 def check_state(
     value: Any, table: ParameterTable, index: int, optimizer_class: type[Optimizer], part: slice | None = None
 ) -> None:
-    """Check that a state is a dict and, for torch's own optimizers, that its tensors have the parameter's shape.
+    """Raise ValueError unless a state is a dict and, for torch's optimizers, its tensors have the parameter's shape.
 
-    Args:
-        value: the state.
-        table: the parameters.
-        index: index of the parameter.
-        optimizer_class: the class that will load it.
-        part: this rank's elements of a cut parameter; the state may already be of that part.
-
-    Raises:
-        ValueError: if not, naming the parameter.
+    ``part``: this rank's elements of a cut parameter; the state may already be of that part.
     """
     if not isinstance(value, Mapping):
         raise ValueError(

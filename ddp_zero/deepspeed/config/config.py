@@ -181,10 +181,7 @@ class Auto:
     def fill_match(self, path: str, value: Any, name: str) -> None:
         """Fill a key that is ``"auto"``; record a mismatch if it has another value. A missing key stays missing.
 
-        Args:
-            path: path of the key.
-            value: the known value.
-            name: the value's name in its source, for the message.
+        ``name`` is the known value's name in its source, for the message.
         """
         given = value_at(self.document, path)
         if given == AUTO:
@@ -200,12 +197,7 @@ class Auto:
             holder[key] = value
 
     def fill_from_trainer(self, args: Any, ranks: int) -> None:
-        """Fill values that follow from training arguments alone.
-
-        Args:
-            args: transformers' training arguments, or any object with the same attributes.
-            ranks: number of ranks.
-        """
+        """Fill values that follow from transformers' training arguments, or any object with the same attributes."""
         micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
         self.fill_match("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size")
         self.fill_match("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps")
@@ -222,14 +214,9 @@ class Auto:
             self.fill_match(f"{name}.enabled", is_on, name)
 
     def fill_from_model(self, model_config: Any) -> None:
-        """Fill sizes that follow from a model's hidden size.
+        """Fill sizes that follow from a model's hidden size; ConfigError if one is ``"auto"`` and it is unknown.
 
-        Args:
-            model_config: config of a transformers model, or any object with ``hidden_size`` or ``hidden_sizes``, itself
-                or in ``text_config``; None if there is none.
-
-        Raises:
-            ConfigError: if such a size is ``"auto"`` and no hidden size is known.
+        ``model_config`` has ``hidden_size`` or ``hidden_sizes``, itself or in ``text_config``; None if there is none.
         """
         open_keys = [path for path in _OF_HIDDEN_SIZE if value_at(self.document, path) == AUTO]
         size = hidden_size(model_config) if open_keys else None
@@ -243,12 +230,7 @@ class Auto:
             self.fill_only(path, _OF_HIDDEN_SIZE[path](size))
 
     def fill_steps(self, training_steps: int, warmup_steps: int) -> None:
-        """Fill values that follow from the length of the training.
-
-        Args:
-            training_steps: number of steps.
-            warmup_steps: number of warm-up steps among them; at least 1, as the schedules need.
-        """
+        """Fill values that follow from the numbers of training and warm-up steps; the latter count as at least 1."""
         self.fill_match("scheduler.params.total_num_steps", training_steps, "the number of training steps")
         self.fill_match("scheduler.params.warmup_num_steps", max(1, warmup_steps), "warmup_steps")
 
@@ -332,11 +314,7 @@ def _key(rule: Rule, default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """A block of the configuration: each field has a rule, and blocks may exclude combinations.
-
-    Raises:
-        ConfigError: listing every value that breaks a rule.
-    """
+    """A block of the configuration with a rule for each field; ConfigError lists every value that breaks a rule."""
 
     BLOCK: ClassVar[str] = ""
 
@@ -555,12 +533,9 @@ class Batch:
 
     @classmethod
     def solve(cls, train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> "Batch":
-        """Complete the three numbers from the given ones.
+        """Complete the three numbers from the given ones; ConfigError if they contradict or are too few.
 
         Two determine the third; ``accumulation`` is 1 if only one of the other two is given.
-
-        Raises:
-            ConfigError: if they contradict each other, or too few are given, with the equation.
         """
         given = dict(
             train_batch_size=train, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation

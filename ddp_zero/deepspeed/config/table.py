@@ -542,8 +542,7 @@ def value_at(document: Mapping[str, Any], path: str, default: Any = None) -> Any
 def find(document: Mapping[str, Any]) -> list[Finding]:
     """Findings for every key of a document, in its order; ``"auto"`` counts as a value that is filled in later.
 
-    Raises:
-        ConfigError: for keys that DeepSpeed does not have, with the nearest name for each.
+    Raises ConfigError for keys that DeepSpeed does not have, with the nearest name for each.
     """
     stage = value_at(document, "zero_optimization.stage", 0)
     findings, unknown = list[Finding](), list[str]()
@@ -558,11 +557,7 @@ def find(document: Mapping[str, Any]) -> list[Finding]:
 
 
 def check(document: Mapping[str, Any]) -> list[Finding]:
-    """Findings for a document that can be used as it is.
-
-    Raises:
-        ConfigError: for keys that DeepSpeed does not have, that are refused here, or whose value is still ``"auto"``.
-    """
+    """Findings for a document that can be used as it is; ConfigError for unknown, refused or ``"auto"`` keys."""
     findings = find(document)
     wrong = [f"- {one.path} = {one.value!r}: {one.text}" for one in findings if one.kind is Kind.REFUSED]
     if wrong:

@@ -10,12 +10,10 @@ _LAST = 64
 
 
 def last_collectives() -> list[list[Any]] | None:
-    """The newest collectives: process group, number in it, operation, sizes, time in nanoseconds, True if unfinished.
+    """The newest collectives, oldest first: process group, number in it, operation, sizes, begin (ns), unfinished.
 
-    Gloo and NCCL record them unless ``TORCH_FR_BUFFER_SIZE`` is 0; Gloo records no messages between two ranks.
-
-    Returns:
-        Oldest first; None if this torch, this backend or the environment records none.
+    Gloo and NCCL record them unless ``TORCH_FR_BUFFER_SIZE`` is 0; Gloo records no messages between two ranks. None if
+    this torch, this backend or the environment records none.
     """
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None or not dist.is_initialized():

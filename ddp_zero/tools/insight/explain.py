@@ -13,12 +13,7 @@ from ddp_zero.tools.insight.stats import imbalance, share_of, state_bytes
 
 
 def explain(engine: Engine, flat: bool) -> str:
-    """Describe an optimizer. Never communicates.
-
-    Args:
-        engine: the optimizer.
-        flat: True if parameters live in flat storage.
-    """
+    """Describe an optimizer. Never communicates."""
     sharded, comm, ranks = engine.sharded, engine.sharded.comm, engine.sharded.ranks
     storage = "flat storage" if flat else "storage of their own"
     mode = "overlapped with DDP" if engine.overlaps else "standalone"
@@ -46,13 +41,7 @@ def explain(engine: Engine, flat: bool) -> str:
 
 
 def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> str:
-    """A table of each rank's owned parameters.
-
-    Args:
-        plan: the plan.
-        group_rank: this rank, marked with a star.
-        own_state_bytes: bytes of this rank's present optimizer state; other ranks' are estimated from it.
-    """
+    """A table of each rank's owned parameters; a star marks this rank, whose state bytes estimate all others'."""
     shares = [share_of(plan, rank) for rank in range(plan.world_size)]
     trained = [share.trained for share in shares]
     lines = [f"{'rank':>6} {'parameters':>11} {'elements':>15} {'bytes':>15} {'state bytes now':>17}"]
@@ -160,15 +149,7 @@ def write_page(path: str | os.PathLike[str], engine: Engine, text: str) -> None:
 
 
 def page_of(plan: ShardPlan, names: Sequence[str], title: str, subtitle: str, text: str) -> str:
-    """The page of a plan.
-
-    Args:
-        plan: the plan.
-        names: names of its parameters.
-        title: title of the page.
-        subtitle: line below the title.
-        text: text at its end.
-    """
+    """The page of a plan, whose parameters have these names; ``text`` is shown at its end."""
     ranks = range(plan.world_size)
     largest = max((_bytes_of(plan, bucket) for bucket in plan.buckets), default=1)
     frozen = [names[index] for index, spec in enumerate(plan.specs) if not spec.active]

@@ -35,11 +35,7 @@ _SAMPLED = 64  # memory by part is sampled in every 64th step, and in the first 
 
 
 class Stats:
-    """The numbers of one optimizer. Reading them neither communicates nor waits for a device.
-
-    Args:
-        engine: the optimizer.
-    """
+    """The numbers of one optimizer. Reading them neither communicates nor waits for a device."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -210,11 +206,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 class StreamClock:
-    """Marks the current stream of a device. Never waits for the device.
-
-    Args:
-        device: an accelerator that `has_streams`.
-    """
+    """Marks the current stream of an accelerator that `has_streams`. Never waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -37,13 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(records: Sequence[Record], num_events: int = 0, with_stacks: bool = False) -> str:
-    """The report in words: the verdict first, then a line per rank.
-
-    Args:
-        records: records of one attempt, at least one.
-        num_events: number of events of each rank to add.
-        with_stacks: add the stacks of each rank's threads.
-    """
+    """The report in words: the verdict first, then a line per rank, then requested events and stacks."""
     verdict = blame(records)
     by_rank = {record.rank: record for record in records}
     members = sorted(by_rank | dict.fromkeys(verdict.silent))

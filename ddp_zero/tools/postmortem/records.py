@@ -75,15 +75,7 @@ class Record:
 
 
 def read_folder(folder: str | os.PathLike[str], attempt: int | None = None) -> list[Record]:
-    """The records of one attempt, by rank.
-
-    Args:
-        folder: folder of the records.
-        attempt: attempt of torchrun; None for the last one with a record.
-
-    Raises:
-        ValueError: if there are none, or one cannot be read.
-    """
+    """The records of a torchrun attempt, by default the last, by rank; ValueError if there are none or one is bad."""
     paths = sorted(Path(folder).glob("attempt-*-rank-*.json"))
     records = [read(path) for path in paths]
     if attempt is None:

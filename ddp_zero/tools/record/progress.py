@@ -13,15 +13,10 @@ _current = threading.local()
 
 @contextmanager
 def showing(doing: str, total: int, wanted: bool = True) -> Iterator[None]:
-    """Show the progress reported to `moved`, within this context and thread.
+    """Show the progress reported to `moved`, within this context and thread, out of ``total`` bytes.
 
-    Nothing is shown if standard error is not a terminal, without ``tqdm``, within an outer context with a bar, and
-    during the first second.
-
-    Args:
-        doing: name of the operation, such as ``saving step-20``.
-        total: total number of bytes.
-        wanted: False to show nothing, as on all ranks but one.
+    Nothing is shown unless wanted, if standard error is not a terminal, without ``tqdm``, within an outer context with
+    a bar, and during the first second.
     """
     bar = _bar(doing, total) if wanted and getattr(_current, "bar", None) is None else None
     if bar is None:
@@ -43,11 +38,7 @@ def moved(nbytes: int) -> None:
 
 
 class Counted:
-    """A write-only file whose writes are reported to `moved`.
-
-    Args:
-        file: a file opened for writing bytes.
-    """
+    """A write-only file whose writes are reported to `moved`."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
