@@ -205,7 +205,6 @@ def _several(count: int, what: str) -> str:
 
 
 def _stored(value: Any) -> Any:
-    """Another library's values, with tensors as `PiecedTensor`."""
     if isinstance(value, RawTensor):
         return PiecedTensor.of(value)
     if isinstance(value, dict):
@@ -324,7 +323,6 @@ def _cut_state(
 
 
 def _joined(parts: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The values of all parts; cut values come already joined."""
     joined: dict[str, Any] = {}
     for part in parts:
         repeated = (joined.keys() & part.keys()) - cut.keys()

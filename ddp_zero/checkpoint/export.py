@@ -158,7 +158,6 @@ def _write_model(folder: Path, values: Mapping[str, tuple[StoredTensor, torch.dt
 
 
 def _optimizer_state(saved: SavedCheckpoint) -> dict[str, Any]:
-    """The plain optimizer's state dict, its tensors still in the files."""
     shared = saved.shared
     names = [name for group in shared.param_groups for name in group["params"]]
     index_of = {name: index for index, name in enumerate(names)}

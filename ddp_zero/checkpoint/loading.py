@@ -199,7 +199,6 @@ class Restore:
             self.states[index] = state
 
     def _state_dict(self, fill_with: Any) -> dict[str, Any]:
-        """The state dict that the optimizer loads on this rank."""
         assert self.optimizer is not None, "called only with an optimizer"
         kept = set(self.optimizer.kept())
         own_part = self.optimizer.own_part  # of one parameter at a time, so that only one is in memory whole
@@ -230,7 +229,6 @@ class Restore:
         self._verify_masters()
 
     def _names_of_stored(self) -> dict[StoredTensor, str]:
-        """Name of each written tensor of the model and of states, for messages."""
         named = [(f"{name!r} of the model", entry) for name, entry in self.saved.model.items()]
         for name, state in self.saved.state.items():
             named += [(f"state {key!r} of {name!r}", value) for key, value in state.items()]
@@ -297,7 +295,6 @@ class Restore:
 
 
 def _check_options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    """Check that saved options have the types of the optimizer's options."""
     for key, value in saved.items():
         kinds = {_kind(value), _kind(live.get(key))}
         if len(kinds - {"None"}) > 1:
@@ -311,7 +308,6 @@ def _kind(value: Any) -> str:
 
 
 def _value_in(name: str, entry: Any) -> Value:
-    """Shape and dtype of a saved entry."""
     if not isinstance(entry, StoredTensor) or is_extra(name):
         return Value(None, None)
     return Value(entry.spec.shape, str(entry.spec.dtype).removeprefix("torch."))

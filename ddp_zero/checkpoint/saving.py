@@ -107,7 +107,6 @@ def _cuts(live: LiveModel, mine: set[str]) -> dict[str, tuple[tuple[int, ...], t
 
 
 def _share_of_rest(live: LiveModel, names: list[str], rank: GroupRank, world_size: int) -> list[str]:
-    """This rank's share of the names of values in no optimizer."""
     taken = set(names)
     rest = {name: value for name, value in live.entries.items() if name not in taken}
     spread = {name: value for name, value in rest.items() if isinstance(value, nn.Parameter)}

@@ -643,7 +643,6 @@ class Engine(nn.Module):
         return name
 
     def _of_deepspeed(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """The schedule, counters and client state of a DeepSpeed checkpoint, in the form of `save_checkpoint`."""
         counters = {counter: int(extra.get(counter) or 0) for counter in _COUNTERS}
         counters["micro_steps"] = counters["global_steps"] * self._batch.accumulation
         return {"scheduler": extra.get("lr_scheduler"), "client_state": extra["client_state"], "engine": counters}

@@ -136,7 +136,6 @@ def _parsed(source: Source, model: nn.Module, **given: Any) -> Config:
 
 
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
-    """The single configuration that was given."""
     named = {"config": config, "config_params": config_params, "args": getattr(args, "deepspeed_config", None)}
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) != 1:
@@ -206,7 +205,6 @@ def _attach(optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel, co
 
 
 def _schedule(config: Config, optimizer: Optimizer, given_optimizer: Any, given: Any) -> Any:
-    """The given schedule, following the optimizer, or the configured one, or None."""
     if given is None:
         return None if config.scheduler is None else build_schedule(config.scheduler, optimizer)
     if callable(given) and not hasattr(given, "step"):
@@ -277,7 +275,6 @@ def cast(module: nn.Module, config: Config) -> None:
     buffers = config.data_types.buffer_dtype
 
     def change(tensor: Tensor) -> Tensor:
-        """A parameter or buffer in its configured dtype."""
         if not tensor.is_floating_point():
             return tensor
         if isinstance(tensor, nn.Parameter):

@@ -39,7 +39,6 @@ class _ByParameter(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; returns the result of the closure, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -33,8 +33,6 @@ _ABSENT, _OF_PARAMETER, _SCALAR, _OTHER = range(4)
 
 @dataclass(frozen=True)
 class _Place:
-    """A parameter in its sharded optimizer."""
-
     param: Tensor
     optimizer: ZeroRedundancyOptimizer
     sharded: ShardedStep
@@ -50,11 +48,9 @@ class _Place:
 
     @property
     def master(self) -> Tensor | None:
-        """This rank's part of the fp32 master; None if it has none."""
         return self.sharded.stepped.master(self.index)
 
     def own_part(self, value: Tensor) -> Tensor:
-        """This rank's part of a whole value."""
         return self.sharded.stepped.own_part(self.index, value)
 
     def own_gradient(self) -> Tensor | None:
@@ -63,7 +59,6 @@ class _Place:
         return None if held is None else self.own_part(held)
 
     def states(self) -> dict[str, Any]:
-        """This rank's optimizer state by key; empty if there is none."""
         inner = self.optimizer.optim
         return inner.state.get(self.sharded.stepped[self.index], {}) if self.is_owned else {}
 
@@ -315,7 +310,6 @@ def remember(optimizer: ZeroRedundancyOptimizer) -> None:
 
 
 def _place(param: Tensor) -> _Place | None:
-    """The place of a parameter in its optimizer."""
     known = _optimizers.get(param)
     if known is None or known() is None:
         # only for optimizers built without the engine, which registers its own

@@ -187,13 +187,11 @@ class OneCycle(Curve):
         return high * self._decay(iteration, self.decay_mom_rate), _SECOND_BETA
 
     def _halves(self) -> tuple[float, float]:
-        """Iterations of the rising and of the falling half."""
         second = self.cycle_second_step_size
         first = float(self.cycle_first_step_size)
         return first, first if second is None else float(second)
 
     def _height(self, place: int) -> float:
-        """The height in the cycle, from 0 to 1."""
         first, second = self._halves()
         total = first + second
         within = 1.0 + place / total - math.floor(1 + place / total)

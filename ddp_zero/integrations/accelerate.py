@@ -134,7 +134,6 @@ def _clip(
     max_norm: float,
     norm_type: float = 2.0,
 ) -> Any:
-    """As ``Accelerator.clip_grad_norm_``: by the optimizer, where the gradients are sharded."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     own, foreign = _own_of(zero, given)
     if not own:
@@ -155,7 +154,6 @@ def _clip_value(
     parameters: Tensor | Iterable[Tensor],
     clip_value: float,
 ) -> None:
-    """As ``Accelerator.clip_grad_value_``: by the optimizer, where the gradients are sharded."""
     own, foreign = _own_of(zero, [parameters] if isinstance(parameters, Tensor) else list(parameters))
     if foreign:
         plain(foreign, clip_value)  # which unscales
@@ -165,7 +163,6 @@ def _clip_value(
 
 
 def _own_of(zero: ZeroRedundancyOptimizer, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters in the optimizer, and further ones that have a gradient."""
     known = sharded_of(zero).table.index_of
     own = [param for param in params if param in known]
     return own, [param for param in params if param not in known and param.grad is not None]

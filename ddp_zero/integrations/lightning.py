@@ -161,7 +161,6 @@ def _folder_of(file: Path) -> Path:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer in Lightning's wrapper."""
     inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return inner
 
@@ -172,7 +171,6 @@ def _clip(
     clip_val: float = 0.0,
     gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
 ) -> None:
-    """As the ``clip_gradients`` of a precision plugin."""
     inner = _inner(optimizer)
     if clip_val <= 0:
         return

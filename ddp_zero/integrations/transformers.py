@@ -189,7 +189,6 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         plain = accelerator.backward
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
-            """As the accelerator's, for the scaled loss."""
             plain(self.zero_optimizer.scale(loss), **kwargs)
 
         accelerator.scaler, accelerator.backward = None, backward
@@ -292,7 +291,6 @@ class _TrainerConfig:
 
     @property
     def config(self) -> Config:
-        """The completed configuration."""
         assert self._config is not None, "the Trainer completes it before it builds anything"
         return self._config
 
@@ -349,5 +347,4 @@ class _TrainerConfig:
         return ZeroRedundancyOptimizer(choice.groups, choice.optimizer_class, **options)
 
     def scheduler(self, optimizer: ZeroRedundancyOptimizer) -> Any:
-        """The configured schedule; None if none is configured."""
         return None if self.config.scheduler is None else build_schedule(self.config.scheduler, optimizer)

@@ -111,7 +111,6 @@ def run(
     signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        """Record a signal."""
         signals.append(number)
 
     # before the child exists: a signal in between would end this process and leave the child

@@ -422,7 +422,6 @@ def _signals() -> Iterator[list[int]]:
     got: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        """Record a signal."""
         got.append(number)
 
     is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup

@@ -83,7 +83,6 @@ class Averages:
         self._are_done = False
 
     def _statements(self) -> list[int]:
-        """Flags of every parameter, for the other ranks."""
         self._table.check_gradients()
         reduced = self._reduced_by_ddp()
         return [
@@ -122,7 +121,6 @@ class Averages:
 
 
 def _gradient(param: Tensor) -> Tensor:
-    """The gradient; zeros if this rank has not used the parameter."""
     if param.grad is None:
         param.grad = torch.zeros_like(param)
     return param.grad
@@ -193,7 +191,6 @@ class _WithZeros(Function):
 
 
 def _leaves_of(outputs: Collection[Tensor]) -> Iterator[int]:
-    """Identities of the leaves that a graph reaches."""
     seen, waiting = set[Any](), [one.grad_fn for one in outputs if one.grad_fn is not None]
     while waiting:
         node = waiting.pop()

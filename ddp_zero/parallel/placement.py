@@ -173,7 +173,6 @@ class Holdings:
         return DTensor.from_local(value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     def _extent(self, one: Held) -> tuple[tuple[int, ...], Box]:
-        """The shape of the whole parameter, and this rank's elements."""
         shape, offsets = tuple(one.param.shape), (0,) * one.param.dim()
         if one.source is not None:
             shape, offsets = tuple(one.source.shape), tuple(box_of(one.source, one.label).offsets)

@@ -109,7 +109,6 @@ class _Observed:
         self.ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))  # DDP would judge an annotation
 
     def backward(self) -> None:
-        """One backward pass, in which the hook doubles each gradient."""
         for param in self.ddp.parameters():
             param.grad = None
         self.ddp(torch.ones(1, 3)).sum().backward()

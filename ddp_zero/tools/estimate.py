@@ -285,7 +285,6 @@ def _place(params: Sequence[nn.Parameter], device: str | torch.device | None) ->
 
 
 def _partitions(given: str | None, states: "StateBytes") -> list[str]:
-    """The given partition, or all that the optimizer allows."""
     if given is not None:
         return [partition_named(given).name]
     try:
@@ -339,8 +338,6 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Training:
-    """The parameters of a model, and the options that all modes have in common."""
-
     params: Sequence[Tensor]
     specs: Sequence[ParameterSpec]
     states: StateBytes
@@ -354,7 +351,6 @@ class _Training:
     wrapped: bool
 
     def at(self, mode: Mode, ranks: int) -> Estimate:
-        """The needs of the rank that owns most."""
         plan = None if mode.stage == 0 else self._plan(mode, ranks)
         device, host, disk = _Rank(self, mode, plan, 0 if plan is None else _owner_of_most(plan)).needs()
         if self.model_buffers:
@@ -423,7 +419,6 @@ class _Rank:
         self._segments = [self._parts_of(segment) for segment in segments] or [[]]
 
     def needs(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        """Bytes by part on the device, on the host and on a disk."""
         training, mode = self._training, self._mode
         owned = self._owned()
         states = [nbytes for part in owned for nbytes in training.state_of(part)]
@@ -474,7 +469,6 @@ class _Rank:
         return {"gradients": shown, "sums in fp32": in_fp32, "buckets": shared}
 
     def _owned(self, *, frozen_too: bool = False) -> list[_Part]:
-        """The parts that the rank steps, or owns."""
         specs = self._training.specs
         counts = [index for index, spec in enumerate(specs) if spec.active or frozen_too]
         if self._plan is None:
@@ -527,7 +521,6 @@ class _BucketSizes:
         return sum(self.slices) * self.itemsize
 
     def received_bytes(self, rank: int, on_accelerator: bool) -> int:
-        """Bytes of a reduction in addition to the bucket."""
         world_size = len(self.slices)
         if world_size == 1:
             return 0

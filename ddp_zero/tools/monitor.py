@@ -156,7 +156,6 @@ def breakdown(rank: int, step: int, mean: Row, is_inside: bool = False) -> str:
     """
 
     def seconds(*phases: str) -> float:
-        """Total of these phases."""
         return sum(mean.get(f"mean_{phase}_s", 0.0) for phase in phases)
 
     waits = seconds("wait_sync", "wait_errors", "share_errors")

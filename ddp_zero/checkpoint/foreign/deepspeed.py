@@ -120,7 +120,6 @@ class _Reader:
         self._digest = hashlib.sha256()
 
     def read(self) -> Foreign:
-        """The checkpoint."""
         self._check_files()
         model = self.load(MODEL_FILE)
         shapes = model["param_shapes"]
@@ -186,7 +185,6 @@ class _Reader:
             )
 
     def load(self, name: str) -> Any:
-        """The values of a file; the digest takes it in."""
         return load(self.folder, name, self._digest, _CLASSES)
 
 
@@ -294,11 +292,9 @@ class _Universal:
         self.common = reader.load("zero/optimizer_state.pt")
 
     def options(self) -> list[dict[str, Any]]:
-        """The options of each group."""
         return [_options(group) for group in self.common.get("param_groups") or ()]
 
     def values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-        """A parameter in fp32, as ``fp32``, and its states."""
         _check_folder_name(name)
         found: dict[str, Any] = {}
         for file in sorted(_names(self._reader.folder / "zero" / name)):

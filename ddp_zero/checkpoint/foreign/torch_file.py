@@ -106,7 +106,6 @@ def load(folder: Path, name: str, digest: "hashlib._Hash", classes: Mapping[tupl
     digest.update(repr(sorted((key, record.crc) for key, record in archive.storages.items())).encode())
 
     def storage(identifier: Any) -> _Storage:
-        """The place of a storage that the pickle names."""
         kind, of, key, _, elements = identifier
         if kind != "storage" or not isinstance(of, Name) or type(elements) is not int or key not in archive.storages:
             raise ValueError(f"Expected a storage of this file, got {identifier!r:.200}.")
@@ -125,7 +124,6 @@ def _plain(value: Any, path: Path, size: int) -> Any:
     most = left = _NODES + _NODES_PER_BYTE * size
 
     def copied(one: Any) -> Any:
-        """A copy of one node, counted against the limit."""
         nonlocal left
         left -= 1
         if left < 0:
@@ -274,7 +272,6 @@ class _Machine:
         self._memory: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        """Execute one instruction."""
         if name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
         elif name in _LITERALS:

@@ -226,7 +226,6 @@ class _Arrival:
 
 @atexit.register
 def _complete_all() -> None:
-    """Complete all syncs at exit."""
     # peers may still wait for this process's messages. In a forked process each raises and is skipped: the messages are
     # its parent's
     for arrival in all_arrivals():

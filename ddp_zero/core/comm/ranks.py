@@ -129,7 +129,6 @@ def _first_difference(
     facts: dict[str, str],
     structures: Sequence[Sequence[object]],
 ) -> tuple[str, str, str]:
-    """The first difference between two ranks' statements, and its two values."""
     for fact, value in expected_facts.items():
         if facts.get(fact) != value:
             return f"the same {fact}", value, str(facts.get(fact))
@@ -147,7 +146,6 @@ def _describe(structure: Sequence[object]) -> str:
 
 
 def _digest(facts: object) -> int:
-    """A 63-bit hash of a value that `json` can write."""
     return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:8], "big") >> 1
 
 

@@ -114,7 +114,6 @@ class _Window:
         self._rank = comm.group_rank
 
     def add_up(self) -> None:
-        """Sum the received slices."""
         for pieces, total in self._pieces:
             if self._factor != 1.0:
                 torch._foreach_mul_(pieces, self._factor)

@@ -182,7 +182,6 @@ def ring_room_numel(sizes: Sequence[int], itemsize: int) -> int:
 
 
 def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
-    """Run transfers until None comes."""
     error: RuntimeError | None = None
     while (transfer := transfers.get()) is not None:
         if error is None:

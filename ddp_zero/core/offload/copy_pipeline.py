@@ -226,7 +226,6 @@ class _Buffer:
     windows: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # gradient and value of each load
 
     def wait(self) -> None:
-        """Wait for the copies in flight."""
         wait, self.copies = self.copies, None
         if wait is not None:
             wait()

@@ -134,7 +134,6 @@ class Shelf:
         return extent
 
     def _take(self, size: int) -> int:
-        """A free range of the file."""
         for place, (offset, free) in enumerate(self._free):
             if free >= size:
                 rest = [(offset + size, free - size)] if free > size else []

@@ -159,8 +159,6 @@ def _owner_at(bounds: Sequence[int], position: int) -> GroupRank:
 
 @dataclass(frozen=True)
 class _EvenParts:
-    """Exactly equal parts of a bucket; see [Note: even parts]."""
-
     starts: list[int]  # offset of each parameter in the bucket, in elements
     pieces: list[Pieces]  # pieces of each parameter
     numel: int  # elements of one part
@@ -202,7 +200,6 @@ class _EvenParts:
 
 
 def _runs(members: Iterable[int], specs: Sequence[ParameterSpec], cap: int) -> list[list[int]]:
-    """Parameters of each kind, in order, in runs of about ``cap`` bytes."""
     of_kind: dict[str, list[int]] = {}
     for param in members:
         of_kind.setdefault(specs[param].kind, []).append(param)

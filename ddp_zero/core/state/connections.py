@@ -416,7 +416,6 @@ class _Lobby:
         self._selector = getattr(selectors, "PollSelector", selectors.SelectSelector)()  # these take no descriptor
 
     def run(self) -> None:
-        """Accept and check callers until the port is closed."""
         try:
             while self._listener.fileno() >= 0:
                 self._dismiss_late()

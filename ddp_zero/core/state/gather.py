@@ -134,7 +134,6 @@ def _whole_state(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]])
 
 
 def _parts_joined(sharded: ShardedStep, found: Sequence[tuple[GroupRank, Piece]]) -> list[Piece]:
-    """The pieces, with the parts of each cut parameter joined."""
     params, pieces_of = sharded.table.params, sharded.binding.pieces
     born = [piece for _, piece in found if not is_cut(pieces_of[piece[1]])]
     parts: dict[int, list[tuple[slice, Any]]] = {}
@@ -212,7 +211,6 @@ class OnDemand:
     def _all_pieces(
         self, peer: GroupRank, connection: socket.socket, later: Mapping[GroupRank, socket.socket]
     ) -> list[Piece]:
-        """The pieces of one rank."""
         pieces, last = [], time.monotonic()
         for piece in self._ask(peer, connection):
             pieces.append(piece)
@@ -323,7 +321,6 @@ class OnDemand:
 
 
 def _store_host(comm: Communicator) -> str | None:
-    """The host of the group's store, if it has one."""
     try:
         store = store_of(comm.process_group)
     except RuntimeError:  # a backend without a store

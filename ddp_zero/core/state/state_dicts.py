@@ -157,7 +157,6 @@ class StateDicts:
         return self._sharded.order.of(self._sharded.stepped[index], index)
 
     def _scale_entry(self) -> dict[str, Any]:
-        """The entry of a dynamic loss scale in a state dict; empty without one."""
         scale = self._decision.loss_scale
         return {} if scale is None or not scale.is_dynamic else {SCALE_KEY: scale.state_dict()}
 
@@ -225,7 +224,6 @@ class StateDicts:
         return _Prepared(state_dict, *restrict_state_dict(state_dict, groups, table, sharded.inner, sharded.stepped))
 
     def _take(self, optimizer: Optimizer, prepared: _Prepared) -> None:
-        """Load a copy of a prepared state dict."""
         local = {**prepared.local, "state": copy.deepcopy(prepared.local["state"])}
         self._take_over(optimizer, replace(prepared, local=local))
 
@@ -436,13 +434,11 @@ class StateDicts:
 
 
 def _are_equal(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    """True if two states are bitwise equal."""
     (text, tensors), (other_text, others) = flatten(dict(one)), flatten(dict(other))
     return text == other_text and all(map(torch.equal, map(as_bytes, tensors), map(as_bytes, others)))
 
 
 def _indices(state_dict: Mapping[str, Any]) -> dict[Any, int]:
-    """Parameter index by id in a state dict."""
     ids = [saved_id for group in state_dict["param_groups"] for saved_id in group["params"]]
     return {saved_id: index for index, saved_id in enumerate(ids)}
 

@@ -74,7 +74,6 @@ def read(source: Source) -> dict[str, Any]:
 
 
 def _loaded(source: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-    """The document of a file or of base64, and a name for messages."""
     path = Path(source)
     if str(source) and _is(path, Path.is_dir):
         raise ConfigError(f"Expected the path of a DeepSpeed configuration, got {str(source)!r:.200}: a folder.")
@@ -308,7 +307,6 @@ def _optional(rule: Rule) -> Rule:
 
 
 def _key(rule: Rule, default: Any) -> Any:
-    """A field of a section: its rule, and its default."""
     return field(default=default, metadata={"rule": rule})
 
 

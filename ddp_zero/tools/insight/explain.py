@@ -213,7 +213,6 @@ def _title(plan: ShardPlan, segment: Segment, names: Sequence[str], part: tuple[
 
 
 def _parts(plan: ShardPlan, segment: Segment) -> Iterator[tuple[int, int, int, int]]:
-    """Parameter, first and last element, and bytes, of each part of a segment."""
     for param, (start, stop) in zip(segment.params, segment.ranges, strict=True):
         yield param, start, stop, _bytes_of_elements(plan.specs[param], stop - start)
 

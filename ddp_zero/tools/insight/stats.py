@@ -89,7 +89,6 @@ class Stats:
         return {**now, "used_bytes": in_use, **peaks, "peak_used_bytes": most}
 
     def _sample_memory(self) -> None:
-        """At the end of a step, when gradients and state exist."""
         ended = self._recorder.step - 1
         if ended <= 3 or ended % _SAMPLED == 0:
             self.note_memory()
@@ -115,7 +114,6 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
-        """Call the method, if its object is alive."""
         alive = reference()
         if alive is not None:
             alive()

@@ -179,6 +179,5 @@ def _ways(records: Sequence[Record]) -> dict[int, list[str]]:
 
 
 def _progress(record: Record) -> tuple[int, int]:
-    """The last step, and its number of events."""
     last = max((event.step for event in record.events), default=0)
     return last, sum(event.step == last for event in record.events)

@@ -105,7 +105,6 @@ def _rank(record: Record, wait: Event | None, pending: Collective | None) -> Ite
 
 
 def _bytes_waited_for(record: Record, wait: Event) -> int:
-    """Expected size in bytes of the pending receive, if it was recorded."""
     posted = [
         event.received
         for event in record.events

@@ -37,8 +37,6 @@ _STACK_LINES = 40
 
 
 class _Job:
-    """This process's view of its job."""
-
     folder: Path | None = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
     rank = 0
     members: ClassVar[set[int]] = set()
@@ -148,7 +146,6 @@ def _row(span: Span, origin: float) -> list[Any]:
 
 
 def _stacks() -> dict[str, list[str]]:
-    """The stack of each thread, by its name; innermost frames last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # it would refer to itself, and so live on with all that it refers to
@@ -159,7 +156,6 @@ def _stacks() -> dict[str, list[str]]:
 
 
 def _attempt() -> int:
-    """Number of torchrun's restarts of the job."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdigit() else 0
 
