@@ -25,8 +25,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     # a first DDP model imports torch._dynamo, a third of a second that every rank would spend for itself
     ["torch", "torch._dynamo", "torch.distributed.optim", "ddp_zero", "tests.multiproc.harness"]
 )
@@ -103,9 +103,9 @@ def run_ranks_to_end(
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            receiver, sender = CONTEXT.Pipe(duplex=False)
             work = (sender, body, rank, world_size, folder, group_timeout, args)
-            process = _CONTEXT.Process(target=_run_rank, args=work, daemon=True)
+            process = CONTEXT.Process(target=_run_rank, args=work, daemon=True)
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -190,8 +190,8 @@ class Pool:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, world_size), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs, rank, world_size), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

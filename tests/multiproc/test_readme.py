@@ -11,6 +11,7 @@ import torch
 
 from tests.features import FEATURES, STATUS, claims_of, render, unshown
 from tests.multiproc.cases import assert_identical
+from tests.multiproc.example_scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 README, MIGRATING = ROOT / "README.md", ROOT / "docs" / "guides" / "migrate.md"
@@ -40,8 +41,8 @@ def _final_parameters(source: str, folder: Path, name: str) -> dict[str, torch.T
     save = f"if dist.get_rank() == 1: torch.save(model.state_dict(), {str(result)!r})"
     leave = "import gc\ndel model, opt\ngc.collect()\ndist.destroy_process_group()"
     script.write_text(f"import torch.distributed.nn\n{source}\n{save}\n{leave}\n")
-    ended = subprocess.run([*_LAUNCH, str(script)], capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
+    ended = run_script(script)
+    assert ended.code == 0, ended.errors
     return dict(torch.load(result, weights_only=True))
 
 

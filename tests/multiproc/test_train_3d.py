@@ -2,7 +2,7 @@
 
 import re
 
-from tests.multiproc.example_scripts import end_of_example, run_example
+from tests.multiproc.example_scripts import ROOT, run_example, run_script
 
 
 def test_stages_train_beside_one_device() -> None:
@@ -14,7 +14,7 @@ def test_stages_train_beside_one_device() -> None:
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_an_error_of_one_line() -> None:
-    ended = end_of_example("train_3d.py", "--tensor-ranks 2")
-    assert ended.returncode != 0
-    assert "Expected a multiple of 4 ranks for 2 stages of 2 tensor parallel ranks, got 2." in ended.stderr
-    assert "AssertionError" not in ended.stderr
+    ended = run_script(ROOT / "examples" / "train_3d.py", ["--tensor-ranks", "2"])
+    assert ended.code != 0
+    assert "Expected a multiple of 4 ranks for 2 stages of 2 tensor parallel ranks, got 2." in ended.errors
+    assert "AssertionError" not in ended.errors

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.multiproc.example_scripts import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = str(ROOT / "examples" / "train_gpt.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -81,6 +83,14 @@ def launch(*arguments: str) -> Finished:
     return Finished(process.returncode, output, errors)
 
 
+def train(*arguments: str, ranks: int | None = 2, warnings_are_errors: bool = False) -> Finished:
+    """Run the example on forked ranks, or in one process for None; `launch` shows that it is the same."""
+    ended = run_script(
+        Path(EXAMPLE), [*TINY, *arguments], ranks, warnings_are_errors=warnings_are_errors, timeout=TIMEOUT
+    )
+    return Finished(ended.code, ended.output, ended.errors)
+
+
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     picture = tmp_path_factory.mktemp("picture") / "run.png"
@@ -106,7 +116,7 @@ def test_sharded_training_equals_ddp_with_adamw(comparison: Comparison) -> None:
 
 
 def test_stepping_inside_backward_equals_ddp_with_adamw() -> None:
-    run = launch(*TORCHRUN, EXAMPLE, *TINY, "--steps=6", "--optimizer=zero1-overlap", "--compare")
+    run = train("--steps=6", "--optimizer=zero1-overlap", "--compare")
     assert run.code == 0, f"{run.output}\n{run.errors}"
     assert run.numbers(r"^largest parameter difference to DDP \+ AdamW: (.*)$") == ["0.0"]
     assert run.numbers(r"^regime: (\w+)") == ["overlapped"]
@@ -117,7 +127,7 @@ def test_stepping_inside_backward_equals_ddp_with_adamw() -> None:
 
 
 def test_stage_2_equals_ddp_with_adamw_and_keeps_no_gradients() -> None:
-    run = launch(*TORCHRUN, EXAMPLE, *TINY, "--steps=6", "--optimizer=zero2", "--compare")
+    run = train("--steps=6", "--optimizer=zero2", "--compare")
     assert run.code == 0, f"{run.output}\n{run.errors}"
     assert run.numbers(r"^largest parameter difference to DDP \+ AdamW: (.*)$") == ["0.0"]
     assert run.numbers(r"^regime: (\w+)") == ["overlapped"]
@@ -134,7 +144,7 @@ def test_stage_2_equals_ddp_with_adamw_and_keeps_no_gradients() -> None:
 @pytest.mark.parametrize("mode", ["zero1-overlap", "zero2"])
 def test_masters_clipping_and_accumulation_equal_those_of_torchs_own_parts(mode: str) -> None:
     recipe = ("--dtype=bf16", "--master-weights", "--clip=0.5", "--accumulate=2")
-    run = launch(*TORCHRUN, EXAMPLE, *TINY, *recipe, "--steps=6", f"--optimizer={mode}", "--compare")
+    run = train(*recipe, "--steps=6", f"--optimizer={mode}", "--compare")
     assert run.code == 0, f"{run.output}\n{run.errors}"
     assert run.numbers(r"^largest parameter difference to DDP \+ AdamW: (.*)$") == ["0.0"]
     assert run.numbers(r"^parameters that moved from their initial values: (.*)$") == ["16 of 16"]
@@ -150,7 +160,7 @@ def test_masters_clipping_and_accumulation_equal_those_of_torchs_own_parts(mode:
 
 
 def test_a_step_that_is_skipped_says_so() -> None:
-    run = launch("-W", "error", EXAMPLE, *TINY, "--steps=60", "--clip=0.5", "--lr=1e30", "--compare")
+    run = train("--steps=60", "--clip=0.5", "--lr=1e30", "--compare", ranks=None, warnings_are_errors=True)
     assert run.code == 0, f"{run.output}\n{run.errors}"
     ddp, zero1 = (lines.split("training with ")[0] for lines in run.output.split("training with ")[1:])
     for output in (ddp, zero1):
@@ -162,7 +172,7 @@ def test_a_step_that_is_skipped_says_so() -> None:
 
 
 def test_masters_of_fp32_parameters_are_refused() -> None:
-    run = launch(EXAMPLE, *TINY, "--master-weights")
+    run = train("--master-weights", ranks=None)
     assert run.code == 2
     assert "Expected --dtype bf16 with --master-weights, got fp32" in run.errors
 
@@ -205,7 +215,7 @@ def test_it_runs_unsharded_in_one_process() -> None:
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_bytes(b"too short.")
-    run = launch(EXAMPLE, *TINY, f"--text={text}")
+    run = train(f"--text={text}", ranks=None)
     assert run.code == 2
     assert f"Expected at least 90 bytes of text for --context 8, got 10 from --text {text}." in run.errors
     assert run.output == ""
@@ -244,22 +254,22 @@ def kill_after_two_checkpoints(folder: Path, scratch: Path, *arguments: str) -> 
 
 def test_a_killed_run_ends_as_the_unbroken_one_at_any_number_of_ranks(tmp_path: Path) -> None:
     steps = 40
-    arguments = (*TINY, f"--steps={steps}", "--eval-every=20", "--save-every=2")
-    whole = launch(*TORCHRUN, EXAMPLE, *arguments, f"--resume={tmp_path / 'whole'}")
+    arguments = (f"--steps={steps}", "--eval-every=20", "--save-every=2")
+    whole = train(*arguments, f"--resume={tmp_path / 'whole'}")
     unbroken = losses(whole, steps)
     assert [loss[:2] for loss in unbroken[-2:]] == [("40", "train"), ("40", "validation")]
     assert f"no checkpoint in {tmp_path / 'whole'} yet: training from the beginning" in whole.output
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["step-00000038", "step-00000040"]
 
     at_two, at_one = tmp_path / "two", tmp_path / "one"
-    kill_after_two_checkpoints(at_two, tmp_path, *arguments, f"--resume={at_two}")
+    kill_after_two_checkpoints(at_two, tmp_path, *TINY, *arguments, f"--resume={at_two}")
     done = max(int(path.name.removeprefix("step-")) for path in at_two.glob("step-*"))
     assert 4 <= done < steps, "it was killed in the middle"
     shutil.copytree(at_two, at_one)
-    two = launch(*TORCHRUN, EXAMPLE, *arguments, f"--resume={at_two}")
+    two = train(*arguments, f"--resume={at_two}")
     assert losses(two, steps) == [loss for loss in unbroken if int(loss[0]) > done]
     assert f"resumed after step {done} with 2 windows per rank" in two.output
-    one = launch(EXAMPLE, *arguments, f"--resume={at_one}")
+    one = train(*arguments, f"--resume={at_one}", ranks=None)
     assert losses(one, steps)[-2:] == unbroken[-2:], "before, rounding may show"
     assert f"resumed after step {done} with 4 windows per rank" in one.output
     assert "Warning" not in two.output + two.errors + one.output + one.errors
@@ -267,16 +277,16 @@ def test_a_killed_run_ends_as_the_unbroken_one_at_any_number_of_ranks(tmp_path: 
 
 def test_a_run_of_other_data_or_an_uneven_share_of_it_is_not_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    arguments = ("--context=8", "--layers=1", "--width=16", "--heads=2", "--steps=2", f"--resume={folder}")
-    saved = launch(EXAMPLE, *arguments, "--batch-size=3", "--save-every=1")
+    arguments = ("--steps=2", f"--resume={folder}")
+    saved = train(*arguments, "--batch-size=3", "--save-every=1", ranks=None)
     assert saved.code == 0, f"{saved.output}\n{saved.errors}"
     newest = folder / "step-00000002"
-    other = launch(EXAMPLE, *arguments, "--seed=1")
+    other = train(*arguments, "--batch-size=1", "--seed=1", ranks=None)
     assert (other.code, other.errors) == (
         2,
         f"train_gpt.py: error: Expected --seed 0 as in {newest}, got 1. Give what the run began with.\n",
     )
-    uneven = launch(*TORCHRUN, EXAMPLE, *arguments)
+    uneven = train(*arguments)
     assert uneven.code != 0
     told = f"Expected a number of ranks that divides the 3 windows per backward pass in {newest}, got 2."
     assert uneven.errors.count(told) == 1

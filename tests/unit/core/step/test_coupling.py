@@ -250,7 +250,7 @@ def test_a_wrapped_optimizer_is_looked_at() -> None:
 
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda case: case.name)
 def test_optimizers_that_treat_parameters_one_by_one_can_be_sharded(case: OptimizerCase) -> None:
-    check_shardable(case.build, **case.options)
+    check_shardable(case.build, steps=4 if case.matrices_only else 12, **case.options)  # Muon is slow
 
 
 @pytest.mark.parametrize(
