@@ -6,16 +6,16 @@
 All ways save a model of the same shape, trained with AdamW, and load it into a new one, on Gloo ranks of one thread
 each on this machine. They take turns: each round is a training step, then one save and one load of every way, in a
 random order that is the same on all ranks. Nothing is left for the disk to do when a save is complete: every way waits
-for it (fsync). What is read was written just before, so it comes from the page cache. Memory that was freed is given
-back to the kernel before each measurement: no way finds pages that another has left.
+for it (fsync). A load reads a file that was just written, so it comes from the page cache. Freed memory is given back
+to the kernel before each measurement: no way finds pages that another has left.
 
-A time is the slowest rank's, from a barrier on; a ratio is that to ``consolidate_state_dict`` and ``torch.save`` in the
-same round. CPU seconds, of all ranks, depend less on what else the machine does.
+A time is the slowest rank's, from a barrier on; a ratio is to ``consolidate_state_dict`` and ``torch.save`` in the same
+round. CPU seconds, of all ranks, depend less on other load of the machine.
 
-Memory is measured in rounds of its own: a rank's anonymous memory (``RssAnon``; mapped files do not count), looked at
-every 2 ms, at its highest less what it was right before. A new optimizer has no state yet, so loading has to add it. In
-these rounds memory that is freed goes back to the kernel at once (glibc's ``MALLOC_MMAP_THRESHOLD_`` is 1 MiB), so that
-what is resident is what is in use.
+Memory is measured in separate rounds: a rank's peak anonymous memory (``RssAnon``; mapped files do not count), sampled
+every 2 ms, less its value right before. A new optimizer has no state yet, so loading has to add it. In these rounds
+freed memory goes back to the kernel at once (glibc's ``MALLOC_MMAP_THRESHOLD_`` is 1 MiB), so that resident memory is
+memory in use.
 """
 
 import copy
@@ -72,8 +72,8 @@ class Training:
 
     Args:
         task: its data.
-        model: the same on every rank.
-        is_sharded: stage 2 of this library, or an optimizer that is not sharded.
+        model: the model, the same on every rank.
+        is_sharded: True for stage 2 of this library, False for an unsharded optimizer.
     """
 
     def __init__(self, task: Task, model: nn.Module, is_sharded: bool) -> None:
@@ -86,14 +86,14 @@ class Training:
             self.optimizer = AdamW(self.ddp.parameters(), **OPTIONS)
 
     def fresh(self) -> "Training":
-        """Another of the same shape, all zeros, that has taken no step."""
+        """A new training of the same shape, all zeros, that has taken no step."""
         model = copy.deepcopy(self.model)
         for param in model.parameters():
             param.detach().zero_()
         return Training(self.task, model, self.is_sharded)
 
     def step(self) -> None:
-        """One training step; what was consolidated is stale then."""
+        """One training step, which makes consolidated state stale."""
         self.ddp(*self.task.draw(1, torch.default_generator)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -110,7 +110,7 @@ class Training:
         return sum(param.nbytes for param in self.model.parameters())
 
     def equals(self, other: "Training") -> bool:
-        """Whether parameters are the same, and optimizer state where both have it on this rank."""
+        """True if parameters are equal, and optimizer state where both have it on this rank."""
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             state, other_state = self.optimizer.state.get(mine, {}), other.optimizer.state.get(theirs, {})
             pairs = [(mine, theirs), *((state[key], other_state[key]) for key in state.keys() & other_state.keys())]
@@ -152,14 +152,14 @@ def save_consolidated(training: Training, path: Path) -> None:
 
 
 def load_consolidated(training: Training, path: Path) -> None:
-    """Every rank maps the file, and takes what it needs."""
+    """Every rank maps the file, and reads its part."""
     content = torch.load(path, weights_only=True, mmap=True)
     training.model.load_state_dict(content["model"])
     training.optimizer.load_state_dict(content["optimizer"])
 
 
 def save_dcp(training: Training, path: Path) -> None:
-    """Torch's sharded checkpoint; ranks share the writing of what all of them have."""
+    """Torch's sharded checkpoint; ranks share the writing of replicated values."""
     model, optimizer = get_state_dict(training.ddp, training.optimizer)
     dcp_save({"model": model, "optimizer": optimizer}, storage_writer=FileSystemWriter(path, sync_files=True))
 
@@ -172,7 +172,7 @@ def load_dcp(training: Training, path: Path) -> None:
 
 
 def save_nothing(training: Training, path: Path) -> None:
-    """As many bytes as the others; what the disk needs for them."""
+    """Write equally many bytes: the disk's own time."""
     path.mkdir(exist_ok=True)
     left = 3 * training.nbytes // dist.get_world_size()
     chunk = b"\1" * (4 * MIB)
@@ -184,12 +184,12 @@ def save_nothing(training: Training, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How to save and to load.
+    """A way to save and to load.
 
     Attributes:
-        save: returns what is left to wait for, if anything.
-        load: what it saved; None where that was measured already.
-        is_sharded: the optimizer.
+        save: saves; returns a function that waits for the rest, if anything is left.
+        load: loads the saved state; None if already measured.
+        is_sharded: True if the optimizer is sharded.
     """
 
     save: Callable[[Training, Path], Rest | None]
@@ -213,17 +213,17 @@ Numbers = dict[str, list[float]]
 
 
 def anonymous() -> int:
-    """Bytes of this process's memory that is no file's."""
+    """Bytes of this process's memory that no file backs."""
     with open("/proc/self/status", "rb", buffering=0) as file:
         text = file.read(8192)
     return int(text[text.index(b"RssAnon:") + 8 :].split(maxsplit=1)[0]) * 1024
 
 
 class MemoryWatch:
-    """Looks at this process's anonymous memory in a thread while a block runs.
+    """Samples this process's anonymous memory in a thread while a block runs.
 
     Attributes:
-        rise: the most that was seen, above what there was before.
+        rise: largest sample, above the value before.
     """
 
     rise = 0
@@ -267,7 +267,7 @@ def measured(act: Callable[[], Rest | None], looks_at_memory: bool) -> Numbers:
 
 
 def take_turns(rank: int, options: Namespace, folder: Path, looks_at_memory: bool) -> None:
-    """What every rank runs; rank 0 leaves what it found in a file."""
+    """The program of every rank; rank 0 writes the results to a file."""
     torch.set_num_threads(1)
     rendezvous = (folder / f"rendezvous-{looks_at_memory}").as_uri()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
@@ -300,7 +300,7 @@ def step_all(trainings: dict[bool, Training]) -> None:
 
 
 def save_and_load(way: Way, training: Training, path: Path, looks_at_memory: bool) -> dict[str, Numbers]:
-    """Save, load into a new training, compare that with the one that was saved, and remove what was written."""
+    """Save, load into a new training, compare it with the saved one, and remove the files."""
     found = {"save": measured(lambda: way.save(training, path), looks_at_memory)}
     load = way.load
     if load is not None:
@@ -315,7 +315,7 @@ def save_and_load(way: Way, training: Training, path: Path, looks_at_memory: boo
 
 
 def sizes(training: Training) -> dict[str, Any]:
-    """Bytes that explain the others, of the rank that owns most."""
+    """Bytes that explain the results, of the rank that owns most."""
     inner = training.zero.optim
     owned = [param for group in inner.param_groups for param in group["params"]]
     state = sum(value.nbytes for values in inner.state.values() for value in values.values())
@@ -406,14 +406,14 @@ def main() -> None:
 
 
 def results_of(options: Namespace, folder: Path, looks_at_memory: bool) -> dict[str, Any]:
-    """What rank 0 leaves."""
+    """The results of rank 0."""
     spawn(take_turns, args=(options, folder, looks_at_memory), nprocs=options.ranks)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
 
 def facts(options: Namespace, sizes: dict[str, Any], load: float) -> list[str]:
-    """What was measured, where and how."""
+    """Subject, place and method of the measurement."""
     mib = {name: f"{nbytes / MIB:.1f} MiB" for name, nbytes in sizes.items()}
     return [
         f"date: {date.today()}",

@@ -1,4 +1,4 @@
-"""Draws docs/images/parallel.svg: which ranks reduce and shard what.
+"""Draws docs/images/parallel.svg: the ranks that reduce and shard each kind of parameter.
 
 python -m benchmarks.draw_parallel
 """
@@ -27,7 +27,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Panel:
-    """A job, with what its ranks hold."""
+    """A job, with the parameters of its ranks."""
 
     title: str
     rows: Sequence[Row]
@@ -60,7 +60,7 @@ _TWICE = {"stage 0, replicated", "stage 1, replicated", "embedding (tied)"}
 def draw(panels: Sequence[Panel]) -> str:
     """The picture as SVG: a row of boxes per kind of parameter, a column per rank, a colour per group.
 
-    The filled part of a box is what the rank owns. A group whose parameters count in norms elsewhere has dashed boxes.
+    The filled part of a box is the rank's shard. A group whose parameters count in norms elsewhere has dashed boxes.
     """
     parts: list[str] = []
     top = 0

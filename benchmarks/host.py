@@ -150,7 +150,7 @@ def per_iteration(parameters: int, modes: list[str]) -> dict[str, list[float]]:
 
 
 def torch_calls() -> Found:
-    """What a bucket of stage 2 cannot do without, in microseconds: a message each way, twice, and a fused step."""
+    """Microseconds of the calls that a bucket of stage 2 needs: a message each way, twice, and a fused step."""
     comm = Communicator(None)
     peer = 1 - dist.get_rank()
     sent, received, half = torch.zeros(WIDTH * WIDTH // 2), torch.empty(WIDTH * WIDTH // 2), WIDTH * WIDTH // 2
@@ -174,7 +174,7 @@ def torch_calls() -> Found:
 
 
 def measure(rank: int, folder: str, modes: list[str]) -> None:
-    """What a rank runs; the first leaves what was found in a file."""
+    """The program of a rank; the first writes the results to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=(Path(folder) / "rendezvous").as_uri(), rank=rank, world_size=RANKS)
     found = {

@@ -1,15 +1,15 @@
-"""Peak memory of every mode, each in processes of its own, on a model of 256 MiB of parameters.
+"""Peak memory of every mode, each in separate processes, on a model of 256 MiB of parameters.
 
     python -m benchmarks.memory
     python -m benchmarks.memory --ranks 4 --layers 16
 
-Every mode trains the same model on the same data from the same seed on Gloo ranks of this machine. A rank notes its
-resident memory when the group is formed and something tiny was trained in the same mode, so that code and what it
-allocates once are there: the baseline. The peak is the kernel's high-water mark of resident memory, over all steps and
-from the third step on, less the baseline. Beside it stands what `ddp_zero.estimate` says of a model without memory.
+Every mode trains the same model on the same data from the same seed on Gloo ranks of this machine. The baseline is a
+rank's resident memory after the group is formed and something tiny was trained in the same mode, so that code and its
+one-time allocations are there. The peak is the kernel's high-water mark of resident memory, over all steps and from the
+third step on, less the baseline. Beside it stands the estimate of `ddp_zero.estimate` for a meta model.
 
-Memory that is freed goes back to the kernel at once (glibc's ``MALLOC_MMAP_THRESHOLD_`` is set to 1 MiB), so that what
-is resident is what is in use. ``--keep-malloc`` leaves glibc as it is; it then keeps some of what is freed.
+Freed memory goes back to the kernel at once (glibc's ``MALLOC_MMAP_THRESHOLD_`` is set to 1 MiB), so that resident
+memory is memory in use. ``--keep-malloc`` leaves glibc unchanged; it then keeps some freed memory.
 """
 
 import json
@@ -104,12 +104,12 @@ def resident(field: str) -> int:
 
 
 def forget_peak() -> None:
-    """Make the high-water mark start again from what is resident now."""
+    """Reset the high-water mark to the present resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(rank: int, mode: str, options: Namespace, folder: str) -> None:
-    """What a rank runs; it leaves its bytes in a file."""
+    """The program of a rank; it writes its bytes to a file."""
     torch.set_num_threads(1)
     rendezvous = (Path(folder) / "rendezvous").as_uri()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
@@ -145,7 +145,7 @@ def measure(rank: int, mode: str, options: Namespace, folder: str) -> None:
 
 
 def warm_up(mode: str) -> None:
-    """Train something tiny, so that the code that a mode runs is in memory, and what it allocates once."""
+    """Train something tiny, so that a mode's code and its one-time allocations are in memory."""
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), gradient_as_bucket_view=True)
     optimizer = MODES[mode](ddp)
     for _ in range(FIRST_STEPS + 1):

@@ -1,11 +1,11 @@
-"""What stage 2 pays beside computing: CPU time of its messages by size of chunk, and passes over all parameters.
+"""Costs of stage 2 beside computing: CPU time of its messages by size of chunk, and passes over all parameters.
 
     python -m benchmarks.overhead
 
 Two Gloo ranks of one thread each on this machine, over loopback. Messages: four buckets of 26 MB are reduced to their
 owners, summed, and the owned halves sent back, in chunks of several sizes, beside all-reduces of the same buckets that
-send as many bytes. The time is that of all threads of a rank, the kernel's work for it included. Passes: with 2,000
-tensors, what one iteration does once for every parameter, in a call of the communication hook or elsewhere.
+send as many bytes. The time is of all threads of a rank, including the kernel's work for it. Passes: with 2,000
+tensors, the work of one iteration for every parameter, in a call of the communication hook or elsewhere.
 """
 
 import json
@@ -61,7 +61,7 @@ def median_ms(act: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def exchange(comm: Communicator, buckets: list[Tensor], room: Tensor) -> None:
-    """What stage 2 sends in a step."""
+    """The messages of a step of stage 2."""
     for index, bucket in enumerate(buckets):
         parts = bucket.tensor_split(RANKS)
         own = parts[comm.group_rank]
@@ -103,7 +103,7 @@ def passes() -> dict[str, float]:
 
 
 def measure(rank: int, folder: str) -> None:
-    """What a rank runs; the first leaves what was found in a file."""
+    """The program of a rank; the first writes the results to a file."""
     torch.set_num_threads(1)
     rendezvous = (Path(folder) / "rendezvous").as_uri()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)

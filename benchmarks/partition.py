@@ -1,4 +1,4 @@
-"""How long it takes to decide who owns what: ``python -m benchmarks.partition``."""
+"""Time to plan ownership: ``python -m benchmarks.partition``."""
 
 import random
 import statistics

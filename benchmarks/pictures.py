@@ -51,7 +51,7 @@ def leave_pictures(job: Job) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the ranks, and draw what they have left."""
+    """Run the ranks, and draw their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="26m")
     parser.add_argument("--batch-size", type=int, default=4)

@@ -39,7 +39,7 @@ def build_data() -> Dataset[tuple[torch.Tensor, ...]]:
 
 
 def train(device: torch.device) -> None:
-    """Train for some epochs, after those of earlier runs."""
+    """Train for some epochs, continuing the count of earlier runs."""
     data = build_data()
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)  # each rank has its own samples
     loader = DataLoader(data, BATCH_SIZE, sampler=sampler, pin_memory=device.type == "cuda")

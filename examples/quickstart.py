@@ -34,15 +34,15 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Training:
-    """The outcome of one training on rank 0; memory is that of the rank where it is largest.
+    """The outcome of one training on rank 0; memory is of the rank that needs most.
 
     Attributes:
-        losses: the mean loss over ranks of every step, in nats per byte.
-        step_ms: the median time of a step in milliseconds, without the first two.
+        losses: mean loss over ranks of every step, in nats per byte.
+        step_ms: median time of a step in milliseconds, without the first two.
         state: bytes of optimizer state.
         gradients: bytes of gradients after backward.
-        peak: bytes at the peak of training, above those before the model was built.
-        final: the parameters after the last step.
+        peak: peak bytes of training, above those before the model was built.
+        final: parameters after the last step.
     """
 
     losses: list[float]

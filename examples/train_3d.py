@@ -44,7 +44,7 @@ def build_whole(options: Namespace) -> GPT:
 
 
 def ranks_of_both_stages(mesh: DeviceMesh) -> Any:
-    """The ranks that hold the same embedding: all but those with other parts of the perceptrons."""
+    """The ranks that hold the same embedding: all with the same parts of the perceptrons, in both stages."""
     mine = None
     for ranks in mesh.mesh.movedim(2, 0).flatten(1).tolist():
         group = dist.new_group(sorted(ranks))  # every rank calls it for every group
@@ -68,7 +68,7 @@ def build(options: Namespace, world: World) -> tuple[DeviceMesh, Stage, Parallel
 
 
 def shapes_of(options: Namespace, stage: Stage) -> dict[str, Any]:
-    """What goes into a stage and comes out of it, so that the first step need not learn it by a pass of its own."""
+    """Shapes of a stage's input and output, so that the first step need not find them by a separate pass."""
     size = options.batch_size // options.micro_batches, options.context
     between = torch.zeros(*size, options.width, requires_grad=True)
     if stage.is_last:

@@ -91,7 +91,7 @@ def train(sharded: bool, options: Namespace) -> tuple[Player, Player]:
 
 @torch.no_grad()
 def covered_modes(maker: Player) -> int:
-    """How many of the eight Gaussians get at least 2% of 2,000 generated points within half a unit."""
+    """The number of the eight Gaussians that get at least 2% of 2,000 generated points within half a unit."""
     points = maker.model.module(torch.randn(2000, NOISE, generator=torch.Generator().manual_seed(0)))
     angles = torch.arange(MODES) * (2 * math.pi / MODES)
     centres = 2 * torch.stack([angles.cos(), angles.sin()], dim=1)
@@ -126,7 +126,7 @@ def parse_options() -> Namespace:
 
 
 def run(options: Namespace) -> bool:
-    """Train; returns whether the comparison, if asked for, found no difference."""
+    """Train; returns True if the comparison, if requested, found no difference."""
     maker, judge = train(sharded=True, options=options)
     say(f"{covered_modes(maker)} of {MODES} modes covered")
     if not options.compare:

@@ -85,7 +85,7 @@ def parse_options() -> Namespace:
 
 
 def launch(options: Namespace, job: dict[str, Any]) -> list[Any]:
-    """What each rank found."""
+    """The results of each rank."""
     whole = {"device": options.device, "backend": options.backend, "dtype": options.dtype, "late": False, **job}
     return run_ranks(whole, [()] * options.ranks, {}, RANK)
 
@@ -94,7 +94,7 @@ def launch(options: Namespace, job: dict[str, Any]) -> list[Any]:
 
 
 def check(options: Namespace) -> tuple[Found, str]:
-    """What each mode has shown, on time and late; and the name of the device."""
+    """Results of each mode, on time and late; and the name of the device."""
     job = {"phase": "check", "model": CHECKED, "batch_size": CHECKED_BATCH, "modes": options.names}
     on_time, late = (launch(options, {**job, "late": is_late}) for is_late in (False, True))
     found = {
@@ -110,7 +110,7 @@ def check(options: Namespace) -> tuple[Found, str]:
 
 
 def faults(name: str, shown: Found, ranks: int, dtype: str) -> list[str]:
-    """What is wrong with a mode of ours, or with the device's other modes: only parameters that have not moved."""
+    """Faults of our modes, and of the device's other modes only parameters that have not moved."""
     found = [f"{shown['still']} parameters have not moved"] if shown["still"] else []
     found += [f"{len(shown['races'])} races: {shown['races'][0]}"] if shown["races"] else []
     if name.startswith(OURS):
@@ -136,7 +136,7 @@ def measure(options: Namespace) -> Found:
 
 
 def measure_one(options: Namespace, name: str, is_first: bool) -> Found | None:
-    """What the ranks of a mode found, the most of each."""
+    """The largest results of a mode over its ranks."""
     timeline = str(options.results / f"{stem(options)}-{_file_name(name)}.json.gz")
     job = {
         "phase": "measure",
@@ -244,7 +244,7 @@ def _file_name(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """What is being done, for who waits."""
+    """Report progress."""
     sys.stderr.write(f"{line}\n")
 
 

@@ -69,7 +69,7 @@ class Accumulating(Contestant):
 
 
 class WithMasters(Contestant):
-    """DDP in bf16 with fp32 copies by hand: what `master_weights` must equal."""
+    """DDP in bf16 with fp32 copies by hand: the reference of `master_weights`."""
 
     def __init__(self, model: nn.Module) -> None:
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -89,11 +89,11 @@ class WithMasters(Contestant):
 
 
 def modes(dtype: torch.dtype, bucket_mib: float | None) -> dict[str, Mode]:
-    """What competes.
+    """All contestants.
 
     Args:
-        dtype: of the parameters.
-        bucket_mib: of DDP; None: its default.
+        dtype: dtype of the parameters.
+        bucket_mib: size of DDP's buckets; None for its default.
     """
     named = _in_bf16(bucket_mib) if dtype is torch.bfloat16 else _in_fp32(bucket_mib)
     return {name: Mode(build, gradients=None, base=base) for name, (build, base) in named.items()}
@@ -181,10 +181,10 @@ def _mixed_fsdp(model: nn.Module) -> Contestant:
 
 
 def select(available: dict[str, Mode], filters: Sequence[str]) -> list[str]:
-    """The reference, those whose names have one of the filters, and what they must equal; without filters, all.
+    """The reference, the modes whose names match a filter, and their references; without filters, all.
 
     Raises:
-        ValueError: for a filter that chooses nothing.
+        ValueError: for a filter that matches nothing.
     """
     for part in filters:
         if not any(part in name for name in available):

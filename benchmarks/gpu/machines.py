@@ -1,8 +1,8 @@
-"""What is asked of a device: of GPUs, and of the simulated accelerator in ``tests/accelerator``.
+"""Devices of the benchmark: GPUs, and the simulated accelerator in ``tests/accelerator``.
 
-Both count host synchronisations, tell the most memory allocated, and can be late with what runs beside backward: a GPU
-by a sleep before whatever the library gives its side stream, the simulated one by running all work as late as anybody
-needs it.
+Both count host synchronisations, report peak memory, and can delay work beside backward: a GPU by a sleep before
+everything that the library enqueues on its side stream, the simulated one by running all work as late as its results
+allow.
 """
 
 import os
@@ -26,8 +26,8 @@ class Machine(Protocol):
     """The devices of one rank.
 
     Attributes:
-        backend: for ``init_process_group``.
-        name: of the device, for the report.
+        backend: backend for ``init_process_group``.
+        name: name of the device, for the report.
     """
 
     backend: str
@@ -43,18 +43,18 @@ class Machine(Protocol):
         """The most that tensors had at once since `forget_peak`."""
 
     def syncs(self) -> AbstractContextManager[list[str]]:
-        """A list that holds, afterwards, where the host waited for the device: ``file:line``."""
+        """A list that holds, afterwards, the places at which the host waited for the device: ``file:line``."""
 
     def races(self) -> list[str]:
-        """Uses of memory that nothing orders, where the device can tell."""
+        """Unordered uses of memory, if the device can detect them."""
 
 
 class Cuda:
-    """GPUs, with NCCL or, where ranks share one, Gloo.
+    """GPUs, with NCCL or, if ranks share one, Gloo.
 
     Args:
         backend: ``nccl`` or ``gloo``.
-        late: put a sleep before what the library gives its side stream, in this process from now on.
+        late: sleep before the library's work on its side stream, in this process from now on.
     """
 
     def __init__(self, backend: str, late: bool) -> None:
@@ -96,12 +96,12 @@ class Cuda:
 
 
 class Simulated:
-    """The simulated accelerator, one device per rank. Its times say nothing.
+    """The simulated accelerator, one device per rank. Its times are meaningless.
 
     Args:
-        ranks: how many there are.
-        folder: where the ranks' process groups meet.
-        late: whether work runs as late as anybody needs it.
+        ranks: number of ranks.
+        folder: folder for the rendezvous of the ranks' process groups.
+        late: True to run work as late as its results allow.
     """
 
     backend = "cpu:gloo,sim:simccl"
@@ -153,7 +153,7 @@ def _place(file: str, line: int) -> str:
 
 
 def delay_side_stream() -> None:
-    """Put a sleep on the GPU before what the library gives its side stream, in this process from now on."""
+    """Sleep on the GPU before the library's work on its side stream, in this process from now on."""
     running = SideStream.running
 
     @contextmanager

@@ -1,6 +1,6 @@
 """One rank of `compare`, which starts it: ``python -m benchmarks.gpu.rank FOLDER RANK``.
 
-The folder has the job in ``job.json``; what was found is left there.
+The folder has the job in ``job.json``; the results are written there.
 """
 
 import ctypes
@@ -167,7 +167,7 @@ def _largest(number: float) -> float:
 
 
 def main() -> None:
-    """Join the others, do the job, leave what was found in a file."""
+    """Join the job, run it, write the results to a file."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would end a rank whose parent was killed
     job: Job = json.loads((folder / "job.json").read_text())
@@ -175,7 +175,7 @@ def main() -> None:
     machine = choose(job, folder)
     device = machine.choose(rank)
     if job["phase"] == "check":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
         torch.use_deterministic_algorithms(True)
     rendezvous = (folder / "rendezvous").as_uri()
     dist.init_process_group(

@@ -7,24 +7,23 @@
 
 All modes train the same model on the same data from the same seed, on Gloo ranks of one thread each on this machine.
 They take turns: each round times some steps of every mode in a row, in a random order that is the same on all ranks,
-from a barrier until the slowest rank has taken them and all that they send has come. A ratio is that of two modes'
-steps in the same round. Parts of a step are timed alone in every round. Afterwards a few more steps of every mode count
-the bytes that ranks really send (the kernel's counters, not the library's).
+from a barrier until the slowest rank has taken them and all of their messages have arrived. A ratio is between steps of
+two modes in the same round. Parts of a step are timed alone in every round. Afterwards a few more steps of every mode
+count the bytes that ranks really send (the kernel's counters, not the library's).
 
-Memory is measured in processes of each mode's own: the kernel's high-water mark of resident memory, above what was
-resident before there was a model. Memory that is freed goes back to the kernel at once (glibc's
-``MALLOC_MMAP_THRESHOLD_`` is 1 MiB), except with ``--keep-malloc``. The formula beside it adds up what the mode keeps:
-parameters, the rank's own optimizer state, its gradients and buckets, and activations. Those are the same peak of the
-model alone, in forward and backward without DDP and optimizer, into gradients that stay, less parameters and gradients;
-they include what the libraries of matrix products and the threads of a first backward need, some 40 MiB here. In stage
-2 and FSDP activations and gradients are not at their highest together, which the formula takes for granted.
+Memory is measured in separate processes for each mode: the kernel's high-water mark of resident memory, above resident
+memory before there was a model. Freed memory goes back to the kernel at once (glibc's ``MALLOC_MMAP_THRESHOLD_`` is 1
+MiB), except with ``--keep-malloc``. The formula beside it adds up the mode's parameters, the rank's own optimizer
+state, its gradients and buckets, and activations. Those are the same peak of the model alone, in forward and backward
+without DDP and optimizer, into gradients that stay, less parameters and gradients; they include the needs of the
+libraries of matrix products and of the threads of a first backward, some 40 MiB here. In stage 2 and FSDP activations
+and gradients do not peak together, as the formula assumes.
 
-``--link`` gives every rank a network namespace behind a link of that rate, see `link`; it needs root, and Linux.
-With ``--nodes 2`` as well, the ranks are spread over nodes that are joined by links of a tenth of the rate, and bytes
-between nodes are counted too.
-Where that is not to be had the run is skipped. ``--modes`` takes parts of names; the reference always runs. Modes that
-clip or skip run only where a filter finds no other; files of a filtered run have the filters in their names, long ones
-as a hash. DeepSpeed and FairScale compete if they are installed.
+``--link`` gives every rank a network namespace behind a link of that rate, see `link`; it needs root, and Linux. With
+``--nodes 2`` as well, the ranks are spread over nodes that are joined by links of a tenth of the rate, and bytes
+between nodes are counted too. If namespaces are not available the run is skipped. ``--modes`` takes parts of names; the
+reference always runs. Modes that clip or skip run only if a filter finds no other; files of a filtered run have the
+filters in their names, long ones as a hash. DeepSpeed and FairScale compete if they are installed.
 """
 
 import hashlib
@@ -112,7 +111,7 @@ def estimate(names: Sequence[str], parameters: int, ranks: int) -> int:
 
 
 def is_sharded(name: str) -> bool:
-    """Whether ranks keep a part of the optimizer state."""
+    """True if ranks keep a part of the optimizer state."""
     return not name.startswith("DDP")
 
 
@@ -179,7 +178,7 @@ def add_memory(found: Found, memory: dict[str, list[dict[str, int]]]) -> None:
 
 
 def write(options: Namespace, found: Found) -> None:
-    """Print the table, store it with what it was made from, and draw."""
+    """Print the table, store it with its raw numbers, and draw."""
     text = "\n".join([*(f"- {fact}" for fact in found["facts"]), "", table(found), ""])
     print(text)
     options.results.mkdir(exist_ok=True)

@@ -38,9 +38,9 @@ class Contestant:
     """A model in training.
 
     Args:
-        model: what computes the loss of a batch.
-        optimizer: of its parameters.
-        clips: whether the loop calls ``clip_grad_norm_``.
+        model: computes the loss of a batch.
+        optimizer: optimizer of its parameters.
+        clips: True if the loop calls ``clip_grad_norm_``.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, clips: bool = False) -> None:
@@ -55,7 +55,7 @@ class Contestant:
         self.optimizer.zero_grad()
 
     def settle(self) -> None:
-        """Have all that steps have sent."""
+        """Complete all messages of previous steps."""
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             self.optimizer.finish_sync()
 
@@ -151,11 +151,11 @@ class Mode:
     """A way to train.
 
     Attributes:
-        build: the contestant, from a model of its own.
-        gradients: what is needed beside the whole parameters, own state and activations; None where nobody knows.
+        build: builds the contestant, from a model of its own.
+        gradients: bytes besides whole parameters, own state and activations; None if unknown.
         base: the mode that it must equal.
         needs: the package that it comes from.
-        is_extra: whether it competes only where `select` finds no other mode.
+        is_extra: True if it competes only if `select` finds no other mode.
     """
 
     build: Callable[[nn.Module], Contestant]
@@ -166,11 +166,11 @@ class Mode:
 
     @property
     def is_available(self) -> bool:
-        """Whether what it needs is installed."""
+        """True if its package is installed."""
         return find_spec(self.needs) is not None
 
     def import_package(self) -> None:
-        """Before memory is measured: what Python and the package need is no mode's."""
+        """Before memory is measured: memory of Python and the package counts for no mode."""
         import_torchs_zero()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported
         import_module(self.needs)
@@ -351,15 +351,15 @@ FEWER = (  # of a model so large that not all fit
 
 
 def select(filters: Sequence[str], is_large: bool) -> list[str]:
-    """The modes of a run, in the order of `MODES`: the reference, those asked for, and what they must equal.
+    """The modes of a run, in the order of `MODES`: the reference, the requested ones, and their references.
 
     Args:
-        filters: parts of names. Each chooses the modes that have it; extra ones only if no other has. None: all that
-            are not extra.
-        is_large: whether to leave it at `FEWER` without filters.
+        filters: parts of names. Each chooses the modes that contain it; extra ones only if there is no other. None: all
+            that are not extra.
+        is_large: limit a run without filters to `FEWER`.
 
     Raises:
-        ValueError: for a filter that chooses nothing.
+        ValueError: for a filter that matches nothing.
     """
     available = {name: mode for name, mode in MODES.items() if mode.is_available}
     usual = [name for name, mode in available.items() if not mode.is_extra]

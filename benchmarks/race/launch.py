@@ -21,20 +21,20 @@ def run_ranks(
     environment: Mapping[str, str],
     program: Sequence[str] = RANK,
 ) -> list[Any]:
-    """What each rank found, in rank order; what ranks print goes to standard error.
+    """The results of each rank, in rank order; output of ranks goes to standard error.
 
     Args:
-        job: handed to every rank.
-        prefixes: of each rank's command line.
-        environment: of all ranks, added to this process's.
+        job: passed to every rank.
+        prefixes: prefix of each rank's command line.
+        environment: variables of all ranks, added to this process's.
         program: Python's arguments for a rank, before the folder and its number.
 
     Raises:
-        RuntimeError: if a rank fails. The others are killed.
+        RuntimeError: if a rank fails. All other ranks are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.json").write_text(json.dumps({**job, "ranks": len(prefixes)}))
-        # ranks find the package from any folder, and what this process was told to find
+        # ranks find the package, and this process's further paths, from any folder
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         variables = {**os.environ, "PYTHONPATH": path, **environment}
         processes: list[subprocess.Popen[bytes]] = []

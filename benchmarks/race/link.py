@@ -140,7 +140,7 @@ class Link:
         self.remove()
 
     def prefix(self, rank: int) -> Command:
-        """What makes a command run in a rank's namespace."""
+        """Prefix of a command line that runs it in a rank's namespace."""
         return ["ip", "netns", "exec", self.ranks[rank]]
 
     def remove(self) -> None:
@@ -168,13 +168,13 @@ class Link:
 
 
 def bytes_from_node(node: str, runner: Runner = run) -> int:
-    """Bytes that the ranks of a node have sent to others so far, by its bridge's namespace."""
+    """Bytes that the ranks of a node have sent to other nodes so far, by its bridge's namespace."""
     (found,) = json.loads(runner(["ip", "-n", node, "-json", "-statistics", "link", "show", "dev", UPLINK]))
     return int(found["stats64"]["tx"]["bytes"])
 
 
 def owner_is_gone(name: str) -> bool:
-    """Whether a namespace is one of a `Link` whose process has ended."""
+    """True if a namespace belongs to a `Link` whose process has ended."""
     parts = name.split("-")
     if len(parts) != 4 or parts[0] != PREFIX or not parts[1].isdigit():
         return False

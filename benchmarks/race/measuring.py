@@ -1,4 +1,4 @@
-"""What one rank of `compare` measures: time, bytes sent, memory."""
+"""Measurements of one rank of `compare`: time, bytes sent, memory."""
 
 import random
 import statistics
@@ -106,7 +106,7 @@ def race(job: Job) -> dict[str, Any]:
 
 
 def sent_per_step(measured: Measured, nodes: Sequence[str] = ()) -> tuple[float, float]:
-    """Bytes that this rank sends, and that its node sends to others, on average over some steps."""
+    """Bytes that this rank sends, and that its node sends to other nodes, on average over some steps."""
     dist.barrier()
     node = nodes[dist.get_rank() * len(nodes) // dist.get_world_size()] if nodes else None
     before = sent_bytes(), 0 if node is None else bytes_from_node(node)
@@ -180,7 +180,7 @@ def bucket_bytes(ddp: nn.Module) -> list[int]:
 
 
 def sum_by_block(ddp: nn.Module) -> list[int]:
-    """Of what FSDP shards at once: every block, and the rest."""
+    """For each unit that FSDP shards at once: every block, and the rest."""
     blocks = [
         sum(param.nbytes for param in block.parameters()) for block in ddp.get_submodule("module.blocks").children()
     ]
@@ -231,12 +231,12 @@ def resident(field: str) -> int:
 
 
 def forget_peak() -> None:
-    """Make the high-water mark start again from what is resident now."""
+    """Reset the high-water mark to the present resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure_memory(job: Job) -> dict[str, int]:
-    """One mode, in a process of its own: peaks above what there was before the model, and the rank's own state."""
+    """One mode, in a separate process: peaks above the memory before the model, and the rank's own state."""
     mode = ALONE if job["mode"] == ALONE_NAME else MODES[job["mode"]]
     mode.import_package()
     dist.barrier()

@@ -1,4 +1,4 @@
-"""What `compare` trains: models that return their loss, and the data for them."""
+"""Models of `compare`, which return their loss, and the data for them."""
 
 import sys
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Residual(nn.Module):
-    """Small linear layers, each added to what it reads."""
+    """Small linear layers, each added to its input."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Residual(nn.Module):
 
 
 class ManySmall(nn.Module):
-    """Blocks of small layers: what is done once per parameter takes most of the time."""
+    """Blocks of small layers: work per parameter takes most of the time."""
 
     def __init__(self, blocks: int, layers: int, width: int) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class Task:
     """A model and its data.
 
     Attributes:
-        build: the model, from torch's random numbers; its ``blocks`` are what FSDP shards one by one.
-        draw: a batch of so many samples.
-        sample: what a sample is, in words.
+        build: builds the model, from torch's random numbers; FSDP shards its ``blocks`` one by one.
+        draw: draws a batch of so many samples.
+        sample: unit of a sample, in words.
     """
 
     build: Callable[[], nn.Module]

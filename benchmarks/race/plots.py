@@ -1,4 +1,4 @@
-"""What `compare` found, as a picture."""
+"""The results of `compare`, as a picture."""
 
 import statistics
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def draw_bars(axes: "Axes", names: Sequence[str], values: Sequence[float], form:
     """One bar per mode, first on top, with its number."""
     colors = ["skyblue" if name.startswith(OURS) else "silver" for name in names]
     bars = axes.barh(range(len(names)), values, color=colors)
-    axes.bar_label(bars, fmt=form, label_type="center", fontsize="small")  # clear of what is drawn at their ends
+    axes.bar_label(bars, fmt=form, label_type="center", fontsize="small")  # clear of the marks at their ends
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.margins(x=0.15)

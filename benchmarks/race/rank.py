@@ -31,7 +31,7 @@ TIME_OUT = timedelta(minutes=5)
 
 
 def main() -> None:
-    """Join the others, do the job, leave what was found in a file."""
+    """Join the job, run it, write the results to a file."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would end a rank whose parent was killed
     job = json.loads((folder / "job.json").read_text())

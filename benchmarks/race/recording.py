@@ -1,8 +1,8 @@
-"""``python -m benchmarks.race.recording``: what recording events costs in a step.
+"""``python -m benchmarks.race.recording``: cost of recording events in a step.
 
-The figure to go by is counted: events and notes of a step, times what one costs on the same machine, over the processor
-time of a step, which other programs on the machine do not change. Beside it the ratio of steps with recording to steps
-without, in turns; that says little on shared cores.
+The relevant figure is counted: events and notes of a step, times the cost of one on the same machine, over the
+processor time of a step, which is independent of other load. Beside it the ratio of steps with recording to steps
+without, in turns, which says little on shared cores.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SAMPLED = 64
 
 
 def measure_recording(job: Job) -> dict[str, Any]:
-    """All modes on one rank, in turns with all others."""
+    """All modes on one rank, in turns."""
     return {"costs": cost_of_each(), "modes": {name: of_mode(name, job) for name in RECORDED}}
 
 
@@ -136,7 +136,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def seconds_recording(costs: dict[str, float], mode: dict[str, Any]) -> float:
-    """What recording takes of a step, counted."""
+    """Recording's share of a step, counted."""
     counted: float = sum(costs[what] * count for what, count in mode["per_step"].items())
     return counted + float(mode["sample_memory"]) / SAMPLED
 
@@ -179,7 +179,7 @@ def report(found: dict[str, Any], model: str, ranks: int) -> str:
 
 
 def main() -> None:
-    """Run the ranks, and write what rank 0 found."""
+    """Run the ranks, and write the results of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="26m")
     parser.add_argument("--ranks", type=int, default=2)

@@ -1,4 +1,4 @@
-"""What `compare` found, as text: facts, ratios, and the table."""
+"""The results of `compare`, as text: facts, ratios, and the table."""
 
 import os
 import platform
@@ -100,7 +100,7 @@ def memory_cells(mode: dict[str, Any]) -> list[str]:
 
 
 def tell_facts(options: Namespace, found: Found, load: float, rate: float | None) -> list[str]:
-    """What was measured, where and how; for the list above the table."""
+    """Subject, place and method of the measurement, for the list above the table."""
     model, phases = found["model"], {name: rounded(1000 * value) for name, value in found["phases"].items()}
     buckets = ", ".join(f"{size / MIB:.1f}" for size in model["bucket_bytes"])
     facts = [
@@ -131,13 +131,13 @@ def tell_facts(options: Namespace, found: Found, load: float, rate: float | None
 
 
 def others(found: Found) -> str:
-    """Versions of the packages from which modes came."""
+    """Versions of the modes' packages."""
     packages = sorted({MODES[name].needs for name in found["modes"]} - {"torch"})
     return "".join(f", {package} {version(package)}" for package in packages)
 
 
 def network(link: str | None, rate: float | None, nodes: int = 1) -> str:
-    """How bytes travelled and were counted."""
+    """Transport of bytes, and method of counting them."""
     if link is None:
         return "none, ranks talk inside the machine; bytes sent are those that the process writes"
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()

@@ -1,4 +1,4 @@
-"""What `benchmarks.wire` runs on every rank: sums and gathers of one bucket, and nothing else."""
+"""The program of every rank of `benchmarks.wire`: sums and gathers of one bucket, and nothing else."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""How far predictions are from what `benchmarks.race` has measured over shaped links."""
+"""Errors of the predictions against measurements of `benchmarks.race` over shaped links."""
 
 import json
 import statistics
@@ -26,7 +26,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a part of what was measured."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 

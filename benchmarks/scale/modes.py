@@ -1,4 +1,4 @@
-"""Models as sizes, plans of them at any number of ranks, and the modes: how each steps, and what each keeps."""
+"""Models as sizes, plans of them at any number of ranks, and the modes with their schedules and memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,10 +38,10 @@ class Shape:
     """A model as plans see it.
 
     Attributes:
-        name: what it is called.
+        name: name of the model.
         sizes: bytes of its tensors, the last one first: about the order in which gradients are ready.
-        layout: the tensors of each of DDP's buckets.
-        is_guessed: whether tensors are as large as each other only because nothing more is known.
+        layout: tensors of each of DDP's buckets.
+        is_guessed: True if tensors are equally large only because nothing more is known.
     """
 
     name: str
@@ -112,7 +112,7 @@ def _cut_at(sizes: Sequence[int], bucket_bytes: Sequence[int]) -> tuple[tuple[in
 
 @dataclass(frozen=True)
 class Shards:
-    """What ranks own of a model, at one number of ranks; bytes of parameters of the rank that owns most."""
+    """The ranks' shards of a model, at one number of ranks; bytes of parameters of the rank that owns most."""
 
     overlapped: int
     cut: int

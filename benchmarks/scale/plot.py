@@ -44,7 +44,7 @@ def draw(path: Path, steps: Steps, memory: Mapping[str, Mapping[int, float]]) ->
 
 
 def plot(axes: "Axes", name: str, ranks: list[int], values: list[float], color: tuple[float, ...]) -> None:
-    """A line by number of ranks: of ours whole, of others dashed, of the ideal dotted."""
+    """A line by number of ranks: solid for our modes, dashed for all other modes, dotted for the ideal."""
     line = ":" if name.startswith("(") else "-" if name.startswith("ddp_zero") else "--"
     axes.axis("on")
     axes.plot(ranks, values, linestyle=line, marker=".", color=color, label=name)

@@ -1,15 +1,15 @@
-"""What a step would take, and a rank would keep, at 2 to 4,096 ranks: a model, and how far it is from measurements.
+"""Predicted step time and memory per rank at 2 to 4,096 ranks: a model, and its error against measurements.
 
     python -m benchmarks.scale
     python -m benchmarks.scale --model 87m --gbit 10 100
     python -m benchmarks.scale --measured benchmarks/results/compare-26m-2ranks.json
     python -m benchmarks.scale --check
 
-Each mode is simulated bucket by bucket with the plans that the library would make, see `schedule` and `wire`.
-What forward, backward and the step compute is given or taken from a measurement and stays as it is at any number of
-ranks: each rank has its own batch. ``--check`` predicts every result of ``benchmarks.race`` over a shaped link from
-that result's own phases and the link's rate, and prints both. Nothing is fitted to a mode; latency and cost of a
-message were measured once.
+Each mode is simulated bucket by bucket with the plans that the library would make, see `schedule` and `wire`. Times of
+forward, backward and the step are given or taken from a measurement and stay constant at any number of ranks: each rank
+has its own batch. ``--check`` predicts every result of ``benchmarks.race`` over a shaped link from that result's own
+phases and the link's rate, and prints both. Nothing is fitted to a mode; latency and cost of a message were measured
+once.
 """
 
 import json
@@ -39,16 +39,16 @@ MIB = 2**20
 IDEAL = "(ideal: state cut evenly by elements, 3 buckets)"
 LATENCY_US = MESSAGE_US = 65.0  # measured: Gloo over a veth pair, both ends on one machine of two cores, the best cases
 SECONDS_PER_BYTE = Phases(forward=1.67e-9, backward=3.25e-9, adamw=0.39e-9)  # measured: 26m, two ranks on two cores
-EXPOSED = SLOWER = 0.05  # of a step: what is called not hidden, and slower
+EXPOSED = SLOWER = 0.05  # of a step: thresholds for "not hidden" and "slower"
 LIMIT_MS = 100.0  # for planning 10,000 parameters for 1,024 ranks
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the model says.
+    """The predictions.
 
     Attributes:
-        steps: by Gbit/s, transport, mode and number of ranks.
+        steps: step times by Gbit/s, transport, mode and number of ranks.
         memory: bytes of the rank that needs most, by mode and number of ranks.
         owned: bytes of parameters that the rank with most of them owns, by number of ranks.
     """
@@ -102,7 +102,7 @@ def first(ranks: Sequence[int], holds: Sequence[bool]) -> str:
 
 
 def turning_points(outlook: Outlook, ranks: Sequence[int]) -> str:
-    """Where syncs are no longer hidden, and where a mode falls behind DDP."""
+    """Numbers of ranks from which syncs are no longer hidden, or a mode falls behind DDP."""
     columns = [f"{gbit:g} Gbit/s, {transport.value}" for gbit, by in outlook.steps.items() for transport in by]
     rows: dict[str, list[str]] = {name: [] for name in MODES if name != DDP}
     for by_transport in outlook.steps.values():
@@ -124,7 +124,7 @@ def memory_table(outlook: Outlook, ranks: Sequence[int]) -> str:
 
 
 def ownership(outlook: Outlook, shape: Shape, ranks: Sequence[int]) -> str:
-    """In words: where whole tensors stop what sharding saves."""
+    """In words: the limit that whole tensors set to sharding."""
     total, last = sum(shape.sizes), outlook.owned[ranks[-1]]
     stops = first(ranks, [outlook.owned[n] == last for n in ranks])
     uneven = first(ranks, [outlook.owned[n] > 1.1 * total / n for n in ranks])
@@ -136,7 +136,7 @@ def ownership(outlook: Outlook, shape: Shape, ranks: Sequence[int]) -> str:
 
 
 def formulas() -> str:
-    """In words: what memory is counted."""
+    """In words: the counted memory."""
     modes_of: dict[str, list[str]] = {}
     for name, mode in MODES.items():
         modes_of.setdefault(mode.formula, []).append(name)
@@ -144,7 +144,7 @@ def formulas() -> str:
 
 
 def planning() -> str:
-    """In words: what a plan costs."""
+    """In words: the cost of a plan."""
     timing = partition.measure(partition.PARAMETERS, 1024)
     took = timing.partition + timing.plan
     verdict = "under" if took < LIMIT_MS else "NOT under"

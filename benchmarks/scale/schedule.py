@@ -1,8 +1,8 @@
 """A training step as a schedule: each rank computes, sends and receives, one thing of each kind at a time.
 
-The computing lane is the thread that runs forward, backward and DDP's hook: where the hook waits, backward waits. Links
-are full duplex. Collectives take a link in the order in which they are started, which is the plan's; `wire` says
-for how long. What the CPU spends on copying, and on summing what has come, is not in the model.
+The computing lane is the thread that runs forward, backward and DDP's hook: if the hook waits, backward waits. Links
+are full duplex. Collectives take a link in the order in which they are started, which is the plan's; `wire` gives their
+duration. CPU time of copying, and of summing received segments, is not in the model.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ STEPS = 4  # simulated, until one is like the one before
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds that a rank computes in each step; the step is that of the unsharded optimizer."""
+    """Seconds that a rank computes in each step; the step is the unsharded optimizer's."""
 
     forward: float
     backward: float
@@ -39,15 +39,15 @@ class Phases:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is trained, at one number of ranks.
+    """The trained model, at one number of ranks.
 
     Attributes:
-        ranks: how many.
-        phases: what they compute.
+        ranks: number of ranks.
+        phases: their computing times.
         overlapped: DDP's buckets in the order of their reduction, cut by the plan for a step inside backward.
         cut: the same buckets with ``partition="elements"``.
         standalone: the buckets of the plan for a step after backward.
-        whole: all parameters as one, cut by largest first; what torch's ZeroRedundancyOptimizer does.
+        whole: all parameters as one, cut by largest first, as in torch's ZeroRedundancyOptimizer.
     """
 
     ranks: int
@@ -58,27 +58,27 @@ class Job:
     whole: Cut
 
     def share(self, bucket: Cut) -> float:
-        """Of all parameters, and so of what is computed."""
+        """Each rank's share of all parameters, and so of the computation."""
         return bucket.total / self.whole.total
 
     def local_step(self, bucket: Cut) -> Tensor:
-        """Seconds for which each rank steps what it owns of a bucket."""
+        """Seconds for each rank's step of its segment of a bucket."""
         return self.phases.adamw / self.whole.total * bucket.segments
 
 
 class Lanes:
-    """What each rank computes, sends and receives, and how far it has come with it.
+    """Each rank's computing, sending and receiving, with its progress.
 
     Args:
-        ranks: how many.
-        link: what each has.
-        transport: how collectives are carried out.
-        free: collectives of this kind take no time: what would be if they were hidden.
+        ranks: number of ranks.
+        link: link of each rank.
+        transport: transport of collectives.
+        free: collectives of this kind take no time, as if they were hidden.
 
     Attributes:
-        clock: when each rank's computing lane is free.
+        clock: time at which each rank's computing lane is free.
         sent: bytes that a rank has sent, on average.
-        transport: how collectives are carried out.
+        transport: transport of collectives.
     """
 
     def __init__(self, ranks: int, link: Link, transport: Transport, free: str | None = None) -> None:
@@ -113,7 +113,7 @@ class Lanes:
             self.clock = torch.maximum(self.clock, self._arrives[kind, bucket])
 
     def _exchange(self, transfer: Direct) -> Tensor:
-        """When each rank has sent and received all that is its. The last of its peers may serve it last."""
+        """Time at which each rank has exchanged all of its messages. The last of its peers may serve it last."""
         rate, message = self._link.bytes_per_second, self._link.message
         begins = torch.maximum(self.clock, self._sending)
         self._sending = begins + transfer.sent_bytes / rate + transfer.sends * message
@@ -207,9 +207,9 @@ def cut_step(lanes: Lanes, job: Job, syncs_in_forward: bool = False) -> None:
 
 
 def overlapped_step(lanes: Lanes, job: Job, stage: int, lag: int | None, syncs_in_forward: bool = False) -> None:
-    """What the hook does, see `ddp_zero.core.backward.hook`; in stage 2 a reduction waits for the one before.
+    """The step of the hook, see `ddp_zero.core.backward.hook`; in stage 2 a reduction waits for the one before.
 
-    ``syncs_in_forward``: all buckets are sent after the last step, the one that forward needs first before the others.
+    ``syncs_in_forward``: all buckets are sent after the last step, starting with the one that forward needs first.
     """
     buckets = job.overlapped
     forward(lanes, job, syncs_in_forward)
@@ -252,7 +252,7 @@ class Forecast:
 
     Attributes:
         seconds: from one step to the next.
-        exposed: of those, what would be saved if syncs took no time.
+        exposed: seconds that would be saved if syncs took no time.
         sent: bytes that a rank sends in a step, on average.
     """
 

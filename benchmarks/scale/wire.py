@@ -1,11 +1,11 @@
-"""Collectives as bytes, rounds and messages: what each costs the link of a rank.
+"""Collectives as bytes, rounds and messages, with their cost for the link of a rank.
 
     time on a link = bytes / rate + messages * cost of a message, and a latency for each round
 
 A ring moves all ranks together, at the pace of the busiest; an all-reduce has 2 (N - 1) rounds. A direct exchange has
 one round, in which a rank sends its segment N - 1 times (the sync) or receives it N - 1 times (the reduction): N - 1
-messages for everyone, and many bytes for whoever owns much. `Transport` says which is assumed. That N - 1 flows meet at
-each link is not in the model.
+messages for everyone, and many bytes for the owner of a large segment. `Transport` says which is assumed. Contention of
+N - 1 flows at each link is not in the model.
 """
 
 import math
@@ -25,7 +25,7 @@ CHUNK_BYTES = 4 << 20  # of a direct exchange, see ddp_zero/core/comm/communicat
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a rank with all others.
+    """The connection of a rank with all other ranks.
 
     Attributes:
         gbit: its rate in each direction, in Gbit/s.
@@ -44,7 +44,7 @@ class Link:
 
 
 class Transport(Enum):
-    """How collectives are carried out."""
+    """Transport of collectives."""
 
     GLOO = "Gloo"
     """Ring all-reduce; for ddp_zero rings of large buckets of many ranks, else a direct exchange; a binomial tree per
@@ -67,12 +67,12 @@ class Cut:
 
     @classmethod
     def evenly(cls, nbytes: float, ranks: int) -> "Cut":
-        """Elements are cut wherever it takes."""
+        """Elements are cut at any place."""
         return cls(torch.full((ranks,), nbytes / ranks, dtype=torch.float64))
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """Number of ranks."""
         return len(self.segments)
 
     @cached_property
@@ -106,7 +106,7 @@ class Together:
     rounds: int
 
     def seconds(self, link: Link) -> float:
-        """How long it takes from when the last rank is there."""
+        """Duration from the arrival of the last rank."""
         return self.busiest / link.bytes_per_second + self.rounds * (link.latency + link.message)
 
 
@@ -151,7 +151,7 @@ def sync(cut: Cut, transport: Transport) -> Transfer:
 
 
 def reduction(cut: Cut, transport: Transport) -> Transfer:
-    """Every owner gets its segment from all others: a sync backwards."""
+    """Every owner receives its segment from all other ranks: a sync backwards."""
     transfer = sync(cut, transport)
     if isinstance(transfer, Together):
         return transfer

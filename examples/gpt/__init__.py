@@ -1,1 +1,1 @@
-"""Everything that `train_gpt.py` needs besides the library: model, text, processes, command line and reports."""
+"""The parts of `train_gpt.py` apart from the library: model, text, processes, command line and reports."""

@@ -33,8 +33,8 @@ class Outcome:
     """The outcome of a step, of either optimizer.
 
     Attributes:
-        norm: the norm of all gradients; None without clipping.
-        skipped: why the step was skipped; None if it was taken.
+        norm: norm of all gradients; None without clipping.
+        skipped: reason for skipping the step; None if it was taken.
     """
 
     norm: float | None
@@ -48,7 +48,7 @@ class Outcome:
 
 @torch.no_grad()
 def step_by_hand(model: nn.Module, optimizer: Optimizer, clip: float | None) -> Outcome:
-    """Step torch's AdamW with fp32 masters, clipping and skipping, all of which a sharded optimizer does itself."""
+    """Step torch's AdamW with fp32 masters, clipping and skipping, which a sharded optimizer does itself."""
     params = [param for group in parameter_groups(model) for _, param in group["params"]]
     stepped = [param for group in optimizer.param_groups for param in group["params"]]  # parameters, or their masters
     for param, master in zip(params, stepped, strict=True):

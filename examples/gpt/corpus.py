@@ -21,8 +21,8 @@ class Corpus:
     Attributes:
         train: bytes to train on.
         validation: bytes held out.
-        context: how many bytes of input a window has.
-        checksum: the CRC-32 of the whole text.
+        context: input bytes of a window.
+        checksum: CRC-32 of the whole text.
     """
 
     train: Tensor

@@ -1,4 +1,4 @@
-"""What is measured: the loss on held-out text, and the memory that every rank uses."""
+"""Measurements: the loss on held-out text, and the memory of every rank."""
 
 import resource
 import sys
@@ -19,14 +19,14 @@ CLEAR_REFS = Path("/proc/self/clear_refs")  # 5 resets VmHWM, see proc(5)
 
 @dataclass(frozen=True)
 class Usage:
-    """What one rank holds at the end.
+    """Memory of one rank at the end.
 
     Attributes:
-        parameters: how many parameters its optimizer steps.
-        elements: the elements of those.
+        parameters: number of parameters that its optimizer steps.
+        elements: number of their elements.
         state: bytes of optimizer state, masters included.
         gradients: bytes of gradients.
-        peak: bytes of memory at its peak.
+        peak: peak memory in bytes.
     """
 
     parameters: int
@@ -38,7 +38,7 @@ class Usage:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batch_size: int, corpus: Corpus, world: World) -> float:
-    """Compute the mean loss on held-out text, of which every rank reads a share. A collective."""
+    """Compute the mean loss on held-out text, each rank on its share. A collective."""
     total = torch.zeros((), device=world.device)
     for inputs, targets in corpus.held_out(batch_size, world):
         total += model(inputs, targets) * len(inputs)
@@ -46,7 +46,7 @@ def evaluate(model: nn.Module, batch_size: int, corpus: Corpus, world: World) ->
 
 
 def measure(model: nn.Module, optimizer: Optimizer, gradients: int, world: World) -> list[Usage]:
-    """Measure what every rank holds. A collective."""
+    """Measure the memory of every rank. A collective."""
     local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer  # owns a part, or all
     params = [param for group in local.param_groups for param in group["params"]]
     state = [value for values in local.state.values() for value in values.values() if isinstance(value, Tensor)]
@@ -98,5 +98,5 @@ def _resident(field: str) -> int:
 
 
 def copy_parameters(model: nn.Module) -> list[Tensor]:
-    """Copy the parameters to the CPU as they are now."""
+    """Copy the present parameters to the CPU."""
     return [param.detach().cpu().clone() for param in model.parameters()]

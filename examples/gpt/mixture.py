@@ -35,12 +35,12 @@ class Exchange(Function):
 
 
 class Mixture(nn.Module):
-    """Experts, of which each token takes one.
+    """A mixture of experts; each token goes to one of them.
 
     Args:
-        width: of a token.
-        experts: how many there are; as many on each rank of the group.
-        group: the ranks that hold one of each expert together.
+        width: width of a token.
+        experts: number of experts; equally many on each rank of the group.
+        group: the ranks that together hold one of each expert.
     """
 
     def __init__(self, width: int, experts: int, group: ProcessGroup) -> None:
@@ -98,14 +98,14 @@ class MixtureGPT(GPT):
         self.blocks = nn.Sequential(*(MixtureBlock(width, heads, experts, group) for _ in range(layers)))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean loss, in nats per byte, and add to it what keeps experts equally busy."""
+        """Compute the mean loss, in nats per byte, plus a loss that keeps experts equally busy."""
         loss = super().forward(inputs, targets)
         balances = [block.mixture.balance for block in self.blocks if isinstance(block, MixtureBlock)]
         return loss + BALANCE * torch.stack(balances).mean()
 
 
 def is_of_an_expert(name: str) -> bool:
-    """Whether a parameter is not held by every rank."""
+    """True if only some ranks hold a parameter."""
     return ".experts." in name
 
 

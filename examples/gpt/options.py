@@ -11,14 +11,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def positive(text: str) -> int:
-    """Read a number of something."""
+    """Read a positive number."""
     if int(text) < 1:
         raise ArgumentTypeError(f"Expected at least 1, got {text}.")
     return int(text)
 
 
 def limit(text: str) -> float:
-    """Read the most that something may be."""
+    """Read an upper limit."""
     if not float(text) > 0:
         raise ArgumentTypeError(f"Expected a number above 0, got {text}.")
     return float(text)

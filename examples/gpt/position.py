@@ -1,4 +1,4 @@
-"""The part of a checkpoint that is neither model nor optimizer: where a training stands, and what it began with."""
+"""The position of a training, saved with model and optimizer: its progress, and the recipe that it began with."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gpt.corpus import Corpus
 
-RECIPE = ("steps", "accumulate", "heads", "lr", "clip", "seed")  # what shapes and dtypes do not show
+RECIPE = ("steps", "accumulate", "heads", "lr", "clip", "seed")  # not visible in shapes and dtypes
 
 
 class Refusal(Exception):
@@ -20,13 +20,13 @@ class Refusal(Exception):
 
 @dataclass
 class Position:
-    """Where a training stands.
+    """The progress of a training.
 
     Attributes:
-        windows: how many windows of text all ranks together see in a backward pass.
-        generator: what draws those windows.
-        scheduler: what sets the learning rate.
-        train_losses: the mean loss of every step so far.
+        windows: number of windows of text that all ranks together see in a backward pass.
+        generator: random number generator of those windows.
+        scheduler: schedule of the learning rate.
+        train_losses: mean loss of every step so far.
         validation_losses: steps, and the loss on held-out text after each of them.
     """
 
@@ -37,7 +37,7 @@ class Position:
     validation_losses: list[tuple[int, float]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the kinds of values that a checkpoint takes."""
+        """Return the position as values that a checkpoint accepts."""
         return {
             "windows": self.windows,
             "generator": self.generator.get_state(),
@@ -47,7 +47,7 @@ class Position:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Return to where `state_dict` was called."""
+        """Restore a position of `state_dict`."""
         self.windows = state["windows"]
         self.generator.set_state(state["generator"])
         self.scheduler.load_state_dict(state["scheduler"])
@@ -56,12 +56,12 @@ class Position:
 
 
 def recipe(options: Namespace, corpus: Corpus) -> dict[str, Any]:
-    """Return what must not change when a training is resumed."""
+    """Return the values that must not change when a training is resumed."""
     return {**{f"--{name}": getattr(options, name) for name in RECIPE}, "a text with CRC-32": corpus.checksum}
 
 
 def check_recipe(saved: Mapping[str, Any], given: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to resume the checkpoint in ``folder`` with a recipe that it was not saved with."""
+    """Refuse to resume the checkpoint in ``folder`` with a recipe other than its own."""
     for what, expected in saved.items():
         if given[what] != expected:
             raise Refusal(

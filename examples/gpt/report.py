@@ -1,4 +1,4 @@
-"""What is printed: progress, the table of memory, and the comparison of two trainings."""
+"""Printed output: progress, the table of memory, and the comparison of two trainings."""
 
 import sys
 from argparse import Namespace
@@ -21,12 +21,12 @@ class Result:
     """A finished training.
 
     Attributes:
-        mode: how the optimizer state was kept.
-        train_losses: the loss of every step, a mean over the ranks.
+        mode: mode of the optimizer.
+        train_losses: loss of every step, a mean over the ranks.
         validation_losses: steps, and the loss on held-out text after each of them.
-        initial: the parameters before training, on the CPU.
-        final: the parameters after training, on the CPU.
-        usages: what each rank held.
+        initial: parameters before training, on the CPU.
+        final: parameters after training, on the CPU.
+        usages: memory of each rank.
         sample: bytes that the model wrote, on rank 0.
     """
 
@@ -46,11 +46,11 @@ class Result:
 
 
 def report_step(position: Position, outcome: Outcome, pace: float, options: Namespace, world: World) -> None:
-    """Show step, loss, outcome, speed and time left, and say so if the step was skipped.
+    """Show step, loss, outcome, speed and remaining time, and any skipped step.
 
     Args:
-        position: where the training stands after the step.
-        outcome: the outcome of the step.
+        position: position of the training after the step.
+        outcome: outcome of the step.
         pace: seconds per step.
         options: the command line.
         world: the processes.
@@ -66,7 +66,7 @@ def report_step(position: Position, outcome: Outcome, pace: float, options: Name
 
 
 def table(result: Result) -> str:
-    """Lay out what every rank holds, and what it would hold unsharded."""
+    """Lay out the memory of every rank, beside its memory without sharding."""
     row = "{:>4} {:>11} {:>12} {:>14} {:>16} {:>15} {:>14}".format
     lines = [row("rank", "parameters", "elements", "state bytes", "unsharded bytes", "gradient bytes", "peak memory")]
     for rank, usage in enumerate(result.usages):
@@ -79,16 +79,16 @@ def table(result: Result) -> str:
 
 
 def printable(data: bytes) -> str:
-    """Replace what is not safe to print: the model can write anything, and not every terminal can show it."""
+    """Replace characters that are unsafe to print: the model can write anything, and terminals differ."""
     text = "".join(c if c.isprintable() or c == "\n" else "?" for c in data.decode(errors="replace"))
     return text.encode(sys.stdout.encoding, errors="replace").decode(sys.stdout.encoding)
 
 
 def compare(result: Result, reference: Result, world: World) -> bool:
-    """Say how far apart two trainings ended, over all parameters and ranks. A collective.
+    """Report the difference between two finished trainings, over all parameters and ranks. A collective.
 
     Returns:
-        Whether they ended with equal parameters, all of which had moved.
+        True if they ended with equal parameters, all of which had moved.
     """
     pairs = zip(result.final, reference.final, strict=True)
     apart = torch.stack([(ours.double() - theirs).abs().max() for ours, theirs in pairs]).max()  # NaN stays NaN

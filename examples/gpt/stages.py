@@ -14,7 +14,7 @@ class Stage(nn.Module):
 
     Args:
         whole: the model; the stage takes its modules.
-        is_last: which half.
+        is_last: True for the second half.
         mesh: the ranks that share each perceptron; 1-D.
     """
 
@@ -41,5 +41,5 @@ class Stage(nn.Module):
 
 
 def is_shared(name: str) -> bool:
-    """Whether both stages hold a parameter."""
+    """True if both stages hold a parameter."""
     return name == "tokens.weight"

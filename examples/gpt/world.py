@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class World:
-    """This process and its place among the others."""
+    """This process and its place among the ranks."""
 
     rank: int
     size: int
@@ -47,11 +47,11 @@ class World:
         return cls(rank, size, device)
 
     def check_is_multiple(self, of: int, what: str) -> None:
-        """Leave the job and exit with a message if the number of ranks is no multiple of a number.
+        """Leave the job and exit with a message if the number of ranks is not a multiple of a number.
 
         Args:
             of: the number.
-            what: the needs that it comes from, in words.
+            what: the reason, in words.
         """
         if self.size % of:
             if self.rank == 0:

@@ -19,6 +19,7 @@ import pytest
 import ddp_zero
 
 SOURCE = Path(ddp_zero.__file__).parent
+PROGRAMS = ("examples", "benchmarks")  # counted with the library
 PER_10K = {  # at most so many per 10,000 words
     "what": (re.compile(r"\bwhat\b", re.IGNORECASE), 8),
     "that of": (re.compile(r"\b(?:that|those) of\b", re.IGNORECASE), 4),
@@ -94,9 +95,10 @@ def files(room: str = "") -> list[Path]:
 
 
 def done() -> list[Text]:
-    """Texts of all rooms but those listed as not yet done."""
+    """Texts of all rooms but those listed as not yet done, and of the programs."""
     left = {path for room in NOT_YET for path in files(room)}
-    return [text for path in files() if path not in left for text in texts(path)]
+    programs = [path for name in PROGRAMS for path in sorted((SOURCE.parent / name).rglob("*.py"))]
+    return [text for path in [*files(), *programs] if path not in left for text in texts(path)]
 
 
 def words(found: list[Text]) -> int:
