@@ -47,7 +47,7 @@ from ddp_zero.core.local.inner import (
     reserve_room,
 )
 from ddp_zero.core.local.live_model import the_ddp_model_in
-from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors
+from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.offload.placement import residence_for
 from ddp_zero.core.state.state_dicts import StateDicts, offload_state, reload_state
@@ -200,10 +200,10 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             agreement.declare("step options", repr(options))
             agreement.declare_parameters(table)
             binding = Binding(ranks, table, parameters_as_bucket_view, sync == "forward", division)
-            stepped = SteppedTensors(table, master_weights, residence_for(options.offload))
+            stepped = StepTargets(table, master_weights, residence_for(options.offload))
             agreement.declare("max_grad_norm of groups", [group.get("max_grad_norm") for group in self.param_groups])
             self._build = partial(build_inner, optimizer_class, defaults=defaults)
-            self.optim = self._build(self.param_groups, stepped.own(binding.owned(), binding.owned_parts()))
+            self.optim = self._build(self.param_groups, stepped.assign(binding.owned(), binding.owned_parts()))
             check_options(options, self.optim)
             if division.cuts:
                 check_elementwise(self.optim)

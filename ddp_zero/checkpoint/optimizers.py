@@ -236,11 +236,11 @@ class ShardedState(OptimizerState):
     def master(self, index: int) -> Tensor | None:
         """The master of a parameter on its owner; None if the parameter is cut."""
         stepped = self._sharded.stepped
-        return stepped.master(index) if stepped.part(index) is None else None
+        return stepped.masters.get(index) if stepped.part(index) is None else None
 
     def wants_master(self, index: int) -> bool:
         """True for low-precision parameters with ``master_weights=True``."""
-        return self._sharded.stepped.wants_master(index)
+        return self._sharded.stepped.masters.wants(index)
 
     def check_fits(self, state_dict: StateDict) -> None:
         """Run the checks of ``load_state_dict``."""

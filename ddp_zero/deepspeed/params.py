@@ -44,11 +44,11 @@ class _Place:
 
     @property
     def has_master(self) -> bool:
-        return self.sharded.stepped.wants_master(self.index)
+        return self.sharded.stepped.masters.wants(self.index)
 
     @property
     def master(self) -> Tensor | None:
-        return self.sharded.stepped.master(self.index)
+        return self.sharded.stepped.masters.get(self.index)
 
     def own_part(self, value: Tensor) -> Tensor:
         return self.sharded.stepped.own_part(self.index, value)

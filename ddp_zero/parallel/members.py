@@ -248,7 +248,7 @@ class Member:
             sharded = engine.sharded
             sharded.table.check_groups(self.zero.param_groups)
             sharded.table.check_gradients()
-            sharded.stepped.follow_model()
+            sharded.stepped.masters.follow_model()
             sharded.check_ready()
 
     def drop_gradients(self, set_to_none: bool) -> None:

@@ -153,8 +153,7 @@ class PartitionedGradients(Gradients):
     def lend_all(self, has_joined: bool) -> None:
         """Finish every reduction; show the sums of owned parameters that any rank has used."""
         self._memory.capture()
-        table, taken = self._sharded.table, self._visible.taken
-        params = table.params
+        params = self._sharded.table.params
         for arrival in self._arrivals:
             arrival.wait()
             arrival.keep()
@@ -163,7 +162,7 @@ class PartitionedGradients(Gradients):
         self._workshop.side.join()  # from here on sums are read on the user's stream: shown, handed over, stepped
         for arrival in self._arrivals:
             for index in () if has_joined else arrival.owned:
-                if params[index].grad is not None or index in taken:
+                if params[index].grad is not None or self._visible.was_taken(index):
                     self._visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
 
     def show(self, was_consumed: bool) -> None:
@@ -411,7 +410,7 @@ def hand_over(sharded: ShardedStep, arrivals: Sequence[Arrival], visible: Visibl
     moved = [(arrival, index) for arrival, index in pairs if arrival.pieces[index] != after[index]]
     if not moved:
         return
-    every = comm.all_gather_ints([int(index in visible.taken) for _, index in moved])
+    every = comm.all_gather_ints([int(visible.was_taken(index)) for _, index in moved])
     for place, (arrival, index) in enumerate(moved):
         was_taken = any(every[piece.owner][place] for piece in arrival.pieces[index])
         arrival.wait()
@@ -420,8 +419,8 @@ def hand_over(sharded: ShardedStep, arrivals: Sequence[Arrival], visible: Visibl
             continue
         arrival.receive(index, total)
         if was_taken:
-            visible.taken.add(index)
-        if publishes and (sharded.table.params[index].grad is not None or index in visible.taken):
+            visible.note_taken(index)
+        if publishes and (sharded.table.params[index].grad is not None or visible.was_taken(index)):
             visible.show(index, arrival.gradient(index), arrival.in_accumulation_dtype(index))
 
 

@@ -27,30 +27,51 @@ from ddp_zero.core.local.placeholders import AbsentGradient, absent_gradient, on
 from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.step.sharded_step import ShardedStep
 
+_AVERAGE, _ABSENT, _MIXED = 1, 2, 4
+"""What the library has left in ``param.grad``, unless users have replaced it: an average, an `AbsentGradient`. Mixed: a
+pass that was not reduced has added to it."""
+_CARRIED, _HIDDEN = 1, 2
+"""What a backward pass has taken out: an average, for the next sum; an `AbsentGradient`, or another rank's average."""
+
+
+class _ExactSum:
+    """A sum in its own dtype, beside the gradient that shows it rounded.
+
+    Attributes:
+        versions: of the sum and of the gradient when a user got the former.
+    """
+
+    __slots__ = ("total", "versions")
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        self.versions: tuple[int, int] | None = None
+
 
 class VisibleGradients:
     """Averaged gradients on the rank that owns them, `AbsentGradient` elsewhere.
 
     Args:
         workshop: holds gradients that are carried over to the next sum.
-
-    Attributes:
-        taken: parameters whose averaged gradient was taken out for the sums of this iteration.
     """
 
     def __init__(self, workshop: ReduceContext) -> None:
         self._workshop = workshop
         self._sharded = workshop.sharded
-        self._shown = WeakTensorKeyDictionary()  # exact sums of the library's tensors in param.grad
-        self._lent = WeakTensorKeyDictionary()  # versions of exact sum and gradient when a user got the former
-        self._showing: set[int] = set()  # parameters with such a grad, unless users have replaced it
-        self._standing_in: set[int] = set()  # parameters with an `AbsentGradient`, unless users have dropped it
-        self._mixed: set[int] = set()  # parameters with an average to which a pass that was not reduced has added
-        self._left: dict[int, Tensor | None] = {}  # parameters that `leave` was called for, and their exact sums
-        self._hidden: set[int] = set()  # parameters whose `AbsentGradient`, or what was left of others, was taken out
-        self._put_aside: dict[int, Tensor] = {}  # what was left and taken out
+        self._sums = WeakTensorKeyDictionary()  # `_ExactSum` by the tensor in param.grad that shows it
+        self._shown: dict[int, int] = {}  # by parameter: an average or its absence, until a pass takes it up
+        self._out: dict[int, int] = {}  # by parameter: what the pass under way has taken out
+        self._left: dict[int, Tensor | None] = {}  # exact sums of averages that `leave` has left in place
+        self._put_aside: dict[int, Tensor] = {}  # those, once they are taken out
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
-        self.taken: set[int] = set()
+
+    def was_taken(self, index: int) -> bool:
+        """Whether the averaged gradient of a parameter was taken out for the sums of this iteration."""
+        return self._out.get(index) == _CARRIED
+
+    def note_taken(self, index: int) -> None:
+        """Treat the averaged gradient of a parameter as taken out: its sum has moved here."""
+        self._out[index] = _CARRIED
 
     def show(self, index: int, grad: Tensor, exact: Tensor | None = None) -> None:
         """Put an averaged gradient into ``param.grad``.
@@ -63,8 +84,8 @@ class VisibleGradients:
         param = self._sharded.table.params[index]
         param.grad = grad if grad.shape == param.shape else self._absence_with(index, grad)
         if exact is not None:
-            self._shown[grad] = exact
-        self._showing.add(index)
+            self._sums[grad] = _ExactSum(exact)
+        self._shown[index] = self._shown.get(index, 0) & _MIXED | _AVERAGE
 
     def hide(self, indices: Iterable[int], was_consumed: bool) -> None:
         """Put an `AbsentGradient` into the ``grad`` of parameters that have one, which says where the gradient is."""
@@ -72,11 +93,11 @@ class VisibleGradients:
         hidden = [index for index in indices if params[index].grad is not None]
         for index in hidden:
             params[index].grad = known[index] if index in known else self._absence(index, was_consumed)
-        self._standing_in.update(hidden)
+        self._shown.update(dict.fromkeys(hidden, _ABSENT))
 
     def _stand_in(self, index: int) -> None:
         self._sharded.table.params[index].grad = self._absence(index, was_consumed=False)
-        self._standing_in.add(index)
+        self._shown[index] = self._shown.get(index, 0) & _MIXED | _ABSENT
 
     def leave(self, index: int, is_owned: bool) -> None:
         """Leave the whole average of a pass, which the reducer has put into ``param.grad``, there until the next pass.
@@ -90,7 +111,7 @@ class VisibleGradients:
         self._left[index] = self.exact(grad)
         if is_owned:
             self.show(index, grad)
-        elif index in self._hidden:
+        elif self._out.get(index) == _HIDDEN:
             self._stand_in(index)
 
     def exact(self, grad: Tensor) -> Tensor | None:
@@ -98,13 +119,13 @@ class VisibleGradients:
 
         If the user has changed the sum instead (see `editable`), the gradient is made to show that.
         """
-        exact: Tensor | None = self._shown.get(grad)
-        if exact is None or not (self._lent and grad in self._lent):
-            return None if exact is None else _still_exact(exact, grad)
-        if not (rounds_to(exact, grad) or self._takes_up_edit(exact, grad)):
+        known: _ExactSum | None = self._sums.get(grad)
+        if known is None or known.versions is None:
+            return None if known is None else _still_exact(known.total, grad)
+        if not (rounds_to(known.total, grad) or self._takes_up_edit(known, grad)):
             return None
-        self._lent[grad] = exact._version, grad._version
-        return exact
+        known.versions = known.total._version, grad._version
+        return known.total
 
     def editable(self, index: int) -> Tensor | None:
         """What the step will use of a gradient that this rank owns, for users to change in place; None if it has none.
@@ -113,16 +134,17 @@ class VisibleGradients:
         """
         grad = self._sharded.table.params[index].grad
         held = None if grad is None else on_this_rank(grad)
-        exact = self.exact(held) if held is not None and self._sharded.stepped.wants_master(index) else None
-        if exact is not None:
-            self._lent[held] = exact._version, held._version  # type: ignore[union-attr]
-        return held if exact is None else exact
+        exact = self.exact(held) if held is not None and self._sharded.stepped.masters.wants(index) else None
+        if exact is None or held is None:
+            return held
+        known: _ExactSum = self._sums[held]
+        known.versions = exact._version, held._version
+        return exact
 
-    def _takes_up_edit(self, exact: Tensor, grad: Tensor) -> bool:
+    def _takes_up_edit(self, known: _ExactSum, grad: Tensor) -> bool:
         """Show the exact sum, which differs, if that is what the user has changed."""
-        versions = self._lent.get(grad)
-        if versions is None:
-            return False
+        exact, versions = known.total, known.versions
+        assert versions is not None, "a user got the sum"
         sum_changed, grad_changed = exact._version != versions[0], grad._version != versions[1]
         if sum_changed and not grad_changed:
             grad.data.copy_(exact)  # counts no version: it is no change of the user's
@@ -146,52 +168,51 @@ class VisibleGradients:
             is_view: whether a parameter's gradient is the reducer's own view.
         """
         carried, left = self._workshop.carried, list[tuple[Tensor, Tensor]]()
-        for lent in list(self._lent):
-            self.exact(lent)
+        for grad, known in list(self._sums.items()) if self._sums else ():
+            if known.versions is not None:
+                self.exact(grad)
         for index, param in enumerate(self._sharded.table.params):
             grad = param.grad
             if grad is None:
                 continue
-            is_ours = (index in self._showing or index in self._left) and not is_view(param, grad)
+            shown = self._shown.get(index, 0)
+            is_ours = (shown & _AVERAGE or index in self._left) and not is_view(param, grad)
             if not isinstance(grad, AbsentGradient) and not is_ours:
                 left.append((param, grad))
                 continue
             self._check_may_be_taken(index, grad, will_be_reduced)
-            if index in self._left and index not in self._standing_in:
+            if index in self._left and not shown & _ABSENT:
                 self._put_aside[index] = grad
             held = on_this_rank(grad)
-            if held is None or index not in self._showing:
-                self._hidden.add(index)
+            if held is None or not shown & _AVERAGE:
+                self._out[index] = _HIDDEN
             else:
                 carried[index] = self._sum_of_left(index, held) if index in self._left else self._sum_of(held)
-                self.taken.add(index)
+                self._out[index] = _CARRIED
             param.grad = None
         self._clear()
         return left
 
     def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
         """After no reduction: put averaged gradients back into ``param.grad``, plus what was added to it meanwhile."""
-        if not self._hidden and not self._workshop.carried:
-            return
-        for index, param in enumerate(self._sharded.table.params):
-            if param.grad is not None and is_view(param, param.grad):
+        carried = self._workshop.carried
+        hidden = [index for index, taken in self._out.items() if taken == _HIDDEN]
+        for index in sorted({*hidden, *carried}):
+            param, is_hidden = self._sharded.table.params[index], self._out.get(index) == _HIDDEN
+            grad = param.grad
+            if grad is not None and is_view(param, grad):
                 continue  # of a reduction that is still to come
-            if param.grad is not None and (index in self._hidden or index in self._workshop.carried):
-                self._mixed.add(index)
-            if index in self._put_aside and (param.grad is None or index in self._hidden):
-                self._put_back_left(index, param.grad)
-            elif index in self._hidden:
+            if grad is not None:
+                self._shown[index] = self._shown.get(index, 0) | _MIXED
+            if index in self._put_aside and (grad is None or is_hidden):
+                self._put_back_left(index, grad)
+            elif is_hidden:
                 self._stand_in(index)
-            elif index in self._workshop.carried:
-                total = self._workshop.carried[index]
-                total = total if param.grad is None else total + self._sharded.stepped.own_part(index, param.grad)
-                is_exact = total.dtype != param.dtype
-                self.show(index, total.to(param.dtype), total if is_exact else None)
             else:
-                continue
-            self._hidden.discard(index)
-            self.taken.discard(index)
-            self._workshop.carried.pop(index, None)
+                total = carried[index] if grad is None else carried[index] + self._sharded.stepped.own_part(index, grad)
+                self.show(index, total.to(param.dtype), total if total.dtype != param.dtype else None)
+            self._out.pop(index, None)
+            carried.pop(index, None)
 
     def _put_back_left(self, index: int, added: Tensor | None) -> None:
         """As `put_back`, for a gradient that the reducer had left in its own memory."""
@@ -207,8 +228,7 @@ class VisibleGradients:
         """Forget what was taken out: it is in the sums, or dropped."""
         self._workshop.carried.clear()
         self._put_aside.clear()
-        self._hidden.clear()
-        self.taken.clear()
+        self._out.clear()
 
     def forget_all(self) -> None:
         """Forget all gradients, which the user has dropped or zeroed: from now on ``param.grad`` is this rank's own."""
@@ -217,7 +237,7 @@ class VisibleGradients:
 
     def drop(self) -> None:
         """Remove the library's gradients from ``param.grad``, copies in new buckets too, if a new hook takes over."""
-        for index in {*self._showing, *self._standing_in, *self._left}:
+        for index in {*self._shown, *self._left}:
             self._sharded.table.params[index].grad = None
         self.forget_all()
 
@@ -232,12 +252,10 @@ class VisibleGradients:
         return grad.to(sum_dtype(grad.dtype), copy=True) if still is None else still
 
     def _clear(self) -> None:
-        self._showing.clear()
-        self._standing_in.clear()
+        self._shown.clear()
         self._left.clear()
-        self._mixed.clear()
-        if self._lent:
-            self._lent.clear()
+        for known in self._sums.values() if self._sums else ():
+            known.versions = None
 
     def _check_may_be_taken(self, index: int, grad: Tensor, will_be_reduced: bool) -> None:
         name = self._sharded.table.label(index)
@@ -248,7 +266,7 @@ class VisibleGradients:
                 "opt.step() and opt.zero_grad() before each backward pass; to accumulate, run all but the last in "
                 "opt.accumulate() or ddp.no_sync(). [ZERO-403]"
             )
-        if index in self._mixed:
+        if self._shown.get(index, 0) & _MIXED:
             raise RuntimeError(
                 f"The gradient of {name} mixes a local backward pass, which DDP did not reduce, with an averaged "
                 f"gradient ({self._workshop.where}): a further pass would average the local one again. Call opt.step() "

@@ -427,13 +427,13 @@ def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
             agreement.declare_parameters(table)
             binding = sharded.binding.extended(table)
             sharded.stepped.extend(table)
-            stepped = sharded.stepped.own(binding.owned(), binding.owned_parts())
+            stepped = sharded.stepped.assign(binding.owned(), binding.owned_parts())
             inner.add_param_group(localise_group(exposed[-1], stepped))
             added = [(index, part) for index, part in binding.holdings() if index >= len(sharded.table)]
             reserve_room(inner, sharded.stepped, table, added)
             check_epsilon(inner, inner.param_groups, table, sharded.stepped)
     except Exception:
-        sharded.stepped.own(sharded.binding.owned(), sharded.binding.owned_parts())  # while it knows the added ones
+        sharded.stepped.assign(sharded.binding.owned(), sharded.binding.owned_parts())  # while it knows the added ones
         sharded.stepped.extend(sharded.table)
         del exposed[groups_before[0] :], inner.param_groups[groups_before[1] :]
         raise

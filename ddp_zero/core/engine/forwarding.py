@@ -66,7 +66,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
     with Agreement(sharded.everyone, doing):
         _check_between_steps(engine.hook, name)
         sharded.left.complete()
-        sharded.stepped.follow_model()
+        sharded.stepped.masters.follow_model()
         sharded.check_ready()
     sharded.refresh()
     sharded.stepped.follow_memory()
@@ -115,7 +115,7 @@ def _share_written(sharded: ShardedStep, written: list[int], has_state: bool) ->
     if in_plan or outside:
         whole = {index for index in sharded.binding.owned() if stepped.part(index) is None}
         increment_version([param for index, param in enumerate(params) if index not in whole])
-        stepped.note_versions()
+        stepped.masters.note_versions()
 
 
 def _sync(sharded: ShardedStep) -> None:

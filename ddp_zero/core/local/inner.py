@@ -41,7 +41,7 @@ from torch.optim import (
 )
 
 from ddp_zero.core.local.arguments import check_class
-from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors
+from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.offload.placement import tensors_in
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
@@ -403,9 +403,7 @@ def build_inner(
     return inner
 
 
-def check_epsilon(
-    inner: Optimizer, groups: Sequence[ParamGroup], table: ParameterTable, stepped: SteppedTensors
-) -> None:
+def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: ParameterTable, stepped: StepTargets) -> None:
     """Check that no group of Adafactor with parameters of several dtypes takes its epsilon from the first one.
 
     ``eps[0]`` of None, the default, means the resolution of the first parameter with a gradient, for the whole list
@@ -488,7 +486,7 @@ def _stepped_once(inner: Optimizer, group: Mapping[str, Any], stand_in: torch.Te
 
 def reserve_room(
     inner: Optimizer,
-    stepped: SteppedTensors,
+    stepped: StepTargets,
     table: ParameterTable,
     owned: Iterable[tuple[int, slice | None]],
     *,

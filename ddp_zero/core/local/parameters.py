@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -314,33 +314,140 @@ class PublishedGradients(GradientSource):
         return self._params[index].grad
 
 
-class SteppedTensors:
-    """The tensors that the inner optimizer holds: parameters, or stand-ins for them: masters, copies and parts.
+class Masters(Mapping[int, Tensor]):
+    """The fp32 masters that this rank holds, by parameter index, and whether the model still agrees with them.
+
+    Args:
+        are_kept: whether fp16 and bf16 parameters have masters at all.
+        parts: the elements that this rank owns of each parameter that is cut; shared with `StepTargets`.
+    """
+
+    def __init__(self, table: ParameterTable, are_kept: bool, parts: Mapping[int, slice]) -> None:
+        self.are_kept = are_kept
+        self._table = table
+        self._parts = parts
+        self._held: dict[int, Tensor] = {}
+        self._versions: list[tuple[int, int, int]] | None = None  # None before the first step: masters follow the model
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._held[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._held
+
+    def wants(self, index: int) -> bool:
+        """True if the owner of a parameter keeps a master of it."""
+        return self.are_kept and self._table.params[index].dtype in LOW_PRECISION
+
+    def note_versions(self) -> None:
+        """After a step: from now on a change of a low-precision parameter is the user's."""
+        if self.are_kept:
+            self._versions = self._current_versions()
+
+    @property
+    def are_fresh(self) -> bool:
+        """True if masters were made from the model and no step was taken and no state loaded since."""
+        return self.are_kept and self._versions is None
+
+    def have_changed(self) -> bool:
+        """True if parameters with a master may have been written since the last step, except through ``param.data``."""
+        return self.are_kept and self._versions is not None and self._versions != self._current_versions()
+
+    def diverged(self) -> list[int]:
+        """Owned parameters that differ from their rounded masters. Reads them all."""
+        return [index for index, master in self.items() if not rounds_to(master, self._owned(index))]
+
+    def follow_model(self) -> None:
+        """Before the first step: copy the model's current parameters to the masters. Later: do nothing."""
+        if self.are_fresh:
+            self._copy_from_model({})
+
+    def refresh(self, known: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+        """Copy the model's parameters to the masters, except for masters in ``known``, by parameter index."""
+        self._copy_from_model(known)
+        self.note_versions()
+
+    def extend(self, table: ParameterTable) -> None:
+        """Use a table to which parameters were added."""
+        self._table = table
+
+    def install(self, index: int, master: Tensor) -> None:
+        """Use this tensor as the master of a parameter."""
+        self._held[index] = master
+
+    def release(self, index: int) -> Tensor | None:
+        """Remove the master of a parameter, if there is one, and return it."""
+        return self._held.pop(index, None)
+
+    @torch.no_grad()
+    def _copy_from_model(self, known: Mapping[int, Tensor]) -> None:
+        for index, master in self.items():
+            master.copy_(self._owned(index, known.get(index)))
+
+    def _owned(self, index: int, value: Tensor | None = None) -> Tensor:
+        """The elements of a parameter, or of a value in its shape, that this rank's master stands for."""
+        param = self._table.params[index]
+        return _owned_elements(param, self._parts.get(index), param if value is None else value)
+
+    def _current_versions(self) -> list[tuple[int, int, int]]:
+        with untouched():
+            params = [(index, self._table.params[index]) for index in self]
+            return [(index, param._version, param.data_ptr()) for index, param in params]
+
+
+class _Route(NamedTuple):
+    """How gradients reach the targets of one bucket; fixed until a target changes."""
+
+    targets: list[Tensor]
+    masters: list[bool]
+    """Whether each target is a master."""
+    windows: list[tuple[Tensor, Tensor]]
+    """Parameters that are cut and the targets in their memory: a step counts as a change of the parameter."""
+    copied: list[int]
+    """Parameters to write back to."""
+    addresses: list[int]
+    """Of the parameters with windows when these were last pointed there."""
+    is_direct: bool
+    """Whether every target is a parameter."""
+
+
+class StepTargets:
+    """The tensor that the inner optimizer steps for each parameter: the parameter, a window of it, a master or a copy.
+
+    A *stand-in* is any target that is not the parameter. Whether parameters are cut, away or have masters is known
+    here; code above asks for targets, parts and gradients by index.
 
     Attributes:
-        has_masters, residence: as given.
+        masters: the stand-ins in fp32.
+        residence: where stand-ins and optimizer state live.
         are_parked: whether states and masters were moved away on demand, and cannot be stepped.
     """
 
     def __init__(self, table: ParameterTable, has_masters: bool, residence: Residence | None = None) -> None:
-        self.has_masters = has_masters
         self.residence = Residence() if residence is None else residence
         self.are_parked = False
         self._table = table
         self._stand_ins: dict[int, Tensor] = {}
         self._index_of_stand_in: dict[Tensor, int] = {}
         self._parts: dict[int, slice] = {}  # of owned parameters that are cut
+        self.masters = Masters(table, has_masters, self._parts)
         self._followed: dict[int, int] = {}  # addresses of parameters in whose memory their parts are
-        self._versions: list[tuple[int, int, int]] | None = None  # None before the first step: masters follow the model
+        self._routes: dict[tuple[int, ...], _Route] = {}  # of the buckets that were stepped since a target changed
 
-    # Stepped tensors
+    # Targets
 
     def __getitem__(self, index: int) -> Tensor:
         """The tensor that is stepped for a parameter."""
         return self._stand_ins.get(index, self._table.params[index])
 
     def index_of(self, tensor: Tensor) -> int:
-        """The index of the parameter that a stepped tensor stands for."""
+        """The index of the parameter that a target stands for."""
         found = self._index_of_stand_in.get(tensor)
         return self._table.index_of[tensor] if found is None else found
 
@@ -351,20 +458,7 @@ class SteppedTensors:
     @property
     def are_parameters(self) -> bool:
         """True if nothing stands in for a parameter."""
-        return not self._stand_ins and not self.has_masters
-
-    def master(self, index: int) -> Tensor | None:
-        """The master of a parameter, or of this rank's part of it, if this rank has one."""
-        return self._stand_ins.get(index) if self.wants_master(index) else None
-
-    @property
-    def masters(self) -> Mapping[int, Tensor]:
-        """The masters that this rank has, by parameter index."""
-        return {index: held for index, held in self._stand_ins.items() if self.wants_master(index)}
-
-    def wants_master(self, index: int) -> bool:
-        """True if the owner of a parameter keeps a master of it."""
-        return self.has_masters and self._table.params[index].dtype in LOW_PRECISION
+        return not self._stand_ins and not self.masters.are_kept
 
     def is_away(self, index: int) -> bool:
         """True if a parameter is stepped in different memory than its own."""
@@ -372,13 +466,13 @@ class SteppedTensors:
 
     def is_copied(self, index: int) -> bool:
         """True if the owner of a parameter steps a copy of it, away or as a master, instead of its memory."""
-        return self.wants_master(index) or self.is_away(index)
+        return self.masters.wants(index) or self.is_away(index)
 
     def dtype_of(self, index: int) -> torch.dtype:
         """The dtype of the tensor that the owner steps for a parameter."""
-        return torch.float32 if self.wants_master(index) else self._table.params[index].dtype
+        return torch.float32 if self.masters.wants(index) else self._table.params[index].dtype
 
-    def own(self, indices: Iterable[int], parts: Mapping[int, slice] = MappingProxyType({})) -> dict[Tensor, Tensor]:
+    def assign(self, indices: Iterable[int], parts: Mapping[int, slice] = MappingProxyType({})) -> dict[Tensor, Tensor]:
         """Keep stand-ins for these parameters and no others.
 
         Args:
@@ -402,18 +496,19 @@ class SteppedTensors:
         return part is not None or self.is_copied(index)
 
     def like(self, index: int, part: slice | None) -> Tensor:
-        """A tensor without memory, like the one that would be stepped for a parameter or a part of it."""
+        """A tensor without memory, like the target of a parameter or a part of it."""
         whole = torch.empty_like(self._table.params[index], dtype=self.dtype_of(index), device="meta")
         return whole if part is None else part_of(whole, whole, part)
 
     def release(self, index: int) -> Tensor | None:
         """Remove a stand-in that moves to a different rank, and return it if it is a master."""
+        self._routes.clear()
         stand_in = self._stand_ins.pop(index, None)
         self._parts.pop(index, None)
         self._followed.pop(index, None)
         if stand_in is not None:
             del self._index_of_stand_in[stand_in]
-        return stand_in if self.wants_master(index) else None
+        return self.masters.release(index)
 
     def create(self, index: int, value: Tensor | None, part: slice | None = None) -> None:
         """Create a stand-in with the parameter's attributes, which optimizers may read.
@@ -444,18 +539,20 @@ class SteppedTensors:
         self.release(index)
         self._stand_ins[index] = stand_in
         self._index_of_stand_in[stand_in] = index
+        if self.masters.wants(index):
+            self.masters.install(index, stand_in)
         if part is not None:
             self._parts[index] = part
 
     def extend(self, table: ParameterTable) -> None:
         """Use a table to which parameters were added; existing parameters keep their index."""
         self._table = table
+        self.masters.extend(table)
+        self._routes.clear()
 
     def own_part(self, index: int, value: Tensor) -> Tensor:
         """This rank's part of a value that has the shape of the parameter, or is of that part already."""
-        part, param = self._parts.get(index), self._table.params[index]
-        is_whole = part is not None and value.shape == param.shape  # a part has fewer elements
-        return part_of(value, param, part) if is_whole and part is not None else value
+        return _owned_elements(self._table.params[index], self._parts.get(index), value)
 
     def offload_states(self, indices: Iterable[int], state: Mapping[Any, Any]) -> int:
         """After a step of these parameters, or a load: move their states, changed in place, to where states live.
@@ -465,22 +562,45 @@ class SteppedTensors:
         """
         if not self.residence.keeps:
             return 0
-        owned = [(self[index], self.master(index)) for index in indices]
+        owned = [(self[index], self.masters.get(index)) for index in indices]
         masters = [master.detach() for _, master in owned if master is not None]
-        return self.residence.keep([*(state[stepped] for stepped, _ in owned if stepped in state), masters])
+        return self.residence.keep([*(state[target] for target, _ in owned if target in state), masters])
 
-    def copied(self, table: ParameterTable, state: Mapping[Any, Any], memo: dict[int, Any]) -> "SteppedTensors":
-        """The stepped tensors of a copied optimizer, in memory of the same kind."""
-        clone = SteppedTensors(table, self.has_masters, self.residence.fresh())
+    def copied(self, table: ParameterTable, state: Mapping[Any, Any], memo: dict[int, Any]) -> "StepTargets":
+        """The targets of a copied optimizer, in memory of the same kind."""
+        clone = StepTargets(table, self.masters.are_kept, self.residence.fresh())
         for index, stand_in in self._stand_ins.items():
             held = copy.deepcopy(stand_in, memo)
             clone.install(index, held, self._parts.get(index))
             if self.is_copied(index):
-                clone.repoint(held, clone.residence.new(held, held.dtype, table.params[index].device))
+                clone.rehome(held, clone.residence.new(held, held.dtype, table.params[index].device))
         clone.offload_states(clone._stand_ins, state)
-        if not self.are_fresh:
-            clone.note_versions()
+        if not self.masters.are_fresh:
+            clone.masters.note_versions()
         return clone
+
+    def why_refuse(self, where: str) -> str | None:
+        """Why targets cannot be stepped now, or None; ``where`` is this rank's name in the message."""
+        if self.are_parked:
+            return (
+                "Expected optimizer state where it is stepped, got state that opt.offload_state() has moved away "
+                f"({where}). Call opt.reload_state() before the next backward pass. [ZERO-609]"
+            )
+        return self.wrong_master(where)
+
+    def wrong_master(self, where: str) -> str | None:
+        """A message if a low-precision parameter was written to and is no longer its rounded master, or None."""
+        if not self.masters.have_changed():
+            return None
+        if diverged := self.masters.diverged():
+            return (
+                f"Expected {self._table.label(diverged[0])} to be its fp32 master weight rounded, got a different "
+                f"value: it was written to since the last step, which the next would undo ({where}). "
+                "Call opt.refresh_master_weights() after writing to the model's parameters, as after loading them. "
+                "[ZERO-323]"
+            )
+        self.masters.note_versions()
+        return None
 
     # A step
 
@@ -491,124 +611,121 @@ class SteppedTensors:
             grad = self._as_reduced(index, source)
             if grad is not None:
                 param = self._table.params[index].detach()
-                value = None if self.wants_master(index) else self.own_part(index, param)
+                value = None if self.masters.wants(index) else self.own_part(index, param)
                 found.append(Load(index, self.own_part(index, grad), value, self[index]))
         return found
 
     @contextmanager
-    def lent(self, indices: Sequence[int], source: GradientSource) -> Iterator[None]:
+    def lend_gradients(self, indices: Sequence[int], source: GradientSource) -> Iterator[None]:
         """For a step of these parameters: put their gradients where the inner optimizer reads them.
 
         Afterwards parameters equal their rounded masters, and every ``grad`` is restored.
         """
+        indices = tuple(indices)
+        route = self._routes.get(indices) or self._new_route(indices)
         before: list[tuple[Tensor, Tensor | None]] = []
-        params, has_stand_ins = self._table.params, bool(self._stand_ins)
         try:
-            if has_stand_ins:
-                with torch.no_grad():
-                    self.follow_memory(indices)
-                    pairs = [(self[index], self.gradient(index, source)) for index in indices]
+            if route.is_direct:
+                grads = [source.gradient(index) for index in indices]
             else:
-                pairs = [(params[index], source.gradient(index)) for index in indices]
-            for stepped, grad in pairs:
-                if grad is not stepped.grad:
-                    before.append((stepped, stepped.grad))
-                    stepped.grad = grad
-            moved = [index for index in indices if index in self._stand_ins and self[index].grad is not None]
+                with torch.no_grad():
+                    if [param.data_ptr() for param, _ in route.windows] != route.addresses:
+                        self.follow_memory(indices)  # before gradients are lent: the user may have moved the model
+                        route = self._new_route(indices)
+                    grads = self._gradients(indices, route, source)
+            for target, grad in zip(route.targets, grads, strict=True):
+                was = target.grad
+                if grad is not was:
+                    before.append((target, was))
+                    target.grad = grad
+            moved = [] if route.is_direct else [param for param, window in route.windows if window.grad is not None]
+            copied = [index for index in route.copied if self._stand_ins[index].grad is not None]
             yield
+            if copied:
+                self.write_back(copied)
             if moved:
-                self.write_back(moved)
-                increment_version([params[index] for index in moved if not self.is_copied(index)])
+                increment_version(moved)
         finally:
-            for stepped, grad in before:
-                stepped.grad = grad
+            for target, was in before:
+                target.grad = was
+
+    def _new_route(self, indices: tuple[int, ...]) -> _Route:
+        params = self._table.params
+        stand_ins = [index for index in indices if index in self._stand_ins]
+        windows = [(params[index], self[index]) for index in stand_ins if not self.is_copied(index)]
+        route = _Route(
+            targets=[self[index] for index in indices],
+            masters=[index in self.masters for index in indices],
+            windows=windows,
+            copied=[index for index in stand_ins if self.is_copied(index)],
+            addresses=[self._followed.get(self.index_of(window), 0) for _, window in windows],
+            is_direct=not stand_ins,
+        )
+        self._routes[indices] = route
+        return route
+
+    def _gradients(self, indices: Sequence[int], route: _Route, source: GradientSource) -> list[Tensor | None]:
+        """The gradients of targets of which some stand in for parameters, see `gradient`."""
+        found: list[Tensor | None] = []
+        for index, target, is_master in zip(indices, route.targets, route.masters, strict=True):
+            grad = self.whole_gradient(index, source) if is_master else source.gradient(index)
+            is_whole = grad is None or grad.shape == target.shape  # a part has fewer elements
+            found.append(grad if is_whole else self.own_part(index, grad))  # type: ignore[arg-type]
+        return found
 
     def gradient(self, index: int, source: GradientSource) -> Tensor | None:
-        """The gradient of the stepped tensor, in its shape and dtype; None if there is no gradient."""
+        """The gradient of a target, in its shape and dtype; None if there is no gradient."""
         grad = self.whole_gradient(index, source)
         return None if grad is None else self.own_part(index, grad)
 
     def whole_gradient(self, index: int, source: GradientSource) -> Tensor | None:
-        """The same of all of a parameter that is cut, if the source has that."""
+        """As `gradient`, of all elements of a parameter that is cut if the source has them."""
         grad = self._as_reduced(index, source)
-        return grad.to(torch.float32) if self.master(index) is not None and grad is not None else grad
+        return grad.to(torch.float32) if index in self.masters and grad is not None else grad
 
     def _as_reduced(self, index: int, source: GradientSource) -> Tensor | None:
-        exact = source.in_accumulation_dtype(index) if self.master(index) is not None else None
-        return source.gradient(index) if exact is None else exact
+        total = source.in_accumulation_dtype(index) if index in self.masters else None
+        return source.gradient(index) if total is None else total
 
     def follow_memory(self, indices: Iterable[int] | None = None) -> None:
         """Point parts, of these parameters or of all, at the parameters' memory, which may have moved since."""
+        if indices is None:
+            self._routes.clear()
         for index in self._parts if indices is None else [index for index in indices if index in self._parts]:
             param = self._table.params[index]
             if self._followed.get(index) == (address := param.data_ptr()) or self.is_copied(index):
                 continue
             stand_in, window = self._stand_ins[index], part_of(param, param, self._parts[index])
             if window.data_ptr() != stand_in.data_ptr():
-                self.repoint(stand_in, window)
+                self.rehome(stand_in, window)
             self._followed[index] = address
+            self._routes.clear()
 
     @torch.no_grad()
     def follow_values(self) -> None:
         """Copy parameters to their stand-ins elsewhere, for code that steps them without gradients."""
         for index, held in self._stand_ins.items():
-            if self.is_away(index) and not self.wants_master(index):
+            if self.is_away(index) and not self.masters.wants(index):
                 held.copy_(self.own_part(index, self._table.params[index].detach()))
 
-    def repoint(self, stand_in: Tensor, memory: Tensor) -> None:
+    def rehome(self, stand_in: Tensor, memory: Tensor) -> None:
         """Give a stand-in different memory."""
         stand_in.data = memory
 
     @torch.no_grad()
     def write_back(self, indices: Iterable[int]) -> None:
-        """Copy the stepped tensors of these parameters to them, rounded."""
+        """Copy the targets of these parameters to them, rounded."""
         copied = [index for index in indices if index in self._stand_ins and self.is_copied(index)]
         params = {index: self._table.params[index] for index in copied}
         if copied:
             self.residence.show([(self.own_part(i, params[i].detach()), self._stand_ins[i].detach()) for i in copied])
             increment_version(list(params.values()))
 
-    # The model's parameters and the masters
 
-    def note_versions(self) -> None:
-        """After a step: from now on a change of a low-precision parameter is the user's."""
-        if self.has_masters:
-            self._versions = self._current_versions()
-
-    @property
-    def are_fresh(self) -> bool:
-        """True if masters were made from the model and no step was taken and no state loaded since."""
-        return self.has_masters and self._versions is None
-
-    def have_changed(self) -> bool:
-        """True if parameters with a master may have been written since the last step, except through ``param.data``."""
-        return self.has_masters and self._versions is not None and self._versions != self._current_versions()
-
-    def diverged(self) -> list[int]:
-        """Owned parameters that differ from their rounded masters. Reads them all."""
-        params = self._table.params
-        pairs = [(index, master, self.own_part(index, params[index])) for index, master in self.masters.items()]
-        return [index for index, master, value in pairs if not rounds_to(master, value)]
-
-    def follow_model(self) -> None:
-        """Before the first step: copy the model's current parameters to the masters. Later: do nothing."""
-        if self.are_fresh:
-            self._copy_from_model({})
-
-    def refresh(self, known: Mapping[int, Tensor] = MappingProxyType({})) -> None:
-        """Copy the model's parameters to the masters, except for masters in ``known``, by parameter index."""
-        self._copy_from_model(known)
-        self.note_versions()
-
-    @torch.no_grad()
-    def _copy_from_model(self, known: Mapping[int, Tensor]) -> None:
-        for index, master in self.masters.items():
-            master.copy_(self.own_part(index, known.get(index, self._table.params[index])))
-
-    def _current_versions(self) -> list[tuple[int, int, int]]:
-        with untouched():
-            params = [(index, self._table.params[index]) for index in self.masters]
-            return [(index, param._version, param.data_ptr()) for index, param in params]
+def _owned_elements(param: Tensor, part: slice | None, value: Tensor) -> Tensor:
+    """A part of a value that has the shape of the parameter, or the value if it is of that part already."""
+    is_whole = part is not None and value.shape == param.shape  # a part has fewer elements
+    return part_of(value, param, part) if is_whole and part is not None else value
 
 
 def _like(param: Tensor, value: Tensor) -> Tensor:
@@ -618,7 +735,7 @@ def _like(param: Tensor, value: Tensor) -> Tensor:
     return made
 
 
-def with_masters(state: Mapping[Any, Any], stepped: SteppedTensors) -> dict[Any, Any]:
+def with_masters(state: Mapping[Any, Any], stepped: StepTargets) -> dict[Any, Any]:
     """A state keyed by parameter index instead of by stepped tensor, with masters among its values."""
     by_index = {stepped.index_of(key) if isinstance(key, Tensor) else key: value for key, value in state.items()}
     for index, master in stepped.masters.items():
@@ -683,7 +800,7 @@ class GradientFactors:
 class ScaledGradients(GradientSource):
     """Gradients as the step uses them: in the dtype of the stepped tensor, times its factors."""
 
-    def __init__(self, stepped: SteppedTensors, source: GradientSource, factors: GradientFactors) -> None:
+    def __init__(self, stepped: StepTargets, source: GradientSource, factors: GradientFactors) -> None:
         self._stepped = stepped
         self._source = source
         self._factors = factors

@@ -153,7 +153,7 @@ def _owned(sharded: ShardedStep, has_followed: bool = False) -> Iterator[Piece]:
     for index, state in with_masters(sharded.inner_state, stepped).items():
         if not isinstance(index, int) or index >= len(binding.pieces) or not binding.owns(index):
             continue  # looking up the state of a different rank's parameter leaves an empty one behind
-        if stepped.are_fresh and not has_followed and MASTER_KEY in state:  # masters follow the model only when used
+        if stepped.masters.are_fresh and not has_followed and MASTER_KEY in state:  # masters follow it only when used
             value = stepped.own_part(index, sharded.table.params[index].detach())
             state = {**state, MASTER_KEY: value.to(torch.float32)}
         check_can_travel(state, sharded.table.label(index))

@@ -19,7 +19,7 @@ from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import ParamGroup, check_epsilon, fresh_state, rehearse_load
 from ddp_zero.core.local.live_model import LiveModel, by_group, clean
 from ddp_zero.core.local.memory import return_freed_memory
-from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedTensors, check_masters, with_masters
+from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets, check_masters, with_masters
 from ddp_zero.core.local.parts import narrowed
 from ddp_zero.core.local.tree import as_bytes, flatten, specs_in, unflatten
 from ddp_zero.core.offload.placement import moved, residence_for, tensors_in
@@ -83,7 +83,7 @@ class StateDicts:
         sharded = self._sharded
         sharded.check_memory_order()
         sharded.local_step.mirror_to_inner()
-        sharded.stepped.follow_model()
+        sharded.stepped.masters.follow_model()
         gathered = gather_state(sharded, GroupRank(to))
         if gathered is not None:
             sharded.snapshot = gathered  # one that this rank received before is still current
@@ -114,9 +114,9 @@ class StateDicts:
                 f"ranks. Call consolidate_state_dict(to={rank}) on all ranks first; a step, load_state_dict or "
                 "add_param_group makes it stale. [ZERO-603]"
             )
-        sharded.stepped.follow_model()
+        sharded.stepped.masters.follow_model()
         sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
-        if not sharded.stepped.has_masters:
+        if not sharded.stepped.masters.are_kept:
             return sharded.order.sorted(sharded.inner_state)
         params = sharded.table.params
         by_index = with_masters(sharded.inner_state, sharded.stepped)
@@ -132,7 +132,7 @@ class StateDicts:
         state.
         """
         sharded = self._sharded
-        sharded.stepped.follow_model()
+        sharded.stepped.masters.follow_model()
         sharded.check_masters()
         params = sharded.table.params
         stepped = {param: sharded.stepped.as_on_owner(index) for index, param in enumerate(params)}
@@ -234,7 +234,7 @@ class StateDicts:
             scale.load_state_dict(prepared.state_dict[SCALE_KEY])
         with sharded.change():
             sharded.inner.load_state_dict(prepared.local)
-            sharded.stepped.refresh(prepared.masters)
+            sharded.stepped.masters.refresh(prepared.masters)
             saved_groups = prepared.state_dict["param_groups"]
             for loaded, group, saved in zip(
                 sharded.inner.param_groups, sharded.param_groups, saved_groups, strict=True
@@ -297,7 +297,7 @@ class StateDicts:
             for saved_id in structure["state"]:
                 if index_of.get(saved_id, -1) in kept:
                     state = comm.receive_tree(giver, device)
-                    master = stepped.master(index_of[saved_id])
+                    master = stepped.masters.get(index_of[saved_id])
                     if master is not None and MASTER_KEY in state:  # copied into the live one, which replaces it
                         with torch.no_grad():
                             state[MASTER_KEY] = master.detach().copy_(state[MASTER_KEY])
@@ -319,7 +319,7 @@ class StateDicts:
         """
         sharded, comm = self._sharded, self._sharded.everyone
         with Agreement(comm, _LOADING):
-            if diverged := sharded.stepped.diverged():
+            if diverged := sharded.stepped.masters.diverged():
                 raise ValueError(
                     f"Expected {sharded.table.label(diverged[0])} to be its master weight rounded, got a different "
                     f"value on {comm.name(comm.group_rank)}. Load the model on every rank before the optimizer, or "
@@ -398,7 +398,7 @@ class StateDicts:
         """The states that this rank owns, by parameter index, with masters, in the unsharded order. Not copied."""
         sharded = self._sharded
         sharded.check_memory_order()
-        sharded.stepped.follow_model()
+        sharded.stepped.masters.follow_model()
         sharded.order.note_new(sharded.inner_state, sharded.stepped.index_of)
         by_index = with_masters(sharded.inner_state, sharded.stepped)
         return {
@@ -451,7 +451,7 @@ def restrict_state_dict(
     param_groups: Sequence[ParamGroup],
     table: ParameterTable,
     inner: Optimizer,
-    stepped: SteppedTensors,
+    stepped: StepTargets,
 ) -> tuple[dict[str, Any], list[int], dict[int, Tensor]]:
     """The part of a whole state dict that this rank's inner optimizer can load; ValueError if it does not fit.
 
@@ -495,9 +495,9 @@ def restrict_state_dict(
     return {"state": local_state, "param_groups": local_groups}, indices, masters
 
 
-def _checked_master(value: Mapping[str, Any], table: ParameterTable, index: int, stepped: SteppedTensors) -> Tensor:
+def _checked_master(value: Mapping[str, Any], table: ParameterTable, index: int, stepped: StepTargets) -> Tensor:
     master = value[MASTER_KEY]
-    if not stepped.wants_master(index):
+    if not stepped.masters.wants(index):
         raise ValueError(
             f"The state dict has {MASTER_KEY!r} for {table.label(index)}, which this optimizer steps in "
             f"{table.params[index].dtype}. Build the optimizer with master_weights=True over a model in low precision, "
@@ -616,7 +616,7 @@ def offload_state(sharded: ShardedStep, to: Offload | str) -> None:
             f"Expected state beside the parameters, got state that {how} has moved away ({name}). [ZERO-609]"
         )
     sharded.left.complete()
-    stepped.follow_model()
+    stepped.masters.follow_model()
     residence = residence_for(to)
     residence.reserve(_movable(sharded))
     nbytes = sum(tensor.nbytes for tensor in _movable(sharded))
@@ -641,9 +641,9 @@ def _move(sharded: ShardedStep, move: Callable[[Tensor, torch.device], Tensor]) 
         device = sharded.table.params[index].device
         state: Any = sharded.inner_state.get(stepped[index])
         moved(state, lambda tensor, device=device: move(tensor, device))  # type: ignore[misc]
-        master = stepped.master(index)
+        master = stepped.masters.get(index)
         if master is not None:
-            stepped.repoint(master, move(master.detach(), device))
+            stepped.rehome(master, move(master.detach(), device))
 
 
 def _movable(sharded: ShardedStep) -> list[Tensor]:

@@ -27,7 +27,7 @@ from ddp_zero.core.local.parameters import (
     GradientSource,
     ParameterTable,
     ScaledGradients,
-    SteppedTensors,
+    StepTargets,
 )
 from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.core.plan.ownership import home, is_cut
@@ -194,7 +194,7 @@ class OwnedEdits:
 class _OwnParts(GradientSource):
     """Gradients restricted to the parts that this rank owns, since owners may have changed theirs."""
 
-    def __init__(self, source: GradientSource, stepped: SteppedTensors) -> None:
+    def __init__(self, source: GradientSource, stepped: StepTargets) -> None:
         self._source = source
         self._stepped = stepped
 

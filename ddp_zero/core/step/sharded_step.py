@@ -24,7 +24,7 @@ from ddp_zero.core.comm.ranks import Agreement, Ranks
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.inner import LocalStep, ParamGroup, groups_of, is_elementwise, reserve_room
 from ddp_zero.core.local.memory import LARGE_BYTES, FreedMemory, SummedMemory, return_freed_memory
-from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, ParameterTable, SteppedTensors
+from ddp_zero.core.local.parameters import AlignedGradients, GradientSource, ParameterTable, StepTargets
 from ddp_zero.core.local.parts import check_can_be_cut
 from ddp_zero.core.local.placeholders import untouched
 from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
@@ -358,7 +358,7 @@ class ShardedStep:
         binding: Binding,
         inner: Optimizer,
         exposed: Optimizer,
-        stepped: SteppedTensors,
+        stepped: StepTargets,
     ) -> None:
         self.ranks = ranks
         self.everyone = ranks.everyone
@@ -444,8 +444,7 @@ class ShardedStep:
         sync = self.binding.sync
         sync.left.complete()
         self.table.check_groups(self._exposed_groups())
-        if self.stepped.has_masters:
-            self.stepped.follow_model()
+        self.stepped.masters.follow_model()
         self.check_ready()
         step = self.comm.round + 1
         self._compares = step >= self.coupling.next_step and self.coupling.begin(step)
@@ -494,7 +493,7 @@ class ShardedStep:
             stepped.residence.check()
         if self.in_buckets and not self._steps_elements:
             source = AlignedGradients(source)
-        with self._labels[index], stepped.lent(indices, source):
+        with self._labels[index], stepped.lend_gradients(indices, source):
             result = self.local_step.step(index, **kwargs)
         if stepped.residence.keeps:
             self._freed.add(stepped.offload_states(indices, self.inner.state))
@@ -553,8 +552,7 @@ class ShardedStep:
         self.order.step += 1
         if self.inner.state.keys() != self.order.births.keys():
             self.order.note_new(self.inner.state, stepped.index_of)
-        if stepped.has_masters:
-            stepped.note_versions()
+        stepped.masters.note_versions()
         self.changes.end()
         return result
 
@@ -598,13 +596,7 @@ class ShardedStep:
 
     def why_refuse(self) -> str | None:
         """Why no step can be taken on this rank now, or None."""
-        if self.stepped.are_parked:
-            return (
-                "Expected optimizer state where it is stepped, got state that opt.offload_state() has moved away "
-                f"({self.comm.name(self.comm.group_rank)}). Call opt.reload_state() before the next backward pass. "
-                "[ZERO-609]"
-            )
-        return self._wrong_master() if self.stepped.has_masters else None
+        return self.stepped.why_refuse(self.comm.name(self.comm.group_rank))
 
     def check_masters(self) -> None:
         """If low-precision parameters may have been written to, check that they are their rounded masters.
@@ -614,21 +606,8 @@ class ShardedStep:
         Raises:
             RuntimeError: naming the first that is not.
         """
-        if (complaint := self._wrong_master()) is not None:
+        if (complaint := self.stepped.wrong_master(self.comm.name(self.comm.group_rank))) is not None:
             raise RuntimeError(complaint)
-
-    def _wrong_master(self) -> str | None:
-        if not self.stepped.have_changed():
-            return None
-        if diverged := self.stepped.diverged():
-            return (
-                f"Expected {self.table.label(diverged[0])} to be its fp32 master weight rounded, got a different "
-                "value: it was written to since the last step, which the next would undo "
-                f"({self.comm.name(self.comm.group_rank)}). Call opt.refresh_master_weights() after writing to the "
-                "model's parameters, as after loading them. [ZERO-323]"
-            )
-        self.stepped.note_versions()
-        return None
 
     def check_memory_order(self) -> None:
         """Check that the elements of parameters that are cut lie in the order in which their states do.
@@ -682,12 +661,12 @@ class ShardedStep:
             before = self.binding.pieces
             migrate_state(self.ranks, self.table, self.inner_state, self.order, self.stepped, before, pieces)
             self.binding.adopt(layout, pieces, moves_later)
-            self.local_step.own(self.stepped.own(self.binding.owned(), self.binding.owned_parts()))
+            self.local_step.own(self.stepped.assign(self.binding.owned(), self.binding.owned_parts()))
             self._bind()
 
     def master_weights(self) -> dict[Tensor, Tensor]:
         """The masters of parameters that this rank owns, by parameter."""
-        self.stepped.follow_model()
+        self.stepped.masters.follow_model()
         return {self.table.params[index]: master.detach() for index, master in self.stepped.masters.items()}
 
     def refresh_masters(self) -> None:
@@ -696,10 +675,10 @@ class ShardedStep:
         Raises:
             RuntimeError: without masters.
         """
-        if not self.stepped.has_masters:
+        if not self.stepped.masters.are_kept:
             raise RuntimeError("This optimizer has no master weights. Build it with master_weights=True. [ZERO-122]")
         with self.change():
-            self.stepped.refresh()
+            self.stepped.masters.refresh()
             self.snapshot = None
 
     def loaded(self, indices: Sequence[int]) -> None:
@@ -709,7 +688,7 @@ class ShardedStep:
         self.local_step.mirror_to_exposed()
         self._bind()
         self.order.loaded([self.stepped[index] for index in indices], self.inner_state)
-        self.stepped.note_versions()
+        self.stepped.masters.note_versions()
 
     def extend(self, table: ParameterTable, binding: Binding) -> None:
         """Take over parameters that were added; existing ones keep their index and their owner."""

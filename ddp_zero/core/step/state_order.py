@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import Agreement, Ranks
-from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, SteppedTensors
+from ddp_zero.core.local.parameters import MASTER_KEY, ParameterTable, StepTargets
 from ddp_zero.core.local.parts import joined, narrowed, narrowed_value
 from ddp_zero.core.local.tree import check_can_travel
 from ddp_zero.core.plan.ownership import Piece, Pieces, is_cut, moves, piece_of
@@ -80,7 +80,7 @@ def migrate_state(
     table: ParameterTable,
     state: State,
     order: StateOrder,
-    stepped: SteppedTensors,
+    stepped: StepTargets,
     before: Sequence[Pieces],
     after: Sequence[Pieces],
 ) -> None:
@@ -109,7 +109,7 @@ def _migrate_one(
     table: ParameterTable,
     state: State,
     order: StateOrder,
-    stepped: SteppedTensors,
+    stepped: StepTargets,
     index: int,
     before: Pieces,
     after: Pieces,
@@ -148,7 +148,7 @@ class _Held:
     state: Any
 
     @classmethod
-    def out_of(cls, state: State, order: StateOrder, stepped: SteppedTensors, index: int) -> "_Held":
+    def out_of(cls, state: State, order: StateOrder, stepped: StepTargets, index: int) -> "_Held":
         """Take out everything."""
         key, master = stepped[index], stepped.release(index)
         is_there = key in state
@@ -181,9 +181,7 @@ class _Held:
             joined(states, param, want) if states else None,
         )
 
-    def put_into(
-        self, state: State, order: StateOrder, stepped: SteppedTensors, index: int, part: slice | None
-    ) -> None:
+    def put_into(self, state: State, order: StateOrder, stepped: StepTargets, index: int, part: slice | None) -> None:
         """Take everything over."""
         if stepped.has_stand_in(index, part):
             stepped.create(index, self.master, part)

@@ -14,7 +14,7 @@ from ddp_zero.core.local.parameters import (
     ParameterTable,
     PublishedGradients,
     ScaledGradients,
-    SteppedTensors,
+    StepTargets,
     check_masters,
 )
 from ddp_zero.core.local.placeholders import absent_gradient
@@ -33,9 +33,9 @@ def make_table(dtypes: Sequence[torch.dtype] = (BF16, FP32, FP16, FP64)) -> Para
     return ParameterTable([{"params": params[:half], "param_names": names}, {"params": params[half:]}])
 
 
-def masters_of(table: ParameterTable) -> SteppedTensors:
-    stepped = SteppedTensors(table, has_masters=True)
-    stepped.own(range(len(table)))
+def masters_of(table: ParameterTable) -> StepTargets:
+    stepped = StepTargets(table, has_masters=True)
+    stepped.assign(range(len(table)))
     return stepped
 
 
@@ -48,7 +48,7 @@ class Published(PublishedGradients):
 
 
 def published(
-    stepped: SteppedTensors,
+    stepped: StepTargets,
     factors: GradientFactors | None = None,
     exact: Callable[[int], Tensor | None] = lambda index: None,
 ) -> GradientSource:
@@ -56,13 +56,13 @@ def published(
     return ScaledGradients(stepped, source, factors) if factors else source
 
 
-def master_of(stepped: SteppedTensors, index: int) -> Tensor:
-    master = stepped.master(index)
+def master_of(stepped: StepTargets, index: int) -> Tensor:
+    master = stepped.masters.get(index)
     assert master is not None
     return master
 
 
-def lent_to(stepped: SteppedTensors, index: int) -> Tensor:
+def lent_to(stepped: StepTargets, index: int) -> Tensor:
     grad = stepped[index].grad
     assert grad is not None
     return grad
@@ -73,42 +73,42 @@ def lent_to(stepped: SteppedTensors, index: int) -> Tensor:
 
 def test_low_precision_parameters_have_fp32_masters_of_their_value_and_others_are_stepped_themselves() -> None:
     table = make_table()
-    stepped = SteppedTensors(table, has_masters=True)
-    owned = stepped.own(range(4))
+    stepped = StepTargets(table, has_masters=True)
+    owned = stepped.assign(range(4))
     assert list(stepped.masters) == [0, 2]
     for index, param in enumerate(table.params):
         assert owned[param] is stepped[index]
-        assert stepped.wants_master(index) is (index in (0, 2))
+        assert stepped.masters.wants(index) is (index in (0, 2))
         if index in (0, 2):
             assert (stepped[index].dtype, stepped[index].is_leaf) == (FP32, True)
             assert torch.equal(stepped[index], param.float())
         else:
             assert stepped[index] is param
-            assert stepped.master(index) is None
+            assert stepped.masters.get(index) is None
 
 
 def test_without_masters_every_parameter_is_stepped_itself() -> None:
     table = make_table()
-    stepped = SteppedTensors(table, has_masters=False)
-    assert all(key is value for key, value in stepped.own(range(4)).items())
-    assert (dict(stepped.masters), stepped.wants_master(0)) == ({}, False)
+    stepped = StepTargets(table, has_masters=False)
+    assert all(key is value for key, value in stepped.assign(range(4)).items())
+    assert (dict(stepped.masters), stepped.masters.wants(0)) == ({}, False)
 
 
 def test_a_rank_has_masters_of_what_it_owns_only_and_keeps_those_that_it_had() -> None:
     table = make_table((BF16,) * 4)
-    stepped = SteppedTensors(table, has_masters=True)
-    assert list(stepped.own([2, 0])) == [table.params[2], table.params[0]]
+    stepped = StepTargets(table, has_masters=True)
+    assert list(stepped.assign([2, 0])) == [table.params[2], table.params[0]]
     kept, dropped = stepped[2], stepped[0]
     with torch.no_grad():
         kept.add_(1e-5)
     value = kept.detach().clone()
-    assert list(stepped.own([1, 2]).values()) == [stepped[1], kept]
+    assert list(stepped.assign([1, 2]).values()) == [stepped[1], kept]
     assert sorted(stepped.masters) == [1, 2]
     assert stepped[0] is table.params[0]
     assert torch.equal(kept, value)
     with pytest.raises(KeyError):
         stepped.index_of(dropped)
-    assert stepped.own([]) == {}
+    assert stepped.assign([]) == {}
     assert dict(stepped.masters) == {}
 
 
@@ -195,7 +195,7 @@ def test_parameters_that_are_added_keep_the_others_index_and_their_masters() -> 
     master, added = stepped[0], nn.Parameter(torch.ones(2, dtype=FP16))
     bigger = ParameterTable([{"params": [*table.params, added]}])
     stepped.extend(bigger)
-    stepped.own([0, 2])
+    stepped.assign([0, 2])
     assert stepped[0] is master
     assert torch.equal(stepped[2], torch.ones(2))
     assert [stepped.index_of(tensor) for tensor in (master, added, stepped[2])] == [0, 2, 2]
@@ -250,7 +250,7 @@ def test_while_lent_masters_have_their_parameters_gradients_in_fp32_and_others_t
     table = make_table()
     stepped = masters_of(table)
     grads = [param.grad for param in table.params]
-    with stepped.lent(range(4), published(stepped)):
+    with stepped.lend_gradients(range(4), published(stepped)):
         for index, grad in enumerate(grads):
             assert grad is not None
             assert torch.equal(lent_to(stepped, index), grad.to(stepped[index].dtype))
@@ -265,7 +265,7 @@ def test_while_lent_gradients_are_scaled_and_afterwards_they_are_what_they_were(
     grads = [param.grad for param in table.params]
     values = [grad.clone() for grad in grads if grad is not None]
     factors = GradientFactors(0.1, {1: 0.3}, table.groups)
-    with stepped.lent(range(4), published(stepped, factors)):
+    with stepped.lend_gradients(range(4), published(stepped, factors)):
         for index, value in enumerate(values):
             in_dtype = value.to(stepped[index].dtype)  # a master's is scaled in fp32
             assert torch.equal(lent_to(stepped, index), in_dtype * 0.1 * (0.3 if index >= 2 else 1.0))
@@ -286,7 +286,7 @@ def test_a_master_gets_the_gradient_in_the_dtype_of_its_sum_before_it_is_scaled(
         return None if index == 2 else summed[index]
 
     grads = [param.grad for param in table.params]
-    with stepped.lent(range(4), published(stepped, GradientFactors(0.1), in_accumulation_dtype)):
+    with stepped.lend_gradients(range(4), published(stepped, GradientFactors(0.1), in_accumulation_dtype)):
         assert torch.equal(lent_to(stepped, 0), summed[0] * 0.1)
         for index in (1, 2, 3):
             grad = grads[index]
@@ -304,7 +304,7 @@ def test_gradients_are_given_back_when_the_step_raises_and_no_master_is_rounded(
     grads, before = [param.grad for param in table.params], [param.detach().clone() for param in table.params]
 
     def step() -> None:
-        with stepped.lent(range(4), published(stepped, factors)), torch.no_grad():
+        with stepped.lend_gradients(range(4), published(stepped, factors)), torch.no_grad():
             stepped[0].add_(1.0)
             raise FloatingPointError("overflow")
 
@@ -320,7 +320,7 @@ def test_gradients_are_given_back_when_the_step_drops_them() -> None:
     stepped = masters_of(table)
     grads = [param.grad for param in table.params]
     optimizer = torch.optim.SGD([stepped[index] for index in range(4)], lr=0.1)
-    with stepped.lent(range(4), published(stepped, GradientFactors(0.5))):
+    with stepped.lend_gradients(range(4), published(stepped, GradientFactors(0.5))):
         optimizer.zero_grad()
     assert all(param.grad is grad for param, grad in zip(table.params, grads, strict=True))
 
@@ -332,7 +332,7 @@ def test_a_parameter_without_a_gradient_lends_none_and_is_left_alone() -> None:
     before = table.params[0].detach().clone()
     with torch.no_grad():
         stepped[0].add_(1.0)
-    with stepped.lent(range(4), published(stepped, GradientFactors(0.5))):
+    with stepped.lend_gradients(range(4), published(stepped, GradientFactors(0.5))):
         assert (stepped[0].grad, stepped[1].grad) == (None, None)
         assert stepped[2].grad is not None
     assert torch.equal(table.params[0], before)
@@ -343,7 +343,7 @@ def test_only_the_parameters_of_the_step_are_lent_to_and_rounded() -> None:
     table = make_table((BF16, BF16, FP32, FP32))
     stepped = masters_of(table)
     before = [param.detach().clone() for param in table.params]
-    with stepped.lent([1, 3], published(stepped, GradientFactors(0.5))):
+    with stepped.lend_gradients([1, 3], published(stepped, GradientFactors(0.5))):
         grads = [table.params[index].grad for index in (2, 3)]
         assert stepped[0].grad is None
         with torch.no_grad():
@@ -360,7 +360,7 @@ def test_the_gradient_to_look_at_is_the_one_that_would_be_lent() -> None:
     stepped = masters_of(table)
     factors = GradientFactors(0.1, {0: 0.5}, table.groups)
     looked = [stepped.gradient(index, published(stepped, factors)) for index in range(4)]
-    with stepped.lent(range(4), published(stepped, factors)):
+    with stepped.lend_gradients(range(4), published(stepped, factors)):
         for index, grad in enumerate(looked):
             assert grad is not None
             assert torch.equal(lent_to(stepped, index), grad)
@@ -382,7 +382,7 @@ def test_weights_that_bf16_would_leave_at_1_move_with_masters_as_in_fp32() -> No
             weight.grad = torch.ones(4, dtype=weight.dtype)
         for control in controls:
             control.step()
-        with stepped.lent([0], published(stepped)):
+        with stepped.lend_gradients([0], published(stepped)):
             optimizer.step()
         assert torch.equal(master, fp32)
         assert torch.equal(param, fp32.to(BF16))
@@ -401,7 +401,7 @@ def test_momentum_of_a_master_is_fp32_and_the_steps_are_those_of_fp32_weights() 
             param.grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(7 * seed + index)).to(param.dtype)
             control[index].grad = param.grad.float()
         plain.step()
-        with stepped.lent([0, 1], published(stepped)):
+        with stepped.lend_gradients([0, 1], published(stepped)):
             optimizer.step()
         for index, param in enumerate(table.params):
             assert torch.equal(stepped[index], control[index])
@@ -415,50 +415,50 @@ def test_momentum_of_a_master_is_fp32_and_the_steps_are_those_of_fp32_weights() 
 def test_a_write_to_a_low_precision_parameter_after_a_step_is_noticed_and_one_to_another_is_not() -> None:
     table = make_table()
     stepped = masters_of(table)
-    stepped.note_versions()
-    assert not stepped.have_changed()
+    stepped.masters.note_versions()
+    assert not stepped.masters.have_changed()
     with torch.no_grad():
         table.params[1].zero_()
         table.params[3].zero_()
-    assert not stepped.have_changed()
+    assert not stepped.masters.have_changed()
     with torch.no_grad():
         table.params[2].mul_(1.0)
-    assert stepped.have_changed()
-    stepped.note_versions()
-    assert not stepped.have_changed()
+    assert stepped.masters.have_changed()
+    stepped.masters.note_versions()
+    assert not stepped.masters.have_changed()
 
 
 def test_a_step_is_no_change_once_it_is_noted() -> None:
     table = make_table()
     stepped = masters_of(table)
-    stepped.note_versions()
+    stepped.masters.note_versions()
     optimizer = torch.optim.SGD([stepped[index] for index in range(4)], lr=0.1)
-    with stepped.lent(range(4), published(stepped)):
+    with stepped.lend_gradients(range(4), published(stepped)):
         optimizer.step()
-    stepped.note_versions()
-    assert not stepped.have_changed()
-    assert stepped.diverged() == []
+    stepped.masters.note_versions()
+    assert not stepped.masters.have_changed()
+    assert stepped.masters.diverged() == []
 
 
 def test_a_write_to_a_parameter_that_another_rank_owns_is_that_ranks_to_notice() -> None:
     table = make_table((BF16, BF16))
-    stepped = SteppedTensors(table, has_masters=True)
-    stepped.own([0])
-    stepped.note_versions()
+    stepped = StepTargets(table, has_masters=True)
+    stepped.assign([0])
+    stepped.masters.note_versions()
     with torch.no_grad():
         table.params[1].zero_()
-    assert not stepped.have_changed()
+    assert not stepped.masters.have_changed()
 
 
 def test_without_masters_nobody_asks_who_wrote_to_a_parameter() -> None:
     table = make_table()
-    stepped = SteppedTensors(table, has_masters=False)
-    stepped.own(range(4))
-    stepped.note_versions()
+    stepped = StepTargets(table, has_masters=False)
+    stepped.assign(range(4))
+    stepped.masters.note_versions()
     with torch.no_grad():
         table.params[0].zero_()
-    assert not stepped.have_changed()
-    assert stepped.diverged() == []
+    assert not stepped.masters.have_changed()
+    assert stepped.masters.diverged() == []
 
 
 def test_a_master_diverges_when_its_parameter_is_not_its_rounded_value() -> None:
@@ -468,32 +468,32 @@ def test_a_master_diverges_when_its_parameter_is_not_its_rounded_value() -> None
     stepped = masters_of(table)
     with torch.no_grad():
         stepped[0].add_(1e-4)  # rounds to 1
-    assert stepped.diverged() == []
+    assert stepped.masters.diverged() == []
     with torch.no_grad():
         table.params[2].add_(1.0)
         stepped[1].add_(1.0)
-    assert stepped.diverged() == [1, 2]
+    assert stepped.masters.diverged() == [1, 2]
 
 
 def test_refreshed_masters_are_the_parameters_but_for_those_that_are_known() -> None:
     table = make_table((BF16, FP16, FP32))
     stepped = masters_of(table)
     masters = [stepped[0], stepped[1]]
-    stepped.note_versions()
+    stepped.masters.note_versions()
     known = torch.randn(3, 2)
     with torch.no_grad():
         for param in table.params:
             param.fill_(0.5)
-    assert stepped.have_changed()
-    stepped.refresh({1: known})
+    assert stepped.masters.have_changed()
+    stepped.masters.refresh({1: known})
     assert stepped[0] is masters[0]  # which the optimizer holds
     assert stepped[1] is masters[1]
     assert torch.equal(stepped[0], torch.full((3, 2), 0.5))
     assert torch.equal(stepped[1], known)
-    assert not stepped.have_changed()
-    stepped.refresh()
+    assert not stepped.masters.have_changed()
+    stepped.masters.refresh()
     assert torch.equal(stepped[1], torch.full((3, 2), 0.5))
-    assert stepped.diverged() == []
+    assert stepped.masters.diverged() == []
 
 
 # Groups and checkpoints
@@ -501,9 +501,9 @@ def test_refreshed_masters_are_the_parameters_but_for_those_that_are_known() -> 
 
 def test_a_localised_group_has_what_is_stepped_and_the_names_in_the_groups_order() -> None:
     table = make_table((BF16, FP32, BF16))
-    stepped = SteppedTensors(table, has_masters=True)
+    stepped = StepTargets(table, has_masters=True)
     group: ParamGroup = {"params": list(table.params), "param_names": ["a", "b", "c"], "lr": 0.5}
-    local = localise_group(group, stepped.own([2, 0]))
+    local = localise_group(group, stepped.assign([2, 0]))
     assert [id(tensor) for tensor in local["params"]] == [id(stepped[0]), id(stepped[2])]
     assert (local["param_names"], local["lr"]) == (["a", "c"], 0.5)
     assert [id(param) for param in group["params"]] == [id(param) for param in table.params]
@@ -548,23 +548,23 @@ def test_a_master_of_another_shape_is_refused_even_where_its_values_could_be_bro
 def test_before_the_first_step_masters_are_fresh_and_groups_that_are_added_do_not_hide_a_write() -> None:
     table = make_table((BF16, BF16))
     stepped = masters_of(table)
-    assert stepped.are_fresh
-    stepped.refresh()
-    assert not stepped.are_fresh
+    assert stepped.masters.are_fresh
+    stepped.masters.refresh()
+    assert not stepped.masters.are_fresh
     with torch.no_grad():
         table.params[0].add_(1.0)
     added = nn.Parameter(torch.ones(3, dtype=BF16))
     stepped.extend(ParameterTable([{"params": table.params}, {"params": [added]}]))
-    assert stepped.have_changed()
+    assert stepped.masters.have_changed()
 
 
 def test_a_parameter_that_was_given_other_memory_may_have_changed() -> None:
     table = make_table((BF16,))
     stepped = masters_of(table)
-    stepped.note_versions()
+    stepped.masters.note_versions()
     table.params[0].data = torch.zeros_like(table.params[0])
-    assert stepped.have_changed()
-    assert stepped.diverged() == [0]
+    assert stepped.masters.have_changed()
+    assert stepped.masters.diverged() == [0]
 
 
 def test_a_master_that_is_not_a_number_rounds_to_one_that_is_not() -> None:
@@ -572,21 +572,21 @@ def test_a_master_that_is_not_a_number_rounds_to_one_that_is_not() -> None:
     with torch.no_grad():
         table.params[0].view(-1)[0] = float("nan")
     stepped = masters_of(table)
-    assert stepped.diverged() == []
+    assert stepped.masters.diverged() == []
     check_masters(table, stepped.masters)
     with torch.no_grad():
         table.params[0].view(-1)[1] += 1.0
-    assert stepped.diverged() == [0]
+    assert stepped.masters.diverged() == [0]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_a_gradient_of_no_dimension_keeps_its_dtype(dtype: torch.dtype) -> None:
     param = nn.Parameter(torch.tensor(1.0, dtype=dtype))
     param.grad = torch.tensor(2.0, dtype=dtype)
-    stepped = SteppedTensors(ParameterTable([{"params": [param]}]), has_masters=False)
-    stepped.own([0])
+    stepped = StepTargets(ParameterTable([{"params": [param]}]), has_masters=False)
+    stepped.assign([0])
     factors = GradientFactors(torch.tensor(0.5), {0: torch.tensor(0.25, dtype=torch.float64)}, [0])
-    with stepped.lent([0], published(stepped, factors)):
+    with stepped.lend_gradients([0], published(stepped, factors)):
         assert param.grad == torch.tensor(0.25, dtype=dtype)
     assert param.grad == 2.0
 
@@ -595,8 +595,9 @@ def test_gradients_are_restored_where_one_cannot_be_lent() -> None:
     params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     params[0].grad = torch.full((2,), 8.0)
     params[1].grad = absent_gradient(params[1], True, "gone")
-    stepped = SteppedTensors(ParameterTable([{"params": params}]), has_masters=False)
-    stepped.own([0, 1])
-    with pytest.raises(RuntimeError, match="gone"), stepped.lent([0, 1], published(stepped, GradientFactors(0.5))):
+    stepped = StepTargets(ParameterTable([{"params": params}]), has_masters=False)
+    stepped.assign([0, 1])
+    source = published(stepped, GradientFactors(0.5))
+    with pytest.raises(RuntimeError, match="gone"), stepped.lend_gradients([0, 1], source):
         pass
     assert params[0].grad.tolist() == [8.0, 8.0]

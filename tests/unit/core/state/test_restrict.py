@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adafactor, Adam, NAdam, Optimizer
 
 from ddp_zero.core.local.inner import ParamGroup, restrict_group
-from ddp_zero.core.local.parameters import ParameterTable, SteppedTensors
+from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.state import state_dicts as restrict
 from ddp_zero.core.state.state_dicts import restrict_state_dict
 from ddp_zero.core.step.state_order import StateOrder
@@ -60,7 +60,7 @@ class Rank:
         self.inner = optimizer_class([restrict_group(group, self.owned) for group in self.groups])
 
     def restrict(self, state_dict: StateDict) -> tuple[StateDict, list[int]]:
-        stepped = SteppedTensors(self.table, has_masters=False)
+        stepped = StepTargets(self.table, has_masters=False)
         local, indices, _ = restrict_state_dict(state_dict, self.groups, self.table, self.inner, stepped)
         return local, indices
 
