@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,9 +142,16 @@ def _shared(
 def sample_of_ignored(model: nn.Module, live: LiveModel) -> str:
     """A digest of trainable parameters that DDP ignores: ranks may hold different ones under one name."""
     models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    reduced = {id(param) for ddp in models for _, param in reduced_parameters(ddp)}
+    reduced = {id(param) for ddp in models for param in _reduced_by(ddp)}
     ignored = [one for one in live.tensors.values() if one.requires_grad and id(one) not in reduced]
     return hashlib.sha256("".join(sample_values(ignored) if models else []).encode()).hexdigest()
+
+
+def _reduced_by(ddp: DistributedDataParallel) -> Iterable[Tensor]:
+    """All parameters that DDP reduces, and perhaps some that are frozen."""
+    if not ddp.parameters_to_ignore:
+        return ddp.module.parameters()
+    return [param for _, param in reduced_parameters(ddp)]
 
 
 def start_folder(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:

@@ -205,7 +205,7 @@ class Engine(nn.Module):
 
     def _step_sharded(self, zero: ZeroRedundancyOptimizer) -> None:
         zero.step()
-        record = zero.last_step
+        record = sharded_of(zero).last_step
         assert record is not None, "a step was just taken or skipped"
         self._step_applied = record.stepped
         self._grad_norm = record.grad_norm if record.stepped else float("inf")

@@ -51,6 +51,7 @@ class ForwardPasses:
             gradients are this rank's own.
         is_scheduled: whether a pipeline schedule runs the model, see the module docstring.
         checks: called before each forward pass with gradients; may raise.
+        has_seen: whether a pass was seen since `forget`.
     """
 
     def __init__(self, before: BeforeForward) -> None:
@@ -59,7 +60,7 @@ class ForwardPasses:
         self._backwards: list[_Backwards] = []
         self._handles: list[RemovableHandle] = []
         self._reduces: int | None = None  # how many of the optimizer's parameters
-        self.last_is_local = False
+        self.last_is_local = self.has_seen = False
         self.is_scheduled = False
         self.checks: list[Callable[[], None]] = []
         self._holds_back = False
@@ -122,7 +123,7 @@ class ForwardPasses:
 
     def forget(self) -> None:
         """Forget the last pass, after its gradients were used or dropped."""
-        self.last_is_local = False
+        self.last_is_local = self.has_seen = False
         for backwards in self._backwards:
             backwards.mixes = False
 
@@ -156,7 +157,7 @@ class ForwardPasses:
                 check()
             if self._holds_back:
                 self._reduced_before = set_will_reduce(model, False)
-            self.last_is_local = not will_reduce(model)
+            self.last_is_local, self.has_seen = not will_reduce(model), True
             self._is_expected |= not self.last_is_local
             for backwards in self._backwards:
                 backwards.begin(model, is_reduced=not self.last_is_local)
@@ -221,7 +222,7 @@ class _Backwards:
         if self._is_reduced_next:
             self.mixes = False
         elif self._pass_over_outputs == backward_id() and not passes.last_is_local:
-            self.mixes = True
+            self.mixes = passes.has_seen = True
         self._is_reduced_next = False
 
 

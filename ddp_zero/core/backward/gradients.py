@@ -110,6 +110,8 @@ class Gradients(GradientSource):
 
     reach_joined = False
     """Whether a rank that has joined gets averaged gradients of what it owns from the reduction itself."""
+    is_idle = True
+    """Whether no pass has left anything since `drop_carried`: there is nothing to drop or reset then."""
 
     def __init__(
         self, sharded: ShardedStep, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream

@@ -55,6 +55,7 @@ from ddp_zero.core.backward.reducer import (
     finds_unused,
     has_static_graph,
     in_backward,
+    is_finalized_by_hand,
     place_of_bucket,
     will_reduce,
 )
@@ -139,7 +140,7 @@ class OverlapHook:
         self._labels: list[Label] = []  # of the start of each bucket's reduction
         self._provisional = 0  # layouts adopted so far that DDP might still replace
         self.may_be_replaced = False
-        self._unused = admission.UnusedParameters()
+        self._unused = _UnusedParameters()
 
     def on_bucket(self, state: Any, bucket: GradBucket) -> Future[Tensor]:
         """The hook that DDP calls; see the module docstring."""
@@ -185,7 +186,8 @@ class OverlapHook:
         """After the first ``opt.step()``: later steps need not wait for it, unless there is a different reason."""
         self.step_is_due = False
         self._has_stepped = True
-        self.late.forget()
+        if not self.late.is_at_rest:
+            self.late.forget()
         self._watch.is_on = self._why_wait() is not None
 
     def due_step_taken(self) -> None:
@@ -242,10 +244,11 @@ class OverlapHook:
 
     def reset(self) -> None:
         """Drop the iteration, after an exception in forward or backward; the hook may be replaced then."""
-        self.machine.reset()
         self.may_be_replaced = True
         self._iteration.arrived.clear()
-        self.gradients.reset()
+        if not (self.gradients.is_idle and self.machine.phase is Phase.REST and not self.machine.backwards_since_step):
+            self.machine.reset()
+            self.gradients.reset()
         self._watch.clear()
         self.step_is_due = False
         self._sharded.abandon()
@@ -261,10 +264,12 @@ class OverlapHook:
 
     def drop_carried(self) -> None:
         """Forget the gradients, which the user has dropped."""
-        self.gradients.drop_carried()
+        if not self.gradients.is_idle:
+            self.gradients.drop_carried()
         self._watch.clear()
         self.step_is_due = False
-        self.machine.gradients_dropped()
+        if self.machine.phase is Phase.WAITING:
+            self.machine.gradients_dropped()
 
     def detach(self) -> None:
         """Leave the model's parameters to a new hook."""
@@ -278,7 +283,8 @@ class OverlapHook:
     # An iteration
 
     def _open_iteration(self) -> None:
-        admission.check_finalizes(self._ddp)
+        if is_finalized_by_hand(self._ddp):
+            admission.check_finalizes(self._ddp)
         accumulates = self.accumulates or not will_reduce(self._ddp)
         adds_up, self._has_accumulated = accumulates or self._has_accumulated, accumulates
         if self._overlaps and self.is_waiting and not (adds_up or self.machine.user_calls_step):
@@ -294,8 +300,9 @@ class OverlapHook:
             )
         self._iteration = _Iteration()
         self.step_is_due = False
-        self.late.check_earlier()
-        self.late.forget()
+        if not self.late.is_at_rest:
+            self.late.check_earlier()
+            self.late.forget()
         self.gradients.open()
         self.may_be_replaced = False
         self._sharded.refresh(not self._joins(), held=self.gradients.held())
@@ -469,6 +476,33 @@ class OverlapHook:
                 f"({self.machine.where}). If the module was wrapped again: {admission.WRAPPED_AGAIN} [ZERO-208]"
             )
         return ddp
+
+
+class _UnusedParameters:
+    """Knows whether a model may have unused parameters; in a static graph that is learnt once."""
+
+    def __init__(self) -> None:
+        self._are_there: bool | None = None
+
+    def why(self, ddp: DistributedDataParallel) -> str | None:
+        """Why parameters may be unused, or None if all have gradients after every backward pass."""
+        if has_static_graph(ddp) and self._are_there is not False:
+            return "the static graph has parameters that no rank uses"
+        if finds_unused(ddp):
+            return "find_unused_parameters=True: only the reducer knows which gradients exist"
+        return None
+
+    def learn(self, ddp: DistributedDataParallel, sharded: ShardedStep, has_run: bool) -> None:
+        """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""
+        if has_static_graph(ddp) and self._are_there is None:
+            table, comm = sharded.table, sharded.everyone
+            reduced = {param for bucket in sharded.binding.layout or () for param in bucket}
+            misses = has_run and any(table.params[param].grad is None for param in reduced)
+            self._are_there = any(flag for (flag,) in comm.all_gather_ints([int(misses)]))
+
+    def forget(self) -> None:
+        """Forget what was learnt, after parameters were added."""
+        self._are_there = None
 
 
 def asks_whether_it_joins(joinable: Joinable) -> Callable[[], bool]:

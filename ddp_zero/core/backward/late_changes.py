@@ -42,6 +42,7 @@ class LateChanges:
 
     def __init__(self, sharded: ShardedStep) -> None:
         self._sharded = sharded
+        self.is_at_rest = True  # nothing is noted or still to be compared
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
         self._absent = _Placeholders([], [])
         self._places: list[int] = []  # addresses, then versions, of these parameters
@@ -59,6 +60,7 @@ class LateChanges:
         """
         sharded = self._sharded
         self._turn += 1
+        self.is_at_rest = False
         with untouched(), torch.no_grad():
             grads = [(index, grad) for index, one in enumerate(sharded.table.params) if (grad := one.grad) is not None]
             absent = [(index, grad) for index, grad in grads if type(grad) is AbsentGradient]
@@ -78,6 +80,7 @@ class LateChanges:
         """Forget what was noted, when the next iteration begins or this one is dropped."""
         self._grads, self._absent, self._places, self._options = [], _Placeholders([], []), [], []
         self._sums, self._kept = {}, {}
+        self.is_at_rest = self._verdict is None
         self._sharded.left.when_arrived = None
 
     def note_arrived(self) -> None:

@@ -209,6 +209,7 @@ class OverlapMachine:
 
     Attributes:
         user_calls_step: whether ``opt.step()`` was ever called.
+        backwards_since_step: how many backward passes have stepped since the last call.
     """
 
     def __init__(self, lag: int | None, where: str) -> None:
@@ -219,7 +220,7 @@ class OverlapMachine:
         self._lag = lag
         self.where = where
         self.user_calls_step = False
-        self._backwards_since_step = 0
+        self.backwards_since_step = 0
         self._clear()
 
     def bucket_arrived(self, bucket: int, is_last: bool, matches_plan: bool, regime: Regime) -> tuple[Action, ...]:
@@ -271,12 +272,12 @@ class OverlapMachine:
     def due_step_taken(self) -> None:
         """The step that was due before the next forward pass was taken, as if inside the last backward pass."""
         self._go(_Event.DUE_STEP_TAKEN)
-        self._backwards_since_step += 1
+        self.backwards_since_step += 1
 
     def step_called(self) -> None:
         """The user calls ``opt.step()``: the iteration is joined."""
         self._go(_Event.STEP_CALLED)
-        backwards, self._backwards_since_step = self._backwards_since_step, 0
+        backwards, self.backwards_since_step = self.backwards_since_step, 0
         self.user_calls_step = True
         if backwards > 1:
             raise RuntimeError(
@@ -287,7 +288,7 @@ class OverlapMachine:
 
     def step_shadowed(self) -> None:
         """A rank that has joined stands in for a call of ``opt.step()`` that the others may or may not make."""
-        self._backwards_since_step = 0
+        self.backwards_since_step = 0
         self.phase = Phase.REST
 
     def buckets_rebuilt(self) -> None:
@@ -301,7 +302,7 @@ class OverlapMachine:
     def reset(self) -> None:
         """Drop the iteration, whatever it was doing."""
         self.phase = Phase.REST
-        self._backwards_since_step = 0
+        self.backwards_since_step = 0
         self._clear()
 
     def _start(self, regime: Regime) -> None:
@@ -313,7 +314,7 @@ class OverlapMachine:
             )
         self._clear()
         self._regime = regime
-        self._backwards_since_step += regime is not Regime.REDUCE_ONLY
+        self.backwards_since_step += regime is not Regime.REDUCE_ONLY
         self._go(_Event.FIRST_BUCKET)
 
     def _finish(self) -> tuple[Action, ...]:

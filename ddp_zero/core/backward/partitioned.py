@@ -65,7 +65,7 @@ from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.backward.visible_gradients import SummedGradients, VisibleGradients
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parts import joined, part_of
-from ddp_zero.core.local.placeholders import on_this_rank, untouched
+from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.plan.ownership import Piece, is_cut, moves, piece_of
 from ddp_zero.core.plan.shard_plan import cut
 from ddp_zero.core.step.sharded_step import ShardedStep
@@ -123,7 +123,8 @@ class PartitionedGradients(Gradients):
     def start(
         self, state: Any, bucket: GradBucket, index: int, is_planned: bool
     ) -> tuple[Future[Any], BucketGradients]:
-        """Finish the reduction of the previous bucket, start that of this one."""
+        """Finish the reduction of the previous bucket, then start this one."""
+        self.is_idle = False
         for earlier in self._arrivals[-1:]:
             earlier.wait()
             if not is_planned:
@@ -211,8 +212,7 @@ class PartitionedGradients(Gradients):
     def gradient(self, index: int) -> Tensor | None:
         """The gradient shown in ``param.grad``, or this rank's part of it."""
         grad = self._sharded.table.params[index].grad
-        held = None if grad is None else on_this_rank(grad)
-        return grad if held is None else held
+        return grad if type(grad) is not AbsentGradient or grad.part is None else grad.part
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The sum that ``param.grad`` shows, unless users have changed it."""
@@ -234,6 +234,7 @@ class PartitionedGradients(Gradients):
         self._saw_local_pass = False
         self._visible.forget_all()
         self._return_first_sums()
+        self.is_idle = not self._arrivals and not self._memory.lent
 
     def detach(self) -> None:
         """Take the tensor hooks off the parameters, and the library's gradients out of ``param.grad``."""
@@ -276,6 +277,7 @@ class PartitionedGradients(Gradients):
 
     def _begin_backward(self) -> None:
         """Take out what earlier passes have left in ``param.grad``; lend scratches for what may be copied at once."""
+        self.is_idle = False
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
             self._visible.drop()

@@ -9,7 +9,6 @@ from ddp_zero.core.backward.reducer import (
     finds_unused,
     gradients_are_views,
     has_hook,
-    has_static_graph,
     is_finalized_by_hand,
     localized_parameters,
     reduced_parameters,
@@ -163,30 +162,3 @@ def sparse_gradient(table: ParameterTable, params: list[Tensor]) -> NotImplement
         f"Expected dense gradients, got a sparse gradient of {', '.join(names) or 'a parameter of another optimizer'}. "
         "Build the layer with sparse=False. [ZERO-110]"
     )
-
-
-class UnusedParameters:
-    """Knows whether a model may have unused parameters; in a static graph that is learnt once."""
-
-    def __init__(self) -> None:
-        self._are_there: bool | None = None
-
-    def why(self, ddp: DistributedDataParallel) -> str | None:
-        """Why parameters may be unused, or None if all have gradients after every backward pass."""
-        if has_static_graph(ddp) and self._are_there is not False:
-            return "the static graph has parameters that no rank uses"
-        if finds_unused(ddp):
-            return "find_unused_parameters=True: only the reducer knows which gradients exist"
-        return None
-
-    def learn(self, ddp: DistributedDataParallel, sharded: ShardedStep, has_run: bool) -> None:
-        """After gradients are published: learn whether a rank that has run the model misses any. A collective once."""
-        if has_static_graph(ddp) and self._are_there is None:
-            table, comm = sharded.table, sharded.everyone
-            reduced = {param for bucket in sharded.binding.layout or () for param in bucket}
-            misses = has_run and any(table.params[param].grad is None for param in reduced)
-            self._are_there = any(flag for (flag,) in comm.all_gather_ints([int(misses)]))
-
-    def forget(self) -> None:
-        """Forget what was learnt, after parameters were added."""
-        self._are_there = None

@@ -420,7 +420,7 @@ class SummedGradients(Gradients):
         self, state: Any, bucket: GradBucket, index: int, is_planned: bool
     ) -> tuple[Future[Any], BucketGradients]:
         """Start the wrapped reduction."""
-        self._reduces = True
+        self._reduces, self.is_idle = True, False
         future, arrival = super().start(state, bucket, index, is_planned)
         assert isinstance(arrival, ReducedBucket), "what stage 1 starts"
         return future, SummedBucket(arrival, self._carried, self._sharded)
@@ -469,6 +469,7 @@ class SummedGradients(Gradients):
     def drop_carried(self) -> None:
         """Forget what was shown, and what was taken out."""
         self._visible.forget_all()
+        self.is_idle = True
 
     def detach(self) -> None:
         """Take the tensor hooks off the parameters; gradients stay."""
@@ -480,7 +481,7 @@ class SummedGradients(Gradients):
         """At the first gradient of a pass, before it is accumulated: take out what earlier passes have left."""
         backward, ddp = backward_id(), self._ddp_reference()
         if backward != self._backward and ddp is not None:
-            self._backward = backward
+            self._backward, self.is_idle = backward, False
             at_end_of_backward(self._end_backward)
             self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled, _is_no_view)
 

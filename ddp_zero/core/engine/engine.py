@@ -255,7 +255,8 @@ class Engine:
     def forget_gradients(self) -> None:
         """Follow a user who has dropped or zeroed all gradients."""
         self.decision.forget()
-        self.passes.forget()
+        if self.passes.has_seen:
+            self.passes.forget()
         if self.hook is not None:
             self.hook.drop_carried()
 

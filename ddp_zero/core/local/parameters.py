@@ -33,7 +33,7 @@ from torch.nn.parameter import is_lazy
 
 from ddp_zero.core.local.arguments import PARALLEL_DOOR, PARALLEL_KEYS
 from ddp_zero.core.local.parts import part_of
-from ddp_zero.core.local.placeholders import untouched
+from ddp_zero.core.local.placeholders import AbsentGradient, untouched
 from ddp_zero.core.local.tree import as_bytes
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.offload.placement import Residence
@@ -139,9 +139,10 @@ class ParameterTable:
             NotImplementedError: naming the first parameter with a gradient that is not dense.
         """
         for index, param in enumerate(self.params):
-            if param.grad is not None and param.grad.layout is not torch.strided:
+            grad = param.grad
+            if grad is not None and type(grad) is not AbsentGradient and grad.layout is not torch.strided:
                 raise NotImplementedError(
-                    f"Expected dense gradients, got a {param.grad.layout} gradient for {self.label(index)}. Build the "
+                    f"Expected dense gradients, got a {grad.layout} gradient for {self.label(index)}. Build the "
                     "layer with sparse=False, or keep its parameters in an optimizer of their own. [ZERO-110]"
                 )
 
@@ -586,7 +587,7 @@ class StepTargets:
                 "Expected optimizer state where it is stepped, got state that opt.offload_state() has moved away "
                 f"({where}). Call opt.reload_state() before the next backward pass. [ZERO-609]"
             )
-        return self.wrong_master(where)
+        return self.wrong_master(where) if self.masters.are_kept else None
 
     def wrong_master(self, where: str) -> str | None:
         """A message if a low-precision parameter was written to and is no longer its rounded master, or None."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.local.placeholders import wait_for
+from ddp_zero.core.local.placeholders import Awaited, wait_for
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.error_codes import coded
 
@@ -60,7 +60,8 @@ def unflatten(text: str, tensors: Sequence[object]) -> Tree:
 def _encode(value: Tree, tensors: list[Tensor], path: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
-    wait_for(value)
+    if isinstance(value, Awaited):
+        wait_for(value)  # its type is a plain one from then on
     if type(value) in (Tensor, torch.nn.Parameter) and _can_travel(value):
         tensors.append(value.detach().resolve_conj().resolve_neg())
         stride = list(value.stride()) if is_dense(value.shape, value.stride()) else None

@@ -30,7 +30,7 @@ from ddp_zero.core.local.parameters import (
     StepTargets,
 )
 from ddp_zero.core.local.placeholders import AbsentGradient
-from ddp_zero.core.plan.ownership import home, is_cut
+from ddp_zero.core.plan.ownership import home
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import (
     COMMON,
@@ -413,8 +413,9 @@ class Decision:
         return {index: norm_of(grad, norm_type, rounds=self.rounds_norms) for index, grad in scaled}
 
     def _is_left_to_another(self, index: int, source: GradientSource) -> bool:
-        pieces = self._sharded.binding.pieces[index]
-        if not is_cut(pieces) or home(pieces) == self._sharded.comm.group_rank:
+        if self._sharded.stepped.part(index) is None:
+            return False
+        if home(self._sharded.binding.pieces[index]) == self._sharded.comm.group_rank:
             return False
         grad = source.gradient(index)
         return grad is not None and grad.shape == self._sharded.table.params[index].shape

@@ -444,7 +444,8 @@ class ShardedStep:
         sync = self.binding.sync
         sync.left.complete()
         self.table.check_groups(self._exposed_groups())
-        self.stepped.masters.follow_model()
+        if self.stepped.masters.are_kept:
+            self.stepped.masters.follow_model()
         self.check_ready()
         step = self.comm.round + 1
         self._compares = step >= self.coupling.next_step and self.coupling.begin(step)
@@ -552,7 +553,8 @@ class ShardedStep:
         self.order.step += 1
         if self.inner.state.keys() != self.order.births.keys():
             self.order.note_new(self.inner.state, stepped.index_of)
-        stepped.masters.note_versions()
+        if stepped.masters.are_kept:
+            stepped.masters.note_versions()
         self.changes.end()
         return result
 
@@ -707,7 +709,8 @@ class ShardedStep:
     def _bind(self) -> None:
         stepped, index_of = self.stepped, self.table.index_of
         stepped.follow_memory()
-        self._freed.add(stepped.offload_states(self.binding.owned(), self.inner_state))
+        if stepped.residence.keeps:
+            self._freed.add(stepped.offload_states(self.binding.owned(), self.inner_state))
         self._labels = [self.trace.label("local_step", bucket.index) for bucket in self.plan.buckets]
         self.local_step.bind(
             {
