@@ -68,7 +68,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     others; afterwards all ranks hold the same parameters. Gradients must have been averaged before, as
     `DistributedDataParallel` does; in stage 2 a rank keeps averaged gradients only of the parameters that it owns.
     Results match the unsharded optimizer with the same averages bit for bit; `accumulate` documents what is averaged.
-    The method is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    The method follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
     2019.
 
     A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. Every rank of the group must construct it, with the
@@ -101,7 +101,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             in the order of the model's parameters if the model is known (through a hook, or from `shard_optimizer`),
             else of the groups; the order affects the last bits.
         norm_type: order of the p-norm for ``max_grad_norm``; ``inf`` for the largest absolute value.
-        nonfinite: what a step does if any gradient is inf or NaN: ``"skip"`` changes no state and is reported in
+        nonfinite: the action of a step if any gradient is inf or NaN: ``"skip"`` changes no state and is reported in
             ``last_step``, ``"raise"`` raises on every rank, ``"step"`` steps as DDP would. None: skip if the step
             waits for all gradients anyway, else step.
         loss_scale: the factor that `scale` multiplies the loss by, a number or a `DynamicLossScale`.
@@ -218,7 +218,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         self._states.answer_others()
 
     def _assemble(self, engine: Engine) -> None:
-        """Take an engine, and what shows its state as state dicts."""
+        """Take an engine, and build the state dicts over it."""
         self._engine = engine
         self._states = StateDicts(engine.sharded, engine.decision, self._build)
         self._stats = Stats(engine)
@@ -288,7 +288,7 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             **kwargs: handed to the local optimizer's ``step``.
 
         Returns:
-            The closure's result, or what the local optimizer returned for the last bucket it stepped.
+            The closure's result, or the local optimizer's for the last bucket that it stepped.
 
         Raises:
             NotImplementedError: for a gradient that is not dense, naming the parameter.

@@ -149,9 +149,8 @@ def sample_of_ignored(model: nn.Module, live: LiveModel) -> str:
 
 def _reduced_by(ddp: DistributedDataParallel) -> Iterable[Tensor]:
     """All parameters that DDP reduces, and perhaps some that are frozen."""
-    if not ddp.parameters_to_ignore:
-        return ddp.module.parameters()
-    return [param for _, param in reduced_parameters(ddp)]
+    params: Iterable[Tensor] = ddp.module.parameters()
+    return [param for _, param in reduced_parameters(ddp)] if ddp.parameters_to_ignore else params
 
 
 def start_folder(peers: Peers, agreement: Agreement, root: Path, step: int | None, keep: int | None) -> str:

@@ -118,7 +118,7 @@ class ForwardPasses:
         self._reduces = sum(map(count_reduced, models)) - len(others) if models else None
 
     def reduces_fewer_than(self, count: int) -> bool:
-        """Whether the models of the first step, if any was known, reduce fewer of the parameters than this."""
+        """True if the models of the first step, if any was known, reduce fewer of the parameters than this."""
         return self._reduces is not None and self._reduces < count
 
     def forget(self) -> None:
@@ -129,7 +129,7 @@ class ForwardPasses:
 
     @property
     def mixes(self) -> bool:
-        """Whether a backward pass that DDP did not reduce has added to the averages of one that it did."""
+        """True if a backward pass that DDP did not reduce has added to the averages of one that it did."""
         return any(backwards.mixes for backwards in self._backwards)
 
     def unfinished(self) -> DistributedDataParallel | None:
@@ -138,13 +138,13 @@ class ForwardPasses:
         return next((model for model in models if not is_finalized(model)), None)
 
     def reduced(self, model: DistributedDataParallel) -> None:
-        """Note that a backward pass was reduced; the last one of a schedule reduces what all have added up."""
+        """Note that a backward pass was reduced; the last one of a schedule reduces the sum of all."""
         self._is_expected = False
         self.last_is_local &= not (self.is_scheduled and will_reduce(model))
 
     @property
     def expect_reduction(self) -> bool:
-        """Whether DDP reduces the next backward pass, even in ``no_sync()``: a forward pass outside was left open.
+        """True if DDP reduces the next backward pass, even in ``no_sync()``: a forward pass outside was left open.
 
         DDP reduces the next backward pass, whichever forward pass that belongs to.
         """
@@ -200,7 +200,7 @@ class _Backwards:
         self._is_reduced_next |= is_reduced and self._model() is model
 
     def end(self, model: DistributedDataParallel, returned: Any) -> None:
-        """Note what a forward pass has returned."""
+        """Note the outputs of a forward pass."""
         if self._model() is model and not has_static_graph(model):
             begins = weakly(self._begins_backward)
             for output in _tensors_in(returned):
@@ -241,7 +241,7 @@ class _Hook:
     """A hook around forward passes; it does nothing in copies of the model.
 
     Args:
-        method: the name of what is called there, with the model and what torch hands to such a hook.
+        method: the name of the method called there, with the model and the arguments of such a hook.
     """
 
     def __init__(self, passes: ForwardPasses | None = None, method: str = "") -> None:

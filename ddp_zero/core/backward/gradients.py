@@ -1,10 +1,10 @@
-"""How gradients are averaged and where the averages are kept: the interface of a stage, and its stage 1.
+"""The averaging of gradients and the place of the averages: the interface of a stage, and stage 1.
 
 Stage 1 leaves gradients to DDP: every rank gets all of them, and the step borrows windows of the reduced bucket.
 `partitioned.py` is stage 2.
 
 Before a step, gradients that no reduction is known to have averaged are compared between ranks. DDP leaves a rank's own
-gradients in ``param.grad`` after backward passes under ``no_sync()``, and those of parameters that it does not reduce:
+gradients in ``param.grad`` after backward passes under ``no_sync()``, and those for parameters that it does not reduce:
 they were frozen when the model was wrapped, or are not part of it. Users may average such gradients themselves, or
 compute them from something that does not depend on data.
 """
@@ -47,7 +47,7 @@ class BucketGradients(GradientSource, Protocol):
     on_stream: AbstractContextManager[object]
     """In which it is stepped."""
     is_summed: bool
-    """Whether `wait` has returned."""
+    """True once `wait` has returned."""
 
     def wait(self) -> None:
         """Block until its averaged gradients have arrived."""
@@ -101,7 +101,7 @@ class ReducedBucket(BucketGradients):
 class Gradients(GradientSource):
     """Stage 1: the wrapped hook reduces, DDP publishes, every rank keeps all gradients.
 
-    `PartitionedGradients` overrides what stage 2 does otherwise. Methods stand in the order of an iteration.
+    `PartitionedGradients` overrides the steps that differ in stage 2. Methods stand in the order of an iteration.
 
     Args:
         wrapped: starts a bucket's reduction and returns a future of the averaged bucket; None: as DDP without a hook.
@@ -109,9 +109,9 @@ class Gradients(GradientSource):
     """
 
     reach_joined = False
-    """Whether a rank that has joined gets averaged gradients of what it owns from the reduction itself."""
+    """True if a rank that has joined gets its averaged gradients from the reduction itself."""
     is_idle = True
-    """Whether no pass has left anything since `drop_carried`: there is nothing to drop or reset then."""
+    """True if no pass has left anything since `drop_carried`: there is nothing to drop or reset then."""
 
     def __init__(
         self, sharded: ShardedStep, ddp: DistributedDataParallel, wrapped: CommHook | None, side: SideStream
@@ -126,7 +126,7 @@ class Gradients(GradientSource):
         self._is_planned = False
 
     def open(self) -> None:
-        """Open an iteration, and drop what the one before it left."""
+        """Open an iteration, and drop the buckets of the last one."""
 
     def held(self) -> Collection[int]:
         """Parameters whose gradient was taken out of ``param.grad``, to be added to the next sum."""
@@ -138,8 +138,8 @@ class Gradients(GradientSource):
         """Start the reduction of a bucket.
 
         Args:
-            state: what the hook was registered with.
-            bucket: what DDP hands to a hook.
+            state: the state that the hook was registered with.
+            bucket: the argument of a DDP hook.
             index: the bucket's, which DDP does not always report.
             is_planned: whether this and every earlier bucket of the iteration are the plan's.
 
@@ -164,7 +164,7 @@ class Gradients(GradientSource):
         """
 
     def show(self, was_consumed: bool) -> None:
-        """Close the iteration on this rank, and leave in ``param.grad`` what the user sees."""
+        """Close the iteration on this rank, and leave gradients for the user in ``param.grad``."""
         if self._views is not None and self._is_planned:
             self._views.note()
 
@@ -189,15 +189,15 @@ class Gradients(GradientSource):
             self._views.forget()
 
     def fits_plan(self) -> bool:
-        """Whether buckets can be reduced for the plan that is in force; whole ones fit any."""
+        """True if buckets can be reduced for the plan that is in force; whole ones fit any."""
         return True
 
     def why_refuse(self) -> str | None:
-        """The message of an error, if DDP's buckets do not hold what autograd computes; else None."""
+        """The message of an error, if DDP's buckets do not hold the gradients of autograd; else None."""
         return self._formats.why_refuse() or (None if self._views is None else self._views.why_refuse())
 
     def has_local(self) -> bool:
-        """Whether a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
+        """True if a backward pass that was not reduced has left gradients of this rank alone, as far as is known."""
         return False
 
     def gradient(self, index: int) -> Tensor | None:
@@ -205,7 +205,7 @@ class Gradients(GradientSource):
         return self._sharded.table.params[index].grad
 
     def editable(self, index: int) -> Tensor | None:
-        """What the step will use of an owned gradient, for users to change in place; None if it has none."""
+        """The tensor that the step will use for an owned gradient, to be changed in place; None if it has none."""
         return owned_alias(self._sharded, index)
 
     def reset(self) -> None:
@@ -228,7 +228,7 @@ class Gradients(GradientSource):
 
 @torch.no_grad()
 def owned_alias(sharded: ShardedStep, index: int) -> Tensor | None:
-    """What this rank owns of a gradient that every rank has, with a version counter of its own; see `OwnedEdits`."""
+    """This rank's part of a gradient that every rank has, with a version counter of its own; see `OwnedEdits`."""
     param = sharded.table.params[index]
     if param.grad is None:
         return None
@@ -287,7 +287,7 @@ class PublishedViews:
     """The reducer's views of its buckets, which ``gradient_as_bucket_view`` publishes in ``param.grad``.
 
     ``model.to(memory_format=...)``, as any write to ``param.grad.data``, points the reducer's own view elsewhere: from
-    then on autograd writes gradients there, and DDP reduces what is left in the bucket (seen with torch 2.13.0, also
+    then on autograd writes gradients there, and DDP reduces stale values in the bucket (seen with torch 2.13.0, also
     without a hook).
     """
 

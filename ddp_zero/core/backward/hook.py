@@ -3,12 +3,12 @@
 DDP calls the hook once per bucket, in index order, from the thread that runs backward. Each call, in order:
 
 1. bucket 0 opens an iteration: choose its regime, the same on every rank;
-2. report to the machine which bucket arrived; it returns actions and refuses what is out of order;
+2. report to the machine which bucket arrived; it returns actions and refuses buckets out of order;
 3. start the wrapped hook's reduction and return its future, so that the reducer publishes gradients as usual;
 4. carry out the machine's actions: wait for a reduction, step, start a sync. Nothing runs in a future's callback.
 
 *overlapped*: buckets are stepped inside backward, from the tensor in the reduction's future. *deferred*: the reducer,
-which alone knows what no rank has used, publishes the gradients first, and the step runs right after it, still inside
+which alone knows the unused parameters, publishes the gradients first, and the step runs right after it, still inside
 ``backward()``. It does so in an engine callback queued by an engine callback: the reducer queues its own finalizer
 after the hook for the last bucket returns, and the engine runs callbacks in the order in which they were queued.
 *waiting*: the hook only reduces, and ``opt.step()`` takes the step.
@@ -102,7 +102,7 @@ class OverlapHook:
     Attributes:
         accumulates: True while backward passes only reduce, regardless of ``why_wait``.
         step_is_due: True if the very first step waits for ``opt.step()`` or the next forward pass, whichever is first.
-        late: compares what a backward pass has left with what ``opt.step()`` finds.
+        late: compares the state after a backward pass with the state at ``opt.step()``.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class OverlapHook:
         while len(self._labels) <= index:
             self._labels.append(self._sharded.trace.label("reduce", len(self._labels)))
         with self._labels[index]:
+            # on every rank in bucket order: the reductions of two buckets must not cross
             future, arrival = self.gradients.start(state, bucket, index, matches)
         self._iteration.arrived.append(arrival)
         if actions:
@@ -170,6 +171,8 @@ class OverlapHook:
             self.gradients.settle()
         if is_last:
             self._passes.reduced(self._ddp)
+        # not now: the reducer publishes gradients only after this hook has returned, over the top of anything that a
+        # step or a placeholder had left in `param.grad`
         if is_last and in_backward():
             after_the_reducer(self._finish_backward)
         return future
@@ -216,12 +219,12 @@ class OverlapHook:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether averaged gradients wait for ``opt.step()``."""
+        """True if averaged gradients wait for ``opt.step()``."""
         return self.machine.phase is Phase.WAITING
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether the gradients of the last pass wait for those of others, as in ``opt.accumulate()``."""
+        """True if the gradients of the last pass wait for further passes, as in ``opt.accumulate()``."""
         return self.is_waiting and self._has_accumulated
 
     def step_joined(self, take: Callable[[GradientSource], object]) -> None:
@@ -237,6 +240,7 @@ class OverlapHook:
             take(borrow_gradients(self._sharded, self._reduced_gradient))
         elif self.machine.phase is Phase.STEPPED:
             self._record()
+        # buffers last: peers that still train may read this rank's messages until the syncs above have ended
         self.machine.step_shadowed()
         self.gradients.close()
         self._iteration.arrived.clear()
@@ -330,7 +334,7 @@ class OverlapHook:
         return choice if wrong is None else Choice(Regime.REDUCE_ONLY, wrong, is_refused=True)
 
     def _facts(self, params: list[Tensor], matches: bool) -> Facts:
-        """What this iteration's regime depends on; the same on every rank."""
+        """The facts that decide this iteration's regime; the same on every rank."""
         if not self._compositions:
             admission.check_bucket_of(self._ddp, params)
         return Facts(
@@ -361,6 +365,7 @@ class OverlapHook:
         self.gradients.show(was_consumed=self._iteration.has_begun and self.deferred_because is None)
         self._iteration.arrived.clear()  # they hold reduced buckets
         self._sharded.raise_errors()  # not in the hook: the reducer would be left in the middle of an iteration
+        # parameters move here: only after errors were raised, on every rank or on none
         self._sharded.binding.settle()
         if self.machine.phase is Phase.STEPPED:
             self._record()
@@ -381,6 +386,7 @@ class OverlapHook:
         """Step from published gradients, or from a peer's on a rank that has joined."""
         if self._iteration.choice.regime is Regime.DEFERRED and not self._joins():
             check_unreduced(self._sharded)
+        # waits for every reduction first: a step must not read a sum that peers still write
         self.gradients.lend_all(has_joined)
         for action in self.machine.backward_finished():
             if isinstance(action, AdoptLayout):
@@ -394,20 +400,23 @@ class OverlapHook:
 
     def _begin_step(self) -> None:
         if self._joins():
+            # a collective before the first bucket's: joined ranks take part in it, in this order
             share_options(self._sharded, has_joined=not in_backward())
         self._sharded.begin()
         self._sharded.changes.begin()
         self._iteration.has_begun = True
 
     def _step_bucket(self, index: int) -> None:
-        """Wait for a bucket's gradients, step what this rank owns of it, start its sync."""
+        """Wait for a bucket's gradients, step this rank's part of it, start its sync."""
         if not self._iteration.has_begun:
             self._begin_step()
+        # reduced `lag` buckets ago: its messages travelled while backward computed the buckets since
         arrival = self._iteration.arrived[index]
         with arrival.on_stream:
             if not arrival.is_summed:
                 arrival.wait()
             self._sharded.step_bucket(index, arrival)
+        # after the step was issued, before the next bucket needs a scratch; on the CPU the step has run by now
         arrival.release()
 
     def _end_step(self) -> None:
@@ -416,6 +425,7 @@ class OverlapHook:
             self._begin_step()
         with self._iteration.arrived[0].on_stream:
             self._sharded.end()
+        # the user's stream reads parameters from here on; the host does not wait
         with self._sharded.trace.label("join_streams"):
             self._side.join()
 
@@ -430,7 +440,7 @@ class OverlapHook:
         self._sharded.run(source)
 
     def _reduced_gradient(self, index: int) -> Tensor:
-        """What the reduction left on this rank for a parameter that it owns."""
+        """The gradient that the reduction has left on this rank for an owned parameter."""
         param = self._sharded.table.params[index]
         arrived = self._iteration.arrived
         return next(one for one in arrived if any(param is member for member in one.params)).gradient(index)
@@ -438,7 +448,7 @@ class OverlapHook:
     # The layout
 
     def _has_final_layout(self) -> bool:
-        """Whether DDP will keep the buckets of this iteration, if it is not made to build others."""
+        """True if DDP will keep the buckets of this iteration, if it is not made to build others."""
         return finds_unused(self._ddp) or self._provisional > has_static_graph(self._ddp)
 
     def _adopt_layout(self, built: Sequence[NewBucket], publishes: bool) -> None:
@@ -501,7 +511,7 @@ class _UnusedParameters:
             self._are_there = any(flag for (flag,) in comm.all_gather_ints([int(misses)]))
 
     def forget(self) -> None:
-        """Forget what was learnt, after parameters were added."""
+        """Forget the answer, after parameters were added."""
         self._are_there = None
 
 

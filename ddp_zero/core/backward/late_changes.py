@@ -1,4 +1,4 @@
-"""Detects what a loop changes between ``backward()`` and ``opt.step()``, where the step of a plain loop would use it.
+"""Detects changes between ``backward()`` and ``opt.step()``, where the step of a plain loop would use it.
 
 If the step was taken inside backward, such a change is too late: it acts one step late, or on the result of the step
 instead of its input. Gradients, options of the groups, and the parameters that were stepped are compared. In-place
@@ -73,11 +73,12 @@ class LateChanges:
             self._kept = dict(grads) if step_is_due else {}
             self._places = self._current_places()
             self._sums = self._current_sums()
+        # parameters in flight change when they arrive: their sums are taken then, not now
         sharded.left.when_arrived = partial(_note_arrived, weakref.ref(self))
         self._options = [_NotedOptions(group) for group in sharded.param_groups]
 
     def forget(self) -> None:
-        """Forget what was noted, when the next iteration begins or this one is dropped."""
+        """Forget all notes, when the next iteration begins or this one is dropped."""
         self._grads, self._absent, self._places, self._options = [], _Placeholders([], []), [], []
         self._sums, self._kept = {}, {}
         self.is_at_rest = self._verdict is None
@@ -223,6 +224,7 @@ class LateChanges:
         pairs = [(noted, found[index]) for index, noted in self._sums.items() if index in found]
         differs = torch.stack([(noted != now).to(device) for noted, now in pairs]).any()
         verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
+        # pinned and asynchronous: to read the flag now, the host would wait for the whole step
         verdict.copy_(differs, non_blocking=True)
         self._verdict = verdict, torch.accelerator.current_stream(differs.device).record_event()
 
@@ -305,7 +307,7 @@ def _note_arrived(reference: "weakref.ref[LateChanges]") -> None:
 
 @dataclass(frozen=True)
 class _Option:
-    """An option at a moment: the object itself, and a copy of what it held if it is mutable."""
+    """An option at a moment: the object itself, and a copy of its content if it is mutable."""
 
     value: Any
     held: Any

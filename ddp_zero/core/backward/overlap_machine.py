@@ -29,7 +29,7 @@ from functools import cache
 
 
 class Regime(Enum):
-    """How an iteration steps; chosen at its first bucket."""
+    """The moment at which an iteration steps; chosen at its first bucket."""
 
     OVERLAPPED = "overlapped"
     """Bucket by bucket inside backward."""
@@ -41,7 +41,7 @@ class Regime(Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What an iteration's regime depends on.
+    """The facts that decide an iteration's regime.
 
     Attributes:
         knows_buckets: whether an earlier backward pass has shown DDP's buckets.
@@ -67,7 +67,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """How an iteration steps.
+    """The regime of an iteration, and the reason.
 
     Attributes:
         regime: bucket by bucket, at the end of backward, or not at all.
@@ -130,7 +130,7 @@ _STATUS_CHANGES = {
 
 
 class Phase(Enum):
-    """Where the current iteration is."""
+    """The progress of the current iteration."""
 
     REST = "rest"
     RUNNING = "running"
@@ -140,7 +140,7 @@ class Phase(Enum):
 
 
 class _Event(Enum):
-    """What moves an iteration on, up to a comma as messages call it."""
+    """The events of an iteration; messages use the name up to a comma."""
 
     FIRST_BUCKET = "bucket 0"
     LAST_BUCKET = "the last bucket"
@@ -179,7 +179,7 @@ class AdoptLayout:
 
 @dataclass(frozen=True)
 class StepBucket:
-    """Wait for the reduction of a bucket, step what this rank owns of it, start its sync."""
+    """Wait for the reduction of a bucket, step this rank's part of it, start its sync."""
 
     bucket: int
 

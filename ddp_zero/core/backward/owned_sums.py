@@ -1,4 +1,4 @@
-"""Stage 2's buckets: the scratches that DDP's reducer writes them into, how they are reduced, what this rank gets.
+"""Stage 2's buckets: the scratches that DDP's reducer writes them into, their reduction, and this rank's sums.
 
 Terms are defined in [Note: gradients of stage 2] in `partitioned.py`.
 """
@@ -31,7 +31,7 @@ from ddp_zero.core.step.sharded_step import ShardedStep
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """How gradients travel.
+    """The options of the reduction.
 
     Attributes:
         comm_dtype: dtype on the wire, summed in fp32; None: their own.
@@ -61,7 +61,7 @@ class ReduceOptions:
 def options_of_stage(
     stage: int, comm_dtype: torch.dtype | None, predivide_factor: float | None
 ) -> ReduceOptions | None:
-    """How gradients travel in a stage; None in stage 1, where DDP reduces them."""
+    """The options of a stage's reduction; None in stage 1, where DDP reduces."""
     if type(stage) is not int:
         raise TypeError(f"Expected stage to be the int 1 or 2, got {stage!r}. [ZERO-103]")
     if stage not in (1, 2):
@@ -77,7 +77,7 @@ def options_of_stage(
 
 
 class ScratchLayout:
-    """Where the gradients of one bucket lie in its scratch: slices in rank order, then those that no rank steps.
+    """The layout of one bucket's gradients in its scratch: slices in rank order, then gradients that no rank steps.
 
     Args:
         params: the bucket's parameters, in DDP's order.
@@ -136,7 +136,7 @@ class ScratchLayout:
 
 
 class ReduceContext:
-    """What the buckets of one model share while their gradients are reduced.
+    """Shared by the buckets of one model while their gradients are reduced.
 
     Args:
         side: the stream that sums and steps.
@@ -167,11 +167,12 @@ class ReduceContext:
 
     def furnish(self, layouts: Sequence[ScratchLayout]) -> None:
         """Start with empty pools for buckets of these sizes."""
+        # views of the old pools would keep dropped buffers alive, and an address may be reused by a new one
         self._prepared.clear()
         self.scratches, self.rooms = pools_for([layout.nbytes for layout in layouts], self.side, self._prepared.clear)
 
     def prepares(self, layout: ScratchLayout, scratch: Tensor) -> bool:
-        """Whether a bucket is summed by direct messages, in its own dtype and in place; decided once."""
+        """True if a bucket is summed by direct messages, in its own dtype and in place; decided once."""
         if layout.is_prepared is None:
             wire, flat = self.options.comm_dtype, layout.flat(scratch)
             parts = [flat[begin:end] for begin, end in layout.ranges]
@@ -183,6 +184,7 @@ class ReduceContext:
 
     def prepared(self, layout: ScratchLayout, scratch: Tensor, room: Tensor | None) -> "OwnedSums":
         """The sums of a bucket that lies in this scratch and receives into this room."""
+        # addresses are safe as a key: a pool that drops a buffer clears this table before the address can be reused
         key = (layout, scratch.data_ptr(), 0 if room is None else room.data_ptr())
         found = self._prepared.get(key)
         if found is None:
@@ -232,6 +234,7 @@ class ReducedSegment:
         room = self._lend_room(layout.room_numel * layout.dtype.itemsize) if layout.room_numel else None
         sums = workshop.prepared(layout, scratch, room)
         self._sum, self._gradients, self._is_ready = sums.direct.out, sums.gradients, True
+        # from here on peers write into the room and read the scratch: neither may be touched before `wait`
         sums.direct.start((workshop.sharded.binding.digest, layout.index))
         return sums.direct
 
@@ -244,6 +247,7 @@ class ReducedSegment:
         parts = [flat[begin:end] for begin, end in layout.ranges]
         ranks = workshop.sharded.ranks
         averages = ranks.replicas is None and factor == 1.0 / comm.world_size and comm.averages(parts)
+        # scaled before the cast, or a product would be rounded, or overflow, in the dtype on the wire
         if (travels_smaller or not (averages or scales_late(comm, flat))) and factor != 1.0:
             flat.mul_(factor)
             factor = 1.0
@@ -264,21 +268,24 @@ class ReducedSegment:
         return start_reduction(ranks, whole, parts, out, room, subject, whole.numel(), factor)
 
     def wait(self) -> None:
-        """Block until the sum is complete, with what was accumulated before."""
+        """Block until the sum is complete, with the sums of earlier passes."""
         if self._reduction is None:
             return
         workshop, layout = self._workshop, self.layout
+        # waited for on the side stream: the current stream, with backward's kernels, must not wait for a reduction
         with layout.on_stream, layout.waiting:
             total = self._reduction.wait()
             if workshop.late_factor != 1.0:
                 total.mul_(workshop.late_factor)
             if total.dtype != layout.dtype and self._was_summed_wide():
                 total.copy_(total.to(layout.dtype))  # rounded as DDP's average; several add up in fp32
+            # added on the stream that has summed; the next reader of the sum is this stream, or comes after `join`
             for index in self.owned if workshop.carried else ():
                 carried = workshop.carried.pop(index, None)
                 if carried is not None:
                     workshop.side.keep(carried)  # of the stream that has shown it
                     self.total(index).add_(carried)
+        # peers have stopped writing; the pool orders the next receive after the kernels that sum
         for room in self._rooms:
             workshop.rooms.give_back(room)
         self._rooms.clear()
@@ -286,7 +293,7 @@ class ReducedSegment:
         self.is_summed = True
 
     def _was_summed_wide(self) -> bool:
-        """Whether the sum has more digits than the dtype of the bucket, as where the backend does not add up itself."""
+        """True if the sum has more digits than the dtype of the bucket, as where the backend does not add up itself."""
         workshop = self._workshop
         return workshop.late_factor != 1.0 or workshop.comm.has_direct_messages(self.layout.device)
 
@@ -296,6 +303,7 @@ class ReducedSegment:
             return
         with self.on_stream:
             if self._sum.untyped_storage().data_ptr() == self._scratch.untyped_storage().data_ptr():
+                # the clone precedes the give-back on this stream: the reducer may fill the scratch again right after
                 self._sum, self._gradients, self._is_ready = self._sum.clone(), {}, False
         self._workshop.scratches.give_back(self._scratch)
         self._scratch = None
@@ -323,13 +331,14 @@ class ReducedSegment:
         return self.layout.own_windows[index].view(self._sum)
 
     def receive(self, index: int, total: Tensor) -> None:
-        """Take over the averaged gradient of what this rank owns of a parameter from now on."""
+        """Take over the averaged gradient of a parameter, or a part of it, that this rank owns from now on."""
         self._received[index], self._is_ready = total, False
 
     def release(self) -> None:
         """Free the sum and the scratch, after the step has used them."""
         self._sum, self._gradients, self._is_ready, self.is_released = None, {}, False, True
         self._received.clear()
+        # the step has been issued on the side stream; the pool makes the next borrower wait for that stream
         if self._scratch is not None:
             self._workshop.scratches.give_back(self._scratch)
             self._scratch = None
@@ -428,6 +437,7 @@ class BucketMemory:
 
     def prepare(self) -> None:
         """Restore freed memory of the reducer before a backward pass that will be reduced."""
+        # before autograd writes: a view over an empty storage is a null pointer to the reducer
         for storage, nbytes in self._freed:
             storage.resize_(nbytes)
         self._freed.clear()
@@ -438,6 +448,7 @@ class BucketMemory:
             return
         layout, views = self.layouts[index], self._views[index]
         scratch = self._workshop.scratches.lend(layout.nbytes, layout.device, like=views.scratch)
+        # before the first gradient lands: the views still point at a scratch that may be lent to another bucket
         if views.scratch is not scratch:
             views.point_at(layout.flat(scratch), scratch)
         self.lent[index] = scratch
@@ -446,6 +457,7 @@ class BucketMemory:
         """After a backward pass that DDP does not reduce: take back scratches into which no gradient was written."""
         for index, scratch in list(self.lent.items()):
             views = self._views[index]
+            # a gradient in a view stays in use until the next pass takes it out: its scratch must not be lent meanwhile
             if not any(param.grad is not None and views.is_view(param, param.grad) for param in views.windows):
                 del self.lent[index]
                 self._workshop.scratches.give_back(scratch)
@@ -468,7 +480,7 @@ class BucketMemory:
         """The scratch with a bucket's gradients; the caller gives it back.
 
         Args:
-            layout: where gradients must lie; not that of ``layouts`` if the plan does not have the bucket.
+            layout: the places of gradients; not one of ``layouts`` if the plan does not have the bucket.
             buffer: see `note_buffer`.
         """
         views = self._views.get(layout.index)
@@ -480,6 +492,7 @@ class BucketMemory:
         landed = self.lent.pop(layout.index, None)
         is_planned = layout.index < len(self.layouts) and self.layouts[layout.index] is layout
         if landed is not None and is_planned:
+            # unused parameters: their places hold gradients of the bucket that had this scratch before
             if views is None or views.windows is not layout.windows or not views.hold_all_gradients():
                 self._complete(layout, layout.flat(landed))
             return landed
@@ -493,7 +506,7 @@ class BucketMemory:
         return scratch
 
     def is_in_own_memory(self, index: int) -> bool:
-        """Whether the reducer has written a bucket into memory of its own, of which no view was captured."""
+        """True if the reducer has written a bucket into memory of its own, of which no view was captured."""
         return index not in self._views
 
     def copy(self, layout: ScratchLayout, is_joined: bool) -> Tensor:
@@ -504,7 +517,7 @@ class BucketMemory:
         return scratch
 
     def _complete(self, layout: ScratchLayout, flat: Tensor) -> None:
-        """Add to a scratch what the reducer has not written there: zeros, gradients in views not captured so far."""
+        """Complete a scratch where the reducer has not written: zeros, gradients in views not captured so far."""
         views = self._views[layout.index]
         start, size = flat.data_ptr(), flat.element_size()
         for param, window in layout.windows.items():
@@ -609,13 +622,13 @@ class BucketMemory:
         self._freed.clear()
 
     def end_iteration(self, buckets: int, is_in_flight: bool) -> None:
-        """Give back what the iteration's buckets, from the first on, still hold; idle buffers need no pages then.
+        """Give back scratches that the iteration's buckets still hold; idle buffers need no pages then.
 
         To touch pages again takes about 0.5 ms per MiB. So buffers that are large beside the model keep theirs.
 
         Args:
             buckets: how many have arrived.
-            is_in_flight: whether peers may still read what was lent, since the iteration was given up.
+            is_in_flight: whether peers may still read lent buffers, since the iteration was given up.
         """
         for index in range(buckets):
             scratch = self.lent.pop(index, None)
@@ -634,6 +647,7 @@ class BucketMemory:
         for pool in pools:
             pool.trim()
         held = sum(pool.statistics.held_bytes for pool in pools)
+        # pages are dropped only when no peer can read them: a message in flight would send zeros
         if not is_in_flight and _LEAST_REST * held <= sum(layout.nbytes for layout in self.layouts):
             for pool in pools:
                 pool.rest()
@@ -646,7 +660,7 @@ class BucketMemory:
         self._workshop.furnish(self.layouts)
 
     def is_view(self, param: Tensor, grad: Tensor) -> bool:
-        """Whether a gradient is the reducer's view of it."""
+        """True if a gradient is the reducer's view of it."""
         return any(views.is_view(param, grad) for views in self._views.values())
 
     def describe(self) -> str:
@@ -660,7 +674,7 @@ class BucketMemory:
         )
 
     def _advice(self) -> str:
-        """How much smaller buckets would save at most, in words: DDP overfills a bucket by up to one parameter."""
+        """The most that smaller buckets would save, in words: DDP overfills a bucket by up to one parameter."""
         sizes = [param.nbytes for layout in self.layouts for param in layout.params]
         largest = max((layout.nbytes for layout in self.layouts), default=0)
         cap = bucket_mb(sizes, self._workshop.comm.world_size, cuts=self._workshop.sharded.binding.cuts)

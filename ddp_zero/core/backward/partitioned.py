@@ -1,4 +1,4 @@
-"""Stage 2: a rank keeps averaged gradients only of what it owns, and DDP's buckets share a few scratch buffers.
+"""Stage 2: a rank keeps averaged gradients of its own parameters only, and DDP's buckets share a few scratch buffers.
 
 [Note: gradients of stage 2]
 *scratch*: a buffer of a pool into which the reducer writes one bucket, laid out by owner instead of in DDP's order.
@@ -10,17 +10,17 @@ An iteration:
 1. the first gradient of a bucket is about to be accumulated: lend a scratch, point the reducer's views at it;
 2. the bucket is full: wait for the one before it, then send the slices of this one to their owners;
 3. the step of the bucket before uses its sum, or else it is kept; its scratch goes back to the pool;
-4. after backward, ``param.grad`` is the sum for what this rank owns if the step has not used it up, and otherwise an
+4. after backward, ``param.grad`` is the sum for owned parameters if the step has not used it up, and otherwise an
    `AbsentGradient`, which raises with the reason when used.
 
-So besides what is kept, at most three buffers exist: one being filled, one being reduced, one to receive into.
+So besides kept sums, at most three buffers exist: one being filled, one being reduced, one to receive into.
 
 In the first iteration, DDP's buckets are not known before they arrive, nor their views: gradients land in the reducer's
 own memory, and are moved to a scratch that is laid out for the owners so far. At its end DDP is made to build its final
 buckets at once. If owners change with them, sums travel from the old ones to the new ones. Where DDP builds them later
 (in a static graph, under Join), or the plan changes, one more iteration is such a first one.
 
-Gradients accumulate on their owner: what ``param.grad`` shows at the start of a backward pass is taken out and added
+Gradients accumulate on their owner: the sum in ``param.grad`` at the start of a backward pass is taken out and added
 to the next sum, unless `zero_grad` has dropped it.
 
 Alternatives considered: freeing each bucket's own storage (its memory must then be faulted in again for every bucket,
@@ -175,7 +175,7 @@ class PartitionedGradients(Gradients):
         self._end_iteration()
 
     def close(self) -> None:
-        """Give back what the iteration holds."""
+        """Give back the iteration's buffers."""
         self._end_iteration()
 
     def rebuild(self, ddp: DistributedDataParallel) -> list[NewBucket]:
@@ -198,7 +198,7 @@ class PartitionedGradients(Gradients):
         self._watch_gradients({layout.index: layout.params for layout in self._memory.layouts})
 
     def fits_plan(self) -> bool:
-        """Whether scratches are laid out for the plan: not at first, nor after parameters were frozen or added."""
+        """True if scratches are laid out for the plan: not at first, nor after parameters were frozen or added."""
         return self._digest == self._sharded.binding.digest
 
     def why_refuse(self) -> str | None:
@@ -224,13 +224,13 @@ class PartitionedGradients(Gradients):
         return self._visible.editable(index)
 
     def reset(self) -> None:
-        """Drop the iteration; peers may still write into what was in flight."""
+        """Drop the iteration; peers may still write into receive buffers."""
         self._arrivals.clear()
         self._visible.forget_taken()
         self._memory.reset()
 
     def drop_carried(self) -> None:
-        """Forget what was shown, and what a backward pass that was not reduced has taken out."""
+        """Forget shown gradients, and gradients that a local backward pass has taken out."""
         self._saw_local_pass = False
         self._visible.forget_all()
         self._return_first_sums()
@@ -276,7 +276,7 @@ class PartitionedGradients(Gradients):
         self._hooks.clear()
 
     def _begin_backward(self) -> None:
-        """Take out what earlier passes have left in ``param.grad``; lend scratches for what may be copied at once."""
+        """Take out the gradients of earlier passes; lend scratches for gradients that may be copied at once."""
         self.is_idle = False
         ddp = self._ddp_reference()
         if ddp is None:  # its module lives on without it
@@ -295,7 +295,7 @@ class PartitionedGradients(Gradients):
                 self._memory.point(index)  # the reducer copies gradients of unused parameters at once
 
     def _end_backward(self) -> None:
-        """If DDP does not reduce this pass after all, restore ``param.grad`` and add what the pass has added.
+        """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass.
 
         Such are a second backward pass through one forward, one outside DDP, and `torch.autograd.grad`. A reentrant
         checkpoint's own pass ends here too; the next gradient of the outer one takes everything out again.
@@ -397,13 +397,13 @@ Arrival = ReducedSegment | ReducedRuns
 
 
 def hand_over(sharded: ShardedStep, arrivals: Sequence[Arrival], visible: VisibleGradients, publishes: bool) -> None:
-    """Where owners have changed, send the sums from the old ones to the new ones. Then a collective.
+    """Send sums from old owners to new ones, where owners have changed. Then a collective.
 
     Every rank walks the parameters in the same order, so the blocking messages cannot deadlock.
 
     Args:
         sharded: knows the new owners.
-        arrivals: the buckets of this iteration, and who got what.
+        arrivals: the buckets of this iteration, with the pieces that each rank got.
         visible: shows gradients.
         publishes: whether gradients are shown on this rank.
     """
@@ -427,7 +427,7 @@ def hand_over(sharded: ShardedStep, arrivals: Sequence[Arrival], visible: Visibl
 
 
 def _exchanged(sharded: ShardedStep, arrival: Arrival, index: int) -> Tensor | None:
-    """Send what others own of a sum now. Returns what this rank owns of it now; None if that is nothing, or as before.
+    """Send a sum to its new owners. Returns this rank's new piece of it; None if it has none, or the same as before.
 
     A collective.
     """

@@ -17,7 +17,7 @@ from ddp_zero.core.local.parameters import ParameterTable
 from ddp_zero.core.step.sharded_step import ShardedStep
 
 WRAPPED_AGAIN = "Then call opt.reset() and opt.attach(model) with the new DDP model."
-"""What to do between two steps when a module was wrapped again."""
+"""The remedy, between two steps, if a module was wrapped again."""
 
 
 def check_can_sync(sync: str, as_views: bool) -> None:

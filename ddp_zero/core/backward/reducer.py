@@ -42,7 +42,7 @@ from ddp_zero.core.plan.shapes import is_dense
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+    """True if this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -53,7 +53,7 @@ NO_BACKWARD = -1
 
 
 def is_finalized(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP has ended the last backward pass that it reduces: every parameter has got its average."""
+    """True if DDP has ended the last backward pass that it reduces: every parameter has its average."""
     try:
         ddp.reducer._check_reducer_finalized()
     except RuntimeError:
@@ -64,12 +64,14 @@ def is_finalized(ddp: DistributedDataParallel) -> bool:
 def after_the_reducer(callback: Callable[[], None]) -> None:
     """Call back at the end of this backward pass, when the reducer has published the gradients."""
     queue = torch.autograd.Variable._execution_engine.queue_callback
+    # a callback queued now runs before the reducer's finalizer, which is queued after this hook returns
     queue(lambda: queue(callback))
 
 
 def on_gradient(param: Tensor, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
     """Register a tensor hook, also on a frozen parameter, which may be trainable at its next gradient."""
     is_trainable = param.requires_grad
+    # torch refuses a hook on a frozen tensor; the flag is back before a forward pass can read it
     param.requires_grad_(True)
     handle: RemovableHandle = param.register_hook(hook)
     param.requires_grad_(is_trainable)
@@ -82,36 +84,36 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def will_reduce(ddp: DistributedDataParallel) -> bool:
-    """Whether a backward pass that starts now is meant to be reduced: it is not under ``no_sync()``."""
+    """True if a backward pass that starts now is meant to be reduced: it is not under ``no_sync()``."""
     return ddp.require_backward_grad_sync
 
 
 def set_will_reduce(ddp: DistributedDataParallel, reduces: bool) -> bool:
-    """Set whether forward and backward passes that start from now on are meant to be reduced; returns what it was."""
+    """Set whether passes that start from now on are meant to be reduced; returns the setting before."""
     before = will_reduce(ddp)
     ddp.require_backward_grad_sync = reduces
     return before
 
 
 def has_static_graph(ddp: DistributedDataParallel) -> bool:
-    """Whether the user has promised that every iteration uses the same parameters."""
+    """True if the user has promised that every iteration uses the same parameters."""
     return bool(ddp.static_graph)
 
 
 def finds_unused(ddp: DistributedDataParallel) -> bool:
-    """Whether any iteration may leave parameters unused, which only the reducer knows; the first layout is final."""
+    """True if any iteration may leave parameters unused, which only the reducer knows; the first layout is final."""
     return bool(ddp.find_unused_parameters and not ddp.static_graph)
 
 
 def gradients_are_views(ddp: DistributedDataParallel) -> bool:
-    """Whether ``param.grad`` is the reducer's view of its bucket."""
+    """True if ``param.grad`` is the reducer's view of its bucket."""
     return bool(ddp.gradient_as_bucket_view)
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[tuple[str, Tensor]]:
     """The parameters that DDP puts into buckets, with their names.
 
-    DDP compares what it was told to ignore with the name of a module, a dot and the name of a parameter: for parameters
+    DDP compares the names to ignore with the name of a module, a dot and the name of a parameter: for parameters
     of the root module that is a leading dot. A parameter in several places is ignored only if it is in all of them.
     """
     found: dict[Tensor, str] = {}
@@ -131,15 +133,15 @@ def localized_parameters(ddp: DistributedDataParallel) -> list[str]:
 
 
 def count_reduced(ddp: DistributedDataParallel) -> int:
-    """How many parameters DDP puts into buckets: those that were trainable when the model was wrapped."""
+    """The number of parameters that DDP puts into buckets: they were trainable when the model was wrapped."""
     return int(ddp._get_ddp_logging_data()["num_parameter_tensors"])
 
 
 @dataclass(frozen=True)
 class Window:
-    """Where a parameter's gradient lies in a 1-D tensor; fixed when the layout is made, as DDP fixes its own.
+    """The place of a parameter's gradient in a 1-D tensor; fixed when the layout is made, as DDP fixes its own.
 
-    A parameter's strides may change later (``model.to(memory_format=...)``); those of its place do not.
+    A parameter's strides may change later (``model.to(memory_format=...)``); its place keeps the old ones.
 
     Attributes:
         stride: the parameter's if it is dense; otherwise contiguous.
@@ -161,7 +163,7 @@ class Window:
 
 
 def windows_in_bucket(params: Sequence[Tensor]) -> dict[Tensor, Window]:
-    """Where DDP lays the parameters of a bucket: end to end."""
+    """The places of a bucket's parameters in DDP's memory: end to end."""
     starts = accumulate((param.numel() for param in params), initial=0)
     return {param: Window.of(param, start) for param, start in zip(params, starts, strict=False)}
 
@@ -170,7 +172,7 @@ class BucketViews:
     """The reducer's own tensors of one bucket, which can be pointed at other memory.
 
     Args:
-        buffer: what ``bucket.buffer()`` handed out.
+        buffer: the result of ``bucket.buffer()``.
         windows: where each parameter's gradient must lie in memory of the bucket's size.
         views: the reducer's views of the bucket that are known already, by parameter.
 
@@ -196,6 +198,7 @@ class BucketViews:
         if param not in self._views:
             self._views[param] = view
             self.are_complete = len(self._views) == len(self.windows)
+            # the other views were pointed there already: this one must not write to the old memory
             if self.flat is not None:
                 self._point(param, view, self.flat)
                 self._addresses = [one.data_ptr() for one in self._views.values()]
@@ -206,15 +209,15 @@ class BucketViews:
         return self._views
 
     def is_captured(self, param: Tensor) -> bool:
-        """Whether the reducer's view for this parameter has been seen."""
+        """True if the reducer's view for this parameter has been seen."""
         return param in self._views
 
     def is_view(self, param: Tensor, grad: Tensor) -> bool:
-        """Whether a gradient is the reducer's view for this parameter."""
+        """True if a gradient is the reducer's view for this parameter."""
         return self._views.get(param) is grad
 
     def hold_all_gradients(self) -> bool:
-        """Whether the ``grad`` of every parameter is the reducer's view, which lies where it was pointed."""
+        """True if the ``grad`` of every parameter is the reducer's view, at the address it was pointed to."""
         if not self.are_complete or any(map(is_not, [param.grad for param in self._views], self._views.values())):
             return False
         return list(map(Tensor.data_ptr, self._views.values())) == self._addresses
@@ -224,7 +227,7 @@ class BucketViews:
 
         Args:
             flat: 1-D contiguous, of the bucket's size and dtype.
-            scratch: what ``flat`` is a part of.
+            scratch: the buffer that contains ``flat``.
         """
         if self.scratch is scratch:
             return
@@ -232,15 +235,17 @@ class BucketViews:
         for param, view in self._views.items():
             self._point(param, view, flat)
         self._addresses = [view.data_ptr() for view in self._views.values()]
+        # with the views: the reducer copies, at the end of backward, a bucket that shares no memory with them
         self.buffer.data = flat
         self.flat = flat
 
     def window(self, param: Tensor) -> Tensor:
-        """Where a parameter's gradient lies in the memory that the reducer writes to."""
+        """A parameter's gradient in the memory that the reducer writes to."""
         assert self.flat is not None, "asked only once the bucket was pointed somewhere"
         return self.windows[param].view(self.flat)
 
     def _point(self, param: Tensor, view: Tensor, flat: Tensor) -> None:
+        # `data`, not `set_`: the reducer holds this very tensor, and its version counter must not move
         view.data = self.windows[param].view(flat)
 
 
@@ -250,7 +255,7 @@ class NewBucket:
 
     Attributes:
         params: its parameters, in DDP's order.
-        buffer: what ``bucket.buffer()`` hands to hooks.
+        buffer: the tensor that ``bucket.buffer()`` hands to hooks.
         views: the reducer's view for each parameter; empty if a version of torch makes them in a different way.
     """
 
@@ -272,9 +277,11 @@ def rebuild_buckets(ddp: DistributedDataParallel, frees_memory: bool = False) ->
         The new buckets, or none if DDP keeps those that it has.
     """
     with _no_gradients(ddp), _Construction(frees_memory) as construction:
+        # a collective: ranks agree on the order of gradients; every rank calls it after the same backward pass
         if not ddp.reducer._rebuild_buckets():
             return []
     with _NoZeros():  # type: ignore[no-untyped-call]
+        # would allocate zeros as large as all gradients at once
         built = ddp.reducer._get_zeros_like_grad_buckets()
     return [construction.bucket(one.parameters(), one.buffer()) for one in built]
 
@@ -283,6 +290,7 @@ def rebuild_buckets(ddp: DistributedDataParallel, frees_memory: bool = False) ->
 def _no_gradients(ddp: DistributedDataParallel) -> Iterator[None]:
     params = list(ddp.module.parameters())
     with untouched():
+        # or the reducer would copy them into its new buckets, of which no memory may be there
         grads = [param.grad for param in params]
         for param in params:
             param.grad = None
@@ -312,10 +320,12 @@ class _Construction(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
+            # the bucket before is built by now; two at a time would double the memory
             for storage in self._storages[-1:] if self._frees_memory else ():
                 storage.resize_(0)
             self._storages.append(result.untyped_storage())
         elif func in (torch.ops.aten.as_strided.default, torch.ops.aten.view.default):
+            # right after the memory of their bucket, one per parameter, in order; held, or their storage would go
             self._views.setdefault(result.untyped_storage()._cdata, []).append(result)
         return result
 
@@ -326,6 +336,7 @@ class _Construction(TorchDispatchMode):
         windows = windows_in_bucket(params).values()
         seen = [(tuple(view.shape), view.storage_offset()) for view in views]
         is_complete = seen == [(window.shape, window.offset) for window in windows]
+        # freed only if every view can be pointed elsewhere: the reducer writes through all of them
         storage.resize_(0 if self._frees_memory and is_complete else buffer.nbytes)
         return NewBucket(params, buffer, dict(zip(params, views, strict=True)) if is_complete else {})
 
@@ -337,14 +348,14 @@ def place_of_bucket(ddp: DistributedDataParallel, bucket: GradBucket, before: Se
 
     Args:
         ddp: the model.
-        bucket: what DDP hands to a hook.
+        bucket: the argument of a DDP hook.
         before: the number of parameters in each earlier bucket of this pass.
     """
     return len(before), sum(before) + len(bucket.parameters()) == len(reduced_parameters(ddp))
 
 
 def missing() -> list[str]:
-    """What this file relies on and this version of torch does not have, in words; `tools.check` tries the rest."""
+    """Parts of torch that this file needs and this version lacks, in words; `tools.check` tries the rest."""
     needed = {
         "DDP's reducer": (Reducer, ("_rebuild_buckets", "_get_zeros_like_grad_buckets", "_check_reducer_finalized")),
         "DDP": (DistributedDataParallel, ("register_comm_hook", "_get_ddp_logging_data", "_set_static_graph")),
@@ -356,17 +367,17 @@ def missing() -> list[str]:
 
 
 def ddp_takes(option: str) -> bool:
-    """Whether this version's `DistributedDataParallel` has an option of this name."""
+    """True if this version's `DistributedDataParallel` has an option of this name."""
     return option in inspect.signature(DistributedDataParallel).parameters
 
 
 def is_finalized_by_hand(ddp: DistributedDataParallel) -> bool:
-    """Whether gradients are published when the user calls ``finalize_backward()``, where torch has that."""
+    """True if gradients are published when the user calls ``finalize_backward()``, where torch has that."""
     return bool(getattr(ddp, "require_manual_backward_finalization", False))
 
 
 def has_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether a communication hook is registered on a model."""
+    """True if a communication hook is registered on a model."""
     return bool(ddp._comm_hooks)
 
 

@@ -1,4 +1,4 @@
-"""What all buckets share: flat buffers that are lent, and on an accelerator the stream that reduces and steps."""
+"""Shared by all buckets: flat buffers that are lent, and on an accelerator the stream that reduces and steps."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +25,7 @@ class _Running:
         current = torch.accelerator.current_stream(self._stream.device)
         self._entered.append(current != self._stream)
         if self._entered[-1]:
+            # gradients that backward has issued so far must be written before this stream reads them
             self._stream.wait_stream(current)
             self._stream.__enter__()
 
@@ -42,7 +43,7 @@ class SideStream:
     1. memory that only the side stream uses is allocated there, within `running`, and may simply be dropped;
     2. memory of other streams that it reads or writes is `keep`-ed: freed, it is not reused before the side stream is
        done with it. `BufferPool` does so for its buffers when it allocates them, and orders one use after the other;
-    3. what it has produced is read elsewhere only after `join`. Freed then, it goes back to the side stream, which
+    3. its results are read elsewhere only after `join`. Freed then, they go back to the side stream, which
        waits for the current one whenever it is entered;
     4. a collective is started and waited for on the side stream. Its buffers belong to a pool, or obey rule 1: process
        groups hold them until `wait`, not until that stream has read the result.
@@ -59,7 +60,7 @@ class SideStream:
         return _NOTHING if device.type in _WITHOUT_STREAMS else _Running(self._stream(device))
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor from being reused before the side stream is done with what it was given."""
+        """Keep the memory of a tensor from being reused before the side stream is done with its work."""
         if tensor.device.type not in _WITHOUT_STREAMS:
             tensor.record_stream(self._stream(tensor.device))
 
@@ -72,6 +73,7 @@ class SideStream:
     def join(self) -> None:
         """Make the current streams wait for the side streams; the host does not wait."""
         for device, stream in self._streams.items():
+            # an order between streams only; memory freed from now on is safe by rule 3
             torch.accelerator.current_stream(device).wait_stream(stream)
 
     def _stream(self, device: torch.device) -> torch.Stream:
@@ -82,7 +84,7 @@ class SideStream:
 
 @dataclass
 class PoolStatistics:
-    """What a pool has held, in bytes and in buffers."""
+    """The most that a pool has held, in bytes and in buffers."""
 
     held_bytes: int = 0
     most_bytes: int = 0
@@ -134,6 +136,7 @@ class BufferPool:
             self._side.keep(chosen)  # now, so that it may be dropped at any time
             self.statistics.held_bytes += size
             self.statistics.most_bytes = max(self.statistics.most_bytes, self.statistics.held_bytes)
+        # the borrower's stream, not the host: the last reader may still have the buffer in its queue
         for event in self._last_use.pop(id(chosen), ()) if self._last_use else ():
             torch.accelerator.current_stream(device).wait_event(event)
         self._lent += 1
@@ -160,6 +163,7 @@ class BufferPool:
         """Return a buffer; all work that uses it has been issued, on the current stream or the side stream."""
         self._lent -= 1
         if buffer.device.type != "cpu":
+            # both streams: the reducer writes on the current one, the sum and the step read on the side stream
             self._last_use[id(buffer)] = self._side.end_of_use(buffer.device)
         self._free.append(buffer)
 
@@ -169,6 +173,7 @@ class BufferPool:
         self._free = [buffer for buffer in self._free if id(buffer) in self._used]
         for buffer in unused:
             self._last_use.pop(id(buffer), None)
+            # before the memory is free: prepared sums are looked up by address
             self._when_dropped()
         self.statistics.held_bytes -= sum(buffer.numel() for buffer in unused)
         self._drop_free(self._keep_bytes)

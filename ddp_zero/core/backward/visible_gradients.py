@@ -28,10 +28,10 @@ from ddp_zero.core.plan.ownership import home, is_cut
 from ddp_zero.core.step.sharded_step import ShardedStep
 
 _AVERAGE, _ABSENT, _MIXED = 1, 2, 4
-"""What the library has left in ``param.grad``, unless users have replaced it: an average, an `AbsentGradient`. Mixed: a
+"""The library's content of ``param.grad``, unless users have replaced it: an average, an `AbsentGradient`. Mixed: a
 pass that was not reduced has added to it."""
 _CARRIED, _HIDDEN = 1, 2
-"""What a backward pass has taken out: an average, for the next sum; an `AbsentGradient`, or another rank's average."""
+"""Taken out by a backward pass: an average, for the next sum; an `AbsentGradient`, or another rank's average."""
 
 
 class _ExactSum:
@@ -66,7 +66,7 @@ class VisibleGradients:
         self._absent: dict[bool, dict[int, AbsentGradient]] = {False: {}, True: {}}  # by whether it was consumed
 
     def was_taken(self, index: int) -> bool:
-        """Whether the averaged gradient of a parameter was taken out for the sums of this iteration."""
+        """True if the averaged gradient of a parameter was taken out for the sums of this iteration."""
         return self._out.get(index) == _CARRIED
 
     def note_taken(self, index: int) -> None:
@@ -128,7 +128,7 @@ class VisibleGradients:
         return known.total
 
     def editable(self, index: int) -> Tensor | None:
-        """What the step will use of a gradient that this rank owns, for users to change in place; None if it has none.
+        """The tensor that the step will use for an owned gradient, for users to change in place; None if it has none.
 
         A master is stepped by the exact sum.
         """
@@ -142,7 +142,7 @@ class VisibleGradients:
         return exact
 
     def _takes_up_edit(self, known: _ExactSum, grad: Tensor) -> bool:
-        """Show the exact sum, which differs, if that is what the user has changed."""
+        """Show the exact sum, which differs, if the user has changed the sum."""
         exact, versions = known.total, known.versions
         assert versions is not None, "a user got the sum"
         sum_changed, grad_changed = exact._version != versions[0], grad._version != versions[1]
@@ -194,7 +194,7 @@ class VisibleGradients:
         return left
 
     def put_back(self, is_view: Callable[[Tensor, Tensor], bool]) -> None:
-        """After no reduction: put averaged gradients back into ``param.grad``, plus what was added to it meanwhile."""
+        """After no reduction: put averaged gradients back into ``param.grad``, plus gradients added to it meanwhile."""
         carried = self._workshop.carried
         hidden = [index for index, taken in self._out.items() if taken == _HIDDEN]
         for index in sorted({*hidden, *carried}):
@@ -225,7 +225,7 @@ class VisibleGradients:
         self._left[index] = self.exact(left)
 
     def forget_taken(self) -> None:
-        """Forget what was taken out: it is in the sums, or dropped."""
+        """Forget gradients that were taken out: they are in the sums, or dropped."""
         self._workshop.carried.clear()
         self._put_aside.clear()
         self._out.clear()
@@ -309,7 +309,7 @@ class VisibleGradients:
 
 
 def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
-    """A sum if its rounded value is what a gradient has; else None.
+    """A sum if its rounded value equals a gradient; else None.
 
     To compare on an accelerator, the host would wait. There each element that was changed is taken from the gradient.
     """
@@ -384,7 +384,7 @@ class SummedBucket(BucketGradients):
 class SummedGradients(Gradients):
     """Stage 1 with ``accumulate_in_fp32``: averages of several backward passes add up as in stage 2, on every rank.
 
-    DDP adds a pass to what is in ``param.grad``, in its dtype, and averages that. So what earlier passes have left
+    DDP adds a pass to ``param.grad``, in its dtype, and averages the total. So the sum that earlier passes have left
     there is taken out when a backward pass begins, and added to the new average: in fp32 for fp16 and bf16.
 
     Args:
@@ -456,7 +456,7 @@ class SummedGradients(Gradients):
         return None if grad is None else self._visible.exact(grad)
 
     def editable(self, index: int) -> Tensor | None:
-        """The sum, where the step uses that, or what ``param.grad`` shows."""
+        """The sum, where the step uses that, or the content of ``param.grad``."""
         held = self._visible.editable(index)
         if held is None or held is self._sharded.table.params[index].grad:
             return super().editable(index)
@@ -467,7 +467,7 @@ class SummedGradients(Gradients):
         self.close()
 
     def drop_carried(self) -> None:
-        """Forget what was shown, and what was taken out."""
+        """Forget shown gradients, and gradients that were taken out."""
         self._visible.forget_all()
         self.is_idle = True
 
@@ -478,7 +478,7 @@ class SummedGradients(Gradients):
         self._visible.forget_all()
 
     def begin_backward(self) -> None:
-        """At the first gradient of a pass, before it is accumulated: take out what earlier passes have left."""
+        """At the first gradient of a pass, before it is accumulated: take out the sums of earlier passes."""
         backward, ddp = backward_id(), self._ddp_reference()
         if backward != self._backward and ddp is not None:
             self._backward, self.is_idle = backward, False
@@ -486,7 +486,7 @@ class SummedGradients(Gradients):
             self._visible.take_out(will_reduce(ddp) or self._passes.is_scheduled, _is_no_view)
 
     def _end_backward(self) -> None:
-        """If DDP does not reduce this pass after all, restore ``param.grad`` and add what the pass has added."""
+        """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass."""
         self._backward = -1
         if not (self._reduces or self._passes.is_scheduled):
             self._visible.put_back(_is_no_view)
@@ -499,5 +499,5 @@ def _on_gradient(reference: "weakref.ref[SummedGradients]", grad: Tensor | None)
 
 
 def _is_no_view(param: Tensor, grad: Tensor) -> bool:
-    """False: what was shown counts as ours, even in memory of the reducer."""
+    """False: shown gradients count as ours, even in memory of the reducer."""
     return False

@@ -352,7 +352,7 @@ class Engine:
         """Check that no step was taken inside backward that ``opt.step()`` must still join.
 
         Raises:
-            RuntimeError: if one was: what the user does would come before it in a plain loop.
+            RuntimeError: if one was: the user's call would come before it in a plain loop.
         """
         if self.hook is not None:
             self.hook.check_before_step(what)

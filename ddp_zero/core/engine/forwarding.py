@@ -53,7 +53,7 @@ def _call_inner(engine: Engine, method: Callable[..., Any], args: tuple[Any, ...
 
     Raises:
         RuntimeError: inside Join; between a backward pass that has stepped and ``opt.step()``; or if it failed on
-            another rank. What it had written by then is the same on all ranks.
+            another rank. Writes up to then are the same on all ranks.
     """
     name = method.__name__
     if engine.joins:

@@ -1,4 +1,4 @@
-"""Choices that depend on ranks, backend and options: what ``partition="auto"`` stands for, and the size of buckets."""
+"""Choices that depend on ranks, backend and options: the meaning of ``partition="auto"``, and the size of buckets."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -88,7 +88,7 @@ def _exchange(comm: Communicator, device: torch.device, nbytes: int) -> Exchange
 
 
 def _rounds_alike(param: Tensor, master_weights: bool, offload: object) -> bool:
-    """Whether a kernel steps an element of a part as in the whole parameter, see docs/numerics.md.
+    """True if a kernel steps an element of a part as in the whole parameter, see docs/numerics.md.
 
     On the host, threads may cut a tensor anywhere, and the elements before a cut round differently in low precision.
     """

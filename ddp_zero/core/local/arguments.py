@@ -90,7 +90,7 @@ def check_params(params: object) -> None:
 
 
 def first_device(params: object) -> torch.device | None:
-    """The device of the first parameter in what an optimizer takes, before that is checked; None if there is none."""
+    """The device of the first parameter in an optimizer's unchecked argument; None if there is none."""
     while not isinstance(params, torch.Tensor):
         if isinstance(params, Mapping):
             params = params.get("params")

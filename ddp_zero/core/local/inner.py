@@ -173,6 +173,7 @@ class LocalStep:
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._groups_after: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
+        self._shared_options: list[tuple[list[str], ParamGroup]] = []  # their keys, and values but for parameters
         self._plain_counters: dict[Any, Any] = {}
         self._shared_counters: dict[Any, Any] = {}
         self._sizes = (0, 0)  # numbers of attributes, and of states, that are known not to hold new counters
@@ -199,7 +200,11 @@ class LocalStep:
                     group[key][:] = owned[key]  # in place: a wrapped optimizer may hold the same list
 
     def begin(self, closure: Closure | None) -> Any:
-        """Evaluate the closure, if any, and save what every bucket starts from. Returns the closure's result."""
+        """Evaluate the closure, if any, and save the options and counters that every bucket starts from.
+
+        Returns:
+            The closure's result.
+        """
         self._has_closure = closure is not None
         self._loss = None
         if closure is not None:
@@ -208,6 +213,10 @@ class LocalStep:
         self._groups_after = []
         self.mirror_to_inner()
         self._options = [options_of(group) for group in self._exposed()]
+        self._shared_options = [
+            (list(options), {key: value for key, value in options.items() if key not in PER_PARAMETER_KEYS})
+            for options in self._options
+        ]
         self._plain_counters = _counters_in(vars(self._inner))
         state = self._inner.state
         if len(state) != self._known_states:  # a look at all states takes long
@@ -279,9 +288,9 @@ class LocalStep:
         inner = self._inner
         whole = inner.param_groups
         if groups is not whole:
-            for group, options in zip(groups, self._options, strict=True):
-                if list(group) == list(options):  # then the order stays
-                    group.update({key: options[key] for key in options if key not in PER_PARAMETER_KEYS})
+            for group, options, (keys, shared) in zip(groups, self._options, self._shared_options, strict=True):
+                if list(group) == keys:  # then the order stays
+                    group.update(shared)
                 else:
                     copy_options(options, group)
         vars(inner).update(self._plain_counters)
@@ -498,7 +507,7 @@ def reserve_room(
 
     Args:
         inner: the optimizer.
-        stepped: what it steps.
+        stepped: the targets of its steps.
         table: the parameters.
         owned: parameters, and the part of each that this rank owns.
         has_copies: whether masters and copies of them exist already.

@@ -272,7 +272,7 @@ class PartModel(LiveModel):
         super().load_extra({here[name]: state for name, state in states.items()})
 
     def statement(self, owned: Sequence[str], groups: Sequence[tuple[str, Sequence[str]]]) -> Statement:
-        """What this rank holds.
+        """The tensors and values that this rank holds.
 
         Args:
             owned: the parameters whose state it has.

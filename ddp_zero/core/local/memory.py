@@ -104,7 +104,8 @@ class FreedMemory:
 def return_freed_memory(nbytes: int) -> None:
     """Give freed memory back to the system; does nothing where the C library is not glibc.
 
-    glibc keeps freed blocks of up to 32 MiB for later requests. What stage 2 frees once is never requested again.
+    glibc keeps freed blocks of up to 32 MiB for later requests. Stage 2 never requests again the memory that it frees
+    once.
 
     Args:
         nbytes: how much was just freed. Less than 32 MiB is not worth the search, which takes up to 0.1 s.

@@ -403,11 +403,11 @@ class Masters(Mapping[int, Tensor]):
 
 
 class _Route(NamedTuple):
-    """How gradients reach the targets of one bucket; fixed until a target changes."""
+    """The targets of one bucket and the way gradients reach them; fixed until a target changes."""
 
     targets: list[Tensor]
     masters: list[bool]
-    """Whether each target is a master."""
+    """For each target, True if it is a master."""
     windows: list[tuple[Tensor, Tensor]]
     """Parameters that are cut and the targets in their memory: a step counts as a change of the parameter."""
     copied: list[int]
@@ -415,7 +415,7 @@ class _Route(NamedTuple):
     addresses: list[int]
     """Of the parameters with windows when these were last pointed there."""
     is_direct: bool
-    """Whether every target is a parameter."""
+    """True if every target is a parameter."""
 
 
 class StepTargets:
@@ -516,7 +516,7 @@ class StepTargets:
 
         Args:
             index: the parameter.
-            value: of the copy, copied; None: that of the parameter.
+            value: of the copy, copied; None: the parameter's.
             part: the elements that it stands for; None: all.
         """
         self.release(index)

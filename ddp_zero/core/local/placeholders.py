@@ -206,7 +206,7 @@ _CHECK = (
 
 
 def _advice(function: str, is_target: bool) -> str:
-    """The way to do with this optimizer what a torch function would have done with the gradient."""
+    """This optimizer's counterpart of a torch function that was called with the gradient."""
     if "norm" in function:
         return _NORM
     if function in ("isfinite", "isnan", "isinf"):

@@ -1,7 +1,7 @@
 """Flat storage: the one file that re-points ``param.data``.
 
 [Note: ddp_zero tensors]
-*segment tensor*: 1-D, the parameters of one segment; what travels.
+*segment tensor*: 1-D, the parameters of one segment; the unit that travels.
 *block*: 1-D, the memory that the parameters of one segment live in, or of several if a parameter is cut among them.
 *parameter window*: a run of a block with the parameter's own shape and strides, in a storage that is this run alone. So
 whatever looks at storages (``torch.save``, safetensors, frameworks that look for shared tensors) sees independent
@@ -77,6 +77,7 @@ class Block:
         for param, offset in zip(members, offsets, strict=True):
             run = with_own_storage(self.tensor[offset : offset + param.numel()])
             window = run.as_strided(param.shape, param.stride())
+            # the old and the new memory live at once here: for one bucket at a time, not for the whole model
             window.copy_(param)
             param.data = window  # the old memory is freed once nothing else holds it
 
@@ -271,6 +272,7 @@ class PackedStorage:
         segments = self._rooms_for(bucket)
         own = bucket.segments[group_rank]
         if own.params and self._alias(own) is None:
+            # after the step of this bucket, on its stream; peers read the copy, so it must live until `write_back`
             torch._foreach_copy_(self._views(own, segments[group_rank]), self._windows(own))
         return segments
 
@@ -282,6 +284,7 @@ class PackedStorage:
     def write_back(self, bucket: Bucket, segments: Sequence[Tensor], group_rank: GroupRank) -> None:
         """Unpack the segments of the other owners."""
         for segment, tensor in zip(bucket.segments, segments, strict=True):
+            # never this rank's own segment: the copy that was sent may be older than the parameters by now
             if segment.owner != group_rank and segment.params and self._alias(segment) is None:
                 torch._foreach_copy_(self._windows(segment), self._views(segment, tensor))
 

@@ -4,7 +4,7 @@ A *tree* is built of None, bool, int, float, str, `torch.dtype`, `torch.Size`, d
 with str or int keys, including `OrderedDict` and `Counter`. Other subclasses of these are refused: the receiver could
 not reconstruct them. Parameters whose values are in flight are waited for.
 Floats survive exactly, infinities and NaN included. `flatten` turns a tree into (JSON text, tensors in order);
-`TensorSpec` describes what the receiver must allocate for each tensor before it arrives.
+`TensorSpec` describes the memory that the receiver must allocate for each tensor before it arrives.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""One sharded step, wherever the gradients come from: who owns what, clipping, scaling, skipping, Join.
+"""One sharded step, wherever the gradients come from: ownership, clipping, scaling, skipping, Join.
 
-Imports `sync` and what lies below it; knows neither DDP nor backward.
+Imports `comm` and the rooms below it; knows neither DDP nor backward.
 """

@@ -107,7 +107,7 @@ def gather_norms(
     """Every parameter's norm from its owner. A collective.
 
     Args:
-        sharded: knows who owns what.
+        sharded: knows the owners.
         norms: of this rank's parameters that have a gradient, by index; of one that is cut either of this rank's part,
             on all its owners, or of all of it, on one of them.
         norm_type: order of the p-norm.
@@ -148,7 +148,7 @@ def gather_norms(
 
 
 def _write_norms(places: Tensor, norms: Sequence[Tensor | None]) -> None:
-    """Write norms to their places, those of one dtype in one operation; a place without a norm stays as it is."""
+    """Write norms to their places, one operation per dtype; a place without a norm stays as it is."""
     for dtype in {norm.dtype for norm in norms if norm is not None}:
         absent = torch.full((), _NO_GRADIENT, dtype=dtype, device=places.device)
         shown = [absent if norm is None or norm.dtype != dtype else norm.to(places.device) for norm in norms]
@@ -200,7 +200,7 @@ def clip_gradients(
     """Scale gradients in ``param.grad`` so that the norm of all ranks' together is at most ``max_norm``.
 
     Args:
-        sharded: knows who owns what.
+        sharded: knows the owners.
         indices: the parameters to clip, the same on every rank; their norms add up in this order.
         max_norm: the largest norm.
         norm_type: order of the p-norm; ``inf`` for the largest absolute value.

@@ -55,10 +55,10 @@ _REMEMBERED = 4096  # buckets, for loops that never step
 
 @dataclass(frozen=True)
 class AmpState:
-    """What `torch.amp.GradScaler` reports to an optimizer whose ``step`` it calls even if gradients are not finite.
+    """The report of `torch.amp.GradScaler` to an optimizer whose ``step`` it calls even if gradients are not finite.
 
     Attributes:
-        scale: what gradients must still be divided by; None if they have been.
+        scale: the divisor that gradients still need; None if they have been divided.
         found_nonfinite: above 0 if this rank has seen a gradient that is not finite.
     """
 
@@ -212,7 +212,7 @@ class _OwnParts(GradientSource):
 
 @dataclass
 class Occasion:
-    """When and how a step is taken.
+    """The circumstances of a step.
 
     Attributes:
         regime: for the record.

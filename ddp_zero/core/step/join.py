@@ -39,7 +39,7 @@ class ZeroJoinHook(JoinHook):
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Every rank has joined: turn off what Join adds to each step."""
+        """Every rank has joined: turn off Join's part of each step."""
         self._optimizer._join_config = _JoinConfig(
             enable=False, throw_on_early_termination=False, is_first_joinable=False
         )
@@ -63,6 +63,7 @@ def share_options(sharded: ShardedStep, has_joined: bool) -> None:
     """Send group options to joined ranks, before a step that has its gradients already. A collective of the group."""
     comm = sharded.comm
     for source, joined in _assign_sources(comm, sharded.binding, has_joined):
+        # one pair after the other on every rank: blocking messages in any other order could wait for each other
         if source == comm.group_rank:
             _send(comm, [options_of(group) for group in sharded.param_groups], joined)
         elif joined == comm.group_rank:
@@ -70,12 +71,13 @@ def share_options(sharded: ShardedStep, has_joined: bool) -> None:
 
 
 def serve_joined(sharded: ShardedStep, gradients_are_there: bool) -> None:
-    """On a rank that still trains, before its step: send joined ranks what they need. A collective of the group.
+    """On a rank that still trains, before its step: serve joined ranks. A collective of the group.
 
     Args:
         sharded: the step; the options of its groups are sent.
         gradients_are_there: True if joined ranks have reduced gradients and need to know only which of them exist.
     """
+    # joined ranks are in `borrow_gradients`, with the same gather and then the same pairs in the same order
     comm, table, binding = sharded.comm, sharded.table, sharded.binding
     for source, joined in _assign_sources(comm, binding, has_joined=False):
         if source == comm.group_rank:
@@ -107,9 +109,11 @@ def borrow_gradients(sharded: ShardedStep, reduced: Callable[[int], torch.Tensor
     comm = sharded.comm
     grads: dict[int, torch.Tensor | None] = {}
     for source, joined in _assign_sources(comm, sharded.binding, has_joined=True):
+        # blocking, in the order of the pairs: a rank that trains sends before it steps
         if joined == comm.group_rank:
             options, sent = _receive(comm, source, sharded.table)
             _take_options(sharded.param_groups, options)
+            # reduced here already, where DDP's shadow pass has taken part in the reduction
             grads = {index: reduced(index) if grad is True else grad for index, grad in sent.items()}
     return BorrowedGradients(grads)
 
@@ -119,6 +123,7 @@ def _send(comm: Communicator, tree: list[Any], to: GroupRank) -> None:
     try:
         comm.send_tree(tree, to)
     except TypeError as error:
+        # the joined rank waits for a message in any case
         comm.send_tree(f"{comm.name(comm.group_rank)}: {error}", to)
         message = f"Expected group options and gradients that can be sent to a rank under Join. {error}"
         raise TypeError(coded(message, "[ZERO-611]")) from error
@@ -139,8 +144,10 @@ def _take_options(param_groups: list[ParamGroup], options: list[ParamGroup]) -> 
 
 def _assign_sources(comm: Communicator, binding: Binding, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
     """Pairs (rank that still trains, joined rank that it serves), the same list on every rank."""
+    # every rank, joined or not, once per step and before any message of the step
     statements = comm.all_gather_ints([int(has_joined), binding.digest])
     training = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if not joined]
+    # every rank compares the same statements, so that all raise or none: a rank that raised alone would hang the rest
     for rank, (_, digest) in enumerate(statements):
         if digest != statements[training[0]][1]:
             raise RuntimeError(

@@ -10,7 +10,7 @@ Number = Tensor | float | None
 
 
 class StepRegime(Enum):
-    """When a step was taken."""
+    """The moment at which a step was taken."""
 
     OVERLAPPED = "overlapped"
     """Inside backward, bucket by bucket as reductions resolved."""

@@ -8,9 +8,9 @@ a gradient.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -68,18 +68,22 @@ class StateChanges:
         """The state is about to change; does nothing within a change."""
         if self._ended == self.begun:
             self._work = []
+            # before the first write, or a reader could mix values of two steps unnoticed
             self.begun += 1
 
     def end(self) -> None:
         """The state has changed, or its change has failed."""
+        # last: a reader that sees equal counts takes all values for one state
         self._ended = self.begun
 
     def note_work(self, accelerators: Iterable[torch.device]) -> None:
         """The current streams of these devices have been given work of the change that is under way."""
+        # a thread that copies state waits for these events, so that it never reads a state half stepped
         self._work += [torch.accelerator.current_stream(device).record_event() for device in accelerators]
 
     def wait_for_work(self) -> None:
-        """Block until devices have done the work of the last change, but not what came after: that may need peers."""
+        """Block until devices have done the work of the last change, but not later work: that may need peers."""
+        # a copy: the thread that steps may replace the list meanwhile
         for event in list(self._work):
             event.synchronize()
 
@@ -184,7 +188,7 @@ class Binding:
     def bucket_over(self, index: int, params: Sequence[int]) -> Bucket:
         """A bucket of DDP's that the plan does not have, such as one with a parameter that was frozen since.
 
-        If DDP's buckets are those that the plan follows, owners stay: they hold what earlier passes have added up.
+        If DDP's buckets are those that the plan follows, owners stay: they hold the sums of earlier passes.
         """
         if any(set(params) <= set(bucket) for bucket in self.layout or ()):
             kind = self.plan.specs[params[0]].kind
@@ -215,6 +219,7 @@ class Binding:
             has_grad = [param.grad is not None or index in held for index, param in enumerate(params)]
             active = [param.requires_grad or has for param, has in zip(params, has_grad, strict=True)]
             flags = "".join(str(int(flag)) for flag in active)
+            # a collective that only a change of trainable parameters causes; the loop changes them on all ranks alike
             gathered = self._ranks.everyone.all_gather_text(flags) if may_talk else [flags]
             active = ["1" in column for column in zip(*gathered, strict=True)]
             if self._as_views:
@@ -229,8 +234,9 @@ class Binding:
         return True
 
     def _bind(self, specs: list[ParameterSpec]) -> None:
-        self._runs: dict[int, list[tuple[tuple[int, ...], SummedMemory]]] = {}  # of flat memory, by bucket
+        self._runs: dict[int, _Runs] = {}  # by bucket
         if hasattr(self, "sync"):
+            # new storage copies parameters: values in flight would be copied half received
             self.sync.left.complete()
         params, me = self._table.params, self._comm.group_rank
         self._holdings = _holdings(self.pieces, me)
@@ -297,7 +303,7 @@ class Binding:
 
     # Memory
 
-    def memory_at_rest(self, buckets: Iterable[Bucket], among: Set[int]) -> list[tuple[int, SummedMemory]]:
+    def memory_at_rest(self, buckets: Iterable[Bucket], among: set[int]) -> list[tuple[int, SummedMemory]]:
         """The memory of parameters that are not in flight, to sum, each run with the first parameter in it.
 
         A large parameter is a run of its own.
@@ -305,12 +311,12 @@ class Binding:
         left, params = self.sync.left, self._table.params
         found: list[tuple[int, SummedMemory]] = []
         for bucket in [one for one in buckets if one.index not in left] if left else buckets:
-            if bucket.index not in self._runs:
-                blocks = self.sync.storage.blocks_of(bucket)
-                runs = [run for block in blocks for run in block.runs(LARGE_BYTES)]
-                self._runs[bucket.index] = [(members, SummedMemory(memory)) for members, memory in runs]
-            rest = {index for one in bucket.segments for index in one.params if index in among}
-            for members, run in self._runs[bucket.index]:
+            known = self._runs.get(bucket.index) or self._find_runs(bucket)
+            if known.is_all and among.issuperset(known.members):
+                found += known.whole
+                continue
+            rest = set(among.intersection(known.members))
+            for members, run in known.runs:
                 if rest.issuperset(members):
                     found.append((members[0], run))
                     rest.difference_update(members)
@@ -319,6 +325,31 @@ class Binding:
                 dense = is_dense(param.shape, param.stride())
                 found.append((index, SummedMemory(param.as_strided((param.numel(),), (1,)) if dense else param)))
         return found
+
+    def _find_runs(self, bucket: Bucket) -> "_Runs":
+        blocks = self.sync.storage.blocks_of(bucket)
+        runs = [(one, SummedMemory(memory)) for block in blocks for one, memory in block.runs(LARGE_BYTES)]
+        members = frozenset(index for segment in bucket.segments for index in segment.params)
+        is_all = members == {index for one, _ in runs for index in one} and len(members) == sum(len(m) for m, _ in runs)
+        found = self._runs[bucket.index] = _Runs(members, runs, [(one[0], run) for one, run in runs], is_all)
+        return found
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The flat memory of one bucket.
+
+    Attributes:
+        members: the bucket's parameters.
+        runs: runs of memory with the parameters in each.
+        whole: the first parameter of each run, and the run.
+        is_all: whether every parameter is in exactly one run.
+    """
+
+    members: frozenset[int]
+    runs: list[tuple[tuple[int, ...], SummedMemory]]
+    whole: list[tuple[int, SummedMemory]]
+    is_all: bool
 
 
 def _holdings(pieces: Sequence[Pieces], rank: GroupRank) -> dict[int, slice | None]:
@@ -345,7 +376,7 @@ class ShardedStep:
         coupling: detects an optimizer that computes a value from all parameters.
         leaves_syncs: True if parameter syncs may finish after the step; pre-forward hooks then wait for them.
         snapshot: the whole state as it is now, if it was gathered on this rank; dropped when anything changes.
-        changes: counts what changes the state of this rank, the same on every rank.
+        changes: counts changes of this rank's state, the same on every rank.
         order: in which order states were created.
         in_buckets: True if gradients are lent from buckets, where DDP with the plain optimizer would show its own.
         catching: a context that may hold errors of steps back until ranks with other parameters know of them.
@@ -442,6 +473,7 @@ class ShardedStep:
             )
         self.snapshot = None
         sync = self.binding.sync
+        # parameters of the last step may still arrive into the memory that this step writes
         sync.left.complete()
         self.table.check_groups(self._exposed_groups())
         if self.stepped.masters.are_kept:
@@ -456,7 +488,7 @@ class ShardedStep:
         """Step this rank's segment of a bucket and start its sync.
 
         If the local step raises and ranks can report it to each other (see `StepErrors`), this rank steps nothing more
-        in this step and sends what it has; `raise_errors` follows `end`.
+        in this step and sends its parameters as they are; `raise_errors` follows `end`.
         """
         self.order.is_at_birth = False
         residence = self.stepped.residence
@@ -485,6 +517,7 @@ class ShardedStep:
                 except Exception as error:
                     if not sync.errors.note(error):
                         raise
+            # also after an error of this rank: peers have posted receives for this bucket and would wait for ever
             sync.start(bucket)
         return result
 
@@ -494,6 +527,7 @@ class ShardedStep:
             stepped.residence.check()
         if self.in_buckets and not self._steps_elements:
             source = AlignedGradients(source)
+        # gradients are views of a scratch that goes back to its pool after the step: nothing may keep them
         with self._labels[index], stepped.lend_gradients(indices, source):
             result = self.local_step.step(index, **kwargs)
         if stepped.residence.keeps:
@@ -528,7 +562,7 @@ class ShardedStep:
         """Finish the syncs, expose the options that the step changed, note the states that it created.
 
         Returns:
-            What the inner optimizer returned for the last bucket, if that was stepped only now; else None.
+            The inner optimizer's result for the last bucket, if that was stepped only now; else None.
 
         Raises:
             RuntimeError: if a peer has gone or the group's time-out passed.
@@ -539,13 +573,16 @@ class ShardedStep:
                 result = self._step_arrived(stepped.residence.drain(), kwargs)
             # of all buckets, on the stream that stepped them
             self.changes.note_work(self.binding.accelerators)
+            # so that options change alike on a rank that owns nothing; peers compare them
             if self.local_step.has_stepped_nothing:
                 self._try_locally(lambda: self.local_step.step_empty(**kwargs))
             has_failed = errors.has_own
+            # collective, on every rank: an error of this rank is shared by it, and raised only in `raise_errors`
             self.end_syncs()
         except BaseException:
             self.abandon()
             raise
+        # a rank whose step has failed must not expose options that its peers do not have
         if not has_failed:
             self.local_step.end(**kwargs)
         if self._compares:
@@ -555,6 +592,7 @@ class ShardedStep:
             self.order.note_new(self.inner.state, stepped.index_of)
         if stepped.masters.are_kept:
             stepped.masters.note_versions()
+        # after the last write to the state, on this rank's thread and in the queues noted above
         self.changes.end()
         return result
 
@@ -566,7 +604,8 @@ class ShardedStep:
             sync.left.complete()
 
     def abandon(self) -> None:
-        """End a step that failed, or that a user drops: forget what is in flight."""
+        """End a step that failed, or that a user drops: forget exchanges in flight."""
+        # copies of an offloaded step, then exchanges: neither waits for a peer, which may never answer
         self.stepped.residence.abandon()
         self.binding.sync.abandon()
         self.changes.end()
@@ -647,12 +686,13 @@ class ShardedStep:
 
         Args:
             layout: parameter indices of each DDP bucket.
-            pieces: who is to own what, one entry per parameter.
+            pieces: the new owners, one entry per parameter.
             moves_later: see `Binding.adopt`.
 
         Raises:
             TypeError: if a state that has to move cannot travel, naming the parameter; RuntimeError on other ranks.
         """
+        # end and errors on every rank before anything moves: a rank that raised alone would leave peers in `Agreement`
         self.binding.sync.end_step()  # buckets that this iteration has stepped already: their memory is about to move
         self.binding.sync.raise_errors()
         if self.stepped.residence.keeps:  # before anything moves: room for the state that this rank gets
@@ -661,6 +701,7 @@ class ShardedStep:
                 reserve_room(self.inner, self.stepped, self.table, gained, has_copies=False)
         with self.change():
             before = self.binding.pieces
+            # before the binding follows: blocking messages between old and new owners, in the order of parameters
             migrate_state(self.ranks, self.table, self.inner_state, self.order, self.stepped, before, pieces)
             self.binding.adopt(layout, pieces, moves_later)
             self.local_step.own(self.stepped.assign(self.binding.owned(), self.binding.owned_parts()))
