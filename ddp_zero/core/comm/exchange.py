@@ -154,7 +154,7 @@ class Messages:
         comm, works = self._comm, list[Pending]()
         if self._seed is None or self._seed[0] != subject:
             self._seed = subject, seed_of(comm.generation, subject)
-        tag = self._seed[1] ^ comm.round * _ROUND & 0x3FFFFFFF | 0x40000000
+        tag = in_round(self._seed[1], comm.round)
         torch._C._autograd._enable_record_function(False)  # see `unrecorded`
         try:
             for post, name, chunk, peer in self._posts:
@@ -205,7 +205,12 @@ def _posted(post: Callable[[], Waitable], name: Callable[[], str]) -> Pending:
 
 def tag_of(generation: int, round_: int, subject: tuple[int, ...]) -> int:
     """A 31-bit tag, never the tag of trees; tags of two rounds differ, and of two subjects except for one in 2^30."""
-    return seed_of(generation, subject) ^ round_ * _ROUND & 0x3FFFFFFF | 0x40000000
+    return in_round(seed_of(generation, subject), round_)
+
+
+def in_round(seed: int, round_: int) -> int:
+    """The tag of a subject, by its `seed_of`, in a round."""
+    return seed ^ round_ * _ROUND & 0x3FFFFFFF | 0x40000000
 
 
 def seed_of(generation: int, subject: tuple[int, ...]) -> int:

@@ -20,7 +20,7 @@ import copy
 import hashlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
@@ -629,10 +629,10 @@ class StepTargets:
             if route.is_direct:
                 grads = [source.gradient(index) for index in indices]
             else:
-                with torch.no_grad():
-                    if [param.data_ptr() for param, _ in route.windows] != route.addresses:
-                        self.follow_memory(indices)  # before gradients are lent: the user may have moved the model
-                        route = self._new_route(indices)
+                if [param.data_ptr() for param, _ in route.windows] != route.addresses:
+                    self.follow_memory(indices)  # before gradients are lent: the user may have moved the model
+                    route = self._new_route(indices)
+                with torch.no_grad() if route.copied else nullcontext():
                     grads = self._gradients(indices, route, source)
             for target, grad in zip(route.targets, grads, strict=True):
                 was = target.grad
