@@ -28,7 +28,7 @@ and it cannot be freed before backward ends; it is the fallback if the reducer d
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import filterfalse
 from typing import Any
 
@@ -36,13 +36,11 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients
 from ddp_zero.core.backward.owned_sums import (
     BucketMemory,
-    ReduceContext,
     ReducedRuns,
     ReducedSegment,
     ReduceOptions,
@@ -62,7 +60,7 @@ from ddp_zero.core.backward.reducer import (
     will_reduce,
 )
 from ddp_zero.core.backward.scratch_buffers import SideStream
-from ddp_zero.core.backward.visible_gradients import SummedGradients, VisibleGradients
+from ddp_zero.core.backward.visible_gradients import CarriedGradients, SummedGradients, VisibleGradients
 from ddp_zero.core.local.memory import return_freed_memory
 from ddp_zero.core.local.parts import joined, part_of
 from ddp_zero.core.local.placeholders import AbsentGradient, untouched
@@ -74,7 +72,7 @@ _RUN_BYTES = 8 << 20
 _BUCKET_RUNS = 4  # a bucket of at most as many is reduced at once
 
 
-class PartitionedGradients(Gradients):
+class PartitionedGradients(CarriedGradients):
     """Stage 2: see the module docstring.
 
     Args:
@@ -91,19 +89,12 @@ class PartitionedGradients(Gradients):
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        super().__init__(sharded, ddp, None, side)
-        self._passes = passes
-        self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
-        self._workshop = ReduceContext(sharded, side, options)
+        super().__init__(sharded, ddp, None, options, side, passes)
         self._memory = BucketMemory(self._workshop)
-        self._visible = VisibleGradients(self._workshop)
         self._digest: int | None = None
         self._arrivals: list[ReducedSegment | ReducedRuns] = []
         self._published: dict[int, tuple[Tensor, Future[Tensor]]] = {}  # of each planned bucket, for the reducer
-        self._hooks: list[RemovableHandle] = []
-        self._backward = -1
         self._begun: dict[int | None, int] = {}  # the backward pass in which each bucket was last prepared
-        self._reduces = False
         self._saw_local_pass = False
         self._first_sums: int | None = None  # bytes of those of the first pass that were not freed yet
         self._watch_gradients({None: [param for _, param in reduced_parameters(ddp)]})
@@ -115,10 +106,6 @@ class PartitionedGradients(Gradients):
         if self._arrivals:
             self._end_iteration()
         self._return_first_sums()
-
-    def held(self) -> Collection[int]:
-        """The gradients that this rank carries over to the next sums."""
-        return self._workshop.carried
 
     def start(
         self, state: Any, bucket: GradBucket, index: int, is_planned: bool
@@ -214,11 +201,6 @@ class PartitionedGradients(Gradients):
         grad = self._sharded.table.params[index].grad
         return grad if type(grad) is not AbsentGradient or grad.part is None else grad.part
 
-    def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The sum that ``param.grad`` shows, unless users have changed it."""
-        grad = self.gradient(index)
-        return None if grad is None else self._visible.exact(grad)
-
     def editable(self, index: int) -> Tensor | None:
         """The gradient or its sum, or this rank's part of it."""
         return self._visible.editable(index)
@@ -270,11 +252,6 @@ class PartitionedGradients(Gradients):
             hook = _gradient_hook(reference, index, self._begun)
             self._hooks += [on_gradient(param, hook) for param in params]
 
-    def _stop_watching(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
     def _begin_backward(self) -> None:
         """Take out the gradients of earlier passes; lend scratches for gradients that may be copied at once."""
         self.is_idle = False
@@ -300,7 +277,7 @@ class PartitionedGradients(Gradients):
         Such are a second backward pass through one forward, one outside DDP, and `torch.autograd.grad`. A reentrant
         checkpoint's own pass ends here too; the next gradient of the outer one takes everything out again.
         """
-        self._backward = -1
+        self._backward = NO_BACKWARD
         self._begun.clear()
         if not self._arrivals:
             self._saw_local_pass = True

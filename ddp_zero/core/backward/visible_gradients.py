@@ -13,12 +13,20 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_zero.core.backward.forward_passes import ForwardPasses
 from ddp_zero.core.backward.gradients import BucketGradients, CommHook, Gradients, ReducedBucket
 from ddp_zero.core.backward.owned_sums import ReduceContext, ReduceOptions
-from ddp_zero.core.backward.reducer import at_end_of_backward, backward_id, on_gradient, reduced_parameters, will_reduce
+from ddp_zero.core.backward.reducer import (
+    NO_BACKWARD,
+    at_end_of_backward,
+    backward_id,
+    on_gradient,
+    reduced_parameters,
+    will_reduce,
+)
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.reduction import sum_dtype
 from ddp_zero.core.local.parameters import rounds_to
@@ -381,14 +389,51 @@ class SummedBucket(BucketGradients):
         return None if carried is None else carried + self._bucket.gradient(index)
 
 
-class SummedGradients(Gradients):
+class CarriedGradients(Gradients):
+    """Gradients of which earlier sums are taken out of ``param.grad`` by a backward pass, and added to its average.
+
+    Args:
+        side: the stream that sums and steps.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedStep,
+        ddp: DistributedDataParallel,
+        wrapped: CommHook | None,
+        options: ReduceOptions,
+        side: SideStream,
+        passes: ForwardPasses,
+    ) -> None:
+        super().__init__(sharded, ddp, wrapped, side)
+        self._passes = passes
+        self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
+        self._workshop = ReduceContext(sharded, side, options)
+        self._visible = VisibleGradients(self._workshop)
+        self._hooks: list[RemovableHandle] = []
+        self._backward = NO_BACKWARD
+        self._reduces = False
+
+    def held(self) -> Collection[int]:
+        """The sums that are added to the averages of this pass."""
+        return self._workshop.carried
+
+    def in_accumulation_dtype(self, index: int) -> Tensor | None:
+        """The sum that ``param.grad`` shows, unless users have changed it."""
+        grad = self.gradient(index)
+        return None if grad is None else self._visible.exact(grad)
+
+    def _stop_watching(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+class SummedGradients(CarriedGradients):
     """Stage 1 with ``accumulate_in_fp32``: averages of several backward passes add up as in stage 2, on every rank.
 
     DDP adds a pass to ``param.grad``, in its dtype, and averages the total. So the sum that earlier passes have left
     there is taken out when a backward pass begins, and added to the new average: in fp32 for fp16 and bf16.
-
-    Args:
-        side: the stream that the step runs on.
     """
 
     def __init__(
@@ -399,22 +444,12 @@ class SummedGradients(Gradients):
         side: SideStream,
         passes: ForwardPasses,
     ) -> None:
-        super().__init__(sharded, ddp, wrapped, side)
-        self._passes = passes
-        self._ddp_reference = weakref.ref(ddp)  # its reducer holds the hook that holds this
-        workshop = ReduceContext(sharded, side, ReduceOptions())
-        self._carried = workshop.carried
-        self._visible = VisibleGradients(workshop)
-        self._backward = -1
-        self._reduces = False
+        super().__init__(sharded, ddp, wrapped, ReduceOptions(), side, passes)
+        self._carried = self._workshop.carried
         params = [param for _, param in reduced_parameters(ddp)]
         begin = partial(_on_gradient, weakref.ref(self))  # a parameter holds its hooks
         self._hooks = [on_gradient(param, begin) for param in params]
         self._summed = [sharded.table.index_of[param] for param in params if param in sharded.table.index_of]
-
-    def held(self) -> Collection[int]:
-        """The sums that are added to the averages of this pass."""
-        return self._carried
 
     def start(
         self, state: Any, bucket: GradBucket, index: int, is_planned: bool
@@ -450,11 +485,6 @@ class SummedGradients(Gradients):
         self._visible.forget_taken()
         self._reduces = False
 
-    def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """The sum that ``param.grad`` shows, unless users have changed it."""
-        grad = self._sharded.table.params[index].grad
-        return None if grad is None else self._visible.exact(grad)
-
     def editable(self, index: int) -> Tensor | None:
         """The sum, where the step uses that, or the content of ``param.grad``."""
         held = self._visible.editable(index)
@@ -473,8 +503,7 @@ class SummedGradients(Gradients):
 
     def detach(self) -> None:
         """Take the tensor hooks off the parameters; gradients stay."""
-        for hook in self._hooks:
-            hook.remove()
+        self._stop_watching()
         self._visible.forget_all()
 
     def begin_backward(self) -> None:
@@ -487,7 +516,7 @@ class SummedGradients(Gradients):
 
     def _end_backward(self) -> None:
         """If DDP does not reduce this pass after all, restore ``param.grad`` plus the gradients of this pass."""
-        self._backward = -1
+        self._backward = NO_BACKWARD
         if not (self._reduces or self._passes.is_scheduled):
             self._visible.put_back(_is_no_view)
 
