@@ -279,7 +279,8 @@ class Engine:
         if self._is_first_step:  # the same on every rank, unlike when a model is found again
             self._is_first_step = False
             self.passes.learn_count(sharded.table.params)
-            self.passes.last_is_local |= found  # assumed, since their last passes were not seen
+            if found:  # assumed, since their last passes were not seen
+                self.passes.last_is_local = self.passes.has_seen = True
         sharded.begin(closure)
         if hook is not None:
             hook.check_complete()
