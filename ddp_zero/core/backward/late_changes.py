@@ -45,6 +45,8 @@ class LateChanges:
         self.is_at_rest = True  # nothing is noted or still to be compared
         self._grads: list[tuple[int, int, int]] = []  # parameter, address and version of its gradient
         self._absent = _Placeholders([], [])
+        self._noted: list[int] = []  # the parameters that had a gradient, or a placeholder of one
+        self._params: list[Tensor] = []  # these
         self._places: list[int] = []  # addresses, then versions, of these parameters
         self._sums: dict[int, Tensor] = {}  # over the bits of some memory, by the first parameter in it
         self._turn = 0  # the number of the step
@@ -62,15 +64,17 @@ class LateChanges:
         self._turn += 1
         self.is_at_rest = False
         with untouched(), torch.no_grad():
-            grads = [(index, grad) for index, one in enumerate(sharded.table.params) if (grad := one.grad) is not None]
-            absent = [(index, grad) for index, grad in grads if type(grad) is AbsentGradient]
-            self._absent = _Placeholders([index for index, _ in absent], [grad for _, grad in absent])
-            self._grads = (
-                [(index, grad.data_ptr(), grad._version) for index, grad in grads if type(grad) is not AbsentGradient]
-                if len(absent) < len(grads)
-                else []
-            )
-            self._kept = dict(grads) if step_is_due else {}
+            params = sharded.table.params
+            grads = [param.grad for param in params]
+            absent = [index for index, grad in enumerate(grads) if type(grad) is AbsentGradient]
+            self._absent = _Placeholders(absent, [grad for grad in grads if type(grad) is AbsentGradient])
+            self._grads = []
+            if len(absent) < len(grads):
+                held = [(i, one) for i, one in enumerate(grads) if one is not None and type(one) is not AbsentGradient]
+                self._grads = [(index, grad.data_ptr(), grad._version) for index, grad in held]
+            self._kept = {index: grad for index, grad in enumerate(grads) if grad is not None} if step_is_due else {}
+            self._noted = [*absent, *(index for index, *_ in self._grads)]
+            self._params = [params[index] for index in self._noted]
             self._places = self._current_places()
             self._sums = self._current_sums()
         # parameters in flight change when they arrive: their sums are taken then, not now
@@ -80,6 +84,7 @@ class LateChanges:
     def forget(self) -> None:
         """Forget all notes, when the next iteration begins or this one is dropped."""
         self._grads, self._absent, self._places, self._options = [], _Placeholders([], []), [], []
+        self._noted, self._params = [], []
         self._sums, self._kept = {}, {}
         self.is_at_rest = self._verdict is None
         self._sharded.left.when_arrived = None
@@ -195,7 +200,7 @@ class LateChanges:
             now = self._current_places()
         if now == self._places:
             return None
-        noted = self._noted()
+        noted = self._noted
         differs = [before != found for before, found in zip(self._places, now, strict=True)]
         return self._sharded.table.label(min(compress([*noted, *noted], differs)))
 
@@ -231,13 +236,7 @@ class LateChanges:
     # Marks
 
     def _current_places(self) -> list[int]:
-        every = self._sharded.table.params
-        params = [every[index] for index in self._noted()]
-        return [*map(Tensor.data_ptr, params), *[param._version for param in params]]
-
-    def _noted(self) -> list[int]:
-        """The parameters that had a gradient, or a placeholder of one."""
-        return [*self._absent.indices, *(index for index, *_ in self._grads)]
+        return [*map(Tensor.data_ptr, self._params), *[param._version for param in self._params]]
 
     def _current_sums(self, known: Collection[int] = ()) -> dict[int, Tensor]:
         """The sums of this step, but for those that are known."""
@@ -246,7 +245,7 @@ class LateChanges:
         if not reads_all:
             buckets = tuple(bucket for bucket in buckets if bucket.kind.startswith("cpu"))
         with untouched(), torch.no_grad():
-            at_rest = self._sharded.binding.memory_at_rest(buckets, set(self._noted()))
+            at_rest = self._sharded.binding.memory_at_rest(buckets, set(self._noted))
             memory = {index: run for index, run in at_rest if index not in known}
             return dict(zip(memory, bit_sums(memory.values(), line), strict=True))
 
