@@ -318,9 +318,11 @@ class ReducedSegment:
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
         """The same in the dtype of the sum, or None if that does not differ."""
-        param = self._workshop.sharded.table.params[index]
+        dtype = self._workshop.sharded.table.params[index].dtype
+        if not self._received and self._sum is not None and self._sum.dtype == dtype:
+            return None  # without a view of it
         found = self.total(index)
-        return None if found.dtype == param.dtype else found
+        return None if found.dtype == dtype else found
 
     def total(self, index: int) -> Tensor:
         """As `gradient`, in the dtype of the sum."""

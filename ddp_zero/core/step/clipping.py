@@ -135,10 +135,10 @@ def gather_norms(
     if may_have_joined or any(param.grad is None for param in table.params):
         has_gradient = (gathered != _NO_GRADIENT).tolist()
     found: dict[int, list[Tensor]] = {}
-    for rank, indices in enumerate(owned_by):
-        for place, index in enumerate(indices, start=1):
+    for rank, (indices, row) in enumerate(zip(owned_by, gathered, strict=True)):
+        for place, (index, norm) in enumerate(zip(indices, row[1:].unbind(), strict=False), start=1):
             if has_gradient is None or has_gradient[rank][place]:
-                found.setdefault(index, []).append(gathered[rank, place])
+                found.setdefault(index, []).append(norm)
     whole = {index: _joined(found[index], norm_type) for index in sharded.table.norm_order if index in found}
     dtypes = {index: _norm_dtype(table.params[index], rounds) for index in whole}
     for dtype in set(dtypes.values()):  # one operation for all of a dtype
