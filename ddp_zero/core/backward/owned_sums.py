@@ -387,7 +387,7 @@ class ReducedRuns:
         return self._run_of[index].gradient(index)
 
     def in_accumulation_dtype(self, index: int) -> Tensor | None:
-        """As `ReducedSegment.exact`."""
+        """As `ReducedSegment.in_accumulation_dtype`."""
         return self._run_of[index].in_accumulation_dtype(index)
 
     def total(self, index: int) -> Tensor:
