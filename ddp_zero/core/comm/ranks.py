@@ -253,8 +253,8 @@ class StepErrors:
 def _encode(text: str) -> Tensor:
     """A block: the text, truncated if too long, then zeros."""
     block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-    raw = bytearray(truncated(text, _BLOCK_BYTES))
-    if raw:
+    if text:
+        raw = bytearray(truncated(text, _BLOCK_BYTES))
         # zeros end the text: an empty block means success
         block[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
     return block
