@@ -1,7 +1,6 @@
 """A rank that is lost, or does not come, where ranks decide together: the others name it."""
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,11 +50,12 @@ def _lose_a_rank(setup: Setup, kind: str, how: str) -> str:
         if step == 2 and setup.rank == LOST:
             if how == "killed":
                 kill_this_process()
-            time.sleep(3 * GROUP_TIMEOUT)
+            setup.wait_until_told(setup.world_size - 1)
             return "late"
         try:
             opt.step()
         except RuntimeError as error:
+            setup.tell()
             return str(error)
         opt.zero_grad()
     return "no error"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 # until exit, and Gloo's threads then race with the end of the interpreter (seen as SIGABRT with torch 2.13.0).
 import torch.distributed.nn
 from torch import Tensor
-from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, ProcessGroup, Work  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from ddp_zero.core.comm.exchange import (
@@ -49,6 +49,7 @@ from ddp_zero.core.comm.groups import (
     count_built,
     device_of,
     gather_text,
+    message_limit,
     remember_device,
     take_time_out_of_the_job,
     time_out_of,
@@ -291,6 +292,7 @@ class Communicator:
             send=lambda tensor: unrecorded(partial(group.send, [tensor], after, tag)),
             before=partial(self.name, before),
             after=partial(self.name, after),
+            limit=message_limit(group),
         )
         sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
         self.count(*(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received)))
@@ -423,24 +425,25 @@ class Communicator:
         raw = as_bytes(tensor.detach())
         if raw.numel():
             staged = raw.to(self._message_device(tensor.device.type))
-            self._wait(partial(dist.send, staged, group_dst=to, group=self.process_group, tag=_TREE_TAG), to)
+            self._wait(partial(dist.isend, staged, group_dst=to, group=self.process_group, tag=_TREE_TAG), to)
 
     def _receive(self, spec: TensorSpec, source: GroupRank, device: torch.device) -> Tensor:
         target = torch.device("cpu") if spec.device_type == "cpu" else device
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._message_device(spec.device_type))
         if tensor.numel():
-            receive = partial(dist.recv, as_bytes(tensor), group_src=source, group=self.process_group, tag=_TREE_TAG)
+            receive = partial(dist.irecv, as_bytes(tensor), group_src=source, group=self.process_group, tag=_TREE_TAG)
             self._wait(receive, source)
         tensor = tensor.to(target)
         if spec.stride in (None, tensor.stride()) or not tensor.numel():
             return tensor
         return torch.empty_strided(spec.shape, spec.stride or (), dtype=spec.dtype, device=target).copy_(tensor)
 
-    def _wait(self, act: Callable[[], object], peer: GroupRank) -> None:
+    def _wait(self, post: Callable[[], Work | None], peer: GroupRank) -> None:
         name, what = partial(self.name, peer), "an exchange of optimizer state"
+        limit = message_limit(self.process_group)
         waits_for(what, name)
         try:
-            act()
+            started(post()).wait(*(() if limit is None else (limit,)))
         except RuntimeError as error:
             raise lost(name(), what, error) from error
 

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, get_rank
 
+from ddp_zero.core.comm.groups import message_limit
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.recorder import Recorder, waits_for
@@ -28,7 +30,7 @@ reduce_scatter_native = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 class Waitable(Protocol):
     """The part of `torch.distributed.Work` that an exchange uses."""
 
-    def wait(self) -> object:
+    def wait(self, timeout: timedelta = ...) -> object:
         """Block until it is complete."""
 
     def is_completed(self) -> bool:
@@ -41,7 +43,7 @@ class NotPosted:
     def __init__(self, error: RuntimeError) -> None:
         self._message = str(error)  # the error itself would keep the frames alive through which it is raised
 
-    def wait(self) -> object:
+    def wait(self, timeout: timedelta | None = None) -> object:
         """Raise the error."""
         raise RuntimeError(self._message)
 
@@ -64,8 +66,9 @@ class InFlight(Protocol):
 class Exchange:
     """Messages in flight. The tensors they read and write must stay untouched until `wait` returns."""
 
-    def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor], limit: timedelta | None = None) -> None:
         self._works = works
+        self._limit = () if limit is None else (limit,)  # see `message_limit`
         self._tensors = tensors  # keeps the memory alive that the backend reads and writes
         self._waited = 0  # completed works: waiting again on Gloo would wait for a second message
         if works:
@@ -84,7 +87,7 @@ class Exchange:
             peer, work = self._works[position]
             waits_for(what, peer)
             try:
-                work.wait()
+                work.wait(*self._limit)
                 self._waited = position + 1
             except BaseException as error:
                 if self._waited == position:  # a signal handler may have raised after the message had arrived
@@ -136,6 +139,7 @@ class Messages:
     ) -> None:
         self._comm = comm
         group = comm.process_group
+        self._limit = message_limit(group)
         # receives first: Gloo moves a message only once its receive is posted, so a late receive stalls the peer
         self._posts = [
             (post, partial(comm.name, peer), [chunk], peer)
@@ -170,7 +174,7 @@ class Messages:
             if self._sent:  # a thread that only receives must not count while another one does
                 comm.sent_bytes += self._sent
             comm.trace.moved(self._sent, self._received)
-        return Exchange(works, self._tensors)
+        return Exchange(works, self._tensors, self._limit)
 
 
 def gather_directly(
@@ -192,7 +196,7 @@ def gather_directly(
         for peer in peers:
             for chunk in pieces[owner_of(peer)]:
                 works.append(_posted(partial(post, [chunk], peer, tag), partial(name, peer)))
-    Exchange(works, gathered).wait(what)
+    Exchange(works, gathered, message_limit(group)).wait(what)
     return gathered
 
 

@@ -72,6 +72,17 @@ def take_time_out_of_the_job(group: ProcessGroup) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of backends that torch sets none of
             distributed_c10d._set_pg_timeout(jobs, group)
+        if "gloo" in str(distributed_c10d.get_backend_config(group)):
+            _records.setdefault(group, _Record()).message_limit = jobs
+
+
+def message_limit(group: ProcessGroup) -> timedelta | None:
+    """The time-out to give to each wait for a message between two ranks, or None for the group's own.
+
+    Gloo's messages keep the time-out with which their group was built; only its collectives follow a later one.
+    """
+    record = _records.get(group)
+    return None if record is None else record.message_limit
 
 
 @dataclass
@@ -79,6 +90,7 @@ class _Record:
     process: int = field(default_factory=os.getpid)
     built: Counter[str] = field(default_factory=Counter)
     device: torch.device | None = None
+    message_limit: timedelta | None = None
 
 
 _records: "weakref.WeakKeyDictionary[ProcessGroup, _Record]" = weakref.WeakKeyDictionary()

@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ class Neighbours:
     send: Callable[[Tensor], Work]  # posts a send of a contiguous tensor to the rank after
     before: Callable[[], str]  # name of the rank before, for messages
     after: Callable[[], str]  # name of the rank after, for messages
+    limit: timedelta | None = None  # of each wait, see `message_limit`
 
 
 class Background(Protocol):
@@ -70,6 +72,7 @@ class RingTransfer:
         factor: float = 1.0,
     ) -> None:
         self._neighbours = neighbours
+        self._limit = () if neighbours.limit is None else (neighbours.limit,)
         self._schedule = schedule
         self._segments = segments
         self._room = room
@@ -92,7 +95,7 @@ class RingTransfer:
                 waits_for(what, self._neighbours.after)
             # peers still read these chunks: the segments may change only after all sends
             while self._sends and error is None:
-                self._sends[0].wait()
+                self._sends[0].wait(*self._limit)
                 self._sends.popleft()
         except RuntimeError as found:
             error, peer = found, self._neighbours.after
@@ -118,7 +121,7 @@ class RingTransfer:
         posted = deque(self._receive(position) for position in range(min(_RECEIVES_AHEAD, len(schedule.received))))
         for position, chunk in enumerate(schedule.received):
             work, landed = posted.popleft()
-            work.wait()
+            work.wait(*self._limit)
             total = landed
             if self._room is not None:
                 # summed into the own segment, from where it is sent: the slot is free for the next receive at once
