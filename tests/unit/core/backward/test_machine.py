@@ -520,7 +520,7 @@ class Loop(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         if self.unjoined > 1:
-            with pytest.raises(RuntimeError, match=f"after {self.unjoined}"):
+            with pytest.raises(RuntimeError, match=f"for {self.unjoined} backward"):
                 self.machine.step_called()
         else:
             self.machine.step_called()

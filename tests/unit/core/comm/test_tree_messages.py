@@ -1,6 +1,7 @@
 """Trees from one rank to another through the real `Communicator`, with `torch.distributed` replaced by a list."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,15 +35,17 @@ class Post:
     def get_backend_config(self, group: Any) -> str:
         return "cpu:gloo,cuda:gloo"
 
-    def send(self, tensor: Tensor, group_dst: int, group: Any, tag: int) -> None:
+    def isend(self, tensor: Tensor, group_dst: int, group: Any, tag: int) -> mock.Mock:
         assert tensor.is_contiguous()
         assert tensor.dtype is torch.uint8
         self.messages.append((tag, tensor.clone()))
+        return mock.Mock()
 
-    def recv(self, tensor: Tensor, group_src: int, group: Any, tag: int) -> None:
+    def irecv(self, tensor: Tensor, group_src: int, group: Any, tag: int) -> mock.Mock:
         sent_tag, sent = self.messages.pop(0)
         assert (sent_tag, sent.shape) == (tag, tensor.shape)
         tensor.copy_(sent)
+        return mock.Mock()
 
 
 ME = GroupRank(0)
