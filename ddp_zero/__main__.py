@@ -19,6 +19,7 @@ COMMANDS = {
         "name the rank that a hung job waits for, from its records",
     ),
     "timeline": ("ddp_zero.tools.timeline", "draw one step of a trace of torch.profiler"),
+    "explain": ("ddp_zero.tools.explain_code", "explain the code at the end of an error, such as ZERO-203"),
     "config": ("ddp_zero.deepspeed.config.command", "explain each key of a DeepSpeed configuration"),
 }
 """By command: a module with `build_parser` and `main`, and the line of the help text."""

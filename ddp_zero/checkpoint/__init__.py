@@ -216,8 +216,8 @@ def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None
     sharded = process_group_of(unwrapped(optimizer))
     if group is not None and sharded is not None and not Communicator(group).has_same_ranks(sharded):
         raise ValueError(
-            "Expected an optimizer that is sharded over the ranks of the DDP model, got one over different ranks. "
-            "Build it with process_group=ddp.process_group."
+            "The optimizer and the DDP model are on different ranks. Build the optimizer with "
+            "process_group=ddp.process_group. [ZERO-207]"
         )
     return sharded if group is None else group
 

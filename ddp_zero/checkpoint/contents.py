@@ -27,6 +27,7 @@ from ddp_zero.checkpoint.foreign.torch_file import RawTensor
 from ddp_zero.core.local.parameters import MASTER_KEY
 from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.boxes import Box, fault
+from ddp_zero.error_codes import coded
 
 State = dict[Any, Any]
 
@@ -127,23 +128,28 @@ class SavedCheckpoint:
         parts = [_read_part(folder, rank, digest) for rank, digest in enumerate(marker.parts)]
         if not parts or parts[0].shared is None or any(part.shared is not None for part in parts[1:]):
             raise ValueError(
-                f"Expected groups and options in the part of rank 0 only, got them missing or repeated: {folder}."
+                f"Groups and options must be in the part of rank 0 only; they are missing or repeated in {folder}. "
+                "[ZERO-622]"
             )
         shared = parts[0].shared
         cut_model, cut_state = _cut_values(parts, folder)
         model = _joined([part.model for part in parts], cut_model, folder)
         for alias, name in shared.aliases.items():
             if alias in model or name not in model:
-                raise ValueError(f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}.")
+                raise ValueError(
+                    f"Expected {alias!r} to be another name of a saved tensor, got {name!r}: {folder}. [ZERO-622]"
+                )
             model[alias] = model[name]
         state = _joined([part.state for part in parts], cut_state, folder)
         every = [birth for part in parts for birth in part.births]
         of_parts = {birth[2]: birth for birth in every if birth[2] in cut_model}
         births = sorted([*(birth for birth in every if birth[2] not in cut_model), *of_parts.values()])
         if sorted(name for _, _, name in births) != sorted(state):
-            raise ValueError(f"Expected the order of all optimizer states, got one of a different set: {folder}.")
+            raise ValueError(
+                f"Expected the order of all optimizer states, got an order of a different set: {folder}. [ZERO-622]"
+            )
         if not set(state) <= {name for group in shared.param_groups for name in group["params"]}:
-            raise ValueError(f"Expected states of parameters in a group, got a state of one in no group: {folder}.")
+            raise ValueError(f"The optimizer state of a parameter is in no group: {folder}. [ZERO-622]")
         ordered = {name: state[name] for _, _, name in births}
         extras = [part.rank_extra for part in parts]
         return cls(folder, marker.step, "".join(marker.parts), model, ordered, shared, extras)
@@ -224,7 +230,8 @@ def _read_part(folder: Path, rank: int, digest: str) -> Part:
         if shared is not None:
             _check_shared(shared)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"Expected a part of a checkpoint in {path}, got {type(error).__name__}: {error}") from error
+        message = f"Expected a part of a checkpoint in {path}, got {type(error).__name__}: {error}"
+        raise ValueError(coded(message, "[ZERO-622]")) from error
     return part
 
 
@@ -271,7 +278,7 @@ def _is_list_of_names(value: object) -> bool:
 
 def _expect(is_so: bool, what: str) -> None:
     if not is_so:
-        raise TypeError(f"Expected {what}, got a different kind of value.")
+        raise TypeError(f"A part of the checkpoint is damaged: expected {what}. [ZERO-622]")
 
 
 def _cut_values(parts: Sequence[Part], folder: Path) -> tuple[dict[str, CutTensor], dict[str, State]]:
@@ -284,14 +291,16 @@ def _cut_values(parts: Sequence[Part], folder: Path) -> tuple[dict[str, CutTenso
         values = [parts[rank].model[name] for rank in ranks]
         kinds = {(cut[0], value.spec.dtype) for cut, value in zip(cuts, values, strict=True) if cut is not None}
         if len(kinds) != 1 or None in cuts:
-            raise ValueError(f"Expected one shape and dtype of {name!r}, got several from ranks {ranks}: {folder}.")
+            raise ValueError(
+                f"Expected one shape and dtype of {name!r}, got several from ranks {ranks}: {folder}. [ZERO-622]"
+            )
         ((shape, _),) = kinds
         boxes = [Box(cut[1], value.spec.shape) for cut, value in zip(cuts, values, strict=True) if cut is not None]
         wrong = fault(shape, boxes)
         if wrong is not None:
             raise ValueError(
                 f"Expected the parts of {name!r} to make up shape {list(shape)}, got {wrong}, from ranks {ranks}: "
-                f"{folder}."
+                f"{folder}. [ZERO-622]"
             )
         model[name] = CutTensor.of(shape, list(zip(boxes, values, strict=True)))
         states = [parts[rank].state.get(name) for rank in ranks]
@@ -315,8 +324,7 @@ def _cut_state(
         other = next((rank for rank, fact in zip(ranks, facts, strict=True) if fact != facts[0]), None)
         if other is not None:
             raise ValueError(
-                f"Expected the same state {key!r} for all parts of {name!r}, got different ones from ranks {ranks[0]} "
-                f"and {other}."
+                f"Ranks {ranks[0]} and {other} have saved different values of the state {key!r} of {name!r}. [ZERO-622]"
             )
         found[key] = values[0]
     return found
@@ -327,6 +335,8 @@ def _joined(parts: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], folder: 
     for part in parts:
         repeated = (joined.keys() & part.keys()) - cut.keys()
         if repeated:
-            raise ValueError(f"Expected every name from one rank, got {sorted(repeated)[0]!r} from two: {folder}.")
+            raise ValueError(
+                f"Expected every name from one rank, got {sorted(repeated)[0]!r} from two: {folder}. [ZERO-622]"
+            )
         joined.update({name: cut.get(name, value) for name, value in part.items()})
     return joined

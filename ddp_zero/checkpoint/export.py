@@ -122,8 +122,8 @@ def _values(saved: SavedCheckpoint, fp32: bool, exclude_frozen: bool) -> dict[st
         buffers = shared.buffers
         if buffers is None:
             raise ValueError(
-                f"Expected a checkpoint that tells parameters from buffers, got one of an earlier version: "
-                f"{saved.folder}. Save it again, or export it with its frozen parameters."
+                f"This checkpoint of an earlier version does not tell parameters from buffers: {saved.folder}. Save it "
+                "again, or export it with its frozen parameters. [ZERO-616]"
             )
         aliases = {alias for alias, name in shared.aliases.items() if name in shared.trainable}
         kept = {*buffers, *shared.trainable, *aliases}
@@ -142,9 +142,9 @@ def _write_model(folder: Path, values: Mapping[str, tuple[StoredTensor, torch.dt
     end = 0
     for name, (stored, in_file) in values.items():
         if name in header:
-            raise ValueError(f"Expected a name that safetensors does not reserve, got {name!r}.")
+            raise ValueError(f"Expected a name that safetensors does not reserve, got {name!r}. [ZERO-616]")
         if in_file not in _SAFETENSORS:
-            raise ValueError(f"Expected a dtype that safetensors supports for {name!r}, got {in_file}.")
+            raise ValueError(f"Expected a dtype that safetensors supports for {name!r}, got {in_file}. [ZERO-616]")
         begin, end = end, end + stored.numel * in_file.itemsize
         shape = list(stored.spec.shape)
         header[name] = {"dtype": _SAFETENSORS[in_file], "shape": shape, "data_offsets": [begin, end]}
@@ -187,7 +187,7 @@ def export_deepspeed(path: Path, out: Path) -> Path:
     saved = SavedCheckpoint.open(path)
     shared = saved.shared
     if shared.optimizer is None:
-        raise ValueError(f"Expected a checkpoint with an optimizer, got one of a model only: {saved.folder}.")
+        raise ValueError(f"This checkpoint has a model only, and no optimizer to export: {saved.folder}. [ZERO-616]")
     verify(saved.folder, stored_in([saved.model, saved.state, shared.param_groups]))
     out.mkdir(parents=True, exist_ok=True)
     named = [name for group in shared.param_groups for name in group["params"]]
@@ -299,7 +299,9 @@ def _export(options: Namespace) -> None:
     path, out = folder_of(options.path), folder_of(options.out)
     if options.format == "deepspeed-universal":
         if options.fp32 or options.exclude_frozen:
-            raise ValueError("Expected --fp32 and --exclude-frozen with --format plain: DeepSpeed's has fp32 alone.")
+            raise ValueError(
+                "Expected --fp32 and --exclude-frozen with --format plain: DeepSpeed's has fp32 alone. [ZERO-616]"
+            )
         print(export_deepspeed(path, out))
         return
     for file in export(path, out, fp32=options.fp32, exclude_frozen=options.exclude_frozen):

@@ -28,6 +28,7 @@ from ddp_zero.checkpoint.foreign.torch_file import RawTensor
 from ddp_zero.core.local.tree import TensorSpec, Tree, flatten, specs_in, unflatten
 from ddp_zero.core.plan.boxes import Box
 from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.regular_files import open_regular
 
 MARKER = "complete.json"
@@ -56,7 +57,7 @@ class Marker:
 def folder_of(path: str | os.PathLike[str]) -> Path:
     """A user's path as a `Path`. Raises ValueError for an empty path, which would mean the current folder."""
     if os.fspath(path) == "":
-        raise ValueError("Expected the path of a folder, got ''. Pass '.' if the current folder is meant.")
+        raise ValueError("Expected the path of a folder, got ''. Pass '.' if the current folder is meant. [ZERO-612]")
     return Path(path)
 
 
@@ -68,12 +69,12 @@ def next_step(root: Path) -> int:
 def check_comes_last(root: Path, step: int | None) -> None:
     """Raise ValueError if the path is itself a checkpoint, or holds a newer one than this step."""
     if (root / MARKER).exists():
-        raise ValueError(f"Expected a folder of checkpoints, got one of them: {root}. Give the folder above.")
+        raise ValueError(f"{root} is a checkpoint, not a folder of checkpoints. Give the folder above. [ZERO-612]")
     last = next_step(root) - 1
     if step is not None and step < last:
         raise ValueError(
-            f"Expected a step of at least {last}, that of the newest checkpoint in {root}, got {step}. Remove those "
-            "that come after it, or save into another folder: a load would take the newest."
+            f"Expected a step of at least {last}, the newest checkpoint in {root}, got {step}. Remove the checkpoints "
+            "that come after it, or save into a different folder: a load would take the newest. [ZERO-612]"
         )
 
 
@@ -83,7 +84,7 @@ def start(root: Path, step: int) -> str:
     Only one job at a time may save into a folder.
     """
     if not 0 <= step < 10**18:
-        raise ValueError(f"Expected a step from 0 to 10**18 - 1, got {step}.")
+        raise ValueError(f"Expected a step from 0 to 10**18 - 1, got {step}. [ZERO-612]")
     root.mkdir(parents=True, exist_ok=True)
     sync_folder(root.parent)
     for path in root.iterdir():
@@ -161,8 +162,8 @@ def newest(path: Path) -> Path:
     found = complete_in(path)
     if not found:
         raise FileNotFoundError(
-            f"Expected a checkpoint of ddp_zero.checkpoint.save, or a folder of them, or one of DeepSpeed, at {path}, "
-            "got no complete one. Others can be loaded with torch and given to load_state_dict()."
+            f"No complete checkpoint of ddp_zero.checkpoint.save or of DeepSpeed at {path}, nor a folder of them. "
+            "Checkpoints of other libraries can be loaded with torch and given to load_state_dict(). [ZERO-613]"
         )
     return found[-1]
 
@@ -172,14 +173,21 @@ def read_marker(checkpoint: Path) -> Marker:
     digest, _, rest = read_text(checkpoint / MARKER).partition("\n")
     line = rest.rstrip("\n")
     if hashlib.sha256(line.encode()).hexdigest() != digest:
-        raise ValueError(f"Expected a marker that fits its checksum, got a damaged one: {checkpoint / MARKER}.")
+        raise ValueError(
+            "The marker of this checkpoint does not fit its checksum, so the checkpoint is damaged: "
+            f"{checkpoint / MARKER}. [ZERO-622]"
+        )
     content = parse_json(line, checkpoint / MARKER)
     if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
         shown = {key: content.get(key) for key in ("format", "version")} if isinstance(content, dict) else content
-        raise ValueError(f"Expected format {_FORMAT!r} of version {_VERSION}, got {shown} in {checkpoint / MARKER}.")
+        raise ValueError(
+            f"Expected format {_FORMAT!r} of version {_VERSION}, got {shown} in {checkpoint / MARKER}. [ZERO-614]"
+        )
     step, parts = content.get("step"), content.get("parts")
     if type(step) is not int or not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"Expected a step and checksums of parts, got {content!r:.200} in {checkpoint / MARKER}.")
+        raise ValueError(
+            f"Expected a step and checksums of parts, got {content!r:.200} in {checkpoint / MARKER}. [ZERO-622]"
+        )
     return Marker(step, tuple(parts))
 
 
@@ -188,7 +196,7 @@ def parse_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"Expected JSON, got something else in {path}: {error}") from error
+        raise ValueError(f"Expected JSON in {path}, got: {error}. [ZERO-622]") from error
 
 
 def read_text(path: Path) -> str:
@@ -196,19 +204,19 @@ def read_text(path: Path) -> str:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > _LARGEST_TEXT:
-            raise ValueError(f"Expected at most {_LARGEST_TEXT} bytes, got {size} in {path}.")
+            raise ValueError(f"Expected at most {_LARGEST_TEXT} bytes, got {size} in {path}. [ZERO-622]")
         raw = file.read(size)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"Expected UTF-8 text, got other bytes in {path}: {error}") from error
+        raise ValueError(f"Expected UTF-8 text in {path}, got: {error}. [ZERO-622]") from error
 
 
 def _order(path: Path) -> tuple[int, int]:
     """The step in a name, and the index of the save among all saves of that step."""
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"Expected a folder named step-<number>, got {path}.")
+        raise ValueError(f"Expected a folder named step-<number>, got {path}. [ZERO-612]")
     return int(match[1]), int(match[2] or 0)
 
 
@@ -338,7 +346,7 @@ def decode_part(text: str, digest: str, shown: object) -> Tree:
     The text may come from an untrusted source; ``shown`` names the part in messages.
     """
     if hashlib.sha256(text.encode()).hexdigest() != digest:
-        raise ValueError(f"Expected {shown} to fit its checksum, got a damaged one.")
+        raise ValueError(f"{shown} does not fit its checksum: the file is damaged. [ZERO-622]")
     try:
         content = json.loads(text)
         tree = json.dumps(content["tree"])
@@ -347,17 +355,18 @@ def decode_part(text: str, digest: str, shown: object) -> Tree:
         stored = [StoredTensor(spec, span) for spec, span in zip(specs, spans, strict=True)]
         decoded = unflatten(tree, stored)
         if len(stored_in(decoded)) != len(stored):
-            raise ValueError("Expected every tensor at one place of the tree, got one at several.")
+            raise ValueError("A tensor is at several places of the tree. [ZERO-622]")
         return decoded
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError, OverflowError) as error:
-        raise ValueError(f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}") from error
+        message = f"Expected a part of a checkpoint in {shown}, got {type(error).__name__}: {error}"
+        raise ValueError(coded(message, "[ZERO-622]")) from error
 
 
 def _span(row: Any) -> FileSpan:
     file, begin, length, offset, digest = row
     numbers_fit = all(type(number) is int and 0 <= number < _LARGEST for number in (begin, length, offset))
     if not (isinstance(file, str) and _FILE.fullmatch(file) and numbers_fit and _DIGEST.fullmatch(digest)):
-        raise ValueError(f"Expected a file of this checkpoint, offsets and a SHA-256, got {row!r:.200}.")
+        raise ValueError(f"Expected a file of this checkpoint, offsets and a SHA-256, got {row!r:.200}. [ZERO-622]")
     return FileSpan(file, begin, length, offset, digest)
 
 
@@ -366,16 +375,18 @@ def _checked(spec: TensorSpec) -> TensorSpec:
     if len(spec.shape) > _MOST_DIMENSIONS or not all(
         type(number) is int and 0 <= number < _LARGEST for number in numbers
     ):
-        raise ValueError(f"Expected sizes and strides of a tensor, got {spec.shape!r:.200} and {spec.stride!r:.200}.")
+        raise ValueError(
+            f"Expected sizes and strides of a tensor, got {spec.shape!r:.200} and {spec.stride!r:.200}. [ZERO-622]"
+        )
     elements = math.prod(max(size, 1) for size in spec.shape)  # torch multiplies them even if one is 0
     if spec.dtype not in _DTYPES or elements * spec.dtype.itemsize >= _LARGEST:
-        raise ValueError(f"Expected a tensor that can exist, got {list(spec.shape)} of {spec.dtype}.")
+        raise ValueError(f"Expected a tensor that can exist, got {list(spec.shape)} of {spec.dtype}. [ZERO-622]")
     if spec.stride is not None and len(spec.stride) != len(spec.shape):
-        raise ValueError(f"Expected a stride for each size, got {spec.stride} for {spec.shape}.")
+        raise ValueError(f"Expected a stride for each size, got {spec.stride} for {spec.shape}. [ZERO-622]")
     if spec.stride is not None and not is_dense(spec.shape, spec.stride):
-        raise ValueError(f"Expected strides without gaps, got {spec.stride} for {spec.shape}.")
+        raise ValueError(f"Expected strides without gaps, got {spec.stride} for {spec.shape}. [ZERO-622]")
     if not isinstance(spec.device_type, str):
-        raise ValueError(f"Expected a kind of device, got {spec.device_type!r:.200}.")
+        raise ValueError(f"Expected a kind of device, got {spec.device_type!r:.200}. [ZERO-622]")
     return spec
 
 
@@ -425,12 +436,17 @@ def text_and_tensors(tree: Tree, where: str) -> tuple[str, list[Tensor]]:
         text, tensors = flatten(tree)
         for tensor in tensors:
             if tensor.dtype not in _DTYPES or tensor.dim() > _MOST_DIMENSIONS:
-                raise TypeError(f"Expected tensors of whole bytes, got {tensor.dim()} dimensions of {tensor.dtype}.")
+                raise TypeError(
+                    f"Expected tensors of whole bytes, got {tensor.dim()} dimensions of {tensor.dtype}. [ZERO-611]"
+                )
         return text, tensors
     except RecursionError as error:
-        raise TypeError(f"Expected a tree of some dozen levels in {where}, got one nested too deeply.") from error
-    except TypeError as error:
         raise TypeError(
-            f"Expected what can be saved without pickle in {where}. {error} Turn arrays into tensors with "
-            "torch.from_numpy(), other objects into their state dicts."
+            f"Values in {where} are nested too deeply: a checkpoint holds some dozen levels. [ZERO-611]"
         ) from error
+    except TypeError as error:
+        message = (
+            f"Expected values that can be saved without pickle in {where}. {error} Turn arrays into tensors with "
+            "torch.from_numpy(), other objects into their state dicts."
+        )
+        raise TypeError(coded(message, "[ZERO-611]")) from error

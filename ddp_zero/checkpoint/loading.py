@@ -98,8 +98,8 @@ class Restore:
             plan._place_states(optimizer, [[first[name] for name in group] for group in groups], states, first)
         if strict and plan.fit.misfits:
             raise ValueError(
-                f"Expected {saved.folder} to fit the model and the optimizer, got{listed(plan.fit.misfits)}\n"
-                "Pass rename= for names that have changed, or strict=False to load what fits."
+                f"Expected {saved.folder} to fit the model and the optimizer, got{listed(plan.fit.misfits)}\nPass "
+                "rename= for names that have changed, or strict=False to load what fits. [ZERO-615]"
             )
         if optimizer is not None:
             optimizer.check_fits(plan._state_dict(as_meta))
@@ -245,7 +245,9 @@ class Restore:
                 continue
             rounded, as_saved = (self._read(stored).to(param.dtype) for stored in (master, value))  # as read later
             if not rounds_to(rounded, as_saved):
-                raise ValueError(f"Expected {name!r} to be its saved master weight rounded, got a different value.")
+                raise ValueError(
+                    f"Expected {name!r} to be its saved master weight rounded, got a different value. [ZERO-606]"
+                )
 
     # Changing the model and the optimizer
 
@@ -298,7 +300,7 @@ def _check_options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
     for key, value in saved.items():
         kinds = {_kind(value), _kind(live.get(key))}
         if len(kinds - {"None"}) > 1:
-            raise ValueError(f"Expected option {key!r} to be a {_kind(live[key])}, got a {_kind(value)}.")
+            raise ValueError(f"Expected option {key!r} to be a {_kind(live[key])}, got a {_kind(value)}. [ZERO-615]")
 
 
 def _kind(value: Any) -> str:

@@ -53,8 +53,8 @@ class OptimizerState:
         if wraps or type(self.inner).state_dict is not Optimizer.state_dict:
             remedy = "Give its .optimizer, and the rest of its state" if wraps else "Save its state_dict()"
             raise TypeError(
-                f"Expected an optimizer with the state_dict() of torch.optim.Optimizer, got "
-                f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`."
+                "Expected an optimizer with the state_dict() of torch.optim.Optimizer, got "
+                f"{type(self.inner).__name__}, which has state of its own. {remedy} as `extra`. [ZERO-631]"
             )
 
     def owned(self, rank: GroupRank, world_size: int) -> list[int]:

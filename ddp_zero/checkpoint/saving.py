@@ -46,6 +46,7 @@ from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.boxes import Box
 from ddp_zero.core.plan.global_layout import Layout
 from ddp_zero.core.plan.partition import GroupRank, partition_greedy
+from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.progress import showing
 
 # Capturing
@@ -158,7 +159,7 @@ def start_folder(peers: Peers, agreement: Agreement, root: Path, step: int | Non
     agreement.declare("step", step)
     for name, number, least in (("step", step, 0), ("keep", keep, 1)):
         if number is not None and (type(number) is not int or number < least):
-            raise ValueError(f"Expected {name} to be an int of at least {least}, got {number!r}.")
+            raise ValueError(f"Expected {name} to be an int of at least {least}, got {number!r}. [ZERO-612]")
     if peers.group_rank != 0:
         return ""
     check_comes_last(root, step)
@@ -193,8 +194,8 @@ def write(job: SaveJob, peers: Peers, shows_progress: bool = True) -> Path:
         with Agreement(peers, "writing a checkpoint"):
             if not job.folder.is_dir():
                 raise FileNotFoundError(
-                    f"Expected the folder that rank 0 created, got none on {peers.name(rank)}: {job.folder}. All "
-                    "ranks must save to one file system."
+                    f"{peers.name(rank)} does not see the folder that rank 0 created: {job.folder}. All ranks must "
+                    "save to one file system. [ZERO-617]"
                 )
             with showing(f"saving step {job.step}", nbytes, shows_progress and rank == 0):
                 # live tensors, unless in the background: no step may change them before this returns
@@ -232,7 +233,8 @@ class Saving:
             return self._future.result()
         except Exception as error:
             self._is_reported = True
-            raise RuntimeError(f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}") from error
+            message = f"Expected a checkpoint to be saved, got {type(error).__name__}: {error}"
+            raise RuntimeError(coded(message, "[ZERO-618]")) from error
 
     def finish(self) -> None:
         """As `wait`, except that an already raised failure is not raised again."""

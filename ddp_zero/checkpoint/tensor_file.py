@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ddp_zero.checkpoint.folder import CutTensor, FileSpan, PiecedTensor, StoredTensor, as_written
 from ddp_zero.core.local.tree import Tree, memory_of
+from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.progress import moved
 from ddp_zero.tools.record.regular_files import open_regular
 
@@ -119,7 +120,7 @@ def _offset_of_elements(file: BinaryIO, begin: int, length: int, nbytes: int) ->
     with zipfile.ZipFile(window) as archive:
         (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     if record.file_size != nbytes or record.compress_type != zipfile.ZIP_STORED:
-        raise RuntimeError(f"Expected {nbytes} uncompressed bytes from torch.save, got {record}.")
+        raise RuntimeError(f"Expected {nbytes} uncompressed bytes from torch.save, got {record}. [ZERO-618]")
     window.seek(record.header_offset)
     header = window.read(_LOCAL_HEADER_BYTES)
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -139,7 +140,8 @@ def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[Store
             for _ in pieces(folder, stored):
                 pass
         except ValueError as error:
-            raise ValueError(f"{error} There is {name_of[stored]}." if stored in name_of else str(error)) from error
+            message = f"{error} There is {name_of[stored]}." if stored in name_of else str(error)
+            raise ValueError(coded(message, "[ZERO-622]")) from error
     pieced = [stored for stored in written if isinstance(stored, PiecedTensor)]
     for record in {span.record: None for stored in pieced for span in stored.raw.spans}:
         crc = 0  # of a storage that `torch.save` wrote, which may hold several tensors
@@ -147,7 +149,7 @@ def verify(folder: Path, tensors: Sequence[StoredTensor], name_of: Mapping[Store
             crc = zlib.crc32(piece, crc)
         if crc != record.crc:
             where = folder / record.file
-            raise ValueError(f"Expected {record.nbytes} bytes to fit their CRC-32, got damage in {where}.")
+            raise ValueError(f"Expected {record.nbytes} bytes to fit their CRC-32, got damage in {where}. [ZERO-622]")
 
 
 @torch.no_grad()
@@ -199,7 +201,7 @@ def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
         digest.update(piece)
         yield piece
     if digest.hexdigest() != stored.span.sha256:
-        raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}.")
+        raise ValueError(f"Expected {stored.describe()} to fit its checksum, got damaged bytes in {path}. [ZERO-622]")
 
 
 def _read_pieces(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
@@ -209,12 +211,12 @@ def _read_pieces(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if offset + left > size:
-            raise ValueError(f"Expected at least {offset + left} bytes, got {size} in {path}.")
+            raise ValueError(f"Expected at least {offset + left} bytes, got {size} in {path}. [ZERO-622]")
         file.seek(offset)
         while left:
             piece = buffer[: min(len(buffer), left)]
             if file.readinto(piece) != len(piece):
-                raise ValueError(f"Expected {left} more bytes, got the end of {path}.")
+                raise ValueError(f"Expected {left} more bytes, got the end of {path}. [ZERO-622]")
             moved(len(piece))
             # the caller must be done with the piece when it asks for the next one
             yield piece
@@ -238,7 +240,7 @@ def write_dcp_metadata(folder: Path, tree: Tree) -> None:
         for path, value in _leaves(tree, ()):
             key = ".".join(map(str, path))
             if key in entries:
-                raise ValueError(f"Expected keys that differ when joined by dots, got {key!r} twice.")
+                raise ValueError(f"Expected keys that differ when joined by dots, got {key!r} twice. [ZERO-616]")
             paths[key] = path
             if isinstance(value, StoredTensor):
                 entries[key], written = _tensor_entry(key, value)

@@ -143,7 +143,8 @@ class Engine(nn.Module):
         """
         if loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
-                f"Expected a scalar loss with a graph, got one of shape {list(loss.shape)}, {loss.requires_grad=}."
+                f"Expected a scalar loss with a graph, got a loss of shape {list(loss.shape)}, {loss.requires_grad=}. "
+                "[ZERO-710]"
             )
         rounds = self._batch.accumulation if scale_wrt_gas else 1
         divided = loss / rounds if rounds > 1 else loss
@@ -171,7 +172,7 @@ class Engine(nn.Module):
                 or scaled; or as `ZeroRedundancyOptimizer.step` does.
         """
         if self._is_in_no_sync:
-            raise RuntimeError("Expected engine.step() outside of engine.no_sync(), got it inside.")
+            raise RuntimeError("engine.step() was called inside engine.no_sync(). Call it outside. [ZERO-710]")
         self._step_applied = False
         is_boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
@@ -183,8 +184,9 @@ class Engine(nn.Module):
         scale = self.loss_scale() if self.parsed.fp16.enabled else None
         if not self._has_scaled and (self._batch.accumulation > 1 or scale is not None):
             raise RuntimeError(
-                "Expected engine.backward(loss) before engine.step(), got none since the last step: the loss was not "
-                "divided by gradient_accumulation_steps or not multiplied by the loss scale."
+                "engine.step() needs an engine.backward(loss) since the last step: otherwise the loss is not divided "
+                "by gradient_accumulation_steps or not multiplied by the loss scale. Call engine.backward(loss) "
+                "instead of loss.backward(). [ZERO-710]"
             )
         self._has_scaled = False
         with self._timed("step"):
@@ -416,8 +418,8 @@ class Engine(nn.Module):
     def _check_between_steps(self, what: str) -> None:
         if self._round:
             raise RuntimeError(
-                f"Expected engine.{what}() between two steps, got it after {self._round} of "
-                f"{self._batch.accumulation} rounds of one: gradients so far were divided by another number."
+                f"engine.{what}() was called after {self._round} of {self._batch.accumulation} rounds of a step: the "
+                "gradients so far were divided by a different number. Call it between two steps. [ZERO-710]"
             )
 
     def zero_optimization_stage(self) -> int:
@@ -502,7 +504,7 @@ class Engine(nn.Module):
             TypeError: for client state that cannot be saved without pickle.
         """
         if not str(save_dir):
-            raise ValueError("Expected save_dir to be a folder, got ''. For the working folder, pass '.'.")
+            raise ValueError("Expected save_dir to be a folder, got ''. For the working folder, pass '.'. [ZERO-711]")
         name = self._agreed_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         counters = {counter: getattr(self, counter) for counter in _COUNTERS}
         extra = {
@@ -622,10 +624,10 @@ class Engine(nn.Module):
     def _agreed_tag(self, tag: str) -> str:
         """Rank 0's tag, after comparing the ranks' tags as configured."""
         if not tag or Path(tag).name != tag or tag == _LATEST:
-            raise ValueError(f"Expected a tag that names a folder, got {tag!r}.")
+            raise ValueError(f"Expected a tag that names a folder, got {tag!r}. [ZERO-711]")
         tags = self.comm.all_gather_text(tag)
         if len(set(tags)) > 1 and self.parsed.tag_validation == "fail":
-            raise ValueError(f"Expected the same tag on every rank, got {tags}.")
+            raise ValueError(f"Expected the same tag on every rank, got {tags}. [ZERO-711]")
         if len(set(tags)) > 1 and self.parsed.tag_validation == "warn":
             logger.warning("Expected the same tag on every rank, got %s: saving as %r.", tags, tags[0])
         return tags[0]
@@ -639,7 +641,7 @@ class Engine(nn.Module):
             logger.warning("Expected a file %s, or a tag, got neither: nothing was loaded.", file)
             return None
         if Path(name).name != name:
-            raise ValueError(f"Expected the name of a folder in {file}, got {name!r:.80}.")
+            raise ValueError(f"Expected the name of a folder in {file}, got {name!r:.80}. [ZERO-711]")
         return name
 
     def _of_deepspeed(self, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -651,7 +653,7 @@ class Engine(nn.Module):
         if filename.endswith(".safetensors"):
             raise ValueError(
                 f"Expected a name for torch.save, such as pytorch_model.bin, got {filename!r}. For safetensors use "
-                "engine.save_checkpoint() and python -m ddp_zero checkpoint export."
+                "engine.save_checkpoint() and python -m ddp_zero checkpoint export. [ZERO-711]"
             )
         weights = dict[str, Any]()
         for name, value in self.module.state_dict(keep_vars=True).items():

@@ -84,11 +84,11 @@ def initialize(
     for name, value in {"mpu": mpu, "mesh_param": mesh_param, "distributed_port": distributed_port}.items():
         if value is not None:
             raise NotImplementedError(
-                f"Expected {name}=None, got {value!r:.80}. Only data parallelism is sharded here, over the default "
-                "process group, which torchrun's variables describe."
+                f"{name}={value!r:.80} is not supported: only data parallelism is sharded here, over the default "
+                "process group, which torchrun's variables describe. Pass None. [ZERO-712]"
             )
     if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
-        raise TypeError(f"Expected model to be a module that is not wrapped, got {type(model).__name__}.")
+        raise TypeError(f"Expected model to be a module that is not wrapped, got {type(model).__name__}. [ZERO-712]")
     source = _source(args, config, config_params)
     _start_group(dist_init_required)
     parsed = _parsed(source, model, optimizer=optimizer, scheduler=lr_scheduler)
@@ -140,7 +140,8 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) != 1:
         raise TypeError(
-            f"Expected one configuration, as config= or in args.deepspeed_config, got {sorted(given) or 'none'}."
+            f"Expected one configuration, as config= or in args.deepspeed_config, got {sorted(given) or 'none'}. "
+            "[ZERO-712]"
         )
     (source,) = given.values()
     return source
@@ -151,8 +152,8 @@ def _start_group(required: bool | None) -> None:
         return
     if required is False:
         raise RuntimeError(
-            "Expected a default process group with dist_init_required=False, got none. Call "
-            "torch.distributed.init_process_group() first, or leave dist_init_required out."
+            "dist_init_required=False needs a default process group. Call torch.distributed.init_process_group() "
+            "first, or leave dist_init_required out. [ZERO-501]"
         )
     init_process_group()
 
@@ -172,17 +173,24 @@ def _optimizer(ddp: DistributedDataParallel, config: Config, given: Any, paramet
     groups = as_groups(parameters, ddp.module)
     if given is None:
         if config.optimizer is None:
-            raise TypeError('Expected optimizer= or "optimizer" in the configuration, got neither.')
+            raise TypeError(
+                'Neither optimizer= nor "optimizer" in the configuration was given. Give one of them. [ZERO-712]'
+            )
         names = {param: name for name, param in ddp.module.named_parameters()}
         return _built(ddp, config, choose(config.optimizer, groups, names))
     built = given if isinstance(given, Optimizer) else given(groups)
     if not isinstance(built, Optimizer):
-        raise TypeError(f"Expected optimizer to be, or to build, a torch.optim.Optimizer, got {type(built).__name__}.")
+        raise TypeError(
+            f"Expected optimizer to be, or to build, a torch.optim.Optimizer, got {type(built).__name__}. [ZERO-712]"
+        )
     if isinstance(built, ZeroRedundancyOptimizer):
         _attach(built, ddp, config)
         return built
     if any(float(state.get("step", 1)) > 0 for state in built.state.values()):  # Adagrad has state from the start
-        raise TypeError("Expected an optimizer that has not stepped yet, got one with state. Load it afterwards.")
+        raise TypeError(
+            "The optimizer has state already. Pass an optimizer that has not stepped yet, and load its state "
+            "afterwards. [ZERO-712]"
+        )
     if config.is_sharded:
         return _built(ddp, config, choice_of(built))
     _compress_gradients(ddp, config)
@@ -193,13 +201,13 @@ def _attach(optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel, co
     """Connect an optimizer that the user has sharded to the model."""
     if optimizer.stage != max(config.zero.stage, 1):
         raise ValueError(
-            f"Expected a ZeroRedundancyOptimizer of stage {config.zero.stage}, as the configuration says, got one of "
-            f"stage {optimizer.stage}. Pass the plain optimizer, which is sharded here."
+            f"The configuration has stage {config.zero.stage}, the ZeroRedundancyOptimizer has stage "
+            f"{optimizer.stage}. Pass the plain optimizer, which is sharded here. [ZERO-712]"
         )
     if (optimizer.loss_scale is not None) != config.fp16.enabled:
         raise ValueError(
             f"Expected a loss scale exactly if fp16 is enabled, got {optimizer.loss_scale} with fp16.enabled = "
-            f"{config.fp16.enabled}. Pass the plain optimizer, which is sharded here."
+            f"{config.fp16.enabled}. Pass the plain optimizer, which is sharded here. [ZERO-712]"
         )
     optimizer.attach(ddp)
 
@@ -212,8 +220,8 @@ def _schedule(config: Config, optimizer: Optimizer, given_optimizer: Any, given:
     if getattr(given, "optimizer", optimizer) is not optimizer:
         if hasattr(given, "_schedulers") or given.optimizer is not given_optimizer:
             raise TypeError(
-                f"Expected a schedule over the optimizer, or a function of it, got {type(given).__name__} over another "
-                "one, or one that holds others. Pass lr_scheduler=lambda optimizer: ..."
+                f"lr_scheduler is a {type(given).__name__} over a different optimizer, or wraps schedulers. Pass a "
+                "function of the optimizer: lr_scheduler=lambda optimizer: ... [ZERO-709]"
             )
         _follow(given, optimizer)
     return given
@@ -265,7 +273,7 @@ def cast(module: nn.Module, config: Config) -> None:
             if param.dtype in (torch.float16, torch.bfloat16):
                 raise ConfigError(
                     f"Expected parameters of fp32 without fp16 or bf16 enabled, got {name} of {param.dtype}. Enable "
-                    "the mode in the configuration, or pass model.float()."
+                    "the mode in the configuration, or pass model.float(). [ZERO-714]"
                 )
     else:
         pattern = _names_kept_in_fp32(module, config, dtype)
@@ -424,7 +432,7 @@ def _adam(kind: str, options: dict[str, Any], groups: Groups) -> Choice:
     found = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     if options.pop("bias_correction", True) is not True:
         raise ConfigError(
-            "Expected bias_correction = true in optimizer.params of Adam, got false, which torch's Adam does not have."
+            "torch's Adam does not have bias_correction = false in optimizer.params. Leave it out. [ZERO-708]"
         )
     _check_options(found, options, "Adam")
     return Choice(found, {"weight_decay": 0.0, **options}, groups)  # AdamW of torch has another default
@@ -432,7 +440,9 @@ def _adam(kind: str, options: dict[str, Any], groups: Groups) -> Choice:
 
 def _muon(options: dict[str, Any], groups: Groups, names: Mapping[nn.Parameter, str]) -> Choice:
     if options.pop("per_head_muon", False):
-        raise ConfigError("Expected per_head_muon = false in optimizer.params of Muon, got true: leave it out.")
+        raise ConfigError(
+            "Expected per_head_muon = false in optimizer.params of Muon, got true: leave it out. [ZERO-708]"
+        )
     own = {name: options.pop(name) for name in ("adam_w_mode",) if name in options}
     known = {*MUON_OPTIONS, *ADAM_OPTIONS, "muon_lr", "adam_lr"}
     for name in options:
@@ -448,7 +458,7 @@ def _class(name: str) -> Callable[..., Optimizer]:
     if name.lower() in _ELSEWHERE:
         raise ConfigError(
             f"Expected the full name of a class of another library in optimizer.type, got {name!r}. Install it, and "
-            f"write {_ELSEWHERE[name.lower()]!r}."
+            f"write {_ELSEWHERE[name.lower()]!r}. [ZERO-708]"
         )
     found = getattr(torch.optim, name, None) if "." not in name else _imported(name)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
@@ -458,7 +468,7 @@ def _class(name: str) -> Callable[..., Optimizer]:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             "Expected optimizer.type to be a name of DeepSpeed, a class of torch.optim, or the full name of an "
-            f"importable one, got {name!r}{hint}"
+            f"importable one, got {name!r}{hint} [ZERO-708]"
         )
     return found
 
@@ -468,7 +478,9 @@ def _imported(name: str) -> object:
     try:
         return getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
-        raise ConfigError(f"Expected an importable class in optimizer.type, got {name!r}: {error}.") from error
+        raise ConfigError(
+            f"Expected an importable class in optimizer.type, got {name!r}: {error}. [ZERO-708]"
+        ) from error
 
 
 def _check_options(found: Callable[..., Optimizer], options: Mapping[str, Any], name: str) -> None:
@@ -483,7 +495,7 @@ def _check_options(found: Callable[..., Optimizer], options: Mapping[str, Any], 
 def _unknown(option: str, known: Iterable[str], name: str) -> str:
     near = get_close_matches(option, list(known), n=1, cutoff=_NEAR)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"Expected an option of {name} in optimizer.params, got {option!r}{hint}"
+    return f"Expected an option of {name} in optimizer.params, got {option!r}{hint} [ZERO-708]"
 
 
 def choice_of(optimizer: Optimizer) -> Choice:
@@ -506,5 +518,5 @@ def as_groups(parameters: Iterable[Any] | None, module: nn.Module) -> Groups:
     trained = [dict(group, params=[param for param in group["params"] if param.requires_grad]) for group in groups]
     found = [group for group in trained if group["params"]]
     if not found:
-        raise ValueError("Expected parameters that require a gradient, got none.")
+        raise ValueError("No parameter of the model requires a gradient. [ZERO-712]")
     return found

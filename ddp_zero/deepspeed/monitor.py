@@ -64,8 +64,8 @@ class Monitor:
                 self._tensorboard = TensorBoard(Path(tensorboard.output_path) / tensorboard.job_name, prefix="")
             except ImportError as error:
                 raise ConfigError(
-                    'Expected TensorBoard for "tensorboard": {"enabled": true}, got none. pip install tensorboard, or '
-                    "use csv_monitor."
+                    '"tensorboard": {"enabled": true} needs the package tensorboard. pip install tensorboard, or '
+                    "use csv_monitor. [ZERO-909]"
                 ) from error
         if config.rest.dump_state:
             print(config, flush=True)

@@ -57,9 +57,9 @@ def _checked(lr: float, betas: tuple[float, float], weight_decay: float) -> dict
     first, second = betas
     for name, value in {"lr": lr, "weight_decay": weight_decay}.items():
         if not value >= 0:
-            raise ValueError(f"Expected {name} of at least 0, got {value!r}.")
+            raise ValueError(f"Expected {name} of at least 0, got {value!r}. [ZERO-103]")
     if not (0 <= first < 1 and 0 <= second < 1):
-        raise ValueError(f"Expected betas from 0 up to 1, got {betas!r}.")
+        raise ValueError(f"Expected betas from 0 up to 1, got {betas!r}. [ZERO-103]")
     return {"lr": lr, "betas": (first, second), "weight_decay": weight_decay}
 
 
@@ -174,11 +174,14 @@ class MuonWithAdam(_ByParameter):
         super().__init__(params, {**defaults, "adam_w_mode": adam_w_mode, "use_muon": use_muon})
         for group in self.param_groups:
             if group["ns_method"] not in METHODS:
-                raise ValueError(f"Expected ns_method to be one of {list(METHODS)}, got {group['ns_method']!r}.")
+                raise ValueError(
+                    f"Expected ns_method to be one of {list(METHODS)}, got {group['ns_method']!r}. [ZERO-103]"
+                )
             for param in group["params"] if group["use_muon"] else ():
                 if param.ndim < 2:
                     raise ValueError(
-                        f"Expected matrices in a group with use_muon, got one of shape {list(param.shape)}."
+                        f"Muon steps matrices; a group with use_muon has a parameter of shape {list(param.shape)}. "
+                        "[ZERO-103]"
                     )
 
     def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:

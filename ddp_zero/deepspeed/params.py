@@ -138,7 +138,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """
     _check_shape(param, value)
     if param.grad is None:
-        raise ValueError("Expected a parameter with a gradient, between backward and the step, got one without.")
+        raise ValueError("The parameter has no gradient. Call this between backward and the step. [ZERO-713]")
     place = _place(param)
     if place is None:
         param.grad.copy_(value)
@@ -181,7 +181,10 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     states, sharded = place.states(), place.sharded
     held = states.get(optim_state_key)
     if held is None and place.is_owned:
-        raise ValueError(f"Expected a state {optim_state_key!r} of {sharded.table.label(place.index)}, got none yet.")
+        raise ValueError(
+            f"There is no state {optim_state_key!r} of {sharded.table.label(place.index)} yet. It exists after the "
+            "first step. [ZERO-713]"
+        )
     with torch.no_grad(), sharded.change():
         sharded.snapshot = None
         if isinstance(held, Tensor):
@@ -235,8 +238,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     place = _needed(param)
     if not place.has_master:
         raise NotImplementedError(
-            "Expected a parameter with an fp32 master, got one of fp32, which every rank holds. Use "
-            "safe_set_full_fp32_param() on every rank."
+            "An fp32 parameter has no master that only its owner holds: every rank holds it. Use "
+            "safe_set_full_fp32_param() on every rank. [ZERO-713]"
         )
     _set_held(place.master, value)
 
@@ -329,13 +332,13 @@ def _place_in(optimizer: ZeroRedundancyOptimizer, param: Tensor) -> _Place:
 def _needed(param: Tensor) -> _Place:
     place = _place(param)
     if place is None:
-        raise ValueError("Expected a parameter of a ZeroRedundancyOptimizer of this process, got one of none.")
+        raise ValueError("The parameter belongs to no ZeroRedundancyOptimizer of this process. [ZERO-713]")
     return place
 
 
 def _set_held(held: Tensor | None, value: Tensor) -> None:
     if held is None:
-        raise ValueError("Expected something that this rank owns, got nothing here; see opt.owner_of(param).")
+        raise ValueError("This rank owns nothing of the parameter; see opt.owner_of(param). [ZERO-713]")
     _check_shape(held, value)
     with torch.no_grad():
         held.copy_(value)
@@ -343,7 +346,7 @@ def _set_held(held: Tensor | None, value: Tensor) -> None:
 
 def _check_shape(param: Tensor, value: Tensor) -> None:
     if value.shape != param.shape:
-        raise ValueError(f"Expected a value of shape {list(param.shape)}, got one of {list(value.shape)}.")
+        raise ValueError(f"Expected a value of shape {list(param.shape)}, got shape {list(value.shape)}. [ZERO-713]")
 
 
 # Gathering
@@ -369,8 +372,8 @@ def _gathered(place: _Place, held: Any) -> Tensor | None:
     # decided on all ranks by the gathered kinds, so that all raise, return or broadcast together
     if any(kinds[piece.owner] == _OTHER for piece in pieces):
         raise TypeError(
-            f"Expected a state of {sharded.table.label(index)} of shape {list(param.shape)} or a scalar, its owner "
-            "holds one of a different shape."
+            f"Expected a state of {sharded.table.label(index)} of shape {list(param.shape)} or a scalar; its owner "
+            "holds a state of a different shape. [ZERO-713]"
         )
     if any(kinds[piece.owner] == _ABSENT for piece in pieces):
         return None

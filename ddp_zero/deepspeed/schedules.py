@@ -41,11 +41,11 @@ class Curve:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(
-                    f"Expected {name} of {type(self).__name__} to be an int of at least 1, got {value!r}."
+                    f"Expected {name} of {type(self).__name__} to be an int of at least 1, got {value!r}. [ZERO-709]"
                 )
         kind = getattr(self, "warmup_type", "log")
         if kind not in ("log", "linear"):
-            raise ConfigError(f"Expected warmup_type to be 'log' or 'linear', got {kind!r}.")
+            raise ConfigError(f"Expected warmup_type to be 'log' or 'linear', got {kind!r}. [ZERO-709]")
 
     def lr(self, iteration: int, base: float, group: int) -> float:
         """The learning rate of a group at an iteration (see the module), given the group's initial rate."""
@@ -162,9 +162,11 @@ class OneCycle(Curve):
         super().__post_init__()
         first, second = self._halves()
         if not first > 0:
-            raise ConfigError(f"Expected cycle_first_step_size above 0, got {self.cycle_first_step_size!r}.")
+            raise ConfigError(f"Expected cycle_first_step_size above 0, got {self.cycle_first_step_size!r}. [ZERO-709]")
         if not second >= 0:
-            raise ConfigError(f"Expected cycle_second_step_size of at least 0, got {self.cycle_second_step_size!r}.")
+            raise ConfigError(
+                f"Expected cycle_second_step_size of at least 0, got {self.cycle_second_step_size!r}. [ZERO-709]"
+            )
 
     def lr(self, iteration: int, base: float, group: int) -> float:
         """As in `Curve`."""
@@ -230,12 +232,14 @@ def build_curve(name: str, params: Mapping[str, Any]) -> Curve:
     known = [one.name for one in fields(kind)]  # type: ignore[arg-type]
     missing = [one for one in _NEEDED.get(name, ()) if one not in params]
     if missing:
-        raise ConfigError(f"Expected {', '.join(missing)} in scheduler.params of {name}, got {sorted(params)}.")
+        raise ConfigError(
+            f"Expected {', '.join(missing)} in scheduler.params of {name}, got {sorted(params)}. [ZERO-709]"
+        )
     for one in params:
         if one not in known:
             near = get_close_matches(one, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"Expected an option of {name} in scheduler.params, got {one!r}{hint}")
+            raise ConfigError(f"Expected an option of {name} in scheduler.params, got {one!r}{hint} [ZERO-709]")
     return kind(**params)
 
 
@@ -266,7 +270,7 @@ class Schedule:
             if isinstance(value, list | tuple) and len(value) != len(groups):
                 raise ConfigError(
                     f"Expected {len(groups)} values in {one.name} of {type(curve).__name__}, one for each parameter "
-                    f"group, got {len(value)}."
+                    f"group, got {len(value)}. [ZERO-709]"
                 )
         self.optimizer = optimizer
         self.curve = curve
@@ -333,9 +337,9 @@ def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             f"Expected scheduler.type to be one of {', '.join(CURVES)}, or a class of torch.optim.lr_scheduler, got "
-            f"{section.type!r}{hint}"
+            f"{section.type!r}{hint} [ZERO-709]"
         )
     try:
         return found(optimizer, **section.params)
     except TypeError as error:
-        raise ConfigError(f"Expected options of {section.type} in scheduler.params, got {error}.") from error
+        raise ConfigError(f"Expected options of {section.type} in scheduler.params, got {error}. [ZERO-709]") from error

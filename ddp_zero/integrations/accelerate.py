@@ -116,13 +116,13 @@ def _check(accelerator: Accelerator, others: tuple[Any, ...]) -> None:
     if not str(accelerator.distributed_type).rpartition(".")[2].startswith("MULTI_"):
         raise RuntimeError(
             f"Expected an accelerator of several processes with DDP, got {accelerator.distributed_type}. Start the job "
-            "with torchrun or accelerate launch, or use the plain optimizer."
+            "with torchrun or accelerate launch, or use the plain optimizer. [ZERO-911]"
         )
     for one in others:
         if isinstance(one, LRScheduler | Optimizer):
             raise TypeError(
                 f"Expected a function of the optimizer that builds a scheduler, got a {type(one).__name__}, which was "
-                f"built without it. Pass functools.partial({type(one).__name__}, ...)."
+                f"built without it. Pass functools.partial({type(one).__name__}, ...). [ZERO-911]"
             )
 
 
@@ -140,8 +140,8 @@ def _clip(
         return plain(given, max_norm, norm_type)
     if foreign:
         raise ValueError(
-            f"Expected parameters of one sharded optimizer, got {len(foreign)} with a gradient that are not in it. "
-            "Clip those of each optimizer on their own."
+            f"{len(foreign)} parameters with a gradient are not in this sharded optimizer. Clip those of each "
+            "optimizer on their own. [ZERO-911]"
         )
     accelerator.unscale_gradients()
     return zero.clip_grad_norm_(max_norm, norm_type, parameters=own)

@@ -63,8 +63,8 @@ class ZeroDDPStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if not self.lightning_module.automatic_optimization:
             raise NotImplementedError(
-                "Expected automatic optimization with ZeroDDPStrategy, got a module with automatic_optimization=False. "
-                'Use strategy="ddp" and a ZeroRedundancyOptimizer of stage 1 without overlap.'
+                'ZeroDDPStrategy does not support a module with automatic_optimization=False. Use strategy="ddp" and '
+                "a ZeroRedundancyOptimizer of stage 1 without overlap. [ZERO-912]"
             )
         created: list[Optimizer] = list(self._optimizers)
         sharded = [self._sharded(one) for one in created]

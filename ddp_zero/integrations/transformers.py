@@ -99,7 +99,8 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             raise TypeError(
                 f"Expected a ZeroRedundancyOptimizer, got {type(optimizer).__name__}. Pass its class and options as "
                 "optimizer_cls_and_kwargs=, which are sharded here, build ZeroRedundancyOptimizer(groups, "
-                f"{type(optimizer).__name__}, ...) in a create_optimizer() of your own, or use the plain Trainer."
+                f"{type(optimizer).__name__}, ...) in a create_optimizer() of your own, or use the plain Trainer. "
+                "[ZERO-913]"
             )
         return optimizer
 
@@ -127,7 +128,7 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         if self.args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise RuntimeError(
                 f"Expected a job of several processes, got {self.args.parallel_mode}. Start it with torchrun, on CPUs "
-                "with use_cpu=True in the training arguments, or use the plain Trainer."
+                "with use_cpu=True in the training arguments, or use the plain Trainer. [ZERO-913]"
             )
         existing: Any = getattr(self, "optimizer")  # noqa: B009  # mypy cannot tell its type
         if existing is None and self._zero_config is not None:
@@ -148,12 +149,14 @@ class ZeroTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         """Class and options with which the Trainer builds the sharded optimizer."""
         kind, options = chosen or self.get_optimizer_cls_and_kwargs(self.args, model)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-            raise NotImplementedError(f"Expected an optimizer class, got {kind!r}, which is built from a whole model.")
+            raise NotImplementedError(
+                f"Expected an optimizer class, got {kind!r}, which is built from a whole model. [ZERO-913]"
+            )
         if "bitsandbytes" in str(kind) and options.get("optim_bits") == 8:
             raise NotImplementedError(
-                "Expected an optimizer that the Trainer builds by its class alone, got an 8-bit one of bitsandbytes, "
-                "for which it registers embeddings to stay in 32 bits. Build the sharded optimizer yourself, and pass "
-                "it as optimizers=(opt, None)."
+                "ZeroTrainer does not support 8-bit optimizers of bitsandbytes, for which the Trainer registers "
+                "embeddings to stay in 32 bits. Build the sharded optimizer yourself, and pass it as optimizers=(opt, "
+                "None). [ZERO-913]"
             )
         clip = self.args.max_grad_norm
         own = {"overlap_with_ddp": True, "parameters_as_bucket_view": True, "max_grad_norm": clip if clip > 0 else None}
@@ -333,7 +336,9 @@ class _TrainerConfig:
         """
         options = sharding_options(self.config)
         if options.pop("hook", None) is not None:
-            raise ConfigError("Expected no communication_data_type for the Trainer in stage 1, got one. Use stage 2.")
+            raise ConfigError(
+                "The Trainer does not support communication_data_type in stage 1. Use stage 2. [ZERO-913]"
+            )
         options.pop("accumulate_in_fp32", None)
         return {"overlap_with_ddp": options.pop("overlap"), "parameters_as_bucket_view": True, **options}
 

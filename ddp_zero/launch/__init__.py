@@ -44,8 +44,9 @@ def init_process_group(
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
         raise RuntimeError(
-            f"Expected {', '.join(_VARIABLES)} in the environment, as torchrun sets them, got no {', '.join(missing)}. "
-            "Start the script with torchrun, or call torch.distributed.init_process_group() with an init_method."
+            f"torchrun's variables are missing from the environment: {', '.join(missing)} of {', '.join(_VARIABLES)}. "
+            "Start the script with torchrun, or call torch.distributed.init_process_group() with an init_method. "
+            "[ZERO-904]"
         )
     if not is_torchelastic_launched():
         init_default_group(backend, timeout=timeout, device_id=device_id)

@@ -191,9 +191,9 @@ def parse_hostfile(text: str, shown: object) -> tuple[Host, ...]:
         else:
             hosts[match[1]] = number, Host(match[1], tuple(range(int(match[2]))))
     if wrong:
-        raise ValueError("\n  ".join([f"Expected a hostfile in {shown}, got", *wrong]))
+        raise ValueError("\n  ".join([f"Expected a hostfile in {shown}, got", *wrong]) + " [ZERO-901]")
     if not hosts:
-        raise ValueError(f"Expected a line 'name slots=count' for each host in {shown}, got none.")
+        raise ValueError(f"Expected a line 'name slots=count' for each host in {shown}, got none. [ZERO-901]")
     return tuple(host for _, host in hosts.values())
 
 
@@ -207,9 +207,9 @@ def parse_filter(text: str, option: str) -> Filter:
         name, colon, listed = part.strip().partition(":")
         slots = [slot.strip() for slot in listed.split(",")] if colon else []
         if not _HOST_NAME.fullmatch(name) or not all(map(_SLOT.fullmatch, slots)):
-            raise ValueError(f"Expected {option} host1@host2:0,2, got {part!r} in {text!r}.")
+            raise ValueError(f"Expected {option} host1@host2:0,2, got {part!r} in {text!r}. [ZERO-901]")
         if name in found or len({int(slot) for slot in slots}) < len(slots):
-            raise ValueError(f"Expected each host and slot once in {option}, got {part!r} in {text!r}.")
+            raise ValueError(f"Expected each host and slot once in {option}, got {part!r} in {text!r}. [ZERO-901]")
         found[name] = tuple(sorted(map(int, slots))) if colon else None
     return found
 
@@ -217,7 +217,7 @@ def parse_filter(text: str, option: str) -> Filter:
 def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:
     """The hosts and slots that remain after the filters, in the order of the hosts; ValueError if nothing remains."""
     if include and exclude:
-        raise ValueError(f"Expected --include or --exclude, got both: {include!r} and {exclude!r}.")
+        raise ValueError(f"Expected --include or --exclude, got both: {include!r} and {exclude!r}. [ZERO-901]")
     if not include and not exclude:
         return tuple(hosts)
     option, text = ("--include", include) if include else ("--exclude", exclude)
@@ -231,7 +231,7 @@ def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, .
         if kept:
             left.append(replace(host, slots=kept))
     if not left:
-        raise ValueError(f"Expected {option} to leave a slot, got {text!r}, which leaves none.")
+        raise ValueError(f"{option} {text!r} leaves no slot. [ZERO-901]")
     return tuple(left)
 
 
@@ -241,22 +241,26 @@ def _check_exist(chosen: Filter, hosts: Sequence[Host], option: str) -> None:
         if name not in slots_of:
             near = difflib.get_close_matches(name, slots_of, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(slots_of)}."
-            raise ValueError(f"Expected hosts of the job in {option}, got {name!r}.{hint}")
+            raise ValueError(f"Expected hosts of the job in {option}, got {name!r}.{hint} [ZERO-901]")
         missing = [slot for slot in slots or () if slot not in slots_of[name]]
         if missing:
-            raise ValueError(f"Expected slots of {name} in {option}, {list(slots_of[name])}, got {missing}.")
+            raise ValueError(f"Expected slots of {name} in {option}, {list(slots_of[name])}, got {missing}. [ZERO-901]")
 
 
 def limited(hosts: Sequence[Host], num_nodes: int | None, nproc: int | None) -> tuple[Host, ...]:
     """The first ``num_nodes`` hosts, and first ``nproc`` slots of each; None for all. ValueError if there are fewer."""
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
-        raise ValueError(f"Expected --num-nodes from 1 to {len(hosts)}, the number of hosts, got {num_nodes}.")
+        raise ValueError(
+            f"Expected --num-nodes from 1 to {len(hosts)}, the number of hosts, got {num_nodes}. [ZERO-901]"
+        )
     used = tuple(hosts[:num_nodes])
     if nproc is None:
         return used
     for host in used:
         if not 1 <= nproc <= len(host.slots):
-            raise ValueError(f"Expected --nproc from 1 to {len(host.slots)}, the slots of {host.name}, got {nproc}.")
+            raise ValueError(
+                f"Expected --nproc from 1 to {len(host.slots)}, the slots of {host.name}, got {nproc}. [ZERO-901]"
+            )
     return tuple(replace(host, slots=host.slots[:nproc]) for host in used)
 
 
@@ -274,7 +278,9 @@ def hosts_of_allocation(environment: Mapping[str, str], nproc: int | None) -> tu
     Raises ValueError outside an allocation, or if a variable does not have Slurm's form.
     """
     if not is_allocation(environment):
-        raise ValueError("Expected SLURM_JOB_ID and SLURM_JOB_NODELIST, got none. Start this within salloc or sbatch.")
+        raise ValueError(
+            "SLURM_JOB_ID and SLURM_JOB_NODELIST are not set. Start this within salloc or sbatch. [ZERO-902]"
+        )
     names = expand_nodelist(_nodelist(environment))
     counts = [nproc] * len(names) if nproc is not None else _slots(environment, len(names))
     return tuple(Host(name, tuple(range(count))) for name, count in zip(names, counts, strict=True))
@@ -289,10 +295,10 @@ def expand_nodelist(text: str) -> list[str]:
     """The names in a list such as ``gpu[01-03,7],login``; ValueError if it is malformed, or repeats a name."""
     items = _ITEM.findall(text)
     if not items or ",".join(items) != text:
-        raise ValueError(f"Expected a list of nodes such as 'gpu[01-03,7],login', got {text!r}.")
+        raise ValueError(f"Expected a list of nodes such as 'gpu[01-03,7],login', got {text!r}. [ZERO-902]")
     names = [name for item in items for name in _expand(item, text)]
     if len(set(names)) < len(names):
-        raise ValueError(f"Expected each node once, got {text!r}.")
+        raise ValueError(f"Expected each node once, got {text!r}. [ZERO-902]")
     return names
 
 
@@ -304,10 +310,10 @@ def _expand(item: str, text: str) -> Iterator[str]:
     for one in match[1].split(","):
         bounds = _RANGE.fullmatch(one)
         if bounds is None:
-            raise ValueError(f"Expected numbers and ranges in brackets, got {one!r} in {text!r}.")
+            raise ValueError(f"Expected numbers and ranges in brackets, got {one!r} in {text!r}. [ZERO-902]")
         first, last = int(bounds[1]), int(bounds[2] or bounds[1])
         if not first <= last < first + _MOST_NODES:
-            raise ValueError(f"Expected a range that goes up, got {one!r} in {text!r}.")
+            raise ValueError(f"Expected a range that goes up, got {one!r} in {text!r}. [ZERO-902]")
         for number in range(first, last + 1):
             yield from _expand(f"{item[: match.start()]}{number:0{len(bounds[1])}d}{item[match.end() :]}", text)
 
@@ -321,7 +327,7 @@ def _slots(environment: Mapping[str, str], nodes: int) -> list[int]:
     matches = [_COUNT.fullmatch(part) for part in text.split(",")]
     counts = [count for match in matches if match for count in [int(match[1])] * int(match[2] or 1)]
     if not all(matches) or len(counts) != nodes or not all(counts):
-        raise ValueError(f"Expected SLURM_TASKS_PER_NODE for {nodes} nodes, got {text!r}. Say --nproc.")
+        raise ValueError(f"Expected SLURM_TASKS_PER_NODE for {nodes} nodes, got {text!r}. Say --nproc. [ZERO-902]")
     return counts
 
 
@@ -354,7 +360,7 @@ def parse_environment(text: str, shown: object, here: Mapping[str, str]) -> dict
         else:
             found[name] = _unquoted(value) if equals else here[name]
     if wrong:
-        raise ValueError("\n  ".join([f"Expected an environment file in {shown}, got", *wrong]))
+        raise ValueError("\n  ".join([f"Expected an environment file in {shown}, got", *wrong]) + " [ZERO-901]")
     return found
 
 
@@ -486,4 +492,4 @@ def reach(launcher: str, host: str, argv: Sequence[str], options: Options, guard
         return HostCommand(host, ("srun", *placed, *argv))
     if launcher == "mpirun":
         return HostCommand(host, ("mpirun", "-n", "1", "-host", host, *argv))
-    raise ValueError(f"Expected a launcher that is known here, got {launcher!r}.")
+    raise ValueError(f"Expected a launcher that is known here, got {launcher!r}. [ZERO-901]")

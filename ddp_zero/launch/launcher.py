@@ -111,7 +111,7 @@ def hosts_of(options: Options, environment: Mapping[str, str]) -> tuple[Host, ..
     elif options.launcher in (None, "local"):
         hosts = (Host(LOCAL, tuple(range(nproc or torch.accelerator.device_count() or 1))),)
     else:
-        raise ValueError(f"Expected --hostfile with --launcher {options.launcher}, got none.")
+        raise ValueError(f"--launcher {options.launcher} needs --hostfile. [ZERO-901]")
     return limited(filtered(hosts, options.include, options.exclude), options.num_nodes, nproc)
 
 
@@ -120,7 +120,9 @@ def launcher_of(options: Options, hosts: Sequence[Host], environment: Mapping[st
     is_here = len(hosts) == 1 and hosts[0].name in (LOCAL, "127.0.0.1", socket.gethostname(), socket.getfqdn())
     if options.launcher == "local" and not is_here:
         shown = ", ".join(host.name for host in hosts)
-        raise ValueError(f"Expected this machine alone with --launcher local, {LOCAL}, got {shown}. Use ssh.")
+        raise ValueError(
+            f"Expected this machine alone with --launcher local, {LOCAL}, got {shown}. Use ssh. [ZERO-901]"
+        )
     if options.launcher is not None:
         return options.launcher
     if options.hostfile is None and is_allocation(environment):
@@ -150,7 +152,7 @@ def meeting_of(
     own = {name: answer.addresses[0] for name, answer in answers.items() if answer.addresses}
     address = options.master_addr or own.get(first) or (None if answers else first)
     if address is None:
-        raise RuntimeError(f"Expected an address of {first} that other hosts can reach, got none. Say --master-addr.")
+        raise RuntimeError(f"{first} has no address that other hosts can reach. Say --master-addr. [ZERO-903]")
     port = answers[first].port if answers else DEFAULT_PORT
     if launcher == "slurm":
         port = port_of_allocation(environment)
@@ -170,7 +172,9 @@ def ask(hosts: Sequence[str], command_of: Callable[[str], HostCommand], time_out
         found = list(pool.map(lambda host: _ask(command_of(host), time_out), hosts))
     wrong = [f"{host}: {answer}" for host, answer in zip(hosts, found, strict=True) if isinstance(answer, str)]
     if wrong:
-        raise RuntimeError("\n  ".join([f"Expected all {len(hosts)} hosts to be ready, got from", *wrong]))
+        raise RuntimeError(
+            "\n  ".join([f"Expected all {len(hosts)} hosts to be ready, got from", *wrong]) + " [ZERO-903]"
+        )
     return {host: answer for host, answer in zip(hosts, found, strict=True) if isinstance(answer, Answer)}
 
 

@@ -103,20 +103,22 @@ class Averages:
         table, name = self._table, self._comm.name
         failed = [name(GroupRank(rank)) for rank, flags in enumerate(every[:, :1].tolist()) if _FAILED in flags]
         if failed:
-            raise StepFailedElsewhereError(f"Expected gradients of every rank, got a failure on {', '.join(failed)}.")
+            raise StepFailedElsewhereError(
+                f"Expected gradients of every rank, got a failure on {', '.join(failed)}. [ZERO-505]"
+            )
         for index, column in enumerate(every.T.tolist()):
             if any(flags & _REDUCED for flags in column):
                 raise RuntimeError(
-                    f"Expected {table.label(index)} in no DDP model, since the optimizer averages its gradient, got "
-                    "one that reduces it. Give the module that holds both DDP models to ParallelOptimizer(model, "
-                    "...), or have DDP ignore the parameter."
+                    f"A DDP model reduces {table.label(index)}, whose gradient the optimizer averages as well. Give "
+                    "the module that holds both DDP models to ParallelOptimizer(model, ...), or have DDP ignore the "
+                    "parameter. [ZERO-808]"
                 )
             trains = [bool(flags & _TRAINS) for flags in column]
             if len(set(trains)) > 1:
                 frozen, trained = (name(GroupRank(trains.index(one))) for one in (False, True))
                 raise RuntimeError(
-                    f"Expected {table.label(index)} frozen on every rank that holds it or on none, got it frozen on "
-                    f"{frozen} and trainable on {trained}. Freeze it on all ranks of its process_group."
+                    f"{table.label(index)} is frozen on {frozen} and trainable on {trained}, which both hold it. "
+                    "Freeze it on all ranks of its process_group. [ZERO-809]"
                 )
 
 
@@ -134,10 +136,10 @@ def check_same_values(comm: Communicator, table: ParameterTable) -> None:
         other = next((rank for rank, sample in enumerate(column) if sample != column[0]), None)
         if other is not None:
             raise ValueError(
-                f"Expected the same values of {table.label(index)} on every rank that holds it, got different ones "
-                f"on {comm.name(GroupRank(0))} and {comm.name(GroupRank(other))}. DDP sends only what it does not "
+                f"{table.label(index)} has different values on {comm.name(GroupRank(0))} and "
+                f"{comm.name(GroupRank(other))}, which both hold it. DDP sends only parameters that it does not "
                 "ignore: give ranks with the same expert the same seed, or broadcast its parameters within their "
-                "process_group."
+                "process_group. [ZERO-807]"
             )
 
 

@@ -27,6 +27,7 @@ from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.ranks import WHAT_NOW, StepFailedElsewhereError
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.step.clipping import Beyond, Culprit, Share
+from ddp_zero.error_codes import coded
 
 _SLOTS = 14  # numbers in the first message besides its subject
 _ENDED, _FAILED = -1.0, -2.0  # subjects; a decision's is not negative
@@ -116,7 +117,7 @@ class GlobalErrorCheck:
             raise error.with_traceback(error.__traceback__)
         if has_failed:
             message = f"Expected {doing} to succeed on every rank, got {shown(known)}. {remedy}".strip()
-            raise RuntimeError(message) from error
+            raise RuntimeError(coded(message, "[ZERO-505]")) from error
 
     def _tell(self, has_failed: bool) -> bool:
         """Report to the remaining levels; returns True if any rank has failed."""
@@ -142,13 +143,14 @@ class GlobalErrorCheck:
             # all ranks of the level have seen `_FAILED`, so all take part
             for text in comm.all_gather_text(json.dumps(self._known)):
                 self._known.update({int(rank): message for rank, message in json.loads(text).items()})
-            raise StepFailedElsewhereError(f"Expected every rank to decide, got {shown(self._known)}.")
+            message = f"Expected every rank to decide, got {shown(self._known)}."
+            raise StepFailedElsewhereError(coded(message, "[ZERO-505]"))
         other = next((rank for rank, one in enumerate(subjects) if one != subjects[0]), None)
         if other is not None:
             raise RuntimeError(
-                "Expected the same decision on every rank that holds a part of the model, got one about other limits "
-                f"or parameter groups on {comm.name(GroupRank(other))} than on {comm.name(GroupRank(0))}. Set "
-                "max_grad_norm of groups, and call opt.step() and opt.clip_grad_norm_(), alike on all of them."
+                f"The limits or parameter groups of a decision differ between {comm.name(GroupRank(0))} and "
+                f"{comm.name(GroupRank(other))}. Set max_grad_norm of groups, and call opt.step() and "
+                "opt.clip_grad_norm_(), alike on all ranks that hold a part of the model. [ZERO-810]"
             )
         return every[:, 1:]
 
@@ -221,8 +223,8 @@ class JointDecision:
         """The totals and flags of all members, here and on outer ranks."""
         if not self._is_open:
             raise RuntimeError(
-                "Expected a step of the ParallelOptimizer, got one of its members alone, which cannot know the rest of "
-                "the model. Call opt.step() and opt.clip_grad_norm_() of the ParallelOptimizer."
+                "A member of the ParallelOptimizer was stepped alone, but does not know the rest of the model. Call "
+                "opt.step() and opt.clip_grad_norm_() of the ParallelOptimizer. [ZERO-811]"
             )
         self._shares[member] = share
         while self._waiting:

@@ -57,12 +57,12 @@ def check_arguments(model: object, optimizer_class: Any, options: Mapping[str, A
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"Expected the model that this rank trains, an nn.Module, got {type(model).__name__}. The order is: model, "
-            "optimizer class, parameter groups."
+            "optimizer class, parameter groups. [ZERO-102]"
         )
     check_class(optimizer_class)
     for name, remedy in _REFUSED.items():
         if name in options:
-            raise TypeError(f"Expected an option of ParallelOptimizer, got {name!r}. {remedy}")
+            raise TypeError(f"Expected an option of ParallelOptimizer, got {name!r}. {remedy} [ZERO-104]")
     own = options_of_hook()
     check_known([name for name in options if name not in own], optimizer_class, [*own, *PARALLEL_OPTIONS])
 
@@ -72,11 +72,11 @@ def other_dims(mesh: DeviceMesh | None, data: str | None, pipeline: str | None) 
     names = list(mesh.mesh_dim_names or ()) if mesh is not None else []
     for argument, name in (("data_parallel_dim", data), ("pipeline_dim", pipeline)):
         if name is not None and name not in names:
-            raise ValueError(f"Expected {argument} to name a dimension of the mesh, {names}, got {name!r}.")
+            raise ValueError(f"Expected {argument} to name a dimension of the mesh, {names}, got {name!r}. [ZERO-801]")
     if mesh is not None and data is None:
         raise ValueError(
-            f"Expected data_parallel_dim with mesh=, got none. Pass the name of the dimension of {names} along which "
-            "ranks hold the same parameters."
+            f"mesh= needs data_parallel_dim=. Pass the name of the dimension of {names} along which ranks hold the "
+            "same parameters. [ZERO-801]"
         )
     return [name for name in names if name != data]
 
@@ -175,7 +175,7 @@ class Member:
         if distributed is not None and options.get("parameters_as_bucket_view"):
             raise ValueError(
                 f"Expected parameters_as_bucket_view=False with distributed tensors, got True and {distributed}: moved "
-                "elsewhere, its part would no longer be the one that the model uses. Leave the option out."
+                "elsewhere, its part would no longer be the one that the model uses. Leave the option out. [ZERO-105]"
             )
         options = {"partition": "parameters", **options}  # whole, so that `sharded_state_dict` can name them
         if self.ddp is not None:
@@ -192,8 +192,9 @@ class Member:
         if cut is not None and not is_elementwise(self.zero.optim):
             raise TypeError(
                 f"Expected an optimizer that steps each element by itself for {table.label(cut)}, of which each rank "
-                f"along {sorted(self.held[cut].cut_over)} holds a part, got {type(self.zero.optim).__name__}. Use one "
-                "such as AdamW, or declare the class by ddp_zero.elementwise(...) if it is one."
+                f"along {sorted(self.held[cut].cut_over)} holds a part, got {type(self.zero.optim).__name__}. Use an "
+                "elementwise optimizer such as AdamW, or declare the class by ddp_zero.elementwise(...) if it is "
+                "elementwise. [ZERO-113]"
             )
 
     def _check_ranks_of(self, ddp: DistributedDataParallel, group: ProcessGroup) -> None:
@@ -204,9 +205,9 @@ class Member:
         names = [own[id(one.param)] for one in self.held if id(one.param) in own]
         by_name = f", of which it knows {names[0]!r} as {'.' + names[0]!r}: pass both names" if names else ""
         raise ValueError(
-            f"Expected the DDP model over {self.describe()} on their ranks, {get_process_group_ranks(group)}, got "
-            f"one on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
-            f"have DDP ignore these parameters{by_name}."
+            f"Expected the DDP model over {self.describe()} on their ranks, {get_process_group_ranks(group)}, got a "
+            f"DDP model on {get_process_group_ranks(ddp.process_group)}. Wrap it with process_group= of the groups, or "
+            f"have DDP ignore these parameters{by_name}. [ZERO-803]"
         )
 
     def begin_averages(self, divisor: int) -> None:
@@ -228,9 +229,9 @@ class Member:
         holds_back = self.zero.stage == 2 or engine.decision.options.accumulate_in_fp32
         if holds_back and has_static_graph(self.ddp):
             raise NotImplementedError(
-                "Expected a DDP model without static_graph=True around a pipeline stage with stage=2 or "
-                "accumulate_in_fp32=True, got one with it: it averages the first backward pass, which a schedule runs "
-                "under no_sync(). Wrap the stage without static_graph=True, or pass stage=1."
+                "stage=2 and accumulate_in_fp32=True do not support a DDP model with static_graph=True around a "
+                "pipeline stage: it averages the first backward pass, which a schedule runs under no_sync(). Wrap the "
+                "stage without static_graph=True, or pass stage=1. [ZERO-812]"
             )
         engine.passes.follow_schedule(holds_back)
 
@@ -315,7 +316,7 @@ def _reducing(model: nn.Module, member: Member) -> DistributedDataParallel | Non
     if len(found) > 1:
         raise ValueError(
             f"Expected one DDP model over {member.describe()}, got {len(found)}: {', '.join(map(repr, found))}. Give "
-            "the parameters of each DDP model a parameter group with its process_group=."
+            "the parameters of each DDP model a parameter group with its process_group=. [ZERO-804]"
         )
     return next(iter(found.values()), None)
 
@@ -344,14 +345,15 @@ def check_groups(ranks: Sequence[int], stated: Sequence[Sequence[int]], what: st
         if rank not in group:
             raise ValueError(
                 f"Expected process_group of {what} to contain the rank that passes it, got {list(group)} on global "
-                f"rank {rank}. Every rank passes the group of the ranks that hold the same parameters as itself."
+                f"rank {rank}. Every rank passes the group of the ranks that hold the same parameters as itself. "
+                "[ZERO-802]"
             )
         for peer in group:
             if said.get(peer, group) != group:
                 raise ValueError(
                     f"Expected the ranks of process_group of {what} to agree on who they are, got {list(group)} on "
-                    f"global rank {rank} and {list(said[peer])} on global rank {peer}. Build the groups from one "
-                    "table of ranks, as torch.distributed.device_mesh.init_device_mesh does."
+                    f"global rank {rank} and {list(said[peer])} on global rank {peer}. Build the groups from one table "
+                    "of ranks, as torch.distributed.device_mesh.init_device_mesh does. [ZERO-802]"
                 )
 
 

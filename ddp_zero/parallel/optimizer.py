@@ -176,7 +176,7 @@ class ParallelOptimizer(Optimizer):
         if hasattr(self, "_places"):
             raise NotImplementedError(
                 "ParallelOptimizer does not support add_param_group(). Instead build a new ParallelOptimizer with all "
-                "groups, and load the state_dict() of this one."
+                "groups, and load the state_dict() of this one. [ZERO-812]"
             )
         super().add_param_group(param_group)
 
@@ -199,8 +199,9 @@ class ParallelOptimizer(Optimizer):
         """
         if vars(self).get("found_inf") is not None:  # set by a scaler; not that of an inner optimizer
             raise NotImplementedError(
-                "ParallelOptimizer does not support torch.amp.GradScaler, whose scales would differ between ranks with "
-                "different parameters. Instead build it with loss_scale=ddp_zero.DynamicLossScale(), or use bfloat16."
+                "ParallelOptimizer does not support torch.amp.GradScaler, whose scales would differ between ranks "
+                "with different parameters. Instead build it with loss_scale=ddp_zero.DynamicLossScale(), or use "
+                "bfloat16. [ZERO-812]"
             )
         loss = None
         if closure is not None:
@@ -321,7 +322,7 @@ class ParallelOptimizer(Optimizer):
                 if member.averages is not None:
                     member.averages.take()
                 return member.zero.full_grad(param)
-        raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+        raise ValueError(f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]")
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale; see `ZeroRedundancyOptimizer.scale`.
@@ -460,14 +461,16 @@ class ParallelOptimizer(Optimizer):
         """
         raise NotImplementedError(
             "ParallelOptimizer does not support Join: a rank that has joined could not exchange activations with the "
-            "rest of the model. Instead give every rank the same number of batches, empty ones if need be."
+            "rest of the model. Instead give every rank the same number of batches, empty ones if need be. [ZERO-812]"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise NotImplementedError(
-            "Expected ParallelOptimizer not to be copied, since its members share process groups. Build another one, "
-            "and load state_dict()."
+            "A ParallelOptimizer cannot be copied: its members share process groups. Build a new ParallelOptimizer, "
+            "and load state_dict(). [ZERO-120]"
         )
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("Expected ParallelOptimizer not to be pickled. Save state_dict() instead.")
+        raise TypeError(
+            "A ParallelOptimizer cannot be pickled: a rank holds only its shard. Save state_dict() instead. [ZERO-120]"
+        )

@@ -66,7 +66,7 @@ def read_cuts(given: object, position: int) -> dict[str, int | None]:
     if found is None or not all(type(dim) is str and type(cut) in kinds for dim, cut in found.items()):
         raise TypeError(
             f"Expected sharded_over= of parameter group {position} to name mesh dimensions, or to map them to the "
-            f"dimension of the tensors that is cut, as in {{'tensor': 0}}, got {given!r:.80}."
+            f"dimension of the tensors that is cut, as in {{'tensor': 0}}, got {given!r:.80}. [ZERO-805]"
         )
     return found
 
@@ -88,7 +88,7 @@ def held(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str],
     if unknown:
         raise ValueError(
             f"Expected sharded_over= of {label} to name dimensions of the mesh besides the data-parallel one, "
-            f"{list(dims)}, got {unknown[0]!r}."
+            f"{list(dims)}, got {unknown[0]!r}. [ZERO-805]"
         )
     if not isinstance(param, DTensor):
         return Held(param, None, frozenset(declared), declared, label)
@@ -99,16 +99,19 @@ def held(param: Tensor, declared: Mapping[str, int | None], dims: Sequence[str],
             raise ValueError(
                 f"Expected {label} distributed over dimensions of the mesh besides the data-parallel one, "
                 f"{list(dims)}, got {name!r}. Pass the mesh to ParallelOptimizer(mesh=...), and parallelize the model "
-                "over a dimension of that mesh."
+                "over a dimension of that mesh. [ZERO-806]"
             )
         if not isinstance(placement, Shard | Replicate):
             raise NotImplementedError(
-                f"Expected {label} cut or replicated along {name!r}, got {placement}. Redistribute it first."
+                f"Expected {label} cut or replicated along {name!r}, got {placement}. Redistribute it first. [ZERO-806]"
             )
         if isinstance(placement, Shard):
             shown.add(name)
     if not names:
-        raise ValueError(f"Expected {label} on a mesh with named dimensions, got one without names.")
+        raise ValueError(
+            f"{label} is distributed over a mesh without named dimensions. Build the mesh with mesh_dim_names=. "
+            "[ZERO-801]"
+        )
     own: Any = param.detach()
     part = nn.Parameter(own.to_local(), requires_grad=param.requires_grad)
     rest = {dim: tensor_dim for dim, tensor_dim in declared.items() if dim not in shown}
@@ -143,8 +146,8 @@ class Holdings:
     ) -> None:
         if not (names is None or callable(names) or isinstance(names, Mapping)):
             raise TypeError(
-                f"Expected global_names to map names of this rank's model to those in the whole one, or a function "
-                f"that does, got {type(names).__name__}."
+                "Expected global_names to map names of this rank's model to those in the whole one, or a function "
+                f"that does, got {type(names).__name__}. [ZERO-813]"
             )
         self._mesh = mesh
         self._names = names
@@ -194,7 +197,7 @@ class Holdings:
                 raise ValueError(
                     f"Expected sharded_over={{{dim!r}: <dimension of the tensor that is cut>}} for {one.label} of "
                     f"shape {list(one.param.shape)}, got {tensor_dim}. Without it the parameter has no place in the "
-                    "whole model: checkpoints and sharded_state_dict() need one."
+                    "whole model: checkpoints and sharded_state_dict() need one. [ZERO-805]"
                 )
             found.append((dim, tensor_dim % one.param.dim()))
         return found
@@ -204,7 +207,8 @@ class Holdings:
         if one.source is not None:
             if declared:
                 raise NotImplementedError(
-                    f"Expected {one.label} either as a distributed tensor or with sharded_over=, got both."
+                    f"{one.label} is a distributed tensor and has sharded_over=. Leave sharded_over= out for it. "
+                    "[ZERO-805]"
                 )
             return one.source.device_mesh, list(one.source.placements)
         assert self._mesh is not None, "sharded_over names a dimension of the mesh"
@@ -265,7 +269,7 @@ def split(state_dict: dict[str, Any], places: Places) -> list[dict[str, Any]]:
     """Split a state dict of `merged` into the members' state dicts; ValueError for another number of groups."""
     groups = state_dict["param_groups"]
     if len(groups) != len(places):
-        raise ValueError(f"Expected a state dict of {len(places)} parameter groups, got {len(groups)}.")
+        raise ValueError(f"Expected a state dict of {len(places)} parameter groups, got {len(groups)}. [ZERO-815]")
     rest = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
     parts = []
     for member in range(1 + max(one for one, _ in places)):
@@ -343,11 +347,11 @@ def _group(
 ) -> dict[str, Any]:
     missing = next((name for name in names if name not in options), None)
     if missing is not None:
-        raise ValueError(f"Expected options of {missing!r} in the state dict, got none.")
+        raise ValueError(f"Expected options of {missing!r} in the state dict, got none. [ZERO-815]")
     other = next((name for name in names if options[name] != options[names[0]]), None)
     if other is not None:
         raise ValueError(
-            f"Expected the same options for the parameters of a group, got others for {other!r} than for {names[0]!r}."
+            f"The state dict has different options for {other!r} and {names[0]!r}, which are in one group. [ZERO-815]"
         )
     kept = {key: value for key, value in group.items() if key != "param_names"}
     return {**(loaded_group(kept, options[names[0]], defaults) if names else kept), "params": names}

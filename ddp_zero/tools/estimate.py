@@ -160,7 +160,7 @@ class Estimates(Sequence[Estimate]):
         try:
             import matplotlib.figure
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("Expected matplotlib for a plot, got none. Install ddp_zero[plot].") from error
+            raise ModuleNotFoundError("A plot needs matplotlib. Install ddp_zero[plot]. [ZERO-909]") from error
         panels = 2 if ranks else 1
         size = (7.2 * panels, 1.6 + 0.42 * len(self))
         figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
@@ -270,13 +270,13 @@ def estimate(
 
 def _check(model: object, ranks: object, stage: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"Expected a module, got {type(model).__name__}.")
+        raise TypeError(f"Expected a module, got {type(model).__name__}. [ZERO-905]")
     if type(ranks) is not int:
-        raise TypeError(f"Expected ranks to be an int, got {ranks!r}.")
+        raise TypeError(f"Expected ranks to be an int, got {ranks!r}. [ZERO-905]")
     if ranks < 1:
-        raise ValueError(f"Expected at least 1 rank, got {ranks}.")
+        raise ValueError(f"Expected at least 1 rank, got {ranks}. [ZERO-905]")
     if stage not in (None, 0, 1, 2):
-        raise ValueError(f"Expected stage 0, 1, 2 or None, got {stage!r}.")
+        raise ValueError(f"Expected stage 0, 1, 2 or None, got {stage!r}. [ZERO-905]")
 
 
 def _place(params: Sequence[nn.Parameter], device: str | torch.device | None) -> str:
@@ -572,7 +572,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model = _built(options.model)
         kind: Any = getattr(torch.optim, options.optimizer, None)
         if kind is None:
-            raise ValueError(f"Expected the name of a class in torch.optim, got {options.optimizer!r}.")
+            raise ValueError(f"Expected the name of a class in torch.optim, got {options.optimizer!r}. [ZERO-905]")
         if options.dtype is not None:
             model = model.to(getattr(torch, options.dtype))
         found = estimate(
@@ -627,11 +627,11 @@ def build_parser() -> ArgumentParser:
 def _built(name: str) -> nn.Module:
     module, colon, function = name.partition(":")
     if not colon:
-        raise ValueError(f"Expected MODULE:FUNCTION, got {name!r}.")
+        raise ValueError(f"Expected MODULE:FUNCTION, got {name!r}. [ZERO-905]")
     sys.path.insert(0, "")
     built = getattr(importlib.import_module(module), function)()
     if not isinstance(built, nn.Module):
-        raise TypeError(f"Expected {name} to return a module, got {type(built).__name__}.")
+        raise TypeError(f"Expected {name} to return a module, got {type(built).__name__}. [ZERO-905]")
     return built
 
 
@@ -639,4 +639,6 @@ def _bytes(text: str) -> int:
     for unit, size in _UNITS.items():
         if text.endswith(unit) and text.removesuffix(unit).strip().replace(".", "", 1).isdigit():
             return int(float(text.removesuffix(unit)) * size)
-    raise ValueError(f"Expected an amount of memory such as 80GiB, with one of the units {list(_UNITS)}, got {text!r}.")
+    raise ValueError(
+        f"Expected an amount of memory such as 80GiB, with one of the units {list(_UNITS)}, got {text!r}. [ZERO-905]"
+    )

@@ -68,9 +68,9 @@ class Monitor:
         all_ranks: bool = False,
     ) -> None:
         if every < 1:
-            raise ValueError(f"Expected every to be a number of steps of at least 1, got {every}.")
+            raise ValueError(f"Expected every to be a number of steps of at least 1, got {every}. [ZERO-906]")
         if wall_clock_breakdown and model is None:
-            raise ValueError("Expected model= for wall_clock_breakdown, got none. Pass the DDP model.")
+            raise ValueError("wall_clock_breakdown needs model=. Pass the DDP model. [ZERO-906]")
         self._opt = weakref.ref(opt)
         self._every = every
         self._rank = opt.rank
@@ -203,7 +203,7 @@ class Csv:
             if known not in (None, list(row)):
                 raise ValueError(
                     f"Expected {self._path} with the columns {', '.join(row)}, got {', '.join(known or ())}. Write to "
-                    "a new file."
+                    "a new file. [ZERO-906]"
                 )
             writer = csv.writer(file)
             if known is None:
@@ -249,8 +249,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "Expected the package tensorboard for ddp_zero.tools.monitor.TensorBoard, got none. Run pip install "
-                "tensorboard, or write to a .csv or .jsonl file."
+                "ddp_zero.tools.monitor.TensorBoard needs the package tensorboard. Run pip install tensorboard, or "
+                "write to a .csv or .jsonl file. [ZERO-909]"
             ) from error
         self._writer = SummaryWriter(os.fspath(where))
 
@@ -284,7 +284,7 @@ def sink_for(target: Any, rank: int | None) -> Sink:
         return found
     raise TypeError(
         f"Expected a path that ends in .csv or .jsonl, a TensorBoard writer or a function, got {target!r}. For a "
-        "folder of TensorBoard use ddp_zero.tools.monitor.TensorBoard(folder)."
+        "folder of TensorBoard use ddp_zero.tools.monitor.TensorBoard(folder). [ZERO-906]"
     )
 
 

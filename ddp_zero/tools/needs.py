@@ -13,8 +13,8 @@ with warnings.catch_warnings():
 
 if not dist.is_available():
     raise ImportError(
-        "Expected a PyTorch with torch.distributed, got one that was built without it. Install a build of PyTorch "
-        "that has it, such as those for Linux; ddp_zero has nothing to do without process groups."
+        "ddp_zero needs a PyTorch with torch.distributed, and this build is without it. Install a build of PyTorch "
+        "that has it, such as those for Linux; ddp_zero has nothing to do without process groups. [ZERO-910]"
     )
 try:
     from ddp_zero.core.backward.reducer import missing
@@ -25,5 +25,5 @@ except (ImportError, AttributeError) as error:
 if _MISSING:
     raise ImportError(
         f"Expected a PyTorch whose DDP and autograd have what ddp_zero relies on, got {torch.__version__}, which lacks "
-        f"it: {'; '.join(_MISSING)}. Install one of the versions in docs/status.md, such as torch==2.13.0."
+        f"it: {'; '.join(_MISSING)}. Install one of the versions in docs/status.md, such as torch==2.13.0. [ZERO-910]"
     ) from _cause

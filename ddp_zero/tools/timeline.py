@@ -44,7 +44,8 @@ def read_trace(path: str | os.PathLike[str]) -> list[Range]:
         events = json.loads(raw)["traceEvents"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"Expected a trace that torch.profiler has exported in {file}, got {type(error).__name__}: {error}."
+            f"Expected a trace that torch.profiler has exported in {file}, got {type(error).__name__}: {error}. "
+            "[ZERO-908]"
         ) from error
     return ranges_of(events, str(file))
 
@@ -68,8 +69,8 @@ def ranges_of(events: Iterable[dict[str, Any]], source: str) -> list[Range]:
             found.append(Range("forward", begin, begin + length))
     if not any(one.what in ("local_step", "sync", "reduce") for one in found):
         raise ValueError(
-            f"Expected labels of ddp_zero in {source}, got none. Profile whole training steps with "
-            "torch.profiler.profile(activities=[ProfilerActivity.CPU])."
+            f"No labels of ddp_zero in {source}. Profile whole training steps with "
+            "torch.profiler.profile(activities=[ProfilerActivity.CPU]). [ZERO-908]"
         )
     return sorted(found, key=lambda one: (one.begin, -one.end))
 
@@ -256,7 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         steps = iterations_in(read_trace(given.trace))
         if not -len(steps) <= given.step < len(steps):
-            raise ValueError(f"Expected a step from 0 to {len(steps) - 1}, or -1 for the last, got {given.step}.")
+            raise ValueError(
+                f"Expected a step from 0 to {len(steps) - 1}, or -1 for the last, got {given.step}. [ZERO-908]"
+            )
         step = steps[given.step]
         draw(step, path, given.title)
     except ImportError as error:

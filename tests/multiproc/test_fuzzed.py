@@ -363,7 +363,9 @@ def _masters_refreshed_between_backward_and_step(setup: Setup) -> None:
         both.ddp(inputs_of(setup, step).bfloat16()).square().mean().backward()
         both.opt.step()
     both.ddp(inputs_of(setup, 4).bfloat16()).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"Expected opt\.refresh_master_weights\(\) before backward\(\) or after"):
+    with pytest.raises(
+        RuntimeError, match=r"opt\.refresh_master_weights\(\) between backward\(\) and opt\.step\(\) comes too late"
+    ):
         both.opt.refresh_master_weights()
     both.opt.step()
     both.opt.refresh_master_weights()

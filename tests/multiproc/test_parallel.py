@@ -238,7 +238,7 @@ def _ranks_with_different_views_of_the_groups_are_named(setup: Setup) -> None:
     )
     refused(None if setup.rank == 3 else same, ValueError, "the same parameter groups with a process group.*rank 3")
     others = (
-        r"different ones on rank 0 \(global rank 0\) and rank 1 \(global rank 2\)" if setup.rank % 2 == 0 else "on ra"
+        r"different values on rank 0 \(global rank 0\) and rank 1 \(global rank 2\)" if setup.rank % 2 == 0 else "on ra"
     )
     refused(same, ValueError if setup.rank % 2 == 0 else RuntimeError, others, seed=int(setup.rank == 2))
     opt = ParallelOptimizer(

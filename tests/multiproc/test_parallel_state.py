@@ -497,7 +497,7 @@ def _what_is_damaged_or_missing_is_named_and_changes_nothing(setup: Setup) -> No
             checkpoint.load(setup.folder / case_name, saved.ddp, saved.opt)
     wider = Cut(grid(2, 2))
     wider.model[0].bias = nn.Parameter(torch.zeros(9))
-    with pytest.raises(ValueError, match=r"parameter 'module\.0\.bias'.* which is not|not in the model|state_dict"):
+    with pytest.raises(ValueError, match=r"lacks parameter .*'module\.0\.bias'|not in the model|state_dict"):
         checkpoint.load(setup.folder / "smaller", wider.ddp, wider.opt)
     after = (saved.model.state_dict(), saved.opt.members[0].optim.state_dict())
     assert_identical(before, after, "after loads that were refused")
@@ -532,7 +532,7 @@ def _one_door_opens_and_the_others_name_it(setup: Setup) -> None:
     ):
         with pytest.raises(TypeError, match=door):
             wrong()
-    with pytest.raises(ValueError, match=r"data_parallel_dim with mesh=, got none"):
+    with pytest.raises(ValueError, match=r"mesh= needs data_parallel_dim="):
         shard_optimizer(ddp, AdamW, groups, mesh=mesh, **OPTIONS)
 
 
@@ -549,9 +549,9 @@ def _what_is_refused_says_what_to_do_instead(setup: Setup) -> None:
     with pytest.raises(TypeError, match=r"'shard_group'\. Shard over all ranks"):
         Spread(setup, 2, shard_group=dist.group.WORLD)
     for copied in (copy.copy, copy.deepcopy):
-        with pytest.raises((NotImplementedError, TypeError), match="ParallelOptimizer not to be"):
+        with pytest.raises((NotImplementedError, TypeError), match="ParallelOptimizer cannot be"):
             copied(opt)
-    with pytest.raises(TypeError, match=r"not to be pickled\. Save state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"cannot be pickled: .* Save state_dict\(\)"):
         pickle.dumps(opt)
     with pytest.raises(NotImplementedError, match="ParallelOptimizer does not support Join"):
         Join([opt])  # type: ignore[list-item]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_zero.__main__ import main
 from ddp_zero.error_codes import coded, truncated
 
 REPOSITORY = Path(__file__).parents[2]
@@ -18,9 +19,6 @@ PAGE = REPOSITORY / "docs" / "troubleshooting.md"
 CODE = re.compile(r"\[(ZERO-\d{3})\]")
 ANY = "\0"
 """Stands for a value in a message whose text is known only when it is raised."""
-
-PENDING = {"checkpoint", "deepspeed", "integrations", "launch", "parallel", "tools"}
-"""Rooms whose messages have no codes yet."""
 
 PROTOCOL = {"AttributeError", "KeyError", "IndexError", "StopIteration", "EOFError", "ArgumentTypeError"}
 """Exceptions that Python, argparse or a caller in this library expects and turns into a message of its own."""
@@ -34,10 +32,35 @@ INTERNAL = {
         [f"core/state/connections.py:{name}" for name in ("call", "receive_frame", "decode_frame")],
         "an error of a connection, which `gather` turns into a message that names the rank",
     ),
+    **dict.fromkeys(
+        [
+            f"checkpoint/foreign/torch_file.py:{name}"
+            for name in ("_on_reduce", "_on_build", "_push_name", "_on_proto", "_top")
+        ]
+        + [f"checkpoint/foreign/torch_file.py:{name}" for name in ("step", "_pop")],
+        "a fault of a pickle, which the function that reads it puts into its own message",
+    ),
+    **dict.fromkeys(
+        [f"tools/postmortem/records.py:{name}" for name in ("_text", "_checked")],
+        "a fault of a record, which `read` puts into its own message",
+    ),
+    **dict.fromkeys(
+        (
+            "deepspeed/optimizers.py:_update",
+            "deepspeed/schedules.py:lr",
+            "tools/record/recorder.py:open_range",
+        ),
+        "an abstract method",
+    ),
+    "checkpoint/tensor_file.py:_write": "the error of the system itself, with its number",
+    "launch/guard.py:main": "an error that the same function prints",
     "core/backward/hook.py:_finish_backward": "the message of a `why_refuse`, whose returns are followed elsewhere",
     "core/engine/shardable.py:check_unknown": "the kept message of an earlier `check_shardable`",
 }
 """Functions whose messages are built elsewhere, or seen by no user by themselves, and the reason."""
+
+BUILDERS = {"why_refuse"}
+"""Methods that return a message, or None, for a caller in a different file to raise."""
 
 INDIRECT = {
     "ZERO-401": "core/backward/visible_gradients.py",
@@ -57,10 +80,6 @@ class Message:
     text: str
 
 
-def is_pending(path: str) -> bool:
-    return any(path == room or path.startswith(f"{room}/") for room in PENDING)
-
-
 @cache
 def sources() -> dict[str, ast.Module]:
     """The library's files by path within it."""
@@ -69,13 +88,13 @@ def sources() -> dict[str, ast.Module]:
 
 
 @cache
-def functions() -> dict[str, list[ast.FunctionDef]]:
-    """The library's functions by name."""
-    found: dict[str, list[ast.FunctionDef]] = {}
+def functions() -> dict[str, list[tuple[ast.Module, ast.FunctionDef]]]:
+    """The library's functions by name, each with its file."""
+    found: dict[str, list[tuple[ast.Module, ast.FunctionDef]]] = {}
     for tree in sources().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
-                found.setdefault(node.name, []).append(node)
+                found.setdefault(node.name, []).append((tree, node))
     return found
 
 
@@ -138,12 +157,13 @@ class Texts:
             return [re.sub(r"\{.*?\}", ANY, text) for text in self.of(call.func.value)]
         if f"{name}()" in self._seen:
             return []
+        everywhere = functions().get(name, [])
         found = [
             text
-            for function in functions().get(name, [])
+            for tree, function in [one for one in everywhere if one[0] in self._scopes] or everywhere
             for node in ast.walk(function)
             if isinstance(node, ast.Return) and node.value is not None
-            for text in Texts(function, seen=self._seen | {f"{name}()"}).of(node.value)
+            for text in Texts(function, tree, seen=self._seen | {f"{name}()"}).of(node.value)
         ]
         return found or [ANY]
 
@@ -182,12 +202,17 @@ def messages_in(path: str, tree: ast.Module) -> list[Message]:
         if call.args and (is_exception(name) or name == "warn") and f"{path}:{where}" not in INTERNAL:
             texts = Texts(*filter(None, (function, tree))).of(call.args[0])
             found += [Message(f"{path}:{call.lineno}", text) for text in texts]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name in BUILDERS:
+            values = [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value is not None]
+            texts = [text for value in values for text in Texts(node, tree).of(value)]
+            found += [Message(f"{path}:{node.lineno}", text) for text in texts if text != ANY]
     return found
 
 
 @cache
 def messages() -> list[Message]:
-    return [one for path, tree in sources().items() if not is_pending(path) for one in messages_in(path, tree)]
+    return [one for path, tree in sources().items() for one in messages_in(path, tree)]
 
 
 @cache
@@ -287,6 +312,26 @@ def test_a_message_that_quotes_errors_has_one_code_at_its_end() -> None:
     assert coded("got rank 1: a; no. [ZERO-101]; see.", "[ZERO-505]") == "got rank 1: a; no.; see. [ZERO-101]"
     both = coded("got 0: a [ZERO-101]; 1: b [ZERO-102]", "[ZERO-505]")
     assert both == "got 0: a [ZERO-101]; 1: b [ZERO-102] [ZERO-505]"
+
+
+@pytest.mark.parametrize("asked", ["ZERO-203", "zero-203", "203", "[ZERO-203]"])
+def test_explain_prints_the_section(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", asked]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("ZERO-203: The optimizer's hook is missing")
+    assert "opt.attach(ddp)" in text
+    assert not any(part in text for part in ("ZERO-204", "<a id", "```", "<!--"))
+
+
+def test_explain_knows_every_code_and_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [code for code in sections() if main(["explain", code]) != 0] == []
+    assert main(["explain", "ZERO-000"]) == 1
+    assert "There is no code ZERO-000" in capsys.readouterr().out
+
+
+def test_the_wheel_takes_the_page_along() -> None:
+    settings = (REPOSITORY / "pyproject.toml").read_text()
+    assert '"docs/troubleshooting.md" = "ddp_zero/troubleshooting.md"' in settings
 
 
 def test_a_message_that_is_cut_keeps_its_code() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ddp_zero.checkpoint.foreign.torch_file import Inert, RawTensor, Span, load
+from ddp_zero.error_codes import coded
 
 VERSION = "0.19.0"
 """DeepSpeed tells formats apart by this version; it treats all since 0.3.17 alike."""
@@ -106,9 +107,8 @@ def read(folder: Path) -> Foreign:
     try:
         return _Reader(folder).read()
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"Expected a checkpoint of DeepSpeed 0.17 to 0.19 in {folder}, got {type(error).__name__}: {error}"
-        ) from error
+        message = f"Expected a checkpoint of DeepSpeed 0.17 to 0.19 in {folder}, got {type(error).__name__}: {error}"
+        raise ValueError(coded(message, "[ZERO-621]")) from error
 
 
 class _Reader:
@@ -126,7 +126,7 @@ class _Reader:
         if not shapes:
             raise ValueError(
                 f"Expected stage 1 or 2 in {self.folder}, got stage 0. Load it with torch.load, and give 'module' and "
-                "'optimizer' to load_state_dict()."
+                "'optimizer' to load_state_dict(). [ZERO-620]"
             )
         names = [list(group) for group in shapes]
         shape_of = {name: tuple(shape) for group in shapes for name, shape in group.items()}
@@ -143,7 +143,7 @@ class _Reader:
         for name, master in masters.items():
             module.setdefault(name, master)
             if module[name].shape != master.shape:
-                raise ValueError(f"Expected {name!r} of shape {module[name].shape}, got {master.shape}.")
+                raise ValueError(f"Expected {name!r} of shape {module[name].shape}, got {master.shape}. [ZERO-621]")
         is_same = {name for name, master in masters.items() if module[name].dtype == master.dtype}
         options = parts.options()
         groups = [
@@ -176,12 +176,12 @@ class _Reader:
         if any(_STAGE_3.fullmatch(name) for name in self.names):
             raise ValueError(
                 f"Expected stage 1 or 2 in {self.folder}, got stage 3. Convert it with DeepSpeed's "
-                "deepspeed.checkpoint.ds_to_universal first."
+                "deepspeed.checkpoint.ds_to_universal first. [ZERO-620]"
             )
         if models != ["00"] or any(_OTHER_PARALLEL.fullmatch(name) for name in self.names):
             raise ValueError(
-                f"Expected a job with data parallelism only in {self.folder}, got one with tensor, pipeline or expert "
-                "parallelism."
+                f"The checkpoint in {self.folder} is of a job with tensor, pipeline or expert parallelism, and only "
+                "data parallelism is read here. [ZERO-620]"
             )
 
     def load(self, name: str) -> Any:
@@ -198,7 +198,7 @@ class _Partitioned:
         if sorted(files) != list(range(world_size)) or len(files) < len(matches):
             raise ValueError(
                 f"Expected a file of the optimizer for each of {world_size} ranks in {reader.folder}, got those of "
-                f"{sorted(files)}."
+                f"{sorted(files)}. [ZERO-621]"
             )
         loaded = [reader.load(files[rank]) for rank in sorted(files)]
         self._ranks = [one["optimizer_state_dict"] for one in loaded]
@@ -235,12 +235,14 @@ class _Partitioned:
                 raise ValueError(
                     f"Expected one order of parameters in {folder}, got {name!r} of rank {number} at {here.get(name)} "
                     f"by param_shapes and at {mapped.get(name)} by param_slice_mappings, and no round_robin_gradients "
-                    "in its configuration. Convert it with DeepSpeed's zero_to_fp32 or ds_to_universal."
+                    "in its configuration. Convert it with DeepSpeed's zero_to_fp32 or ds_to_universal. [ZERO-621]"
                 )
             found.append(here)
         expected = {name: math.prod(shape) for name, shape in shapes.items() if math.prod(shape)}
         if end < sum(expected.values()) or counts != expected:
-            raise ValueError(f"Expected {expected} elements of group {place} in {folder}, got {dict(counts)} of {end}.")
+            raise ValueError(
+                f"Expected {expected} elements of group {place} in {folder}, got {dict(counts)} of {end}. [ZERO-621]"
+            )
         return found
 
     def options(self) -> list[dict[str, Any]]:
@@ -263,18 +265,18 @@ class _Partitioned:
                 if isinstance(value, RawTensor) and len(value.shape) == 1 and value.shape[0] >= flat.shape[0]:
                     spans.setdefault(key, []).extend(value.part(begin, count))
                     if dtypes.setdefault(key, value.dtype) != value.dtype:
-                        raise ValueError(f"Expected one dtype of {key} of {name!r}, got two.")
+                        raise ValueError(f"Expected one dtype of {key} of {name!r}, got two. [ZERO-621]")
                 else:
                     found[key] = value
         for key, places in spans.items():
             nbytes = sum(span.nbytes for span in places)
             if nbytes != math.prod(shape) * dtypes[key].itemsize:
                 raise ValueError(
-                    f"Expected {key} of {name!r} with shape {list(shape)}, got {nbytes} bytes on all ranks."
+                    f"Expected {key} of {name!r} with shape {list(shape)}, got {nbytes} bytes on all ranks. [ZERO-621]"
                 )
             found[key] = RawTensor(shape, dtypes[key], tuple(places))
         if "fp32" not in found:
-            raise ValueError(f"Expected the elements of {name!r} on some rank, got none.")
+            raise ValueError(f"No rank's file has the elements of {name!r}. [ZERO-621]")
         return found
 
     @staticmethod
@@ -304,17 +306,19 @@ class _Universal:
                 found[key] = value["param"] if isinstance(value, dict) else value
                 if isinstance(value, dict):
                     if math.prod(found[key].shape) != math.prod(shape):
-                        raise ValueError(f"Expected {key} of {name!r} with shape {shape}, got {found[key].shape}.")
+                        raise ValueError(
+                            f"Expected {key} of {name!r} with shape {shape}, got {found[key].shape}. [ZERO-621]"
+                        )
                     found[key] = RawTensor(shape, found[key].dtype, found[key].spans)
         if "fp32" not in found:
-            raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none.")
+            raise ValueError(f"Expected fp32.pt of {name!r} in {self._reader.folder / 'zero'}, got none. [ZERO-621]")
         return found
 
 
 def _slice(name: str, address: Any) -> tuple[int, int]:
     begin, count = address.attributes["start"], address.attributes["numel"]
     if type(begin) is not int or type(count) is not int:
-        raise TypeError(f"Expected the place of {name!r}, got {address.attributes!r:.200}.")
+        raise TypeError(f"Expected the place of {name!r}, got {address.attributes!r:.200}. [ZERO-621]")
     return begin, count
 
 
@@ -359,7 +363,7 @@ def _without_classes(value: Any) -> Any:
 
 def _check_folder_name(name: str) -> None:
     if "/" in name or name in ("", ".", ".."):
-        raise ValueError(f"Expected the name of a parameter that can be the name of a folder, got {name!r}.")
+        raise ValueError(f"Expected the name of a parameter that can be the name of a folder, got {name!r}. [ZERO-621]")
 
 
 def _names(folder: Path) -> list[str]:

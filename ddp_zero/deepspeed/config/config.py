@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from ddp_zero.deepspeed.config.table import AUTO, ConfigError, Finding, autos, check, value_at
+from ddp_zero.error_codes import coded
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 """A configuration: a dictionary, the path of a JSON file, or JSON text in URL-safe base64, as launchers pass it."""
@@ -64,39 +65,47 @@ def read(source: Source) -> dict[str, Any]:
         TypeError: for a source of another type.
     """
     if not isinstance(source, Mapping | str | os.PathLike):
-        raise TypeError(f"Expected a configuration as a dict or a path, got {type(source).__name__}.")
+        raise TypeError(f"Expected a configuration as a dict or a path, got {type(source).__name__}. [ZERO-701]")
     try:
         if isinstance(source, Mapping):
             return _without_comments(copy.deepcopy(dict(source)), "the configuration")
         return _without_comments(*_loaded(source))
     except RecursionError:
-        raise ConfigError("Expected a configuration of a few nested blocks, got hundreds in each other.") from None
+        raise ConfigError(
+            "The configuration nests hundreds of blocks. A DeepSpeed configuration has a few levels. [ZERO-701]"
+        ) from None
 
 
 def _loaded(source: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     path = Path(source)
     if str(source) and _is(path, Path.is_dir):
-        raise ConfigError(f"Expected the path of a DeepSpeed configuration, got {str(source)!r:.200}: a folder.")
+        raise ConfigError(
+            f"Expected the path of a DeepSpeed configuration, got {str(source)!r:.200}: a folder. [ZERO-701]"
+        )
     is_file = _is(path, Path.is_file)
     name, text = (str(path), _text(path)) if is_file else ("base64", _decoded(source))
     if not text:
         what = "no such file" if text is None or not str(source) else "an empty file"
-        raise ConfigError(f"Expected the path of a DeepSpeed configuration, got {str(source)!r:.200}: {what}.")
+        raise ConfigError(
+            f"Expected the path of a DeepSpeed configuration, got {str(source)!r:.200}: {what}. [ZERO-701]"
+        )
     try:
         document = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"Expected JSON in {name}, got {error}. Comments, which DeepSpeed's reader allows, must be removed, or be "
-            "keys that begin with _comment."
+            "keys that begin with _comment. [ZERO-701]"
         ) from error
     except ConfigError:
         raise
     except ValueError as error:  # of Python, about an int
-        raise ConfigError(f"Expected numbers in {name}, got one of thousands of digits.") from error
+        raise ConfigError(f"A number in {name} has thousands of digits. [ZERO-701]") from error
     except RecursionError:
-        raise ConfigError(f"Expected a few nested blocks in {name}, got hundreds in each other.") from None
+        raise ConfigError(
+            f"{name} nests hundreds of blocks. A DeepSpeed configuration has a few levels. [ZERO-701]"
+        ) from None
     if not isinstance(document, dict):
-        raise ConfigError(f"Expected a JSON object in {name}, got {type(document).__name__}.")
+        raise ConfigError(f"Expected a JSON object in {name}, got {type(document).__name__}. [ZERO-701]")
     return document, name
 
 
@@ -111,7 +120,9 @@ def _text(path: Path) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"Expected a DeepSpeed configuration in {path}, got {error.strerror or error}.") from error
+        raise ConfigError(
+            f"Expected a DeepSpeed configuration in {path}, got {error.strerror or error}. [ZERO-701]"
+        ) from error
     found = next((text for begin, text in _UNREADABLE.items() if content.startswith(begin)), None)
     if found is None and b"\0" in content:
         found = "binary data"
@@ -120,7 +131,7 @@ def _text(path: Path) -> str:
             return content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             found = f"a byte that is not UTF-8 at place {error.start}: save it as UTF-8"
-    raise ConfigError(f"Expected JSON in UTF-8 in {path}, got {found}.")
+    raise ConfigError(f"Expected JSON in UTF-8 in {path}, got {found}. [ZERO-701]")
 
 
 def _decoded(source: str | os.PathLike[str]) -> str | None:
@@ -134,7 +145,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs if not name.startswith(_COMMENT)]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise ConfigError(f"Expected every key once, got several of {', '.join(map(repr, repeated))}.")
+        raise ConfigError(f"Expected every key once, got several of {', '.join(map(repr, repeated))}. [ZERO-701]")
     return dict(pairs)
 
 
@@ -145,9 +156,9 @@ def _without_comments(document: Mapping[str, Any], name: str, prefix: str = "") 
         if isinstance(key, str) and key.startswith(_COMMENT):
             continue
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"Expected finite numbers in {name}, got {prefix}{key} = {value}.")
+            raise ConfigError(f"Expected finite numbers in {name}, got {prefix}{key} = {value}. [ZERO-702]")
         if isinstance(value, int) and abs(value) > _LARGEST:
-            raise ConfigError(f"Expected ints of up to 64 bits in {name}, got a larger one for {prefix}{key}.")
+            raise ConfigError(f"{prefix}{key} in {name} is an int of more than 64 bits. [ZERO-702]")
         kept[key] = _without_comments(value, name, f"{prefix}{key}.") if isinstance(value, Mapping) else value
     return kept
 
@@ -221,8 +232,9 @@ class Auto:
         size = hidden_size(model_config) if open_keys else None
         if open_keys and size is None:
             raise ConfigError(
-                "Expected a model whose config has hidden_size or hidden_sizes, itself or in text_config, got none; "
-                f'{", ".join(open_keys)} = "auto" cannot be filled without. Write numbers in their place.'
+                f'{", ".join(open_keys)} = "auto" cannot be filled: the '
+                "model's config has no hidden_size or hidden_sizes, itself or in text_config. Write numbers in their "
+                "place. [ZERO-705]"
             )
         for path in open_keys:
             assert size is not None, "checked above"
@@ -238,7 +250,7 @@ class Auto:
         if self.mismatches:
             first = "Expected a configuration that says the same as the training arguments, got:"
             last = 'Write "auto" in their place, or change one of the two.'
-            raise ConfigError("\n".join([first, *self.mismatches, last]))
+            raise ConfigError("\n".join([first, *self.mismatches, f"{last} [ZERO-707]"]))
         return self.document
 
     @property
@@ -325,7 +337,7 @@ class Section:
         ]
         wrong = wrong or self.contradictions()
         if wrong:
-            raise ConfigError("\n".join(wrong))
+            raise ConfigError("\n".join(wrong) + " [ZERO-702]")
 
     def contradictions(self) -> list[str]:
         """Values that are valid alone but not together, a line each."""
@@ -336,7 +348,7 @@ class Section:
         """The section of a block, ignoring keys of other sections; ConfigError lists all values that break a rule."""
         known = {one.name for one in fields(cls)}
         if block is not None and not isinstance(block, Mapping):
-            raise ConfigError(f"- {cls.BLOCK}: expected a block, got {block!r}")
+            raise ConfigError(f"- {cls.BLOCK}: expected a block, got {block!r} [ZERO-702]")
         return cls(**{name: _whole(value) for name, value in (block or {}).items() if name in known})
 
 
@@ -541,11 +553,11 @@ class Batch:
         wrong = [name for name, value in given.items() if value is not None and not _COUNT.holds(value)]
         if wrong:
             told = ", ".join(f"{name} = {given[name]!r}" for name in wrong)
-            raise ConfigError(f"Expected {_EQUATION}, each an int of at least 1, got {told}.")
+            raise ConfigError(f"Expected {_EQUATION}, each an int of at least 1, got {told}. [ZERO-706]")
         if train is None and micro is None:
             raise ConfigError(
-                f"Expected train_batch_size or train_micro_batch_size_per_gpu, got neither. {_EQUATION}: any two give "
-                "the third."
+                f"The configuration has neither train_batch_size nor train_micro_batch_size_per_gpu. {_EQUATION}: any "
+                "two give the third. [ZERO-706]"
             )
         if accumulation is None:
             accumulation = 1 if train is None or micro is None else max(train // (micro * ranks), 1)
@@ -556,7 +568,8 @@ class Batch:
         if train is not None and train != product:
             raise ConfigError(
                 f"Expected {_EQUATION}, got {train} = {micro} * {accumulation} * {ranks}, which is {product}; given "
-                f"were {', '.join(f'{name} = {value}' for name, value in given.items() if value is not None)}."
+                f"were {', '.join(f'{name} = {value}' for name, value in given.items() if value is not None)}. "
+                "[ZERO-706]"
             )
         return cls(product, micro, accumulation)
 
@@ -602,7 +615,7 @@ class Config:
     def __post_init__(self) -> None:
         wrong = self._contradictions()
         if wrong:
-            raise ConfigError("\n".join(["Expected a consistent configuration, got:", *wrong]))
+            raise ConfigError("\n".join(["Expected a consistent configuration, got:", *wrong]) + " [ZERO-702]")
 
     @classmethod
     def parse(cls, source: Source, ranks: int) -> "Config":
@@ -642,7 +655,8 @@ class Config:
             except ConfigError as error:
                 problems.append(str(error))
         if problems:
-            raise ConfigError("\n".join(["Invalid values in the DeepSpeed configuration:", *problems]))
+            message = "\n".join(["Invalid values in the DeepSpeed configuration:", *problems])
+            raise ConfigError(coded(message, "[ZERO-702]"))
         return cls(**parts, document=document, findings=findings)
 
     @property
@@ -713,7 +727,7 @@ def _bf16(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     block: Mapping[str, Any] | None = document.get("bf16")
     old: Mapping[str, Any] | None = document.get("bfloat16")
     if block is not None and old is not None:
-        raise ConfigError("- bf16 and bfloat16: expected one of them, got both, of which DeepSpeed reads bf16 only")
+        raise ConfigError("- bf16 and bfloat16: two names of one block; DeepSpeed reads bf16 only [ZERO-702]")
     return old if block is None else block
 
 
@@ -727,10 +741,10 @@ def _offload(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _tag_validation(document: Mapping[str, Any]) -> str:
     if not isinstance(document.get("checkpoint", {}), Mapping):
-        raise ConfigError(f"- checkpoint: expected a block, got {document['checkpoint']!r}")
+        raise ConfigError(f"- checkpoint: expected a block, got {document['checkpoint']!r} [ZERO-702]")
     given = value_at(document, "checkpoint.tag_validation", "Warn")
     if not isinstance(given, str) or given.lower() not in ("ignore", "warn", "fail"):
-        raise ConfigError(f"- checkpoint.tag_validation: expected Ignore, Warn or Fail, got {given!r}")
+        raise ConfigError(f"- checkpoint.tag_validation: expected Ignore, Warn or Fail, got {given!r} [ZERO-702]")
     return given.lower()
 
 

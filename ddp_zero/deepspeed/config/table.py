@@ -552,7 +552,7 @@ def find(document: Mapping[str, Any]) -> list[Finding]:
         else:
             findings.append(Finding(path, value, *(_in_context(path, value, stage) or key.at(value))))
     if unknown:
-        raise ConfigError("\n".join(["Unknown keys in the DeepSpeed configuration:", *unknown]))
+        raise ConfigError("\n".join(["Unknown keys in the DeepSpeed configuration:", *unknown]) + " [ZERO-703]")
     return findings
 
 
@@ -561,12 +561,12 @@ def check(document: Mapping[str, Any]) -> list[Finding]:
     findings = find(document)
     wrong = [f"- {one.path} = {one.value!r}: {one.text}" for one in findings if one.kind is Kind.REFUSED]
     if wrong:
-        raise ConfigError("\n".join(["Expected a configuration without what is not done here, got:", *wrong]))
+        raise ConfigError("\n".join(["Keys of the configuration that are not supported here:", *wrong]) + " [ZERO-704]")
     left = [path for path in autos(document) if path not in TABLE or not TABLE[path].takes_auto]
     if left:
         raise ConfigError(
             f'Expected numbers in place of "auto", got "auto" for {", ".join(left)}. Write the values, or fill them '
-            "with ddp_zero.deepspeed.config.config.Auto."
+            "with ddp_zero.deepspeed.config.config.Auto. [ZERO-705]"
         )
     return findings
 

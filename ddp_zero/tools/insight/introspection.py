@@ -59,8 +59,8 @@ class Introspection:
         sharded = self._sharded
         if self._engine.joins:
             raise RuntimeError(
-                "Expected to be outside Join, got opt.check_agreement() inside it: ranks that have joined would not "
-                "take part. Call it after the Join context."
+                "opt.check_agreement() is not supported inside Join: ranks that have joined would not take part. Call "
+                "it after the Join context. [ZERO-310]"
             )
         sharded.left.complete()
         everyone, table = sharded.everyone, sharded.table
@@ -78,7 +78,7 @@ class Introspection:
         raise RuntimeError(
             f"Expected the same parameters on every rank, got {len(found)} of {len(table)} that differ from what most "
             f"ranks hold: {shown}{more}.{tied} Some code has changed parameters on some ranks only, or memory is "
-            "faulty: load a checkpoint on all ranks."
+            "faulty: load a checkpoint on all ranks. [ZERO-512]"
         )
 
     def explain(self, html: str | os.PathLike[str] | None = None) -> str:
@@ -107,11 +107,13 @@ class Introspection:
         sharded = self._sharded
         index = sharded.table.index_of.get(param)
         if index is None:
-            raise ValueError(f"Expected a parameter of this optimizer, got one of shape {list(param.shape)}.")
+            raise ValueError(
+                f"The parameter of shape {list(param.shape)} is not a parameter of this optimizer. [ZERO-119]"
+            )
         pieces, comm = sharded.binding.pieces[index], sharded.comm
         if is_cut(pieces):
             shared = ", ".join(f"{comm.name(piece.owner)} elements {piece.start} to {piece.stop}" for piece in pieces)
-            raise ValueError(f"Expected {sharded.table.label(index)} to have one owner, got several: {shared}.")
+            raise ValueError(f"{sharded.table.label(index)} has several owners: {shared}. [ZERO-119]")
         owner = sharded.everyone.place_of(comm.global_rank(home(pieces)))
         assert owner is not None, "a shard group is part of everyone"
         return owner

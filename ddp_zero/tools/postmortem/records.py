@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.flight import COLLECTIVE_FIELDS, FIELDS, VERSION
 from ddp_zero.tools.record.regular_files import open_regular
 
@@ -83,8 +84,8 @@ def read_folder(folder: str | os.PathLike[str], attempt: int | None = None) -> l
     found = sorted((record for record in records if record.attempt == attempt), key=lambda record: record.rank)
     if not found:
         raise ValueError(
-            f"Expected flight records of attempt {attempt} in {folder}, got none. They are written where "
-            "DDP_ZERO_RECORD_DIR or ddp_zero.record_to says, when a step raises or a time-out nears."
+            f"No flight records of attempt {attempt} in {folder}. They are written where DDP_ZERO_RECORD_DIR or "
+            "ddp_zero.record_to says, when a step raises or a time-out nears. [ZERO-907]"
         )
     return found
 
@@ -94,7 +95,7 @@ def read(path: Path) -> Record:
     try:
         content: dict[str, Any] = json.loads(_text(path))
         if content["version"] != VERSION or content["fields"] != list(FIELDS):
-            raise ValueError(f"version {content['version']!r:.20}")
+            raise ValueError(f"version {content['version']!r:.20} [ZERO-907]")
         events = [Event(*_row(_EVENT, FIELDS, row)) for row in content["events"]]
         rows = content["collectives"]
         collectives = None if rows is None else [Collective(*_row(_COLLECTIVE, COLLECTIVE_FIELDS, row)) for row in rows]
@@ -105,7 +106,8 @@ def read(path: Path) -> Record:
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         told = "blocks nested too deeply" if isinstance(error, RecursionError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"Expected a flight record of version {VERSION} in {path}, got {told:.300}.") from error
+        message = f"Expected a flight record of version {VERSION} in {path}, got {told:.300}."
+        raise ValueError(coded(message, "[ZERO-907]")) from error
 
 
 def _text(path: Path) -> str:

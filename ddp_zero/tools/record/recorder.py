@@ -116,7 +116,7 @@ class Ring:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         if capacity < 1 or capacity & (capacity - 1):
-            raise ValueError(f"Expected a power of two as the capacity of a ring, got {capacity}.")
+            raise ValueError(f"Expected a power of two as the capacity of a ring, got {capacity}. [ZERO-199]")
         self._slots = [Span() for _ in range(capacity)]
         self._mask = capacity - 1
         self._numbers = itertools.count()  # `next` is atomic

@@ -103,7 +103,7 @@ def test_of_a_folder_the_newest_complete_one_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_where_there_is_none_it_is_not_found(inside: bool, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="got no complete one"):
+    with pytest.raises(FileNotFoundError, match="No complete checkpoint"):
         SavedCheckpoint.open(tmp_path if inside else tmp_path / "nowhere")
 
 
@@ -324,7 +324,7 @@ def test_several_wrong_types_are_refused_or_harmless(changes: list[tuple[tuple[A
 @pytest.mark.parametrize("digest", ["", "0" * 64, "../part-0.json", "\0"], ids=repr)
 def test_a_marker_with_another_checksum_is_refused(digest: str, tmp_path: Path) -> None:
     folder = forge(tmp_path / "forged", rank_0())
-    with pytest.raises(ValueError, match=r"Expected .*part-0\.json to fit its checksum"):
+    with pytest.raises(ValueError, match=r"part-0\.json does not fit its checksum"):
         SavedCheckpoint.open(mark(folder, [digest]))
 
 
@@ -361,7 +361,7 @@ def test_a_part_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     size = (folder / "part-0.json").stat().st_size
     for left in (size - 1, size // 2, 1, 0):
         os.truncate(folder / "part-0.json", left)
-        with pytest.raises(ValueError, match=r"Expected .*part-0\.json to fit its checksum"):
+        with pytest.raises(ValueError, match=r"part-0\.json does not fit its checksum"):
             SavedCheckpoint.open(folder)
 
 

@@ -98,9 +98,9 @@ def state(**values: Any) -> dict[str, Any]:
         ({"cuts": {"w": ((4, 3), (-2, 0))}}, "a shape and offsets"),
         ({"cuts": {"w": [4, 3]}}, "a shape and offsets"),
         ({"cuts": {"z": ((4, 3), (2, 0))}}, "a tensor for every part"),
-        ({"state": state(n=4)}, "the same state 'n' for all parts of 'w', got different ones from ranks 0 and 1"),
-        ({"state": state(exp_avg=torch.zeros(3))}, "the same state 'exp_avg' for all parts of 'w'"),
-        ({"state": {}, "births": []}, "the same state 'exp_avg' for all parts of 'w'"),
+        ({"state": state(n=4)}, "Ranks 0 and 1 have saved different values of the state 'n' of 'w'"),
+        ({"state": state(exp_avg=torch.zeros(3))}, "different values of the state 'exp_avg' of 'w'"),
+        ({"state": {}, "births": []}, "different values of the state 'exp_avg' of 'w'"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:

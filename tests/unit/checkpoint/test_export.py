@@ -397,7 +397,7 @@ def test_where_there_is_no_checkpoint_the_command_fails_with_one_line(
     assert run(monkeypatch, "export", tmp_path / "nowhere", tmp_path / "plain") == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("ddp-zero checkpoint: error: Expected a checkpoint of ddp_zero.checkpoint.save, or")
+    assert err.startswith("ddp-zero checkpoint: error: No complete checkpoint of ddp_zero.checkpoint.save or")
     assert str(tmp_path / "nowhere") in err
     assert err.count("\n") == 1
     assert not (tmp_path / "plain").exists()

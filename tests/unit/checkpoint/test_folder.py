@@ -347,7 +347,7 @@ def test_a_torn_folder_is_never_picked(kind: str, tmp_path: Path) -> None:
     assert complete(tmp_path) == ["step-00000003"]
     assert newest(tmp_path).name == "step-00000003"
     assert next_step(tmp_path) == 4
-    with pytest.raises(FileNotFoundError, match=r"Expected a checkpoint .*step-00000004, got no complete one"):
+    with pytest.raises(FileNotFoundError, match=r"No complete checkpoint .*step-00000004, nor"):
         newest(tmp_path / "step-00000004")
 
 
@@ -565,7 +565,7 @@ def test_the_largest_text_is_one_that_was_asked_for(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("raw", [b"\xff", b"abc\x80", b"\xed\xa0\x80", b"\xc3"], ids=repr)
 def test_bytes_that_are_no_text_are_refused(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(raw)
-    with pytest.raises(ValueError, match=r"Expected UTF-8 text, got other bytes in .*text"):
+    with pytest.raises(ValueError, match=r"Expected UTF-8 text in .*text, got"):
         read_text(tmp_path / "text")
 
 
@@ -589,5 +589,5 @@ def test_a_folder_that_is_not_there_cannot_be_synced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "{'a': 1}", "[" * 100_000, '{"a":' * 100_000, "1" * 5000, "\ud800", "[1,]"])
 def test_what_is_no_json_is_refused_naming_the_file(text: str) -> None:
-    with pytest.raises(ValueError, match=r"Expected JSON, got something else in .*part-7\.json"):
+    with pytest.raises(ValueError, match=r"Expected JSON in .*part-7\.json, got"):
         parse_json(text, Path("part-7.json"))

@@ -109,7 +109,9 @@ def test_any_rank_may_name_its_file() -> None:
 def test_a_digest_that_does_not_fit_is_refused() -> None:
     text = encode_part(*(flatten(None)[0], []))
     for wrong in ("", sha(text + " "), sha(text).upper(), sha(text)[:-1]):
-        with pytest.raises(ValueError, match=r"^Expected part-3\.json to fit its checksum, got a damaged one\.$"):
+        with pytest.raises(
+            ValueError, match=r"^part-3\.json does not fit its checksum: the file is damaged\. \[ZERO-622\]$"
+        ):
             decode_part(text, wrong, "part-3.json")
 
 
@@ -522,6 +524,6 @@ def test_what_cannot_be_saved_is_told_with_where_it_is_and_what_to_do() -> None:
     with pytest.raises(TypeError) as caught:
         text_and_tensors({"extra": [1, {"rng": object()}]}, "a checkpoint")
     message = str(caught.value)
-    assert message.startswith("Expected what can be saved without pickle in a checkpoint. ")
+    assert message.startswith("Expected values that can be saved without pickle in a checkpoint. ")
     assert "builtins.object at ['extra'][1]['rng']" in message
     assert "state dicts" in message

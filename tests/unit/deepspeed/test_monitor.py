@@ -95,7 +95,9 @@ def test_only_rank_0_writes_and_only_where_it_is_asked_to(
 
 def test_without_tensorboard_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, MODULE, None)
-    with pytest.raises(ConfigError, match=r"got none\. pip install tensorboard, or use csv_monitor"):
+    with pytest.raises(
+        ConfigError, match=r"needs the package tensorboard\. pip install tensorboard, or use csv_monitor"
+    ):
         monitor(tensorboard=block(tmp_path))
     assert asked_for(1, tensorboard=block(tmp_path)) is None
 

@@ -103,7 +103,7 @@ def test_filters_choose_hosts_and_slots(include: str, exclude: str, left: tuple[
         ("c-1.exampel", "", "Did you mean 'c-1.example'?"),
         ("", "zzz", "There are a, b, c-1.example."),
         ("b:1,2", "", r"slots of b in --include, \[0, 1\], got \[2\]"),
-        ("", "a@b@c-1.example", "which leaves none"),
+        ("", "a@b@c-1.example", "leaves no slot"),
     ],
 )
 def test_filters_that_do_not_fit_are_refused(include: str, exclude: str, said: str) -> None:

@@ -33,7 +33,7 @@ def test_hosts_are_of_the_file_the_allocation_or_this_machine(hostfile: str) -> 
     assert hosts_of(options("--num-nodes=1"), ALLOCATION) == TWO[:1]
     assert hosts_of(options("--nproc=3"), {}) == (Host("localhost", (0, 1, 2)),)
     assert hosts_of(options("--launcher=local", "--nproc=1"), ALLOCATION) == (Host("localhost", (0,)),)
-    with pytest.raises(ValueError, match="Expected --hostfile with --launcher ssh"):
+    with pytest.raises(ValueError, match="--launcher ssh needs --hostfile"):
         hosts_of(options("--launcher=ssh"), ALLOCATION)
     with pytest.raises(OSError, match="nowhere"):
         hosts_of(options("--hostfile=nowhere"), {})
@@ -63,7 +63,7 @@ def test_where_they_meet() -> None:
     assert (slurm.address, slurm.port, slurm.own) == ("n1", 20005, {"n1": "n1", "n2": "n2"})
     assert meeting_of(options(), "ssh", TWO[:1], answers, {}).address is None
     assert found.job != given.job
-    with pytest.raises(RuntimeError, match=r"an address of n1 .* Say --master-addr"):
+    with pytest.raises(RuntimeError, match=r"n1 has no address .* Say --master-addr"):
         meeting_of(options(), "ssh", TWO, {"n1": Answer((), 1)}, {})
 
 

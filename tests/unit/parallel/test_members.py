@@ -112,7 +112,7 @@ def test_dimensions_of_the_mesh_are_named() -> None:
     assert other_dims(None, None, None) == []
     with pytest.raises(ValueError, match=r"pipeline_dim to name a dimension of the mesh, .*got 'pipe'"):
         other_dims(mesh, "data", "pipe")
-    with pytest.raises(ValueError, match="Expected data_parallel_dim with mesh=, got none"):
+    with pytest.raises(ValueError, match="mesh= needs data_parallel_dim="):
         other_dims(mesh, None, None)
     with pytest.raises(ValueError, match=r"data_parallel_dim to name a dimension of the mesh, \[\]"):
         other_dims(None, "data", None)

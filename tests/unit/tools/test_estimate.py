@@ -150,7 +150,7 @@ def test_any_number_of_ranks_and_no_parameters() -> None:
         ({"ranks": 2.0}, TypeError, r"ranks to be an int, got 2\.0"),
         ({"stage": 3}, ValueError, "stage 0, 1, 2 or None, got 3"),
         ({"partition": "rows"}, ValueError, "'parameters' or 'elements', got 'rows'"),
-        ({"offload": "disk"}, ValueError, "Expected a folder"),
+        ({"offload": "disk"}, ValueError, "needs a folder"),
         ({"model": [1]}, TypeError, "Expected a module, got list"),
         ({"optimizer_class": torch.optim.LBFGS}, NotImplementedError, "LBFGS"),
         ({"momentum": 1.0}, TypeError, "momentum"),
@@ -212,7 +212,7 @@ def test_without_matplotlib_the_command_says_so(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["torch.nn:Identity", "--plot", "one.png"]) == 1
-    assert "Expected matplotlib for a plot, got none. Install ddp_zero[plot]." in capsys.readouterr().err
+    assert "A plot needs matplotlib. Install ddp_zero[plot]." in capsys.readouterr().err
 
 
 def test_a_picture(tmp_path: Path) -> None:

@@ -204,4 +204,4 @@ def test_events_and_stacks_are_shown_on_demand() -> None:
 
 def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
-    assert "Expected flight records of attempt 0" in capsys.readouterr().err
+    assert "No flight records of attempt 0" in capsys.readouterr().err
