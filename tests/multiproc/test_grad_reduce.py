@@ -1,6 +1,11 @@
 """The reduce-scatter of unequal slices: any sizes, dtypes and room, always the documented order of a sum, bitwise."""
 
 import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -113,9 +118,79 @@ def _ranks_that_disagree(setup: Setup) -> None:
     whole = torch.ones(8)
     parts = list(whole.split(4))
     reduction = SegmentReduction(comm, whole, parts, parts[setup.rank], torch.empty(4), (1, setup.rank), limit=8)
-    with pytest.raises(RuntimeError, match=rf"Expected rank {1 - setup.rank} .*the reduction of bucket {setup.rank}"):
-        reduction.wait()
+    for _ in range(2):  # never the segment as it was, however often it is asked for
+        with pytest.raises(RuntimeError, match=rf"Expected rank {1 - setup.rank} .*reduction of bucket {setup.rank}"):
+            reduction.wait()
 
 
 def test_ranks_that_disagree_about_the_bucket_are_told() -> None:
     run_ranks(_ranks_that_disagree, 2, group_timeout=3)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop(*_: Any) -> None:
+    raise _Stop
+
+
+@contextmanager
+def _another_backend(comm: Communicator) -> Iterator[None]:
+    with mock.patch.object(comm, "_backends", {"cpu": "another backend"}):
+        yield
+
+
+ROUTES: dict[str, tuple[Callable[[Communicator], AbstractContextManager[Any]], int]] = {
+    "direct": (lambda _: nullcontext(), 5000),
+    "direct, in windows": (lambda _: nullcontext(), 700),
+    "ring": (lambda _: rings_for_all(), 5000),
+    "backend": (_another_backend, 5000),
+}
+"""Routes of a sum, and elements that are received at a time."""
+
+
+def _interrupted_waits(setup: Setup) -> list[str]:
+    """The other rank is late; a signal interrupts the wait for it, as Ctrl-C does. Returns the interrupted routes."""
+    signal.signal(signal.SIGALRM, _stop)
+    comm, interrupted = Communicator(None), []
+    for place, (route, (patched, limit)) in enumerate(ROUTES.items()):
+        whole = torch.randn(10_000, generator=torch.Generator().manual_seed(setup.rank))
+        sizes = [5000, 5000]
+        expected = _expected(whole).split(sizes)[setup.rank]
+        parts = list(whole.split(sizes))
+        out = torch.empty(5000)
+        with patched(comm):
+            room = torch.empty(room_numel(comm, parts, limit))
+            if setup.rank == 1:
+                time.sleep(0.6)
+            summed = SegmentReduction(comm, whole, parts, out, room, (9, place), limit)
+            if setup.rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                try:
+                    summed.wait()
+                except _Stop:
+                    interrupted.append(route)
+            assert torch.equal(summed.wait(), expected), route
+            assert torch.equal(summed.wait(), expected), "asked twice"
+        dist.barrier()
+    return interrupted
+
+
+def test_a_wait_that_a_signal_has_interrupted_can_be_repeated() -> None:
+    assert run_ranks(_interrupted_waits, 2, group_timeout=30) == [list(ROUTES), []]
+
+
+def _interrupted_sum(setup: Setup) -> None:
+    comm = Communicator(None)
+    whole = torch.ones(10)
+    parts = list(whole.split(5))
+    summed = SegmentReduction(comm, whole, parts, torch.empty(5), torch.empty(5), (9, 0), 10)
+    with mock.patch("ddp_zero.core.comm.reduction._sum_in_order", _stop), pytest.raises(_Stop):
+        summed.wait()
+    with pytest.raises(RuntimeError, match=r"bucket 0 to be complete, got .* interrupted. Call opt.reset\(\)"):
+        summed.wait()
+
+
+def test_a_sum_that_was_interrupted_halfway_is_refused() -> None:
+    run_ranks(_interrupted_sum, 2)

@@ -66,6 +66,8 @@ class InFlight(Protocol):
 class Exchange:
     """Messages in flight. The tensors they read and write must stay untouched until `wait` returns."""
 
+    _failure: str | None = None
+
     def __init__(self, works: Sequence[Pending], tensors: Sequence[Tensor], limit: timedelta | None = None) -> None:
         self._works = works
         self._limit = () if limit is None else (limit,)  # see `message_limit`
@@ -82,7 +84,12 @@ class Exchange:
         Args:
             what: name of the exchange in the error message, such as ``the sync of bucket 3``.
             first: wait only for this many leading messages; None for all.
+
+        Raises:
+            RuntimeError: if a peer failed, each time.
         """
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
         for position in range(self._waited, len(self._works) if first is None else first):
             peer, work = self._works[position]
             waits_for(what, peer)
@@ -93,7 +100,9 @@ class Exchange:
                 if self._waited == position:  # a signal handler may have raised after the message had arrived
                     self._waited += work.is_completed()
                 if isinstance(error, RuntimeError):
-                    raise lost(peer(), what, error) from error
+                    # kept: the work counts as completed, so that a second wait would pass over it
+                    self._failure = str(lost(peer(), what, error))
+                    raise RuntimeError(self._failure) from error
                 raise
         if self._waited == len(self._works):
             _unfinished.discard(self)

@@ -73,28 +73,46 @@ class DirectSum:
         self._further = [(Messages(comm, {}, window.slots), window) for window in windows[1:]]
         self._subject: tuple[int, ...] = ()
         self._in_flight: Exchange | None = None
+        self._received: Exchange | None = None  # of a further window
+        self._summed = 0  # windows
+        self._is_summing = False
 
     def start(self, subject: tuple[int, ...]) -> None:
         """Send this rank's contributions, and post the first receives."""
         self._subject = (*subject, _REDUCE)
+        self._received, self._summed, self._is_summing = None, 0, False
         self._in_flight = self._messages.post(self._subject)
 
     def wait(self) -> Tensor:
-        """Block until this rank's segment is summed, and return it."""
-        in_flight, self._in_flight = self._in_flight, None
+        """Block until this rank's segment is summed, and return it. Can be called again after an exception.
+
+        Raises:
+            RuntimeError: if a peer failed, or if an exception has interrupted the sum itself, which destroys its terms.
+        """
+        in_flight = self._in_flight
         if in_flight is None:
             return self.out
         what = f"the reduction of bucket {self._subject[1]}"
-        if self._first:
+        if self._is_summing:
+            raise _interrupted(what)
+        if self._first and not self._summed:
             in_flight.wait(what, self._messages.num_receives)  # sum while the slices are still being sent
             # `add_up` may destroy this rank's own slice, never a peer's: pending sends still read the other slices
-            self._first[0].add_up()
-        for messages, window in self._further:  # into the room that the window before has left
-            messages.post(self._subject).wait(what)
-            window.add_up()
+            self._add_up(self._first[0])
+        for messages, window in self._further[max(0, self._summed - 1) :]:  # into the room that the one before has left
+            if self._received is None:
+                self._received = messages.post(self._subject)
+            self._received.wait(what)
+            self._add_up(window)
         # last: only now may the caller reuse the bucket's memory, which sends to peers were still reading
         in_flight.wait(what)
+        self._in_flight = None
         return self.out
+
+    def _add_up(self, window: "_Window") -> None:
+        self._is_summing = True
+        window.add_up()
+        self._received, self._summed, self._is_summing = None, self._summed + 1, False
 
 
 class _Window:
@@ -162,12 +180,12 @@ class SegmentReduction:
             self._direct.start(subject)
 
     def wait(self) -> Tensor:
-        """Block until this rank's segment is summed, and return it."""
+        """As `DirectSum.wait`."""
         if self._direct is not None:
             return self._direct.wait()
         if self._in_flight is not None:
-            in_flight, self._in_flight = self._in_flight, None
-            in_flight.wait(self._what)
+            self._in_flight.wait(self._what)
+            self._in_flight = None
         if self._sum.data_ptr() != self._out.data_ptr():
             self._out.copy_(self._sum)
             self._sum = self._out
@@ -212,6 +230,9 @@ class GroupedReduction:
                 self.run()
             except RuntimeError as error:
                 self.fail(error)
+            except BaseException:
+                self.fail(_interrupted(f"the reduction of bucket {self._subject[1]}"))
+                raise
         self._has_ended.wait()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
@@ -342,6 +363,13 @@ def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
         out.copy_(own)
     for part in parts[rank + 1 :]:
         out.add_(part)
+
+
+def _interrupted(what: str) -> RuntimeError:
+    """The error of a sum of which an exception, such as KeyboardInterrupt, has left a part."""
+    return RuntimeError(
+        f"Expected {what} to be complete, got one that an exception has interrupted. Call opt.reset(). [ZERO-308]"
+    )
 
 
 def received_window(numel: int, world_size: int, limit: int) -> int:

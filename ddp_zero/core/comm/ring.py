@@ -98,7 +98,8 @@ class RingTransfer:
                 self._sends[0].wait(*self._limit)
                 self._sends.popleft()
         except RuntimeError as found:
-            error, peer = found, self._neighbours.after
+            self._error = error = found  # a failed send counts as completed: a second wait would pass over it
+            peer = self._neighbours.after
         if error is not None:
             message = (
                 f"Expected {peer()}, or through it another rank of the ring, to take part in {what}, got: {error}."
