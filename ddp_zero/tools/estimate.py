@@ -352,7 +352,7 @@ class _Training:
 
     def at(self, mode: Mode, ranks: int) -> Estimate:
         plan = None if mode.stage == 0 else self._plan(mode, ranks)
-        device, host, disk = _Rank(self, mode, plan, 0 if plan is None else _owner_of_most(plan)).needs()
+        device, host, disk = _Rank(self, mode, plan, 0 if plan is None else self._owner_of_most(plan)).needs()
         if self.model_buffers:
             device["buffers of the model"] = self.model_buffers
         return Estimate(mode.name, ranks, device, host, disk)
@@ -374,6 +374,23 @@ class _Training:
         pieces = partition.assign_by_bucket(specs, pieces, ranks, layout, True, 0)
         return partition.plan(specs, pieces, ranks, layout, CAP_BYTES)
 
+    def _owner_of_most(self, plan: ShardPlan) -> int:
+        """The rank with most state and masters; of several the one with most parameters or largest part of a bucket.
+
+        Bytes of parameters do not tell: one in bf16 with a master has more state than one in fp32 of as many bytes.
+        """
+        kept, owned, largest = ([0] * plan.world_size for _ in range(3))
+        for index, (spec, pieces) in enumerate(zip(plan.specs, plan.pieces, strict=True)):
+            whole = _Part(index, spec.numel, is_cut=False)
+            nbytes = sum(self.masters_of([whole])) + (sum(self.state_of(whole)) if spec.active else 0)
+            for piece in pieces if spec.numel else ():
+                kept[piece.owner] += (piece.stop - piece.start) * nbytes // spec.numel
+                owned[piece.owner] += (piece.stop - piece.start) * spec.nbytes // spec.numel if spec.active else 0
+        for bucket in plan.buckets:
+            for segment in bucket.segments:
+                largest[segment.owner] = max(largest[segment.owner], segment.numel)
+        return max(range(plan.world_size), key=lambda rank: (kept[rank], owned[rank], largest[rank]))
+
     def is_low(self, index: int) -> bool:
         return self.params[index].dtype in LOW_PRECISION
 
@@ -390,18 +407,6 @@ class _Training:
 
     def masters_of(self, parts: Sequence[_Part]) -> list[int]:
         return [4 * part.numel for part in parts if self.has_master(part.param)]
-
-
-def _owner_of_most(plan: ShardPlan) -> int:
-    """The rank that owns most trainable bytes; among equals, the one with the largest part of a bucket."""
-    owned, largest = [0] * plan.world_size, [0] * plan.world_size
-    for spec, pieces in zip(plan.specs, plan.pieces, strict=True):
-        for piece in pieces if spec.active and spec.numel else ():
-            owned[piece.owner] += (piece.stop - piece.start) * spec.nbytes // spec.numel
-    for bucket in plan.buckets:
-        for segment in bucket.segments:
-            largest[segment.owner] = max(largest[segment.owner], segment.numel)
-    return max(range(plan.world_size), key=lambda rank: (owned[rank], largest[rank]))
 
 
 # The memory of a rank

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 
 from ddp_zero import Offload, ZeroRedundancyOptimizer, estimate, shard_optimizer
 from ddp_zero.core.local.placeholders import on_this_rank
+from tests.multiproc.estimated_models import KINDS
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.two_memories import passage_of, taken_for_a_device
 
@@ -69,10 +70,10 @@ def counted(ddp: DistributedDataParallel, opt: ZeroRedundancyOptimizer) -> Itera
 
 
 def of_rank_with_most(counts: dict[str, int]) -> dict[str, int]:
-    """The counts of the rank that holds most state."""
+    """The counts of the rank that holds most state and masters."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, counts)
-    found: dict[str, int] = max(every, key=lambda one: (one["state"], sum(one.values())))
+    found: dict[str, int] = max(every, key=lambda one: (one["state"] + one.get("masters", 0), sum(one.values())))
     return found
 
 
@@ -96,37 +97,6 @@ def _every_mode_within_five_percent(setup: Setup) -> None:
             assert total[0] == pytest.approx(total[1], rel=0.05), where
 
 
-def perceptron(*widths: int) -> Callable[[], nn.Sequential]:
-    """Builds linear layers of these widths."""
-    return lambda: nn.Sequential(*[nn.Linear(*pair) for pair in pairwise(widths)])
-
-
-def convolutional() -> nn.Sequential:
-    """For inputs of 64 numbers: a picture of 8 x 8."""
-    layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 12, 3), nn.BatchNorm2d(12), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Conv2d(12, 24, 3), nn.Flatten(), nn.Linear(24 * 16, 10))
-
-
-def partly_frozen() -> nn.Sequential:
-    """The first layer and a bias are not trained."""
-    model = perceptron(32, 200, 100, 50, 8)()
-    model[0].requires_grad_(False)
-    model[2].bias.requires_grad_(False)
-    return model
-
-
-MODELS: dict[str, Callable[[], nn.Sequential]] = {
-    "one layer": perceptron(8, 3),
-    "one wide layer": perceptron(300, 300),
-    "tiny": perceptron(8, 16, 16, 3),
-    "small": perceptron(32, 64, 64, 64, 8),
-    "deep": perceptron(*[24] * 12, 4),
-    "wide": perceptron(16, 1024, 16),
-    "first layer largest": perceptron(400, 300, 8, 8),
-    "last layer largest": perceptron(8, 8, 300, 400),
-    "convolutional": convolutional,
-    "partly frozen": partly_frozen,
-}
 WAYS: list[tuple[str, dict[str, Any], torch.dtype, float]] = [
     ("stage 2, inside backward", {}, torch.float32, 25),
     ("stage 2, after backward", {"overlap": False}, torch.bfloat16, 25),
@@ -139,13 +109,12 @@ WAYS: list[tuple[str, dict[str, Any], torch.dtype, float]] = [
 def _models_of_any_size_with_one_bucket_or_several(setup: Setup) -> None:
     """Every part of every model exactly, as bytes of tensors and of buffers that were lent."""
     parts = ("parameters", "masters", "state", "gradients", "buckets")
-    for (name, build_one), (mode, options, dtype, cap) in product(MODELS.items(), WAYS):
+    for (name, kind), (mode, options, dtype, cap) in product(KINDS.items(), WAYS):
         torch.manual_seed(0)
-        model = build_one().to(dtype)
+        model = kind.build(dtype)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
         opt = shard_optimizer(ddp, AdamW, stage=2, lr=1e-3, **({"partition": "parameters"} | options))
-        first = next(layer for layer in model if isinstance(layer, nn.Linear | nn.Unflatten))
-        inputs = torch.randn(3, 64 if isinstance(first, nn.Unflatten) else first.in_features).to(dtype)
+        inputs = kind.batch(dtype)
         for step in range(4):
             ddp(inputs).float().square().mean().backward()
             if step < 3 or options.get("overlap", True):
