@@ -166,6 +166,30 @@ def _early_termination_raises_on_every_rank(setup: Setup) -> None:
         )
 
 
-@pytest.mark.parametrize("case", [_goes_on_after_join_at_no_cost, _early_termination_raises_on_every_rank])
+def _optimizers_in_another_order_are_refused_at_once(setup: Setup) -> None:
+    """Layers of one size, so plans of one digest. Ranks that waited for each other would do so for minutes."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    ddp = DistributedDataParallel(model)
+    first, second = (ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1) for layer in model)
+
+    def train() -> None:
+        with Join([ddp, second, first]):
+            for _ in range(1 + setup.rank):
+                ddp(torch.ones(2, 6)).sum().backward()
+                first.step()
+                second.step()
+
+    with pytest.raises(RuntimeError, match="step the same optimizer, got several at once: Join lists them in another"):
+        train()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _goes_on_after_join_at_no_cost,
+        _early_termination_raises_on_every_rank,
+        _optimizers_in_another_order_are_refused_at_once,
+    ],
+)
 def test_around_join(case: Callable[[Setup], None]) -> None:
     run_ranks(case, 3)

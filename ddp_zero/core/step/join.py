@@ -145,14 +145,20 @@ def _take_options(param_groups: list[ParamGroup], options: list[ParamGroup]) -> 
 def _assign_sources(comm: Communicator, binding: Binding, has_joined: bool) -> list[tuple[GroupRank, GroupRank]]:
     """Pairs (rank that still trains, joined rank that it serves), the same list on every rank."""
     # every rank, joined or not, once per step and before any message of the step
-    statements = comm.all_gather_ints([int(has_joined), binding.digest])
-    training = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if not joined]
+    statements = comm.all_gather_ints([int(has_joined), comm.generation, binding.digest])
+    training = [GroupRank(rank) for rank, (joined, _, _) in enumerate(statements) if not joined]
     # every rank compares the same statements, so that all raise or none: a rank that raised alone would hang the rest
-    for rank, (_, digest) in enumerate(statements):
-        if digest != statements[training[0]][1]:
+    if len({generation for _, generation, _ in statements}) > 1:
+        raise RuntimeError(
+            "Under Join every rank must step the same optimizer, got several at once: Join lists them in another order "
+            "than the loop steps them. List each model before its optimizer, and optimizers in the order of their "
+            "steps. [ZERO-312]"
+        )
+    for rank, (_, _, digest) in enumerate(statements):
+        if digest != statements[training[0]][2]:
             raise RuntimeError(
                 f"Under Join the same parameters must be trainable on every rank; {comm.name(training[0])} and "
                 f"{comm.name(GroupRank(rank))} differ. Freeze or unfreeze outside Join. [ZERO-312]"
             )
-    joined_ranks = [GroupRank(rank) for rank, (joined, _) in enumerate(statements) if joined]
+    joined_ranks = [GroupRank(rank) for rank, (joined, _, _) in enumerate(statements) if joined]
     return [(training[position % len(training)], rank) for position, rank in enumerate(joined_ranks)]
