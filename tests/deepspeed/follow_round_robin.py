@@ -66,6 +66,8 @@ def main(who: str, root: Path) -> None:
         told[name] = go_on(engine, rank, MORE)
     if rank == 0:
         torch.save(told, root / f"{who}.pt")
+    # an exit right after DeepSpeed's last all-gather can abort: a thread of Gloo then frees it while Python ends
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

@@ -46,7 +46,7 @@ def run(program: str, *arguments: object, ranks: int = 2) -> None:
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
-@pytest.mark.parametrize("variant", ["stage1-fp32", "stage2-round-robin", "stage2-elastic", "stage2-sgd"])
+@pytest.mark.parametrize("variant", ["stage1-fp32", "stage2-elastic", "stage2-sgd"])
 def test_what_deepspeed_writes_now_is_read(tmp_path: Path, variant: str) -> None:
     run("write_checkpoints", tmp_path, variant)
     expected = torch.load(tmp_path / f"{variant}.expected.pt", weights_only=True)["params"]

@@ -40,11 +40,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stage1-fp16": {"zero_optimization": {"stage": 1}, "optimizer": ADAM, "fp16": FP16},
     "stage2-bf16": {"zero_optimization": {"stage": 2}, "optimizer": ADAM, "bf16": {"enabled": True}},
     "stage2-fp16": {"zero_optimization": {"stage": 2}, "optimizer": ADAM, "fp16": FP16},
-    "stage2-round-robin": {
-        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
-        "optimizer": ADAM,
-        "bf16": {"enabled": True},
-    },
     "stage2-elastic": {
         "zero_optimization": {"stage": 2, "elastic_checkpoint": True},
         "optimizer": ADAM,
