@@ -245,6 +245,22 @@ def _values_that_the_loop_writes(setup: Setup) -> None:
 
 
 @case(2)
+def _state_that_the_loop_writes(setup: Setup) -> None:
+    """It is stepped on from there: nothing takes what was written between two steps for damage of the disk."""
+    for mode, where in enumerate(PLACES):
+        with offloaded(where, setup) as options:
+            twins = twins_of(ADAMW, mode, options)
+            twins.train(setup, 2)
+            for optimizer in (twins.plain, twins.opt.optim):
+                for state in optimizer.state.values():
+                    state["exp_avg"].mul_(0.5)
+            twins.train(setup, 2, seed=1)
+            twins.assert_moved()
+            assert_kept(twins.opt, where)
+            assert_same_state(twins, setup, where)
+
+
+@case(2)
 def _methods_of_the_inner_class(setup: Setup) -> None:
     for where in PLACES:
         with offloaded(where, setup) as options:

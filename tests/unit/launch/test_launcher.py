@@ -69,11 +69,12 @@ def test_where_they_meet() -> None:
 
 def test_variables_of_files_come_last_and_others_only_go_to_other_hosts(tmp_path: Path) -> None:
     here = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
-    (tmp_path / "file").write_text("NCCL_DEBUG=WARN\nOMP_NUM_THREADS\n")
+    (tmp_path / "file").write_text("NCCL_DEBUG=WARN\nOMP_NUM_THREADS\nPATH=/a:$PATH\n")  # values as they stand
     file = f"--env-file={tmp_path / 'file'}"
     assert variables_of(options(), "local", here) == {}
     assert variables_of(options(), "ssh", here) == here
-    assert variables_of(options(file), "local", here) == {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+    expected = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "PATH": "/a:$PATH"}
+    assert variables_of(options(file), "local", here) == expected
 
 
 def test_a_dry_run_prints_a_command_for_each_host_and_asks_none(
