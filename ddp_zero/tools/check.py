@@ -320,7 +320,7 @@ def problem_of(available: Mapping[str, bool]) -> str | None:
     if available["gloo"] or available["nccl"]:
         return None
     return (
-        "Expected a PyTorch built with Gloo or NCCL, got one with neither: its process groups cannot send tensors. "
+        "This PyTorch is built with neither Gloo nor NCCL: its process groups cannot send tensors. "
         "Install a build that has one of them."
     )
 

@@ -155,15 +155,19 @@ class Texts:
             return _products([self.of(first), [ANY], self.of(last)])
         if name in ("format", "strip") and isinstance(call.func, ast.Attribute):
             return [re.sub(r"\{.*?\}", ANY, text) for text in self.of(call.func.value)]
-        if f"{name}()" in self._seen:
-            return []
         everywhere = functions().get(name, [])
+        here = [one for one in everywhere if one[0] in self._scopes]
+        is_own = isinstance(call.func, ast.Name) or ast.unparse(call.func) == f"self.{name}"
+        known = here if is_own and here else everywhere
+        unseen = [(tree, function) for tree, function in known if f"{id(function)}" not in self._seen]
+        if known and not unseen:
+            return []
         found = [
             text
-            for tree, function in [one for one in everywhere if one[0] in self._scopes] or everywhere
+            for tree, function in unseen
             for node in ast.walk(function)
             if isinstance(node, ast.Return) and node.value is not None
-            for text in Texts(function, tree, seen=self._seen | {f"{name}()"}).of(node.value)
+            for text in Texts(function, tree, seen=self._seen | {f"{id(function)}"}).of(node.value)
         ]
         return found or [ANY]
 
@@ -303,8 +307,16 @@ def test_a_section_quotes_a_message_and_has_a_cause_and_a_remedy(code: str) -> N
         assert any(re.search(pattern, one, re.DOTALL) for one in raised), f"{quote!r} is in no message with this code"
 
 
-def test_no_message_says_got_one() -> None:
-    assert [f"{one.place}: {one.text}" for one in messages() if DECORATION.search(one.text)] == []
+def test_no_text_says_got_one() -> None:
+    """Not only messages of exceptions: also parts of messages, and lines that a command prints."""
+    texts = [
+        (path, node.lineno, text)
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant | ast.JoinedStr)
+        for text in Texts().of(node)
+    ]
+    assert [f"{path}:{line}: {text}" for path, line, text in texts if DECORATION.search(text)] == []
 
 
 def test_a_message_that_quotes_errors_has_one_code_at_its_end() -> None:

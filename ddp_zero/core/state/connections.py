@@ -152,7 +152,7 @@ def receive_frame(connection: socket.socket) -> Frame:
     receive_into(connection, memoryview(head))
     (length,) = _LENGTH.unpack(head)
     if length > _MOST_FRAME_BYTES:
-        raise ValueError(f"Expected a frame of at most {_MOST_FRAME_BYTES} bytes, got one of {length}.")
+        raise ValueError(f"Expected a frame of at most {_MOST_FRAME_BYTES} bytes, got {length}.")
     body = bytearray(length)
     receive_into(connection, memoryview(body))
     return decode_frame(bytes(body))
@@ -292,7 +292,7 @@ def _proof(secret: bytes, side: bytes, *nonces: bytes) -> bytes:
 
 def _check_proof(found: bytes, expected: bytes) -> None:
     if not hmac.compare_digest(found, expected):
-        raise WrongPeer("Expected a peer that knows the secret, got one that does not.")
+        raise WrongPeer("The peer does not know the secret.")
 
 
 # Calling
