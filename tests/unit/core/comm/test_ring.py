@@ -1,0 +1,176 @@
+"""Ring transfers over links of this process, a thread per rank: the bits of a sum, gathers, errors, and order."""
+
+import itertools
+import queue
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_zero.core.comm import ring
+from ddp_zero.core.comm.ring import Neighbours, RingTransfer, RingWorker, ring_chunk, ring_room_numel
+from ddp_zero.core.plan.ring import gather_schedule, sum_schedule
+
+TIMEOUT = 30.0
+SIZES = [[40, 3, 17], [0, 64], [5, 0, 0, 9], [1, 1, 1, 1, 1]]
+
+
+class Received:
+    """A posted receive, whose bytes arrive when it is waited for."""
+
+    def __init__(self, link: "queue.Queue[Tensor]", target: Tensor) -> None:
+        self._link, self._target = link, target
+
+    def wait(self, *limit: timedelta) -> None:
+        try:
+            self._target.copy_(self._link.get(timeout=limit[0].total_seconds() if limit else TIMEOUT))
+        except queue.Empty:
+            raise RuntimeError("Timed out waiting for recv operation to complete") from None
+
+
+def _neighbours(links: "list[queue.Queue[Tensor]]", rank: int, limit: timedelta | None = None) -> Neighbours:
+    before, after = links[rank - 1], links[rank]
+
+    def send(tensor: Tensor) -> Any:
+        after.put(tensor.clone())
+        return mock.Mock()
+
+    return Neighbours(
+        receive=lambda tensor: Received(before, tensor),  # type: ignore[arg-type, return-value]
+        send=send,
+        before=lambda: f"rank {(rank - 1) % len(links)}",
+        after=lambda: f"rank {(rank + 1) % len(links)}",
+        limit=limit,
+    )
+
+
+def _run(transfers: list[RingTransfer], what: str = "a test") -> None:
+    workers = [RingWorker(threads=1) for _ in transfers]
+    for worker, transfer in zip(workers, transfers, strict=True):
+        worker.start(transfer)
+    for transfer in transfers:
+        transfer.wait(what)
+
+
+def _segments(sizes: list[int], rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_LEAST_BYTES", 16)
+    monkeypatch.setattr(ring, "_MOST_BYTES", 64)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_sum_has_the_bits_of_its_order(sizes: list[int], factor: float) -> None:
+    ranks, chunk, room = len(sizes), ring_chunk(sizes, 4), ring_room_numel(sizes, 4)
+    links = [queue.Queue[Tensor]() for _ in sizes]
+    parts = [_segments(sizes, rank) for rank in range(ranks)]
+    expected = []
+    for owner in range(ranks):
+        others = [parts[(owner + hop) % ranks][owner] * factor for hop in range(1, ranks + 1)]
+        total = others[0]
+        for part in others[1:]:
+            total = part + total
+        expected.append(total)
+    _run(
+        [
+            RingTransfer(
+                _neighbours(links, rank), sum_schedule(sizes, rank, chunk), parts[rank], torch.empty(room), factor
+            )
+            for rank in range(ranks)
+        ]
+    )
+    for owner in range(ranks):
+        assert torch.equal(parts[owner][owner], expected[owner]), owner
+    assert all(link.empty() for link in links)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_gather_brings_every_segment_to_every_rank(sizes: list[int]) -> None:
+    chunk, links = ring_chunk(sizes, 4), [queue.Queue[Tensor]() for _ in sizes]
+    owned = [_segments(sizes, rank)[rank] for rank in range(len(sizes))]
+    held = [
+        [owned[owner].clone() if owner == rank else torch.full((size,), 9.0) for owner, size in enumerate(sizes)]
+        for rank in range(len(sizes))
+    ]
+    _run(
+        [
+            RingTransfer(_neighbours(links, rank), gather_schedule(sizes, rank, chunk), held[rank])
+            for rank in range(len(sizes))
+        ]
+    )
+    for segments in held:
+        assert all(torch.equal(one, other) for one, other in zip(segments, owned, strict=True))
+
+
+def test_a_rank_that_sends_nothing_is_told_within_the_limit() -> None:
+    links = [queue.Queue[Tensor](), queue.Queue[Tensor]()]
+    neighbours = _neighbours(links, 0, timedelta(seconds=0.2))
+    transfer = RingTransfer(neighbours, gather_schedule([8, 8], 0, 4), _segments([8, 8], 0))
+    with pytest.raises(RuntimeError, match=r"Expected rank 1, or through it .* to take part in the sync of bucket 2"):
+        _run([transfer], "the sync of bucket 2")
+
+
+class Job:
+    """A job of a worker that notes that it ran, or how it failed."""
+
+    def __init__(self, log: list[str], name: str, act: Callable[[], None] = lambda: None) -> None:
+        self.log, self.name, self.act = log, name, act
+        self.done: queue.Queue[None] = queue.Queue()
+
+    def run(self) -> None:
+        self.act()
+        self.log.append(self.name)
+        self.done.put(None)
+
+    def fail(self, error: RuntimeError) -> None:
+        self.log.append(f"{self.name}: {error}")
+        self.done.put(None)
+
+
+def test_threads_take_jobs_in_turn_and_in_order() -> None:
+    log: list[str] = []
+    worker = RingWorker(threads=2)
+    gate = queue.Queue[None]()
+    jobs = [Job(log, "a", lambda: gate.get(timeout=TIMEOUT)), *(Job(log, name) for name in "bcd")]
+    for job in jobs:
+        worker.start(job)
+    for job in (jobs[1], jobs[3]):
+        job.done.get(timeout=TIMEOUT)
+    assert log == ["b", "d"], "of the second thread, while the first waits"
+    gate.put(None)
+    for job in (jobs[0], jobs[2]):
+        job.done.get(timeout=TIMEOUT)
+    assert log == ["b", "d", "a", "c"]
+    for job in jobs:
+        ring.has_ended(job)
+
+
+def test_after_an_error_all_later_jobs_of_its_thread_fail_with_it() -> None:
+    def fails() -> None:
+        raise KeyError("x")
+
+    log: list[str] = []
+    worker = RingWorker(threads=1)
+    jobs = [Job(log, "a"), Job(log, "b", fails), Job(log, "c")]
+    for job in jobs:
+        worker.start(job)
+    for job in jobs:
+        job.done.get(timeout=TIMEOUT)
+    assert log == ["a", "b: KeyError: 'x'", "c: KeyError: 'x'"]
+    for job in jobs:
+        ring.has_ended(job)
+
+
+def test_a_chunk_is_a_quarter_of_the_largest_segment_within_its_limits() -> None:
+    for sizes, itemsize in itertools.product(([40, 3], [1], [4000, 8]), (2, 4)):
+        assert ring_chunk(sizes, itemsize) == max(16 // itemsize, min(64 // itemsize, -(-max(sizes) // 4)))
+        assert ring_room_numel(sizes, itemsize) == 8 * ring_chunk(sizes, itemsize)
