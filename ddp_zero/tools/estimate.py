@@ -21,7 +21,7 @@ from ddp_zero.core.comm.reduction import received_window
 from ddp_zero.core.comm.ring import ring_room_numel
 from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
 from ddp_zero.core.local.parameters import LOW_PRECISION
-from ddp_zero.core.offload.mapped_file import shelf_bytes
+from ddp_zero.core.offload.mapped_file import mapped_bytes
 from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
 from ddp_zero.core.plan.ownership import is_cut, piece_of
@@ -440,7 +440,7 @@ class _Rank:
             copies = []
         if mode.offload == "disk":
             device |= {"masters": 0, "state": 0}
-            disk["state"] = shelf_bytes(masters + copies) + shelf_bytes(states)
+            disk["state"] = mapped_bytes(masters + copies) + mapped_bytes(states)
             host["state of a bucket"] = max(self._state_and_masters(parts) for parts in self._segments)
         elif mode.offload == "cpu" and training.on_accelerator:
             device |= {"masters": 0, "state": 0}

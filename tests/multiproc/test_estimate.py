@@ -16,7 +16,7 @@ from ddp_zero import Offload, ZeroRedundancyOptimizer, estimate, shard_optimizer
 from ddp_zero.core.local.placeholders import on_this_rank
 from tests.multiproc.estimated_models import KINDS
 from tests.multiproc.harness import Cases, Setup
-from tests.multiproc.two_memories import passage_of, taken_for_a_device
+from tests.multiproc.two_memories import pipeline_of, taken_for_a_device
 
 case = Cases()
 
@@ -143,12 +143,12 @@ def _masters_files_and_pinned_buffers(setup: Setup) -> None:
     _, opt = trained(setup, torch.bfloat16, offload=folder, **own)
     residence: Any = opt._engine.sharded.stepped.residence
     disk = estimate(model, AdamW, offload=folder, device="cpu", **said)["stage 2, inside backward, offload disk"].disk
-    assert residence._shelf.nbytes == pytest.approx(disk["state"], abs=2 << 20), "small tensors share MiBs"
+    assert residence._file.nbytes == pytest.approx(disk["state"], abs=2 << 20), "small tensors share MiBs"
     with taken_for_a_device():
         _, opt = trained(setup, torch.bfloat16, offload="cpu", **own)
-    passage, _ = passage_of(opt)
+    pipeline, _ = pipeline_of(opt)
     host = estimate(model, AdamW, offload="cpu", **said)["stage 2, inside backward, offload cpu"].host
-    pinned = of_rank_with_most({"state": passage.nbytes})["state"]
+    pinned = of_rank_with_most({"state": pipeline.nbytes})["state"]
     assert 0.6 * host["pinned"] <= pinned <= 1.02 * host["pinned"]
 
 

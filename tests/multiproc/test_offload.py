@@ -40,7 +40,7 @@ from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.recipes import MODES, Recipe, Reference, Sharded, low_precision_model, micro_batches
 from tests.multiproc.test_elements import grow_and_train, large_model
 from tests.multiproc.test_forwarding import TOY
-from tests.multiproc.two_memories import TwoMemories, passage_of, taken_for_a_device
+from tests.multiproc.two_memories import TwoMemories, pipeline_of, taken_for_a_device
 
 case = Cases()
 
@@ -97,9 +97,9 @@ def assert_kept(opt: ZeroRedundancyOptimizer, place: str) -> None:
     residence = sharded.stepped.residence
     tensors = [value for state in opt.optim.state.values() for value in state.values() if isinstance(value, Tensor)]
     if place != "host":
-        shelf = residence._shelf  # type: ignore[attr-defined]
-        assert all(shelf.has(tensor) for tensor in tensors if tensor.dim() and tensor.numel())
-        assert all(shelf.has(master) for master in sharded.stepped.masters.values())
+        file = residence._file  # type: ignore[attr-defined]
+        assert all(file.has(tensor) for tensor in tensors if tensor.dim() and tensor.numel())
+        assert all(file.has(master) for master in sharded.stepped.masters.values())
     if place != "disk":
         params = set(map(id, sharded.table.params))
         assert all(id(param) not in params for group in opt.optim.param_groups for param in group["params"])
@@ -428,7 +428,7 @@ def _a_file_that_is_lost_is_an_error_on_all_ranks_before_the_step(setup: Setup) 
             continue
         if setup.rank == 1:
             residence: Any = opt._engine.sharded.stepped.residence
-            os.ftruncate(residence._shelf._file.fileno(), 0)
+            os.ftruncate(residence._file._file.fileno(), 0)
         with pytest.raises(RuntimeError, match=r"(?s)Expected the optimizer state in a file.*got 0 bytes of [\d,]+"):
             opt.step()
         mine = {opt._engine.sharded.table.params[index] for index in opt._engine.sharded.binding.owned()}
@@ -482,9 +482,9 @@ def _a_step_waits_where_the_schedule_says_and_nowhere_else(setup: Setup) -> None
         with taken_for_a_device(), mock.patch.object(binding, "BUCKET_CAP_BYTES", 2000):
             twins = twins_of(ADAMW, mode, {"offload": "cpu"}, _tower())
             twins.train(setup, 2)
-            passage, transfer = passage_of(twins.opt)
-            passage.abandon()
-            passage._schedule, schedule = Schedule(3), Schedule(3)
+            pipeline, transfer = pipeline_of(twins.opt)
+            pipeline.abandon()
+            pipeline._schedule, schedule = Schedule(3), Schedule(3)
             transfer.log.clear()
             twins.train(setup, 3, seed=1)
         buckets = twins.opt._engine.sharded.binding.plan.buckets
@@ -550,15 +550,15 @@ def _pinned_bytes_are_those_of_the_formula(setup: Setup) -> None:
                 nn.functional.mse_loss(ddp(inputs.to(dtype)), targets.to(dtype)).backward()
                 opt.step()
                 opt.zero_grad()
-        passage, _ = passage_of(opt)
+        pipeline, _ = pipeline_of(opt)
         plan = opt._engine.sharded.binding.plan
         owned = [bucket.segments[setup.rank] for bucket in plan.buckets]
         size = max(segment.numel for segment in owned) * (4 if masters else 8)  # an fp32 sum; a gradient and a value
-        sizes = [0 if buffer.memory is None else buffer.memory.numel() for buffer in passage._buffers]
+        sizes = [0 if buffer.memory is None else buffer.memory.numel() for buffer in pipeline._buffers]
         assert size <= max(sizes) <= size + 16
         assert len(sizes) == buffers <= len(owned)
-        assert passage.nbytes == sum(sizes)
-        assert f"{passage.nbytes:,} bytes in {buffers} pinned buffers" in opt.explain()
+        assert pipeline.nbytes == sum(sizes)
+        assert f"{pipeline.nbytes:,} bytes in {buffers} pinned buffers" in opt.explain()
 
 
 @case(2)
@@ -574,8 +574,8 @@ def _state_on_disk_leaves_memory_after_each_bucket(setup: Setup) -> None:
         opt.zero_grad()
     assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     residence: Any = opt._engine.sharded.stepped.residence
-    extents = residence._shelf._extents
-    assert sum(extents.values()) == residence._shelf.nbytes == 48 << 20
+    extents = residence._file._extents
+    assert sum(extents.values()) == residence._file.nbytes == 48 << 20
     assert f"{48 << 20:,} bytes in a file in {setup.folder}" in opt.explain()
     assert _resident(extents) <= 8 << 20
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.offload import placement as host
-from ddp_zero.core.offload.copy_pipeline import Pairs, Passage, Transfer, Wait
+from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Pairs, Transfer, Wait
 
 
 class _ToHost:
@@ -105,11 +105,11 @@ def _strict(device: torch.device) -> StrictTransfer:
     return StrictTransfer()
 
 
-def passage_of(opt: ZeroRedundancyOptimizer) -> tuple[Passage, StrictTransfer]:
+def pipeline_of(opt: ZeroRedundancyOptimizer) -> tuple[CopyPipeline, StrictTransfer]:
     """The way of an optimizer's buckets to the host."""
-    (passage,) = opt._engine.sharded.stepped.residence._all()  # type: ignore[attr-defined]
-    assert isinstance(passage._transfer, StrictTransfer)
-    return passage, passage._transfer
+    (pipeline,) = opt._engine.sharded.stepped.residence._all()  # type: ignore[attr-defined]
+    assert isinstance(pipeline._transfer, StrictTransfer)
+    return pipeline, pipeline._transfer
 
 
 class TwoMemories(TorchDispatchMode):

@@ -248,7 +248,7 @@ class _Buffer:
         return windows
 
 
-class Passage:
+class CopyPipeline:
     """The buffers of one device, and the buckets in them."""
 
     def __init__(self, transfer: Transfer, buffers: int) -> None:

@@ -24,7 +24,7 @@ EXTENT_BYTES = 1 << 20
 _READ_WRITE, _SHARED, _DROP = 3, 1, 4  # PROT_READ | PROT_WRITE, MAP_SHARED, MADV_DONTNEED: the same on all of Linux
 
 
-class Shelf:
+class MappedFile:
     """A file in a folder for tensors, and its mapped parts; RuntimeError if no file can be created there."""
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +59,7 @@ class Shelf:
 
     def reserve(self, nbytes: Sequence[int]) -> None:
         """Allocate blocks for further tensors of these sizes; all or none; RuntimeError if the disk is full."""
-        missing = shelf_bytes(nbytes) - sum(size for _, size in self._free)
+        missing = mapped_bytes(nbytes) - sum(size for _, size in self._free)
         if missing > 0:
             self._grow(missing)
 
@@ -128,7 +128,7 @@ class Shelf:
         extent = (ctypes.c_char * size).from_address(address)
         self._extents[address] = size
         self._addresses = sorted(self._extents)
-        # tensors keep the extent alive, not the shelf: they may outlive it, and the range is unmapped after the last of
+        # tensors keep the extent alive, not the file: they may outlive it, and the range is unmapped after the last of
         # them. Not at exit: a tensor may be used until the process ends
         weakref.finalize(extent, _unmap, weakref.ref(self), self._system, address, size, offset).atexit = False
         return extent
@@ -166,7 +166,7 @@ class Shelf:
         self._free.append((offset, size))
 
 
-def shelf_bytes(nbytes: Iterable[int]) -> int:
+def mapped_bytes(nbytes: Iterable[int]) -> int:
     """Bytes of a file with tensors of these sizes, added in this order."""
     total, left = 0, 0
     for size in nbytes:
@@ -183,9 +183,9 @@ def _rounded(nbytes: int, unit: int) -> int:
     return nbytes + -nbytes % unit
 
 
-def _unmap(shelf: "weakref.ref[Shelf]", system: ctypes.CDLL, address: int, size: int, offset: int) -> None:
+def _unmap(owner: "weakref.ref[MappedFile]", system: ctypes.CDLL, address: int, size: int, offset: int) -> None:
     system.munmap(address, size)
-    alive = shelf()
+    alive = owner()
     if alive is not None:
         alive._unmapped(address, size, offset)
 

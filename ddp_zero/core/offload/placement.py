@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_zero.core.offload.copy_pipeline import Load, Passage, transfer_for
-from ddp_zero.core.offload.mapped_file import Shelf
+from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, transfer_for
+from ddp_zero.core.offload.mapped_file import MappedFile
 from ddp_zero.options import Offload
 
 _HOST = torch.device("cpu")
@@ -96,11 +96,11 @@ class OnHost(Residence):
 
     def __init__(self, buffers: int) -> None:
         self._num_buffers = buffers
-        self._passages: dict[torch.device, Passage | None] = {}
+        self._pipelines: dict[torch.device, CopyPipeline | None] = {}
 
     def is_away(self, device: torch.device) -> bool:
         """True for parameters on an accelerator."""
-        return self._passage(device) is not None
+        return self._pipeline(device) is not None
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A copy in host memory."""
@@ -114,33 +114,33 @@ class OnHost(Residence):
         self, bucket: int, device: torch.device, source: Any, loads: Callable[[], Sequence[Load]]
     ) -> Iterator[tuple[int, Any]]:
         """Send a bucket to the host, and yield the buckets whose copies are complete."""
-        passage = self._passage(device)
+        pipeline = self._pipeline(device)
         for other in self._all():
             # one step at a time, in bucket order: buckets in flight on other devices come before this one
-            if other is not passage:
+            if other is not pipeline:
                 yield from other.drain()
-        if passage is None:
+        if pipeline is None:
             yield bucket, source
         else:
-            yield from passage.arrive(bucket, loads)
+            yield from pipeline.arrive(bucket, loads)
 
     def drain(self) -> Iterator[tuple[int, Any]]:
         """Yield all buckets in flight."""
-        for passage in self._all():
-            yield from passage.drain()
+        for pipeline in self._all():
+            yield from pipeline.drain()
 
     def show(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy to parameters: through the buffer of the bucket being stepped, else at once."""
-        passage = next((one for one in self._all() if one.is_stepping), None)
-        if passage is not None and pairs:
-            passage.show(pairs)
-        for target, stepped in pairs if passage is None else ():
+        pipeline = next((one for one in self._all() if one.is_stepping), None)
+        if pipeline is not None and pairs:
+            pipeline.show(pairs)
+        for target, stepped in pairs if pipeline is None else ():
             target.copy_(stepped)
 
     def abandon(self) -> None:
         """Forget buckets in flight."""
-        for passage in self._all():
-            passage.abandon()
+        for pipeline in self._all():
+            pipeline.abandon()
 
     def fresh(self) -> Residence:
         """A copy with separate buffers, for a copied optimizer."""
@@ -148,17 +148,17 @@ class OnHost(Residence):
 
     def describe(self) -> list[str]:
         """The pinned memory."""
-        nbytes = sum(passage.nbytes for passage in self._all())
+        nbytes = sum(pipeline.nbytes for pipeline in self._all())
         return [f"offload: state and step on the host, {nbytes:,} bytes in {self._num_buffers} pinned buffers a device"]
 
-    def _passage(self, device: torch.device) -> Passage | None:
-        if device not in self._passages:
+    def _pipeline(self, device: torch.device) -> CopyPipeline | None:
+        if device not in self._pipelines:
             transfer = transfer_for(device)
-            self._passages[device] = None if transfer is None else Passage(transfer, self._num_buffers)
-        return self._passages[device]
+            self._pipelines[device] = None if transfer is None else CopyPipeline(transfer, self._num_buffers)
+        return self._pipelines[device]
 
-    def _all(self) -> list[Passage]:
-        return [passage for passage in self._passages.values() if passage is not None]
+    def _all(self) -> list[CopyPipeline]:
+        return [pipeline for pipeline in self._pipelines.values() if pipeline is not None]
 
 
 class OnDisk(OnHost):
@@ -168,44 +168,44 @@ class OnDisk(OnHost):
 
     def __init__(self, buffers: int, folder: Path) -> None:
         super().__init__(buffers)
-        self._shelf = Shelf(folder)
+        self._file = MappedFile(folder)
 
     def new(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A copy in the file."""
         value = value.detach()
-        return self._shelf.room(value, dtype).copy_(value)
+        return self._file.room(value, dtype).copy_(value)
 
     def place(self, value: Tensor, device: torch.device) -> Tensor:
         """The tensor in the file."""
-        return value if self._shelf.has(value) else self._shelf.room(value, value.dtype).copy_(value.detach())
+        return value if self._file.has(value) else self._file.room(value, value.dtype).copy_(value.detach())
 
     def keep(self, states: Iterable[Any]) -> int:
         """Move states into the file, and evict them from memory."""
         nbytes, kept = 0, []
         for state in states:
-            outside = [one.nbytes for one in tensors_in(state) if not (one.is_meta or self._shelf.has(one))]
+            outside = [one.nbytes for one in tensors_in(state) if not (one.is_meta or self._file.has(one))]
             nbytes += sum(outside)
             if outside:
                 moved(state, lambda tensor: self.place(tensor, tensor.device))
             kept += list(tensors_in(state))
-        self._shelf.drop(kept)
+        self._file.drop(kept)
         return nbytes
 
     def reserve(self, likes: Iterable[Tensor]) -> None:
         """Allocate blocks of the file."""
-        self._shelf.reserve([like.numel() * like.element_size() for like in likes])
+        self._file.reserve([like.numel() * like.element_size() for like in likes])
 
     def check(self) -> None:
         """Check that the file is still complete."""
-        self._shelf.check()
+        self._file.check()
 
     def fresh(self) -> Residence:
         """A residence with a new file in the same folder."""
-        return OnDisk(self._num_buffers, self._shelf.folder)
+        return OnDisk(self._num_buffers, self._file.folder)
 
     def describe(self) -> list[str]:
         """The size of the file."""
-        where = f"{self._shelf.nbytes:,} bytes in a file in {self._shelf.folder}"
+        where = f"{self._file.nbytes:,} bytes in a file in {self._file.folder}"
         return [f"offload: state in memory-mapped memory, {where}"]
 
 

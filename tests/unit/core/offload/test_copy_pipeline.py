@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_zero.core.offload.copy_pipeline import Load, Passage, Transfer, merged, needed_bytes, transfer_for
+from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, Transfer, merged, needed_bytes, transfer_for
 from ddp_zero.core.offload.placement import OnHost
 from tests.multiproc.two_memories import StrictTransfer, taken_for_a_device
 
@@ -16,17 +16,17 @@ def load(index: int, numel: int = 3, has_value: bool = True) -> Load:
     return Load(index, torch.full((numel,), index + 0.5), value, torch.zeros(numel))
 
 
-def arrive(passage: Passage, bucket: int, loads: list[Load], targets: dict[int, Tensor]) -> list[int]:
+def arrive(pipeline: CopyPipeline, bucket: int, loads: list[Load], targets: dict[int, Tensor]) -> list[int]:
     """Buckets that are stepped: each tensor becomes value minus gradient, and is shown."""
     stepped = []
-    for due, source in passage.arrive(bucket, lambda: loads) if bucket >= 0 else passage.drain():
+    for due, source in pipeline.arrive(bucket, lambda: loads) if bucket >= 0 else pipeline.drain():
         stepped.append(due)
         for one in LOADS[due]:
             grad = source.gradient(one.index)
             assert grad is not None
             one.stepped.sub_(grad)
         if LOADS[due]:
-            passage.show([(targets[one.index], one.stepped) for one in LOADS[due]])
+            pipeline.show([(targets[one.index], one.stepped) for one in LOADS[due]])
         assert source.gradient(99) is None
     return stepped
 
@@ -36,53 +36,53 @@ LOADS: dict[int, list[Load]] = {}
 
 @pytest.mark.parametrize("buffers", [1, 2, 3, 4])
 def test_gradients_and_values_arrive_and_what_is_stepped_comes_back(buffers: int) -> None:
-    passage = Passage(StrictTransfer(), buffers)
+    pipeline = CopyPipeline(StrictTransfer(), buffers)
     targets = {index: torch.zeros(3) for index in range(12)}
     stepped = []
     for step in range(2):
         LOADS.clear()
         LOADS.update({bucket: [load(2 * bucket), load(2 * bucket + 1)] for bucket in range(6)})
         for bucket in range(6):
-            stepped += arrive(passage, bucket, LOADS[bucket], targets)
-        stepped += arrive(passage, -1, [], targets)
+            stepped += arrive(pipeline, bucket, LOADS[bucket], targets)
+        stepped += arrive(pipeline, -1, [], targets)
         assert all(torch.equal(target, torch.full((3,), -0.5)) for target in targets.values()), step
     assert stepped == [*range(6), *range(6)]
-    assert passage.nbytes == buffers * needed_bytes([(3, 4)] * 4)
+    assert pipeline.nbytes == buffers * needed_bytes([(3, 4)] * 4)
 
 
 def test_a_bucket_of_which_this_rank_owns_nothing_takes_its_turn() -> None:
-    passage = Passage(StrictTransfer(), 3)
+    pipeline = CopyPipeline(StrictTransfer(), 3)
     LOADS.clear()
     LOADS.update({0: [load(0)], 1: [], 2: [load(1, has_value=False)]})
     targets = {index: torch.zeros(3) for index in range(2)}
-    stepped = [one for bucket in range(3) for one in arrive(passage, bucket, LOADS[bucket], targets)]
-    assert stepped + arrive(passage, -1, [], targets) == [0, 1, 2]
+    stepped = [one for bucket in range(3) for one in arrive(pipeline, bucket, LOADS[bucket], targets)]
+    assert stepped + arrive(pipeline, -1, [], targets) == [0, 1, 2]
     assert targets[1].tolist() == [-1.5] * 3
 
 
 def test_low_precision_is_rounded_on_the_host() -> None:
     transfer = StrictTransfer()
-    passage = Passage(transfer, 2)
+    pipeline = CopyPipeline(transfer, 2)
     master, target = torch.tensor([1.001, 2.003, 3.005]), torch.zeros(3, dtype=torch.bfloat16)
     one = Load(0, torch.ones(3, dtype=torch.bfloat16), None, master)
-    for _, source in chain(passage.arrive(0, lambda: [one]), passage.drain()):
+    for _, source in chain(pipeline.arrive(0, lambda: [one]), pipeline.drain()):
         grad = source.gradient(0)
         assert grad is not None
         assert grad.dtype is torch.bfloat16
-        passage.show([(target, master)])
+        pipeline.show([(target, master)])
     assert torch.equal(target, master.bfloat16())
 
 
 def test_an_error_forgets_what_is_on_the_way_and_the_buffers_serve_again() -> None:
     transfer = StrictTransfer()
-    passage = Passage(transfer, 3)
+    pipeline = CopyPipeline(transfer, 3)
     for bucket in range(2):
-        for _ in passage.arrive(bucket, lambda: [load(0)]):
-            passage.show([(torch.zeros(3), torch.ones(3))])
-    passage.abandon()
-    assert list(passage.drain()) == []
+        for _ in pipeline.arrive(bucket, lambda: [load(0)]):
+            pipeline.show([(torch.zeros(3), torch.ones(3))])
+    pipeline.abandon()
+    assert list(pipeline.drain()) == []
     assert transfer.busy == []
-    assert not passage.is_stepping
+    assert not pipeline.is_stepping
 
 
 def test_the_stand_in_notices_a_read_before_the_wait_and_a_write_before_the_device_is_done() -> None:
@@ -120,7 +120,7 @@ def test_only_accelerators_need_copies() -> None:
 def test_a_bucket_on_the_cpu_comes_after_those_on_the_way_and_is_stepped_where_it_is() -> None:
     cpu, other = torch.device("cpu"), torch.device("cuda", 7)
     residence = OnHost(3)
-    residence._passages[other] = Passage(StrictTransfer(), 3)
+    residence._pipelines[other] = CopyPipeline(StrictTransfer(), 3)
     assert not residence.is_away(cpu)
     assert list(residence.arrive(0, other, "source 0", lambda: [load(0)])) == []
     assert [(bucket, type(source).__name__) for bucket, source in residence.arrive(1, cpu, "source 1", list)] == [

@@ -1,4 +1,4 @@
-"""Tensors in a memory-mapped file: where they lie, what is reused, and disks that are full."""
+"""Tensors in a memory-file file: where they lie, what is reused, and disks that are full."""
 
 import gc
 import os
@@ -14,20 +14,20 @@ from torch import nn
 from torch.optim import AdamW
 
 from ddp_zero.core.local.inner import options_on_host, state_like
-from ddp_zero.core.offload.mapped_file import EXTENT_BYTES, Shelf, shelf_bytes
+from ddp_zero.core.offload.mapped_file import EXTENT_BYTES, MappedFile, mapped_bytes
 from ddp_zero.core.offload.placement import OnDisk, moved, tensors_in
 
 MIB = 1 << 20
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path)
+def file(tmp_path: Path) -> MappedFile:
+    return MappedFile(tmp_path)
 
 
-def test_a_tensor_has_the_shape_the_strides_and_memory_of_its_own(shelf: Shelf) -> None:
+def test_a_tensor_has_the_shape_the_strides_and_memory_of_its_own(file: MappedFile) -> None:
     like = torch.randn(3, 4, 5, 2).to(memory_format=torch.channels_last)
-    found = [shelf.room(like, torch.float32) for _ in range(3)]
+    found = [file.room(like, torch.float32) for _ in range(3)]
     assert {(one.shape, one.stride(), one.dtype) for one in found} == {(like.shape, like.stride(), torch.float32)}
     assert all(one.data_ptr() % 64 == 0 for one in found)
     for place, one in enumerate(found):
@@ -36,43 +36,43 @@ def test_a_tensor_has_the_shape_the_strides_and_memory_of_its_own(shelf: Shelf) 
     assert [one.untyped_storage().nbytes() for one in found] == [480] * 3, "saving one does not save the others"
 
 
-def test_it_knows_its_own(shelf: Shelf) -> None:
-    small, large = (shelf.room(torch.empty(numel), torch.float32) for numel in (10, MIB))
-    assert all(shelf.has(one) for one in (small, large, large[MIB // 2 :]))
-    assert not any(shelf.has(one) for one in (torch.empty(10), torch.empty(MIB), torch.empty(0)))
-    assert shelf.room(torch.empty(0, 3), torch.float64).shape == (0, 3)
+def test_it_knows_its_own(file: MappedFile) -> None:
+    small, large = (file.room(torch.empty(numel), torch.float32) for numel in (10, MIB))
+    assert all(file.has(one) for one in (small, large, large[MIB // 2 :]))
+    assert not any(file.has(one) for one in (torch.empty(10), torch.empty(MIB), torch.empty(0)))
+    assert file.room(torch.empty(0, 3), torch.float64).shape == (0, 3)
 
 
-def test_the_file_has_no_name(shelf: Shelf, tmp_path: Path) -> None:
-    shelf.room(torch.empty(MIB), torch.float32)
+def test_the_file_has_no_name(file: MappedFile, tmp_path: Path) -> None:
+    file.room(torch.empty(MIB), torch.float32)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_dropped_from_memory_is_not_lost(shelf: Shelf) -> None:
-    tensors = [shelf.room(torch.empty(numel), torch.float32) for numel in (7, 100, 3 * MIB, 5)]
+def test_what_is_dropped_from_memory_is_not_lost(file: MappedFile) -> None:
+    tensors = [file.room(torch.empty(numel), torch.float32) for numel in (7, 100, 3 * MIB, 5)]
     for tensor in tensors:
         tensor.copy_(torch.arange(tensor.numel()))
-    shelf.drop([*tensors, torch.ones(3)])
+    file.drop([*tensors, torch.ones(3)])
     for tensor in tensors:
         assert torch.equal(tensor, torch.arange(tensor.numel(), dtype=torch.float32))
 
 
-def test_room_that_nothing_refers_to_is_used_again(shelf: Shelf) -> None:
+def test_room_that_nothing_refers_to_is_used_again(file: MappedFile) -> None:
     for _ in range(5):
-        tensor = shelf.room(torch.empty(MIB), torch.float32)
+        tensor = file.room(torch.empty(MIB), torch.float32)
         view = tensor[5:]
         del tensor
         gc.collect()
-        assert shelf.has(view), "a view keeps it"
+        assert file.has(view), "a view keeps it"
         del view
         gc.collect()
-    assert shelf.nbytes == 4 * MIB
+    assert file.nbytes == 4 * MIB
 
 
-def test_tensors_outlive_the_shelf(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    tensor = shelf.room(torch.empty(MIB), torch.float32).fill_(3.0)
-    del shelf
+def test_tensors_outlive_the_file(tmp_path: Path) -> None:
+    file = MappedFile(tmp_path)
+    tensor = file.room(torch.empty(MIB), torch.float32).fill_(3.0)
+    del file
     gc.collect()
     assert tensor.sum().item() == 3.0 * MIB
 
@@ -82,15 +82,15 @@ SIZES = [[], [1], [4 * MIB, 100], [EXTENT_BYTES - 64, 64, 1], [EXTENT_BYTES, 5, 
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_file_is_as_large_as_the_formula_says(tmp_path: Path, sizes: list[int]) -> None:
-    shelf = Shelf(tmp_path)
-    kept = [shelf.room(torch.empty(size), torch.uint8) for size in sizes]
+    file = MappedFile(tmp_path)
+    kept = [file.room(torch.empty(size), torch.uint8) for size in sizes]
     assert len(kept) == len(sizes)
-    assert shelf.nbytes == shelf_bytes(sizes)
-    reserved = Shelf(tmp_path)
+    assert file.nbytes == mapped_bytes(sizes)
+    reserved = MappedFile(tmp_path)
     reserved.reserve(sizes)
-    assert reserved.nbytes == shelf_bytes(sizes)
+    assert reserved.nbytes == mapped_bytes(sizes)
     kept += [reserved.room(torch.empty(size), torch.uint8) for size in sizes]
-    assert reserved.nbytes == shelf_bytes(sizes), "what was reserved is enough"
+    assert reserved.nbytes == mapped_bytes(sizes), "what was reserved is enough"
 
 
 @pytest.fixture
@@ -105,41 +105,41 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_raises_when_room_is_asked_for(small_disk: Path) -> None:
-    shelf = Shelf(small_disk)
-    kept = shelf.room(torch.empty(3 * MIB), torch.uint8).fill_(7)
+    file = MappedFile(small_disk)
+    kept = file.room(torch.empty(3 * MIB), torch.uint8).fill_(7)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"room for 2,097,152 more.*holds 3,145,728: No space left.*lost"):
-            shelf.room(torch.empty(2 * MIB), torch.uint8)
+            file.room(torch.empty(2 * MIB), torch.uint8)
         with pytest.raises(RuntimeError, match="No space left"):
-            shelf.reserve([MIB // 2, MIB, MIB])
+            file.reserve([MIB // 2, MIB, MIB])
     assert kept.unique().tolist() == [7]
-    more = shelf.room(torch.empty(MIB), torch.uint8).fill_(1)
+    more = file.room(torch.empty(MIB), torch.uint8).fill_(1)
     assert more.unique().tolist() == [1], "what is left can be used"
 
 
-def test_a_file_may_not_grow_beyond_the_limit_of_the_process(shelf: Shelf) -> None:
+def test_a_file_may_not_grow_beyond_the_limit_of_the_process(file: MappedFile) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIB, hard))
     try:
         with pytest.raises(RuntimeError, match=r"File too large \([\d,]+ bytes free\)"):
-            shelf.room(torch.empty(3 * MIB), torch.uint8)
+            file.room(torch.empty(3 * MIB), torch.uint8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert shelf.nbytes == 0
+    assert file.nbytes == 0
 
 
-def test_a_file_that_was_cut_is_noticed(shelf: Shelf) -> None:
-    shelf.check()
-    shelf.room(torch.empty(MIB), torch.float32)
-    shelf.check()
-    os.ftruncate(shelf._file.fileno(), 100)
+def test_a_file_that_was_cut_is_noticed(file: MappedFile) -> None:
+    file.check()
+    file.room(torch.empty(MIB), torch.float32)
+    file.check()
+    os.ftruncate(file._file.fileno(), 100)
     with pytest.raises(RuntimeError, match=r"before anything is stepped, got 100 bytes of 4,194,304"):
-        shelf.check()
+        file.check()
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"Cannot create a file for offload in.*nowhere.*No such file"):
-        Shelf(tmp_path / "nowhere")
+        MappedFile(tmp_path / "nowhere")
 
 
 # States
