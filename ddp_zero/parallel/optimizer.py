@@ -359,6 +359,7 @@ class ParallelOptimizer(Optimizer):
                 member.check_can_step()
         except Exception as raised:
             error = raised
+        # every member takes part, also after an error: its peers are in this collective
         for member in self._members:
             try:
                 if member.averages is not None:
@@ -368,7 +369,6 @@ class ParallelOptimizer(Optimizer):
         self._errors.check(error, "averaging gradients")
 
     def _forget(self) -> None:
-        # every member takes part, also after an error: its peers are in this collective
         for member in self._members:
             if member.averages is not None:
                 member.averages.forget()

@@ -182,8 +182,8 @@ class Communicator:
         if self.world_size == 1:
             return lambda _: Exchange([], segments)
         raw = [segment.detach().view(torch.uint8) for segment in segments]
-        # sizes and backend alone choose the branch, so that all ranks choose the same: two algorithms in one group
-        # would wait for each other until the time-out
+        # sizes, the plan's layout and the backend choose the branch, so that all ranks choose the same: two algorithms
+        # in one group would wait for each other until the time-out
         if self.has_rings(device, sum(segment.nbytes for segment in segments)):
             return partial(self._start_ring, gather_schedule, raw)
         if self.has_direct_messages(device):

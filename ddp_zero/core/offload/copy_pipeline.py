@@ -78,8 +78,8 @@ class Schedule:
         if buffers < 1:
             raise ValueError(f"Expected at least 1 buffer, got {buffers}. [ZERO-107]")
         self.buffers = buffers
-        # a bucket is stepped this many arrivals late, while its copy is in flight; one buffer stays free for the copy
-        # back
+        # a bucket is stepped this many arrivals late, while its copy is in flight; from three buffers on, one is left
+        # for the copy back
         self.lag = 0 if buffers == 1 else max(1, buffers - 2)
         self._coming: deque[tuple[int, int]] = deque()
         self._going: set[int] = set()
