@@ -233,7 +233,7 @@ class Lines:
         return b"".join(self._prefix + line for line in whole.splitlines(keepends=True))
 
 
-class Running:
+class HostProcess:
     """The command of one host, as a process in its own session.
 
     Attributes:
@@ -306,10 +306,10 @@ def run(commands: Sequence[HostCommand], grace: float, lost_after: float, say: S
     the exit code of the first that failed, or 128 and the number of the signal that this process received.
     """
     with _signals() as signals:
-        running: list[Running] = []
+        running: list[HostProcess] = []
         try:
             for command in commands:
-                running.append(Running(command))
+                running.append(HostProcess(command))
         except OSError as error:
             say(f"Expected {command.argv[0]} to be started for {command.host}, got: {error}.")
             _Job(running, signals, say).end(grace)
@@ -323,7 +323,7 @@ def run(commands: Sequence[HostCommand], grace: float, lost_after: float, say: S
             ended.set()
 
 
-def _beat(running: Sequence[Running], ended: threading.Event, every: float) -> None:
+def _beat(running: Sequence[HostProcess], ended: threading.Event, every: float) -> None:
     while not ended.wait(every):
         for one in running:
             one.beat()
@@ -332,7 +332,7 @@ def _beat(running: Sequence[Running], ended: threading.Event, every: float) -> N
 class _Job:
     """All hosts' commands together; see `run`."""
 
-    def __init__(self, running: Sequence[Running], signals: list[int], say: Say) -> None:
+    def __init__(self, running: Sequence[HostProcess], signals: list[int], say: Say) -> None:
         self._running = running
         self._signals = signals
         self._say = say
@@ -362,7 +362,7 @@ class _Job:
         self.end(grace)
         return code
 
-    def _code_of(self, one: Running, left: Sequence[Running]) -> int:
+    def _code_of(self, one: HostProcess, left: Sequence[HostProcess]) -> int:
         number = one.process.returncode
         code = 128 - number if number < 0 else number
         if code:
@@ -416,7 +416,7 @@ class _Job:
         return 0
 
 
-def _names(running: Sequence[Running]) -> str:
+def _names(running: Sequence[HostProcess]) -> str:
     return ", ".join(one.command.host for one in running)
 
 

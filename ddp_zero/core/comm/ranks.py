@@ -398,7 +398,7 @@ def _build(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
     if not is_whole_job:
         _check_same_count(everyone)
     found: ProcessGroup | None = None
-    # all ranks build all groups, in one order, or torch would name them differently
+    # in one order on every rank: torch numbers groups as they are created
     for replicas in groups.replicas():
         if is_whole_job or me in replicas:  # torch counts the groups of a job: all of its ranks call this, or members
             built = dist.new_group(
