@@ -2,7 +2,7 @@
 
     checkpoint.save("runs/1", ddp, opt, extra={"scheduler": scheduler.state_dict()}, step=1000, keep=3)
     loaded = checkpoint.load("runs/1", ddp, opt)
-    python -m ddp_zero checkpoint export runs/1 plain/
+    ddp-zero checkpoint export runs/1 plain/
 
 A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readable by its tools, plus checksums and a
 JSON index. Loading reads only these two and raw bytes: nothing is unpickled.

@@ -1,4 +1,4 @@
-"""``python -m ddp_zero checkpoint``: describes a checkpoint, and exports it to plain files.
+"""``ddp-zero checkpoint``: describes a checkpoint, and exports it to plain files.
 
 A single process exports, a piece of a tensor at a time.
 
@@ -259,11 +259,11 @@ def build_parser() -> ArgumentParser:
     """The command line of ``ddp-zero checkpoint``."""
     parser = ArgumentParser(prog="ddp-zero checkpoint", description="Work with sharded checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="say what a checkpoint of this library or of DeepSpeed holds")
+    info = commands.add_parser("info", help="show the contents of a checkpoint of this library or of DeepSpeed")
     info.add_argument("--tensors", action="store_true", help="list the tensors of the model as well")
     info.add_argument("--verify", action="store_true", help="read everything, and compare it with its checksums")
     command = commands.add_parser("export", help=f"write {MODEL_FILE} and {OPTIMIZER_FILE}, as plain as torch's own")
-    command.add_argument("--format", choices=("plain", "deepspeed-universal"), default="plain", help="what to write")
+    command.add_argument("--format", choices=("plain", "deepspeed-universal"), default="plain", help="format")
     command.add_argument("--fp32", action="store_true", help="plain weights in fp32, of masters where there are some")
     command.add_argument("--exclude-frozen", action="store_true", help="plain weights without frozen parameters")
     for one in (info, command):

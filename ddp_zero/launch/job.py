@@ -115,13 +115,13 @@ def _add_torchrun(parser: argparse.ArgumentParser) -> None:
     add("--max-restarts", "--max_restarts", type=_count, default=0, metavar="N", help="restarts after a failure")
     add("--module", "-m", action="store_true", help="the script is the name of a module")
     add("--no-python", "--no_python", action="store_true", help="the script is a program of its own")
-    add("script", metavar="SCRIPT", help="what every process runs")
+    add("script", metavar="SCRIPT", help="script that every process runs")
     add("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
 def _add_reach(parser: argparse.ArgumentParser, python: str) -> None:
     add = parser.add_argument_group("reaching hosts").add_argument
-    add("--launcher", choices=LAUNCHERS, help="how to reach them; default: slurm in an allocation, ssh for others")
+    add("--launcher", choices=LAUNCHERS, help="way to reach them; default: slurm in an allocation, ssh for others")
     files = "variables for all hosts, a line NAME=value or NAME for each; may be repeated"
     add("--env-file", "--env_file", dest="env_files", action="append", default=[], metavar="FILE", help=files)
     add("--ssh-args", "--ssh_args", default="", metavar="TEXT", help="such as '-p 2222 -i key', for ssh and pdsh")

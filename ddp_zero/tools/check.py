@@ -1,4 +1,4 @@
-"""``python -m ddp_zero check``: versions, and features that work on this machine. Never initializes a process group.
+"""``ddp-zero check``: versions, and features that work on this machine. Never initializes a process group.
 
 Features are found by trying, not by version numbers. DDP's reducer is observed in one process, with torch's fake
 process group: it sends nothing and is not registered.
@@ -365,7 +365,7 @@ def report(version: str, probes: Sequence[Probe] = PROBES) -> Report:
 
 def build_parser() -> ArgumentParser:
     """The command line of ``ddp-zero check``."""
-    parser = ArgumentParser(prog="ddp-zero check", description="Versions, and what works on this machine.")
+    parser = ArgumentParser(prog="ddp-zero check", description="Versions, and features that work on this machine.")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     return parser
 

@@ -1,6 +1,6 @@
 """Memory that a rank will need, by part, for all modes side by side, before any allocation.
 
-`estimate` is `ddp_zero.estimate`; ``python -m ddp_zero estimate MODULE:FUNCTION`` prints its result.
+`estimate` is `ddp_zero.estimate`; ``ddp-zero estimate MODULE:FUNCTION`` prints its result.
 """
 
 import importlib
@@ -618,13 +618,13 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--optimizer", default="AdamW", help="a class in torch.optim")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2), help="only this one; 0 is DDP")
     parser.add_argument("--partition", choices=("parameters", "elements"), help="only this one")
-    parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
+    parser.add_argument("--dtype", help="dtype of the parameters, such as bfloat16")
     parser.add_argument("--master-weights", action="store_true")
     parser.add_argument("--offload", choices=("cpu", "disk"))
     parser.add_argument("--device", default="cuda", help="where the model is to be trained: cpu, cuda, ...")
     parser.add_argument("--bucket-cap-mb", type=float, help="of DistributedDataParallel")
     parser.add_argument("--wrapped", action="store_true", help="ddp_zero.wrap chooses the buckets")
-    parser.add_argument("--memory", help="such as 80GiB: print the fewest ranks at which that suffices")
+    parser.add_argument("--memory", help="memory per rank, such as 80GiB: print the fewest ranks that fit")
     parser.add_argument("--plot", type=Path, help="a picture (needs matplotlib)")
     return parser
 

@@ -1,4 +1,4 @@
-"""``python -m ddp_zero timeline trace.json``: draw one step of a trace of `torch.profiler`.
+"""``ddp-zero timeline trace.json``: draw one step of a trace of `torch.profiler`.
 
 The picture has a row for forward and backward, and one for each bucket, and shows hidden and exposed communication.
 """
@@ -243,9 +243,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line of ``ddp-zero timeline``."""
     description = "Draw one step of a trace of torch.profiler."
     parser = argparse.ArgumentParser(prog="ddp-zero timeline", description=description)
-    parser.add_argument("trace", help="what export_chrome_trace of torch.profiler has written, .json or .json.gz")
+    parser.add_argument("trace", help="trace by export_chrome_trace of torch.profiler, .json or .json.gz")
     parser.add_argument("-o", "--output", help="a .png, .svg or .pdf; by default the trace's name with .png")
-    parser.add_argument("--step", type=int, default=-1, help="which step of the trace, from 0; -1 (default): the last")
+    parser.add_argument("--step", type=int, default=-1, help="index of the step, from 0; -1 (default): the last")
     parser.add_argument("--title", default="", help="put above the picture")
     return parser
 

@@ -1,4 +1,4 @@
-"""``python -m ddp_zero config``: the effect of each key of a configuration, or the page of all keys."""
+"""``ddp-zero config``: the effect of each key of a configuration, or the page of all keys."""
 
 import sys
 from argparse import ArgumentParser
@@ -22,7 +22,7 @@ def build_parser() -> ArgumentParser:
     """The command line of ``ddp-zero config``."""
     parser = ArgumentParser(prog="ddp-zero config", description="DeepSpeed configurations in ddp_zero.")
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="print what becomes of each key of a configuration")
+    check = commands.add_parser("check", help="print the effect of each key of a configuration")
     check.add_argument("config", help="a JSON file")
     check.add_argument("--ranks", type=int, default=1, help="the number of ranks, for the batch sizes (default: 1)")
     commands.add_parser("keys", help="print the page of all keys")

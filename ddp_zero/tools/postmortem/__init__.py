@@ -1,1 +1,1 @@
-"""``python -m ddp_zero postmortem DIR``: the end of a job, as told by the flight records of all ranks."""
+"""``ddp-zero postmortem DIR``: the end of a job, as told by the flight records of all ranks."""

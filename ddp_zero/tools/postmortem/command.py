@@ -1,4 +1,4 @@
-"""``python -m ddp_zero postmortem DIR``: which rank, bucket and message everyone waited for."""
+"""``ddp-zero postmortem DIR``: the rank, bucket and message for which all ranks waited."""
 
 import argparse
 import sys

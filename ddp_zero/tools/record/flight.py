@@ -1,7 +1,7 @@
 """The flight record: this rank's last events, written to a file when a step fails or nears its time-out.
 
 Recording costs no more than the ring; writing needs a folder, from `record_to` or the environment variable
-``DDP_ZERO_RECORD_DIR``. ``python -m ddp_zero postmortem`` merges the files of all ranks.
+``DDP_ZERO_RECORD_DIR``. ``ddp-zero postmortem`` merges the files of all ranks.
 """
 
 import contextlib
