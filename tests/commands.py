@@ -71,7 +71,7 @@ ELSEWHERE = {
 
 
 def shown(text: str) -> set[str]:
-    """The commands of a page in Markdown, without comments; mentions of a subcommand alone, or with a placeholder, are none."""
+    """The commands of a page in Markdown; mentions of a subcommand alone, or with a placeholder, are none."""
     spans, is_block = [], False
     outside = []
     for line in text.splitlines():
