@@ -406,7 +406,7 @@ def _between_backward_and_step_it_is_refused(setup: Setup) -> None:
         checkpoint.save(setup.folder, first, other)
     other.step()
     checkpoint.save(setup.folder, first, other)
-    with torch.distributed.algorithms.join.Join([first, other]), pytest.raises(RuntimeError, match="outside Join"):
+    with torch.distributed.algorithms.join.Join([first, other]), pytest.raises(RuntimeError, match="save inside Join"):
         checkpoint.save(setup.folder, first, other)
     loss_of(waiting, inputs, targets).backward()
     checkpoint.load(setup.folder, waiting, opt, strict=False)  # drops the iteration
