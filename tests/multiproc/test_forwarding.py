@@ -320,7 +320,7 @@ def _between_backward_and_step(setup: Setup) -> None:
     opt.zero_grad()
     for inputs, targets in batches(setup.rank, 3):
         loss_of(twins.model, inputs, targets).backward()
-        with pytest.raises(RuntimeError, match=r"opt.eval\(\) between two steps, .*STEPPED .* Call opt.step\(\) first"):
+        with pytest.raises(RuntimeError, match=r"opt.eval\(\) must be called between two steps, .*STEPPED .* Call opt.step\(\) first"):
             opt.eval()
         opt.step()
         opt.zero_grad()
@@ -380,7 +380,7 @@ def _under_join(setup: Setup) -> None:
         for inputs, targets in batches(setup.rank, 2 + setup.rank):
             loss_of(twins.model, inputs, targets).backward()
             opt.step()
-            with pytest.raises(RuntimeError, match=r"opt.eval\(\) outside Join"):
+            with pytest.raises(RuntimeError, match=r"opt.eval\(\) is not supported inside Join"):
                 opt.eval()
     opt.eval()
     _same_on_every_rank(twins.model)
