@@ -367,9 +367,7 @@ def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
 
 def _interrupted(what: str) -> RuntimeError:
     """The error of a sum of which an exception, such as KeyboardInterrupt, has left a part."""
-    return RuntimeError(
-        f"Expected {what} to be complete, got one that an exception has interrupted. Call opt.reset(). [ZERO-308]"
-    )
+    return RuntimeError(f"An exception has interrupted {what}, which is not complete. Call opt.reset(). [ZERO-308]")
 
 
 def received_window(numel: int, world_size: int, limit: int) -> int:
