@@ -960,7 +960,7 @@ def _masters_travel_with_the_state(setup: Setup) -> None:
         again.load_state_dict(ddp.state_dict())
         resumed.load_state_dict(saved[0])
         _, without = one_line(low_precision_model(BF16), **other)
-        with pytest.raises(ValueError, match=r"without 'master_weight'.*master_weights=True"):
+        with pytest.raises(ValueError, match=r"'master_weight' for parameter.*master_weights=True"):
             without.load_state_dict(saved[0])
         for step in range(3, 6):
             for model, optimizer in ((ddp, opt), (again, resumed)):

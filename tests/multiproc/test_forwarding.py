@@ -320,7 +320,9 @@ def _between_backward_and_step(setup: Setup) -> None:
     opt.zero_grad()
     for inputs, targets in batches(setup.rank, 3):
         loss_of(twins.model, inputs, targets).backward()
-        with pytest.raises(RuntimeError, match=r"opt.eval\(\) must be called between two steps, .*STEPPED .* Call opt.step\(\) first"):
+        with pytest.raises(
+            RuntimeError, match=r"opt.eval\(\) must be called between two steps, .*STEPPED .* Call opt.step\(\) first"
+        ):
             opt.eval()
         opt.step()
         opt.zero_grad()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tests.conftest import TIERS
 from tests.features import FEATURES, STATUS, claims_of, render, unshown
 from tests.multiproc.cases import assert_identical
 from tests.multiproc.example_scripts import run_script
@@ -87,6 +88,16 @@ def test_the_page_of_what_works_is_the_generated_one_and_names_tests_that_exist(
     for _, _, test in FEATURES:
         path, name = test.split("::")
         assert hasattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+
+
+def test_what_the_page_claims_is_shown_by_the_readmes_command() -> None:
+    claims = claims_of(STATUS.read_text())
+    for what, _, test in FEATURES:
+        path, name = test.split("::")
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        marks = str([getattr(one, "pytestmark", None) for one in (module, getattr(module, name))])
+        is_nightly = TIERS.get(path.split("/")[1]) == "nightly" or "name='nightly'" in marks
+        assert not is_nightly or claims[what] == "not run", what
 
 
 def test_a_claim_needs_a_test_that_passes() -> None:
