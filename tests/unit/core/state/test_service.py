@@ -185,7 +185,7 @@ def test_both_ends_prove_the_secret() -> None:
 def test_a_wrong_secret_is_refused_on_both_ends() -> None:
     with pair() as (one, other):
         admitted = meanwhile(lambda: admit(other, SECRET))
-        with pytest.raises(WrongPeer, match="knows the secret"):
+        with pytest.raises(WrongPeer, match="does not know the secret"):
             greet(one, b"x" * 16)
         one.close()
         assert isinstance(admitted(), EOFError)
