@@ -17,9 +17,9 @@ BOUNDS = {
     "stage 2 interleaved: backward of 4 buckets": (22, 256, 500),
     "`opt.step()` standalone": (15, 75, 200),
     "`state_dict()`": (10, 102, 370),
-    "`checkpoint.save`": (25, 315, 1930),
+    "`checkpoint.save`": (25, 320, 1930),
     "`checkpoint.load`": (30, 690, 2220),
-    "`deepspeed.initialize`": (55, 350, 800),
+    "`deepspeed.initialize`": (55, 355, 805),
     "an iteration of its engine": (25, 260, 540),
 }
 

@@ -71,7 +71,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         names, fields = set(archive.namelist()), message_from_string(archive.read(f"{about}/METADATA").decode())
     its_own = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
-    assert names == package | {"ddp_zero/py.typed"} | its_own
+    assert names == package | {"ddp_zero/py.typed", "ddp_zero/troubleshooting.md"} | its_own
     assert fields["License-Expression"] == "BSD-3-Clause"
     assert fields["Description-Content-Type"] == "text/markdown"
     assert set(fields.get_all("Provides-Extra", [])) >= {"transformers", "accelerate", "lightning", "plot"}

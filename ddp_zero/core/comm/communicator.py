@@ -121,6 +121,7 @@ class Communicator:
             )
         check_not_forked(self.process_group)
         take_time_out_of_the_job(self.process_group)
+        self.message_limit = message_limit(self.process_group)
         if device is not None and device.type != "cpu":
             remember_device(self.process_group, device)
         self.world_size = dist.get_world_size(self.process_group)
@@ -292,7 +293,7 @@ class Communicator:
             send=lambda tensor: unrecorded(partial(group.send, [tensor], after, tag)),
             before=partial(self.name, before),
             after=partial(self.name, after),
-            limit=message_limit(group),
+            limit=self.message_limit,
         )
         sent = [*schedule.first, *schedule.received[: schedule.passed_on]]
         self.count(*(sum(chunk.stop - chunk.start for chunk in of) * itemsize for of in (sent, schedule.received)))
@@ -440,10 +441,10 @@ class Communicator:
 
     def _wait(self, post: Callable[[], Work | None], peer: GroupRank) -> None:
         name, what = partial(self.name, peer), "an exchange of optimizer state"
-        limit = message_limit(self.process_group)
+        limit = () if self.message_limit is None else (self.message_limit,)
         waits_for(what, name)
         try:
-            started(post()).wait(*(() if limit is None else (limit,)))
+            started(post()).wait(*limit)
         except RuntimeError as error:
             raise lost(name(), what, error) from error
 

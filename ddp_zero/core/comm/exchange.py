@@ -125,6 +125,7 @@ class Member(Protocol):
     round: int
     sent_bytes: int
     control_bytes: int
+    message_limit: timedelta | None  # of each wait, see `groups.message_limit`
 
     @property
     def trace(self) -> Recorder:
@@ -148,7 +149,7 @@ class Messages:
     ) -> None:
         self._comm = comm
         group = comm.process_group
-        self._limit = message_limit(group)
+        self._limit = comm.message_limit
         # receives first: Gloo moves a message only once its receive is posted, so a late receive stalls the peer
         self._posts = [
             (post, partial(comm.name, peer), [chunk], peer)
