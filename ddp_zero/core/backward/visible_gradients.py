@@ -321,10 +321,9 @@ def _still_exact(exact: Tensor, grad: Tensor) -> Tensor | None:
 
     To compare on an accelerator, the host would wait. There each element that was changed is taken from the gradient.
     """
-    rounded = exact.to(grad.dtype)
     if grad.device.type == "cpu":
-        return exact if torch.equal(rounded, grad) else None
-    return torch.where(rounded == grad, exact, grad.to(exact.dtype))
+        return exact if rounds_to(exact, grad) else None
+    return torch.where(exact.to(grad.dtype) == grad, exact, grad.to(exact.dtype))
 
 
 def gather_gradient(sharded: ShardedStep, index: int) -> Tensor | None:
