@@ -97,6 +97,11 @@ def test_an_optimizer_is_replaced_with_its_class_options_and_groups(job: Job, gi
     assert sharded.attached == [strategy.model]
 
 
+def test_options_of_the_users_come_before_the_optimizers_own(job: Job) -> None:
+    plain = AdamW(nn.Linear(2, 2).parameters(), lr=0.5)
+    assert job.strategy([plain], zero={"lr": 0.25}).optimizers[0].options["lr"] == 0.25
+
+
 def test_a_sharded_optimizer_stays(job: Job) -> None:
     zero = Zero([], SGD)
     strategy = job.strategy([zero], stage=2)

@@ -342,10 +342,11 @@ def test_a_sum_is_prepared_anew_in_other_memory_and_after_a_buffer_was_dropped(p
     assert len(prepared) == 2
     for arrival in arrivals:
         arrival.release()
+    known = rank.context.prepared(layout, first, None)
+    assert rank.context.prepared(layout, first, None) is known
     rank.context.scratches.trim()
-    rank.context.scratches.trim()  # drops them, since nothing has used them: their addresses may be used again
-    ReducedSegment(rank.context, layout, rank.filled(layout, 2.0, 4.0))
-    assert len(prepared) == 3
+    rank.context.scratches.trim()  # drops both, since nothing has used them: their addresses may be used again
+    assert rank.context.prepared(layout, first, None) is not known
 
 
 @pytest.mark.parametrize(
@@ -558,10 +559,15 @@ def test_buffers_that_peers_may_read_are_left_to_them_by_a_reset() -> None:
     buckets.lay_out()
     buckets.memory.point(0)
     in_flight = buckets.memory.lent[0]
+    buckets.memory.point(1)
+    idle = buckets.memory.lent.pop(1)
+    buckets.scratches.give_back(idle)
     buckets.memory.reset()
     assert not buckets.memory.lent
+    assert buckets.scratches.statistics.held_bytes == 0, "of new pools: a peer may read the idle ones too"
     buckets.memory.point(0)
     assert buckets.memory.lent[0] is not in_flight
+    assert buckets.memory.lent[0] is not idle
     assert buckets.reducers[0].buffer.data_ptr() == buckets.memory.lent[0].data_ptr()
 
 

@@ -152,6 +152,18 @@ def test_a_pass_that_is_not_reduced_is_refused_on_top_of_an_average_and_added_by
 
 
 @pytest.mark.usefixtures("job")
+def test_a_penalty_outside_of_ddp_is_added_to_the_averages_and_refuses_a_further_pass() -> None:
+    ddp, opt = partitioned(overlap=False)
+    backward(ddp, 0)
+    averages = [cast(Tensor, grad).clone() for grad in grads(ddp)]
+    torch.stack([param.sum() for param in ddp.module.parameters()]).sum().backward()
+    assert_equal(grads(ddp), [average + 1 for average in averages])
+    with pytest.raises(RuntimeError, match=r"\[ZERO-404\]"):
+        backward(ddp, 1)
+    opt.reset()
+
+
+@pytest.mark.usefixtures("job")
 def test_a_new_hook_leaves_no_gradient_of_the_old_one() -> None:
     ddp, opt = partitioned(overlap=False)
     backward(ddp, 0)

@@ -1,0 +1,123 @@
+"""The side stream's order with the current one, with streams that keep a log instead of an accelerator."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream
+
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
+
+
+class Stream:
+    """Logs who waits for whom, and is current between enter and exit."""
+
+    log: list[Any]
+    current: "Stream"
+
+    def __init__(self, device: Any, name: str = "side") -> None:
+        self.device, self.name = device, name
+
+    def __enter__(self) -> None:
+        self.before, Stream.current = Stream.current, self
+        self.log.append(f"enter {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self.before
+        self.log.append(f"exit {self.name}")
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        return f"an event of {self.name}"
+
+
+class Buffer:
+    """A tensor on the device."""
+
+    device = DEVICE
+
+    def __init__(self, numel: int, log: list[Any]) -> None:
+        self.log, self.size = log, numel
+
+    def numel(self) -> int:
+        return self.size
+
+    def record_stream(self, stream: Stream) -> None:
+        self.log.append(f"kept for {stream.name}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    Stream.log = []
+    Stream.current = Stream(DEVICE, "main")
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: Stream.current)
+    monkeypatch.setattr(torch, "empty", lambda numel, **_: Buffer(numel, Stream.log))
+    return Stream.log
+
+
+def test_work_on_the_side_stream_comes_after_the_work_before_it_and_is_joined(log: list[Any]) -> None:
+    side = SideStream()
+    with side.running(DEVICE):
+        assert Stream.current.name == "side"
+    side.join()
+    assert log == ["side waits for main", "enter side", "exit side", "main waits for side"]
+
+
+def test_nested_contexts_enter_once_and_leave_once(log: list[Any]) -> None:
+    running = SideStream().running(DEVICE)
+    for _ in range(2):
+        with running:
+            with running:
+                assert Stream.current.name == "side"
+            assert Stream.current.name == "side", "left by the outer one only"
+        assert Stream.current.name == "main"
+    assert log == ["side waits for main", "enter side", "exit side"] * 2
+
+
+def test_a_context_is_left_after_an_error_too(log: list[Any]) -> None:
+    with pytest.raises(ZeroDivisionError), SideStream().running(DEVICE):
+        raise ZeroDivisionError
+    assert Stream.current.name == "main"
+
+
+def test_a_device_has_one_side_stream_and_the_cpu_none(log: list[Any]) -> None:
+    side = SideStream()
+    for _ in range(2):
+        with side.running(CPU), side.running(torch.device("meta")):
+            pass
+    assert side.end_of_use(CPU) == []
+    side.join()
+    assert log == []
+    with side.running(DEVICE):
+        first: Any = Stream.current
+    with side.running(DEVICE):
+        assert first is Stream.current
+
+
+def test_a_buffer_is_lent_again_once_both_streams_have_done_with_it(log: list[Any]) -> None:
+    pool = BufferPool(SideStream(), 64, 128)
+    buffer = pool.lend(64, DEVICE)
+    assert log == ["kept for side"], "when it is allocated, so that it may be dropped at any time"
+    pool.give_back(buffer)
+    log.clear()
+    assert pool.lend(64, DEVICE) is buffer
+    assert sorted(log) == ["main waits for an event of main", "main waits for an event of side"]
+    log.clear()
+    pool.lend(64, DEVICE)
+    assert log == ["kept for side"], "a new one has no last use"
+
+
+def test_buffers_of_another_device_are_not_lent(log: list[Any]) -> None:
+    pool = BufferPool(SideStream(), 64, 256)
+    pool.give_back(pool.lend(64, DEVICE))
+    other: Any = pool.lend(64, torch.device("cuda", 1))
+    assert pool.statistics.held_bytes == 128
+    assert other is not pool.lend(64, DEVICE)
+    assert pool.statistics.held_bytes == 128
