@@ -26,6 +26,7 @@ SHOWN = {
     "FSDP2, no reshard after forward": "FSDP2",
     "ddp_zero stage 1, standalone": "ddp_zero stage 1",
     "ddp_zero stage 2, interleaved": "ddp_zero stage 2",
+    "ddp_zero stage 2, wrap": "stage 2 by ddp_zero.wrap",
 }
 """Modes of the race, and their names in the picture."""
 
@@ -41,7 +42,7 @@ def draw(loopback: dict[str, Any], linked: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "ddp_zero"  # the same file for the same numbers
-    figure = Figure(figsize=(11, 2.6), layout="constrained")
+    figure = Figure(figsize=(11, 2.8), layout="constrained")
     FigureCanvasSVG(figure)
     memory, fast, slow = figure.subplots(1, 3, sharey=True)
     peaks = [max(loopback["modes"][mode]["peak_bytes"]) / MIB for mode in SHOWN]

@@ -74,8 +74,8 @@ ESTIMATED = dict(
     zip(
         MODES,
         (
-            *("DDP", "stage 1", "stage 1", "stage 1, inside backward"),
-            *("stage 2, inside backward", "stage 2, after backward", "stage 2, inside backward, offload disk"),
+            *("DDP", "stage 1", "stage 1", "stage 1, inside backward, cut"),
+            *("stage 2, inside backward, cut", "stage 2, after backward", "stage 2, inside backward, cut, offload disk"),
         ),
         strict=True,
     )
@@ -167,7 +167,7 @@ def estimated(options: Namespace) -> dict[str, int]:
     with torch.device("meta"):
         model = Tower(options.layers)
     folder = Offload("disk", folder=tempfile.gettempdir())
-    found = estimate(model, AdamW, ranks=options.ranks, partition="parameters", offload=folder, device="cpu", **OPTIONS)
+    found = estimate(model, AdamW, ranks=options.ranks, offload=folder, device="cpu", **OPTIONS)
     return {mode: found[name].total for mode, name in ESTIMATED.items()}
 
 
