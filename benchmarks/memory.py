@@ -67,6 +67,9 @@ MODES: dict[str, Callable[[DistributedDataParallel], Optimizer]] = {
     "ddp_zero stage 1": standalone,
     "ddp_zero stage 1, overlapped": lambda ddp: shard_optimizer(ddp, AdamW, **OPTIONS),
     "ddp_zero stage 2": lambda ddp: shard_optimizer(ddp, AdamW, stage=2, **OPTIONS),
+    "ddp_zero stage 2, whole parameters": lambda ddp: shard_optimizer(
+        ddp, AdamW, stage=2, partition="parameters", **OPTIONS
+    ),
     "ddp_zero stage 2, step after backward": lambda ddp: shard_optimizer(ddp, AdamW, stage=2, overlap=False, **OPTIONS),
     "ddp_zero stage 2, state on disk": on_disk,
 }
@@ -75,7 +78,8 @@ ESTIMATED = dict(
         MODES,
         (
             *("DDP", "stage 1", "stage 1", "stage 1, inside backward, cut"),
-            *("stage 2, inside backward, cut", "stage 2, after backward", "stage 2, inside backward, cut, offload disk"),
+            *("stage 2, inside backward, cut", "stage 2, inside backward", "stage 2, after backward"),
+            "stage 2, inside backward, cut, offload disk",
         ),
         strict=True,
     )
