@@ -8,7 +8,6 @@ A checkpoint is a folder in the format of `torch.distributed.checkpoint`, readab
 JSON index. Loading reads only these two and raw bytes: nothing is unpickled.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -18,31 +17,21 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ddp_zero.checkpoint.contents import SavedCheckpoint
 from ddp_zero.checkpoint.folder import folder_of, text_and_tensors
 from ddp_zero.checkpoint.loading import Restore
-from ddp_zero.checkpoint.optimizers import OptimizerState, ParallelState, process_group_of, state_of, unwrapped
+from ddp_zero.checkpoint.participants import declared, layout_of, process_groups
 from ddp_zero.checkpoint.saving import (
     SaveJob,
     Saving,
-    Writer,
     capture,
     finish_all,
-    sample_of_ignored,
     start_folder,
     writer_of,
 )
-from ddp_zero.core.comm.communicator import Communicator
-from ddp_zero.core.comm.groups import Peers, check_not_alone
 from ddp_zero.core.comm.ranks import Agreement
-from ddp_zero.core.local.inner import class_name
-from ddp_zero.core.local.live_model import LiveModel, group_of
-from ddp_zero.core.plan.global_layout import Layout, Statement
-from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.parallel.optimizer import ParallelOptimizer
 from ddp_zero.tools.record.progress import showing
 
 __all__ = ["Loaded", "load", "save", "wait"]
@@ -116,17 +105,17 @@ def save(
             between ranks, or a plain model in a job of several ranks.
         OSError: if writing to disk fails.
     """
-    writer = _writer(model, optimizer, is_save=True)
+    writer = writer_of(process_groups(model, optimizer, is_save=True))
     peers = writer.peers
     with Agreement(peers, "checkpoint.save") as agreement:
         writer.finish()
         agreement.declare("keep and exclude_frozen", (keep, exclude_frozen))
-        live, state, statement = _declared(agreement, model, optimizer, is_save=True)
+        live, state, statement = declared(agreement, model, optimizer, is_save=True)
         if state is not None:
             state.check()
     # every collective below runs outside of the agreements' blocks: a rank that raises inside a block still joins the
     # agreement at its end, but would leave its peers alone in a collective within it
-    layout = _layout(peers, statement)
+    layout = layout_of(peers, statement)
     states = {} if state is None else state.saved_state()
     with Agreement(peers, "checkpoint.save") as agreement:
         part = capture(live, state, states, peers, extra, rank_extra, layout, exclude_frozen)
@@ -168,12 +157,12 @@ def load(
         ValueError: if it is damaged, was not written by this library, or does not fit, with a list of all misfits.
         RuntimeError: if that happened on a different rank, or a save in the background failed.
     """
-    writer = _writer(model, optimizer)
+    writer = writer_of(process_groups(model, optimizer))
     peers = writer.peers
     with Agreement(peers, "checkpoint.load") as agreement:
         writer.finish()
-        live, state, statement = _declared(agreement, model, optimizer)
-    layout = _layout(peers, statement)
+        live, state, statement = declared(agreement, model, optimizer)
+    layout = layout_of(peers, statement)
     with Agreement(peers, "checkpoint.load") as agreement:
         saved = SavedCheckpoint.open(folder_of(path))
         agreement.declare("checkpoint", saved.digest)
@@ -197,59 +186,3 @@ def wait() -> None:
         RuntimeError: if a save failed and its error was not raised on this rank before.
     """
     finish_all()
-
-
-def _writer(model: nn.Module, optimizer: Optimizer | None, is_save: bool = False) -> Writer:
-    """The writer of the ranks that save and load together: with a `ParallelOptimizer`, all ranks of the model."""
-    inner = unwrapped(optimizer)
-    if isinstance(inner, ParallelOptimizer):
-        return writer_of(inner.process_groups)
-    group = _group(model, optimizer)
-    if is_save:
-        check_not_alone(group)
-    return writer_of([] if group is None else [group])
-
-
-def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None:
-    """The process group that saves and loads together: DDP's, or a sharded optimizer's."""
-    group = group_of(model)
-    sharded = process_group_of(unwrapped(optimizer))
-    if group is not None and sharded is not None and not Communicator(group).has_same_ranks(sharded):
-        raise ValueError(
-            "The optimizer and the DDP model are on different ranks. Build the optimizer with "
-            "process_group=ddp.process_group. [ZERO-207]"
-        )
-    return sharded if group is None else group
-
-
-def _declared(
-    agreement: Agreement, model: nn.Module, optimizer: Optimizer | None, is_save: bool = False
-) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
-    """Views of model and optimizer, declared to be the same on every rank; names, shapes, dtypes and classes.
-
-    With a `ParallelOptimizer` names differ between ranks: the third value states this rank's.
-    """
-    state = None if optimizer is None else state_of(optimizer)
-    kind = "none" if state is None else f"{type(state).__name__} of {class_name(state.inner)}"
-    agreement.declare("optimizer", kind)
-    if isinstance(state, ParallelState):
-        part = state.part_of(model)
-        return part, state, state.statement(part)
-    live = LiveModel(model)
-    values = repr(sorted(live.values().items()))
-    agreement.declare("names, shapes and dtypes in the model", hashlib.sha256(values.encode()).hexdigest())
-    if is_save:
-        agreement.declare("parameters that DDP ignores, or their ParallelOptimizer,", sample_of_ignored(model, live))
-    return live, state, None
-
-
-def _layout(peers: Peers, statement: Statement | None) -> Layout | None:
-    """The layout of the model over all ranks, if they hold different parts. A collective.
-
-    Raises:
-        ValueError: on every rank, if the parts do not fit together, naming the parameter and two ranks.
-    """
-    if statement is None:
-        return None
-    every = [Statement.of_text(text) for text in peers.all_gather_text(statement.as_text())]
-    return Layout(every, lambda rank: peers.name(GroupRank(rank)))
