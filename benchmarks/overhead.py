@@ -31,6 +31,7 @@ from ddp_zero import shard_optimizer
 from ddp_zero.core.comm import exchange as exchange_module
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.reduction import SegmentReduction
+from ddp_zero.optimizer import engine_of
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, ROUNDS = 2, 5
@@ -74,7 +75,7 @@ def messages() -> dict[str, float]:
     comm, buckets, room = Communicator(None), [torch.randn(NUMEL) for _ in range(BUCKETS)], torch.empty(NUMEL)
     found = {"all_reduce": median_ms(lambda: [dist.all_reduce(bucket) for bucket in buckets], cpu_seconds)}
     for kib in CHUNK_KIB:
-        with mock.patch.object(exchange_module, "_CHUNK_BYTES", kib << 10):
+        with mock.patch.object(exchange_module, "CHUNK_BYTES", kib << 10):
             found[f"chunks of {kib} KiB"] = median_ms(lambda: exchange(comm, buckets, room), cpu_seconds)
     return found
 
@@ -90,7 +91,7 @@ def passes() -> dict[str, float]:
         if step < FIRST_STEPS - 1:
             opt.step()
             opt.zero_grad()
-    sharded, hook = opt._engine.sharded, opt._engine.hook
+    sharded, hook = engine_of(opt).sharded, engine_of(opt).hook
     assert hook is not None, "stage 2 has one"
     acts: dict[str, Callable[[], object]] = {
         "first bucket: parameters moved or frozen?": lambda: sharded.binding.refresh(may_talk=False),

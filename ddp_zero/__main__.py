@@ -4,10 +4,13 @@ Without a command: ``check``, versions and features that work on this machine.
 """
 
 import importlib
+import os
+import select
+import signal
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 COMMANDS = {
     "check": ("ddp_zero.tools.check", "show versions, and whether the library can work on this machine (default)"),
@@ -50,8 +53,34 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status; 2 for an unknown command."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run a command. Returns its exit status; 2 for an unknown command.
+
+    Where the reader of its output is gone, as ``head`` is after its lines, it ends with the status of a program that
+    SIGPIPE has ended, and says nothing.
+    """
+    try:
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            sys.stdout.flush()  # here, where a broken pipe can be caught: not at the exit of the interpreter
+    except BrokenPipeError:
+        broken = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+        if not broken:
+            raise  # of a pipe that a command has opened
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in broken:
+            os.dup2(nowhere, stream.fileno())  # the interpreter flushes both once more
+        os.close(nowhere)
+        return 128 + signal.SIGPIPE
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    asked = select.poll()  # an unbuffered stream has nothing left that a flush could fail to write
+    asked.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in asked.poll(0))
+
+
+def _run(given: list[str]) -> int:
     first = given[0] if given else "check"
     if first in ("-h", "--help"):
         print(usage())

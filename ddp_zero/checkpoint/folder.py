@@ -36,7 +36,7 @@ _FORMAT = "ddp_zero"
 _VERSION = 1
 _NAME = re.compile(r"step-([0-9]{8,18})(?:-([0-9]{1,6}))?")
 _UNFINISHED = re.compile(r"\.step-[0-9]{8,18}-[0-9a-f]{16}")
-_LARGEST_TEXT = 1 << 28
+LARGEST_TEXT = 1 << 28
 _FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 62
@@ -203,8 +203,8 @@ def read_text(path: Path) -> str:
     """A text file of a checkpoint; ValueError unless it is a regular file of at most 256 MiB of UTF-8."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > _LARGEST_TEXT:
-            raise ValueError(f"Expected at most {_LARGEST_TEXT} bytes, got {size} in {path}. [ZERO-622]")
+        if size > LARGEST_TEXT:
+            raise ValueError(f"Expected at most {LARGEST_TEXT} bytes, got {size} in {path}. [ZERO-622]")
         raw = file.read(size)
     try:
         return raw.decode("utf-8")

@@ -289,7 +289,7 @@ def _logged(job: SaveJob, peers: Peers) -> Path:
     try:
         return write(job, peers, shows_progress=False)
     except Exception as error:
-        logger.error("saving a checkpoint in the background has failed: %s", error)
+        logger.error(coded(f"Saving a checkpoint in the background has failed: {error}", "[ZERO-618]"))
         raise
     finally:
         job.tensors.clear()  # a stored traceback keeps the job alive

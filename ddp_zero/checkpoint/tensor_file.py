@@ -39,7 +39,7 @@ OBJECTS_FILE = "__0_1.distcp"
 """File of the values that are not tensors, each in the format of `torch.save`."""
 
 _ALIGNMENT = 64
-_CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 _LOCAL_HEADER_BYTES = 30
 _NAMELESS: Mapping[StoredTensor, str] = MappingProxyType({})
 
@@ -207,7 +207,7 @@ def pieces(folder: Path, stored: StoredTensor) -> Iterator[memoryview]:
 def _read_pieces(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
     """Bytes of a file in pieces of at most 4 MiB, in reused memory; whole elements of any dtype, if all are."""
     left = nbytes
-    buffer = memoryview(bytearray(min(_CHUNK_BYTES, left)))
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if offset + left > size:

@@ -629,7 +629,7 @@ class Engine(nn.Module):
         if len(set(tags)) > 1 and self.parsed.tag_validation == "fail":
             raise ValueError(f"Expected the same tag on every rank, got {tags}. [ZERO-711]")
         if len(set(tags)) > 1 and self.parsed.tag_validation == "warn":
-            logger.warning("Expected the same tag on every rank, got %s: saving as %r.", tags, tags[0])
+            logger.warning("Expected the same tag on every rank, got %s: saving as %r. [ZERO-711]", tags, tags[0])
         return tags[0]
 
     def _latest_tag(self, folder: Path) -> str | None:
@@ -638,7 +638,7 @@ class Engine(nn.Module):
         mine = file.read_text().strip() if self.comm.group_rank == 0 and file.is_file() else ""
         name = self.comm.all_gather_text(mine)[0]
         if not name:
-            logger.warning("Expected a file %s, or a tag, got neither: nothing was loaded.", file)
+            logger.warning("Expected a file %s, or a tag, got neither: nothing was loaded. [ZERO-716]", file)
             return None
         if Path(name).name != name:
             raise ValueError(f"Expected the name of a folder in {file}, got {name!r:.80}. [ZERO-711]")

@@ -128,7 +128,7 @@ def _parsed(source: Source, model: nn.Module, **given: Any) -> Config:
     warn_once(parsed.findings, get_rank())
     for name in (name for name, value in given.items() if value is not None and name in parsed.document):
         if get_rank() == 0:
-            logger.warning("%r of the configuration has no effect: one was passed to initialize().", name)
+            logger.warning("%r of the configuration has no effect: one was passed to initialize(). [ZERO-715]", name)
     level = parsed.rest.log_level
     if level is not None:
         logger.setLevel(getattr(logging, level.upper()))

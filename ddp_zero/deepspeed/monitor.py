@@ -22,7 +22,7 @@ def warn_once(findings: tuple[Finding, ...], rank: int) -> None:
     for finding in findings:
         if finding.kind is Kind.NO_EFFECT and rank == 0 and finding.path not in _warned:
             _warned.add(finding.path)
-            logger.warning("%s has no effect here: %s", finding.path, finding.text)
+            logger.warning("%s has no effect here: %s [ZERO-715]", finding.path, finding.text)
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,9 @@ class _TrainerConfig:
             warn_once(config.findings, get_rank())
             given = [path for path in _OF_THE_TRAINER if value_at(document, path) is not None]
             if given and get_rank() == 0:
-                logger.warning("%s: no effect in the Trainer, which does this by its own arguments.", ", ".join(given))
+                logger.warning(
+                    "%s: no effect in the Trainer, which does this by its own arguments. [ZERO-715]", ", ".join(given)
+                )
         self._config = config
         if config.has_low_precision:
             cast(model, config)

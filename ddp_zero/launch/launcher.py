@@ -50,7 +50,7 @@ _MOST_AT_ONCE = 64
 _SHOWN_LINES = 3
 _POLL_SECONDS = 0.1
 _DRAIN_SECONDS = 2.0
-_MARGIN_SECONDS = 15.0
+MARGIN_SECONDS = 15.0
 _LONGEST_LINE = 1 << 16
 _LOST = 255
 """Exit code for a host whose guard is gone, as ssh's for a lost connection."""
@@ -376,7 +376,7 @@ class _Job:
         for one in self._running:
             if one.process.poll() is None:
                 one.stop()
-        for number, seconds in ((None, grace + _MARGIN_SECONDS), (signal.SIGTERM, grace), (signal.SIGKILL, grace)):
+        for number, seconds in ((None, grace + MARGIN_SECONDS), (signal.SIGTERM, grace), (signal.SIGKILL, grace)):
             left = [one for one in self._running if one.is_alive()]
             if number is not None:
                 for one in left:

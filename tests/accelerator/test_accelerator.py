@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, _Running
+from ddp_zero.core.backward.scratch_buffers import BufferPool, RunningOn, SideStream
 from tests.accelerator import page, simulation
 from tests.accelerator.modes import GROUPS, MODES, Mode, Report, run
 from tests.multiproc.harness import Cases, Setup
@@ -88,7 +88,7 @@ _GUARDS = [
     (
         "the side stream waits for backward",
         "wait",
-        _line_of(_Running.__enter__, "wait_stream"),
+        _line_of(RunningOn.__enter__, "wait_stream"),
         "stage 2, interleaved",
     ),
     ("a buffer's next use waits for its last", "wait", _line_of(BufferPool.lend, "wait_event"), "stage 2, interleaved"),

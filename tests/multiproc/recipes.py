@@ -18,7 +18,7 @@ from ddp_zero import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
-from ddp_zero.core.backward.gradients import watching
+from tests import internals
 from tests.multiproc.cases import build_model, loss_of, split_groups, sum_in_rank_order
 
 INTERVAL = 3  # steps after which scales grow, so that they do in a test
@@ -290,11 +290,9 @@ class Sharded(Trainer):
             groups, build, overlap_with_ddp=overlaps, parameters_as_bucket_view=True, **own, **copy.deepcopy(options)
         )
         if mode in (STANDALONE, WATCHED):
-            self.opt._engine.know_model(self.model)  # as `shard_optimizer` does
+            internals.follow_order_of(self.opt, self.model)
         if mode == WATCHED:
-            self.model.register_comm_hook(
-                None, watching(self.opt._engine.decision.watch, self.model.process_group, None)
-            )
+            self.model.register_comm_hook(None, internals.watching_hook(self.opt, self.model))
         elif mode != STANDALONE:
             hook = hook_with_zero_step_interleaved if mode == INTERLEAVED else hook_with_zero_step
             self.model.register_comm_hook(None, hook(None, self.model, self.opt, shard_buckets=True))

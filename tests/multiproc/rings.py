@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.comm import communicator, ring
 from ddp_zero.core.comm.ring import RingTransfer
+from tests import internals
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def rings_for_all() -> Iterator[list[RingTransfer]]:
 
     with (
         mock.patch.multiple(communicator, RING_RANKS=2, RING_BYTES=0),
-        mock.patch.object(ring, "_LEAST_BYTES", 64),
+        mock.patch.object(ring, "LEAST_BYTES", 64),
         mock.patch.object(RingTransfer, "run", noted),
     ):
         yield transfers
@@ -66,6 +67,6 @@ class SumInRingOrder:
 
     def _owned(self, bucket: GradBucket) -> Iterator[tuple[int, tuple[int, int]]]:
         """Who sums which part of a bucket: the owner as it is now, whose own part comes last."""
-        params, owners = bucket.parameters(), self._opt._engine.sharded.binding.owners
+        params, owners = bucket.parameters(), internals.owners_of(self._opt)
         ends = list(accumulate((param.numel() for param in params), initial=0))
         yield from zip([int(owners[self._index_of[param]]) for param in params], pairwise(ends), strict=True)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.step import sharded_step as binding
 from ddp_zero.tools.insight.stats import state_bytes
+from tests import internals
 from tests.multiproc.cases import (
     Groups,
     OptimizerCase,
@@ -149,7 +150,7 @@ def _text_labels_and_log(setup: Setup) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         twins.train(setup, 1, seed=1)
     names = [event.name for event in profile.events() or [] if event.name.startswith("ddp_zero::")]
-    buckets = twins.opt._engine.sharded.plan.buckets
+    buckets = internals.plan_of(twins.opt).buckets
     assert len(buckets) > 1
     for verb in ("local_step", "sync", "wait_sync"):
         expected = [] if setup.world_size == 1 else list(range(len(buckets)))
@@ -244,14 +245,18 @@ def _bytes_on_the_wire(setup: Setup, as_views: bool, through_broadcast: bool) ->
     params = [nn.Parameter(torch.randn(200_000 + index)) for index in range(24)]
     opt = ZeroRedundancyOptimizer(params, torch.optim.SGD, parameters_as_bucket_view=as_views, lr=0.1)
     if through_broadcast:
-        opt._engine.sharded.comm._backends = {"cpu": "another backend"}
+        internals.take_for_backend(internals.communicator_of(opt), "another backend")
     for param in params:
         param.grad = torch.ones_like(param)
     opt.step()
     dist.barrier()
-    counted, written = opt._engine.sharded.comm.sent_bytes, _bytes_written()
+    counted, written = int(opt.stats()["total_sent_bytes"]), _bytes_written()
     opt.step()
-    return sum(p.numel() * 4 for p in params), opt._engine.sharded.comm.sent_bytes - counted, _bytes_written() - written
+    return (
+        sum(p.numel() * 4 for p in params),
+        int(opt.stats()["total_sent_bytes"]) - counted,
+        _bytes_written() - written,
+    )
 
 
 @pytest.mark.parametrize("through_broadcast", [False, True], ids=["direct", "broadcast"])
@@ -273,7 +278,7 @@ def _equal_through_broadcast(setup: Setup) -> None:
     for name in ("AdamW foreach", "toy LAMB"):
         for as_views in (False, True):
             twins = build_twins(optimizer_case(name), parameters_as_bucket_view=as_views)
-            twins.opt._engine.sharded.comm._backends = {"cpu": "another backend"}
+            internals.take_for_backend(internals.communicator_of(twins.opt), "another backend")
             twins.train(setup, 5)
             twins.assert_moved()
 

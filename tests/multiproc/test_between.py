@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, hook_with_zero_step, shard_optimizer
+from tests import internals
 from tests.multiproc.cases import (
     Twins,
     assert_equal_models,
@@ -546,7 +547,7 @@ def _nothing_keeps_models_or_optimizers_alive(setup: Setup) -> None:
     copied = copy.deepcopy(ddp.module)
     run_backward(setup, ddp, 0)
     opt.step()
-    assert not opt._engine.passes.last_is_local
+    assert not internals.passes_of(opt).last_is_local
     del opt
     gc.collect()
     run_backward(setup, ddp, 1)  # its pre-hook is left behind and does nothing

@@ -587,15 +587,15 @@ def test_deepspeed(run: Callable[[], None]) -> None:
 
 
 def test_the_command_prints_what_becomes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ddp_zero.deepspeed.config.command import _check
+    from ddp_zero.deepspeed.config.command import main
 
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
-    assert _check(str(file), 2) == 0
+    assert main(["check", str(file), "--ranks", "2"]) == 0
     assert "8 samples a step = 4 * 1 rounds * 2 ranks" in capsys.readouterr().out
     file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3}}))
-    assert _check(str(file), 2) == 1
+    assert main(["check", str(file), "--ranks", "2"]) == 1
     assert "FSDP2" in capsys.readouterr().err
     file.write_text(json.dumps({"train_batch_size": "auto"}))
-    assert _check(str(file), 2) == 0
+    assert main(["check", str(file), "--ranks", "2"]) == 0
     assert '"auto" is filled in' in capsys.readouterr().out

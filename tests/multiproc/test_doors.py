@@ -24,6 +24,7 @@ import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.local.placeholders import Awaited
+from tests import internals
 from tests.multiproc.cases import (
     OPTIMIZERS,
     Twins,
@@ -105,7 +106,7 @@ def _a_step_within_a_cuda_graph_is_refused(setup: Setup) -> None:
     twins = build_twins(OPTIMIZERS[0])
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        mock.patch.object(twins.opt._engine.sharded, "_may_be_captured", True),
+        internals.as_on_cuda(twins.opt),
         pytest.raises(NotImplementedError, match="CUDA graphs do not support a sharded step"),
     ):
         twins.opt.step()
@@ -431,7 +432,7 @@ def _groups_in_all_forms(setup: Setup) -> None:
         assert all("param_names" in group for opt in opts[:2] for group in opt.param_groups)
         assert opts[0].state_dict()["param_groups"] == reference.state_dict()["param_groups"]
         assert "param_names" not in opts[2].state_dict()["param_groups"][0], "as the plain optimizer's would be"
-        assert "'module.0.weight'" in opts[2]._engine.sharded.table.label(0), "names are known for messages"
+        assert "'module.0.weight'" in internals.label_of(opts[2], 0), "names are known for messages"
         for inputs, targets in batches(setup.rank, 4):
             train_step(expected, reference, inputs, targets)
             for ddp, opt in zip(models, opts, strict=True):

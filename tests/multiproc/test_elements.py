@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step, shard_optimizer
 from ddp_zero.tools.insight.stats import state_bytes
+from tests import internals
 from tests.multiproc.cases import (
     OPTIMIZERS,
     OptimizerCase,
@@ -53,7 +54,7 @@ def large_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def cut_parameters(opt: ZeroRedundancyOptimizer) -> dict[int, slice]:
     """Which parameters this rank owns a part of."""
-    return opt._engine.sharded.binding.owned_parts()
+    return internals.owned_parts(opt)
 
 
 def assert_state_is_shared(opt: ZeroRedundancyOptimizer, ranks: int) -> None:
@@ -62,7 +63,7 @@ def assert_state_is_shared(opt: ZeroRedundancyOptimizer, ranks: int) -> None:
     moments = [value for state in opt.optim.state.values() for value in state.values() if isinstance(value, Tensor)]
     held = sum(value.numel() for value in moments if value.dim())
     per_element = max(sum(isinstance(v, Tensor) and v.dim() > 0 for v in s.values()) for s in opt.optim.state.values())
-    buckets = len(opt._engine.sharded.binding.plan.buckets)
+    buckets = opt.stats()["buckets"]
     assert held <= per_element * (sum(param.numel() for param in params) / ranks + 64 * buckets)
     some = [None] * dist.get_world_size()
     dist.all_gather_object(some, len(cut_parameters(opt)))
@@ -153,7 +154,7 @@ def _masters_of_parts(setup: Setup) -> None:
         opt.consolidate_state_dict(to=0)
         parts = cut_parameters(opt)
         for whole, master in opt.master_weights.items():
-            index = opt._engine.sharded.table.index_of[whole]
+            index = internals.index_of(opt, whole)
             run = whole.detach().reshape(-1)[parts[index]] if index in parts else whole.detach()
             assert torch.equal(master.bfloat16(), run)
         if setup.rank == 0:
@@ -434,16 +435,20 @@ def _nine_tenths_in_one_parameter(setup: Setup) -> tuple[int, int, int]:
     model = nn.Sequential(nn.Linear(40, 4_000, bias=False), nn.Tanh(), nn.Linear(4_000, 4), nn.LayerNorm(4))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     opt = shard_optimizer(ddp, AdamW, stage=2, **CUT)
-    comm, large = opt._engine.sharded.comm, next(model.parameters())
+    large = next(model.parameters())
     before, sent = large.detach().clone(), 0
     for step in range(3):
-        sent = comm.sent_bytes
+        sent = int(opt.stats()["total_sent_bytes"])
         inputs = torch.randn(2, 40, generator=torch.Generator().manual_seed(10 * step + setup.rank))
         ddp(inputs).square().mean().backward()
         opt.step()
         opt.zero_grad()
     assert not torch.equal(before, large)
-    return state_bytes(opt.optim.state), comm.sent_bytes - sent, sum(param.nbytes for param in model.parameters())
+    return (
+        state_bytes(opt.optim.state),
+        int(opt.stats()["total_sent_bytes"]) - sent,
+        sum(param.nbytes for param in model.parameters()),
+    )
 
 
 def test_eight_ranks_share_one_large_parameter_within_two_percent() -> None:

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 
 from ddp_zero import Offload, ZeroRedundancyOptimizer, estimate, shard_optimizer
 from ddp_zero.core.local.placeholders import on_this_rank
+from tests import internals
 from tests.multiproc.estimated_models import KINDS
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.two_memories import pipeline_of, taken_for_a_device
@@ -62,8 +63,7 @@ def counted(ddp: DistributedDataParallel, opt: ZeroRedundancyOptimizer) -> Itera
     yield "state", sum(value.nbytes for value in states if value.dim())  # not the number of steps
     found = [on_this_rank(param.grad) for param in params if param.grad is not None]
     yield "gradients", sum(one.nbytes for one in found if one is not None and one.numel())
-    gradients: Any = None if opt._engine.hook is None else opt._engine.hook.gradients
-    exact = [] if gradients is None else [gradients.in_accumulation_dtype(place) for place in range(len(params))]
+    exact = internals.in_accumulation_dtype(opt, len(params))
     yield "sums in fp32", sum(one.nbytes for one in exact if one is not None)
     if match := re.search(r"to receive into, ([\d,]+) bytes in all", opt.explain()):
         yield "buckets", int(match[1].replace(",", ""))
@@ -141,9 +141,9 @@ def _masters_files_and_pinned_buffers(setup: Setup) -> None:
     assert (found["masters"], found["state"]) == (part["masters"], part["state"])
     folder = Offload("disk", folder=setup.folder)
     _, opt = trained(setup, torch.bfloat16, offload=folder, **own)
-    residence: Any = opt._engine.sharded.stepped.residence
+    file = internals.file_of(opt)
     disk = estimate(model, AdamW, offload=folder, device="cpu", **said)["stage 2, inside backward, offload disk"].disk
-    assert residence._file.nbytes == pytest.approx(disk["state"], abs=2 << 20), "small tensors share MiBs"
+    assert file.nbytes == pytest.approx(disk["state"], abs=2 << 20), "small tensors share MiBs"
     with taken_for_a_device():
         _, opt = trained(setup, torch.bfloat16, offload="cpu", **own)
     pipeline, _ = pipeline_of(opt)

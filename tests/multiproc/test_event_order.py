@@ -33,10 +33,16 @@ def recorded(log: list[Event], pause: Callable[[str], None]) -> Iterator[None]:
 
         return call
 
+    bucket_of: dict[DirectSum, int] = {}
+
+    def start_of(one: DirectSum, subject: tuple[int, ...]) -> int:
+        bucket_of[one] = subject[1]
+        return subject[1]
+
     patches = [
         mock.patch.object(dist, "all_reduce", logged("reduce", dist.all_reduce, lambda t, **_: t.numel())),
-        mock.patch.object(DirectSum, "start", logged("reduce", DirectSum.start, lambda _, subject: subject[1])),
-        mock.patch.object(DirectSum, "wait", logged("sum", DirectSum.wait, lambda one: one._subject[1])),
+        mock.patch.object(DirectSum, "start", logged("reduce", DirectSum.start, start_of)),
+        mock.patch.object(DirectSum, "wait", logged("sum", DirectSum.wait, bucket_of.__getitem__)),
         mock.patch.object(
             ShardedStep, "step_bucket", logged("step", ShardedStep.step_bucket, lambda _, index, *__, **___: index)
         ),

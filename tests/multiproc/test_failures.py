@@ -22,6 +22,7 @@ from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.comm import exchange
 from ddp_zero.core.local.placeholders import Awaited
 from ddp_zero.core.step import sharded_step as binding
+from tests import internals
 from tests.multiproc.cases import loss_of
 from tests.multiproc.harness import Setup, run_ranks
 
@@ -72,7 +73,7 @@ def _standalone(setup: Setup, failing: set[int]) -> None:
             torch.manual_seed(0)
             params = [nn.Parameter(torch.randn(20)) for _ in range(9)]
             opt = ZeroRedundancyOptimizer(params, Failing, parameters_as_bucket_view=as_views, lr=0.1)
-            owned = sum(1 for one in opt._engine.sharded.binding.plan.buckets if one.segments[setup.rank].params)
+            owned = internals.num_owned_buckets(opt, setup.rank)
             assert owned > 1
             for param in params:
                 param.grad = torch.ones_like(param)
@@ -128,7 +129,7 @@ def _adafactor_on_an_empty_parameter(setup: Setup) -> None:
     opt = ZeroRedundancyOptimizer(params, torch.optim.Adafactor, lr=0.1)
     for param in params:
         param.grad = torch.zeros_like(param)
-    owner = opt._engine.sharded.binding.owners[2]
+    owner = internals.owners_of(opt)[2]
     expected: Any = ZeroDivisionError if setup.rank == owner else RuntimeError
     with pytest.raises(expected, match="float division by zero"):
         opt.step()
@@ -169,8 +170,8 @@ def _under_ddp(setup: Setup, mode: str) -> None:
         Failing.fails_at = 0
         _train(ddp, opt, 4, setup.rank)
         opt.finish_sync()
-        owned = sum(1 for one in opt._engine.sharded.binding.plan.buckets if one.segments[setup.rank].params)
-        assert len(opt._engine.sharded.binding.plan.buckets) > 2
+        owned = internals.num_owned_buckets(opt, setup.rank)
+        assert opt.stats()["buckets"] > 2
         _fail_in(1, bucket % owned, owned)
         if setup.rank != 1:
             Failing.fails_at = 0
@@ -264,14 +265,14 @@ def _dropped_without_reset(setup: Setup, mode: str, layers: list[list[int]]) -> 
     assert_replicas_agree(ddp.parameters())
     plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.1)
     opt = shard_optimizer(ddp, torch.optim.AdamW, lr=0.1, **{**options, "max_grad_norm": None})
-    kept = len(exchange._unfinished)
+    kept = len(exchange.unfinished)
     for seed in range(8):
         _train(plain_ddp, plain, 1, setup.rank, seed)
         _train(ddp, opt, 1, setup.rank, seed)
         opt.finish_sync()
         for expected, param in zip(plain_ddp.parameters(), ddp.parameters(), strict=True):
             torch.testing.assert_close(param.detach(), expected.detach(), rtol=0, atol=0)
-    assert len(exchange._unfinished) == kept, "steps that go well leave nothing"
+    assert len(exchange.unfinished) == kept, "steps that go well leave nothing"
     assert not any(torch.equal(param, state[name]) for name, param in model.named_parameters())
 
 
@@ -333,8 +334,7 @@ def _forked(setup: Setup, root: str) -> None:
     holds, ends = threading.Event(), threading.Event()
 
     def holding() -> None:
-        left: Any = opt._engine.sharded.binding.sync.left
-        with left._one_waits:
+        with internals.keeping_others_from_waiting(opt):
             holds.set()
             ends.wait(60)
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_zero import ZeroRedundancyOptimizer, shard_optimizer
+from tests import internals
 from tests.multiproc.cases import (
     OptimizerCase,
     Twins,
@@ -189,7 +190,7 @@ def _compare_masters(
             shown.copy_(kept)
     _assert_equal(plain_model, model, when)
     for param, master in opt.master_weights.items():
-        assert torch.equal(master, copies[opt._engine.sharded.table.index_of[param]]), when
+        assert torch.equal(master, copies[internals.index_of(opt, param)]), when
 
 
 @case(2, 3)
@@ -231,9 +232,8 @@ def _masters_before_the_first_step(setup: Setup) -> None:
     inputs, targets = next(batches(0, 1))
     (0 * loss_of(model, inputs.bfloat16(), targets.bfloat16())).backward()
     opt.step()
-    index_of = opt._engine.sharded.table.index_of
     for param, master in opt.master_weights.items():
-        torch.testing.assert_close(master, expected[index_of[param]], rtol=1e-6, atol=0)
+        torch.testing.assert_close(master, expected[internals.index_of(opt, param)], rtol=1e-6, atol=0)
     for param, value in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(param.detach(), value.bfloat16(), rtol=0, atol=0)
 
@@ -258,9 +258,9 @@ def _public_methods_are_found_by_name(setup: Setup) -> None:
     assert opt.kind == "toy"
     assert opt.twice(4) == 8
     assert opt.switches == 1
-    rounds = opt._engine.sharded.comm.round
+    rounds = internals.communicator_of(opt).round
     assert opt.steps_so_far() == 2
-    assert opt._engine.sharded.comm.round == rounds  # nothing was written, so nothing was sent
+    assert internals.communicator_of(opt).round == rounds  # nothing was written, so nothing was sent
     assert opt.eval.__name__ == "eval"
     assert opt.eval.__doc__ == "Parameters become x."
     assert not hasattr(opt, "_switch")
@@ -288,7 +288,7 @@ def _a_method_that_fails_on_one_rank(setup: Setup) -> None:
         _switch(twins, "train")
         _train(twins, setup, 3, 0)
         first = next(iter(twins.model.parameters()))
-        owner = opt._engine.sharded.binding.owners[opt._engine.sharded.table.index_of[first]]
+        owner = internals.owners_of(opt)[internals.index_of(opt, first)]
         if setup.rank == owner:
             with pytest.raises(ArithmeticError, match="on the way"):
                 opt.scale_all(2.0, fails_if=lambda param, first=first: param is first)

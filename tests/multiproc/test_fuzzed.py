@@ -66,7 +66,7 @@ class Both:
         self.ddp = DistributedDataParallel(self.module, **self.ddp_options)
 
     def register(self) -> None:
-        if self.opt._engine.takes_hook:
+        if self.opt.needs_hook:
             self.ddp.register_comm_hook(None, hook_with_zero_step(None, self.ddp, self.opt))
 
     def copy(self) -> None:

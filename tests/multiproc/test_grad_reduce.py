@@ -16,6 +16,7 @@ from torch import Tensor
 from ddp_zero.core.comm import exchange
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.comm.reduction import SegmentReduction, room_numel, sum_dtype
+from tests import internals
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.rings import rings_for_all
 
@@ -47,7 +48,7 @@ def _random_reductions(setup: Setup) -> int:
         out = own if sum_dtype(dtype) == dtype else torch.empty(own.numel(), dtype=sum_dtype(dtype))
         needed = room_numel(comm, parts, numel)
         assert needed <= max(numel, setup.world_size - 1), "never more than the bucket"
-        with mock.patch.object(exchange, "_CHUNK_BYTES", chunk):
+        with mock.patch.object(exchange, "CHUNK_BYTES", chunk):
             room = torch.empty(needed, dtype=dtype)
             reduction = SegmentReduction(comm, whole, parts, out, room, (7, trial), limit=numel)
             result = reduction.wait()
@@ -99,7 +100,7 @@ def test_sums_in_rank_order(world_size: int) -> None:
 
 def _without_direct_messages(setup: Setup) -> None:
     comm = Communicator(None)
-    comm._backends = {"cpu": "another backend"}
+    internals.take_for_backend(comm, "another backend")
     whole = torch.arange(10.0) * (setup.rank + 1)
     parts = list(whole.split([3, 7]))
     expected = (torch.arange(10.0) * 3).split([3, 7])[setup.rank]
@@ -137,7 +138,7 @@ def _stop(*_: Any) -> None:
 
 @contextmanager
 def _another_backend(comm: Communicator) -> Iterator[None]:
-    with mock.patch.object(comm, "_backends", {"cpu": "another backend"}):
+    with internals.taken_for_backend(comm, "another backend"):
         yield
 
 
@@ -186,7 +187,7 @@ def _interrupted_sum(setup: Setup) -> None:
     whole = torch.ones(10)
     parts = list(whole.split(5))
     summed = SegmentReduction(comm, whole, parts, torch.empty(5), torch.empty(5), (9, 0), 10)
-    with mock.patch("ddp_zero.core.comm.reduction._sum_in_order", _stop), pytest.raises(_Stop):
+    with mock.patch("ddp_zero.core.comm.reduction.sum_in_order", _stop), pytest.raises(_Stop):
         summed.wait()
     with pytest.raises(RuntimeError, match=r"interrupted .*bucket 0, which is not complete. Call opt.reset\(\)"):
         summed.wait()

@@ -31,6 +31,7 @@ from ddp_zero.core.comm.groups import time_out_of
 from ddp_zero.core.comm.reduction import start_reduction
 from ddp_zero.core.local.placeholders import AbsentGradient
 from ddp_zero.loss_scale import DynamicLossScale
+from tests import internals
 from tests.multiproc.cases import (
     SumByGroup,
     assert_equal_models,
@@ -120,7 +121,7 @@ def _every_mode_equals_ddp_with_the_plain_optimizer(setup: Setup) -> None:
                 assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {name}")
                 assert_same_on_all_ranks(ddp.module, f"after step {step}: {name}")
             assert_moved(before, ddp.module)
-            owned = opt._engine.sharded.binding.owned()
+            owned = internals.owned_indices(opt)
             assert 0 < len(owned) < len(list(ddp.parameters()))
             if build is AdamW:
                 assert states_held(opt) == len(owned), "state of what the shard group gives this rank, and no other"
@@ -232,9 +233,9 @@ def _a_sum_that_nobody_waits_for_is_not_kept(setup: Setup) -> None:
     out = parts[ranks.shard.group_rank]
     start_reduction(ranks, whole, parts, out, torch.empty(6), (7, 0), 6)
     deadline = time.monotonic() + 20
-    while ring._unfinished and time.monotonic() < deadline:
+    while ring.unfinished and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not ring._unfinished
+    assert not ring.unfinished
     assert out.tolist() == [6.0, 6.0, 6.0]
     dist.barrier()
 
@@ -247,7 +248,7 @@ def _groups_of_one_and_of_everyone(setup: Setup) -> None:
         for mode in ("stage 1, overlapped", "stage 2, interleaved", "stage 2, clipped"):
             options = MODES[mode]
             plain, (ddp, opt) = twins(options, group)
-            assert (opt._engine.sharded.ranks.replicas is None) == (size == 4)
+            assert (internals.ranks_of(opt).replicas is None) == (size == 4)
             before = copy.deepcopy(ddp.module)
             for step, batch in enumerate(batches(setup.rank, STEPS)):
                 train_step(plain, batch, options.get("max_grad_norm"))
@@ -265,7 +266,7 @@ def _the_same_shard_groups_among_other_ranks(setup: Setup) -> None:
             continue
         ddp = wrapped(build_model(), process_group=everyone)
         opt = shard_optimizer(ddp, AdamW, stage=2, shard_group=group, **OPTIONS)
-        assert (opt.world_size, opt._engine.sharded.ranks.num_replicas) == (size, size // 2)
+        assert (opt.world_size, internals.ranks_of(opt).num_replicas) == (size, size // 2)
         before = copy.deepcopy(ddp.module)
         for batch in batches(setup.rank, 3):
             train_step((ddp, opt), batch)
@@ -288,7 +289,7 @@ def _three_groups_and_groups_of_three(setup: Setup) -> None:
                 train_step((ddp, opt), batch)
                 assert_equal_models(plain[0].module, ddp.module, f"after step {step}: {mode}, groups of {size}")
                 assert_same_on_all_ranks(ddp.module, f"after step {step}: {mode}, groups of {size}")
-            assert opt._engine.sharded.ranks.num_replicas == 6 // size
+            assert internals.ranks_of(opt).num_replicas == 6 // size
             assert_moved(before, ddp.module)
 
 
@@ -514,7 +515,7 @@ def _added_groups_and_copies(setup: Setup) -> None:
         if stage == 1:
             assert_moved(before, model)
     clone_model, clone = copy.deepcopy((model, opt))
-    assert clone._engine.sharded.ranks.replicas is not None
+    assert internals.ranks_of(clone).replicas is not None
     assert clone_model is not model
 
 
@@ -676,7 +677,7 @@ def _what_does_not_fit_is_refused(setup: Setup) -> None:
 @case(4)
 def _groups_of_a_device_mesh_and_groups_across_that_are_used_again(setup: Setup) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
-    with mock.patch.object(ranks_module, "_build", wraps=ranks_module._build) as build:
+    with mock.patch.object(ranks_module, "build_group_across", wraps=ranks_module.build_group_across) as build:
         for _ in range(3):
             plain, pair = twins(MODES["stage 2, interleaved"], mesh.get_group("shard"))
             for batch in batches(setup.rank, 3):

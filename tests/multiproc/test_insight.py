@@ -26,6 +26,7 @@ from ddp_zero.tools.postmortem.blame import blame
 from ddp_zero.tools.postmortem.command import main, report
 from ddp_zero.tools.postmortem.records import read_folder
 from ddp_zero.tools.record.recorder import RING
+from tests import internals
 from tests.multiproc.cases import (
     at_stage,
     batches,
@@ -59,7 +60,7 @@ def _numbers_of_a_step_equal_those_counted(setup: Setup) -> None:
     modes: list[tuple[int, bool, dict[str, Any]]] = [(1, False, {}), (1, True, {}), (2, True, {})]
     for stage, overlap, options in [*modes, (2, True, {"max_grad_norm": 0.5})]:
         model, opt = _small_buckets(stage, overlap=overlap, **options)
-        comm = opt._engine.sharded.comm
+        comm = internals.communicator_of(opt)
         _train(model, opt, setup.rank, 4)
         sent, events, began = comm.sent_bytes, RING.newest, time.perf_counter()
         _train(model, opt, setup.rank, 1)
@@ -74,7 +75,7 @@ def _numbers_of_a_step_equal_those_counted(setup: Setup) -> None:
         assert record is not None
         assert numbers["step"] == record.number == 5
         assert numbers["skipped_steps"] == 0
-        assert numbers["buckets"] == len(opt._engine.sharded.binding.plan.buckets) > (1 if overlap else 0)
+        assert numbers["buckets"] == len(internals.plan_of(opt).buckets) > (1 if overlap else 0)
         assert numbers["state_bytes"] > 0
         assert numbers["parameter_bytes"] == nbytes
         assert 0 < numbers["local_step_s"] < took

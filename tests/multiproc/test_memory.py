@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 
 from ddp_zero import shard_optimizer, wrap
 from ddp_zero.core.local.memory import find_trim
+from tests import internals
 from tests.multiproc.harness import Setup, run_ranks
 
 MIB = 1 << 20
@@ -155,8 +156,7 @@ def test_a_model_and_its_optimizer_form_no_cycle() -> None:
 
 def _idle(opt: Any) -> tuple[int, int]:
     """Bytes of buffers that wait for the next backward pass, and how many of them are not in memory now."""
-    workshop = opt._engine.hook.gradients._memory._workshop
-    buffers = [buffer for pool in (workshop.scratches, workshop.rooms) for buffer in pool._free]
+    buffers = [buffer for pool in internals.pools_of(opt) for buffer in internals.free_buffers(pool)]
     before = resident()
     for buffer in buffers:
         buffer.fill_(1)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_zero import ZeroRedundancyOptimizer
+from tests import internals
 from tests.multiproc.cases import build_twins, optimizer_case
 from tests.multiproc.harness import Cases, Setup, kill_this_process, run_ranks, run_ranks_to_end
 
@@ -165,7 +166,7 @@ def _closures(setup: Setup) -> None:
     opt.step(0, told=told)  # type: ignore[arg-type]  # as torch's own class hands it on
     assert set(told) == {0}
     assert torch.equal(params[0].detach(), torch.full((2,), 0.9))
-    assert opt._all_params == params
+    assert internals.all_params_of(opt) == params
     with pytest.raises(TypeError, match="Expected a callable closure or None, got int"):
         ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1).step(0)  # type: ignore[arg-type]
 

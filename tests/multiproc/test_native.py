@@ -19,6 +19,7 @@ from ddp_zero import wrap
 from ddp_zero.core.comm import communicator, exchange
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.engine import partition_choice
+from tests import internals
 from tests.multiproc.cases import assert_overlapped, at_stage, batches, build_overlapped_twins, loss_of, optimizer_case
 from tests.multiproc.harness import Cases, Setup
 from tests.multiproc.test_elements import CAP, CUT, large_model
@@ -41,7 +42,7 @@ def as_on_nccl() -> Iterator[dict[str, int]]:
 
     def build(comm: Communicator, *args: Any, **options: Any) -> None:
         built(comm, *args, **options)
-        comm._backends = {"cpu": "nccl"}
+        internals.take_for_backend(comm, "nccl")
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -148,8 +149,8 @@ def _the_one_line_cuts_parameters_where_that_is_right(setup: Setup) -> None:
         with as_on_nccl() if backend == "nccl" else as_if_large() if backend == "gloo" else nullcontext():
             ddp, opt = wrap(model, AdamW, ddp={"bucket_cap_mb": CAP}, lr=1e-2, **options)
             assert f'partition="auto" is "{kept}" here: ' in opt.explain()
-            comm = opt._engine.sharded.comm
-            assert opt._engine.sharded.binding.cuts is (kept == "elements")
+            comm = internals.communicator_of(opt)
+            assert internals.cuts_parameters(opt) is (kept == "elements")
             assert (comm.gathering_group is not comm.process_group) is (backend == "nccl")
             for inputs, targets in batches(setup.rank, 5):
                 for one, optimizer in ((plain, reference), (ddp, opt)):
@@ -189,7 +190,7 @@ def _a_bucket_is_one_collective_each_way_and_no_copy(setup: Setup) -> None:
             model = nn.Sequential(nn.Linear(8, 128), nn.Tanh(), nn.Linear(128, 96), nn.Tanh(), nn.Linear(96, 3))
             ddp, opt = wrap(model, AdamW, ddp={"bucket_cap_mb": CAP}, stage=2, lr=1e-2, foreach=True, **options)
             for number, (inputs, targets) in enumerate(batches(setup.rank, 6)):
-                buckets, before, copies = opt._engine.sharded.binding.plan.buckets, dict(counts), _Copies()
+                buckets, before, copies = internals.plan_of(opt).buckets, dict(counts), _Copies()
                 with copies if number == 5 else nullcontext():
                     loss_of(ddp, inputs, targets).backward()
                     opt.step()

@@ -19,6 +19,7 @@ from ddp_zero import (
     hook_with_zero_step_interleaved,
     shard_optimizer,
 )
+from tests import internals
 from tests.multiproc.cases import assert_equal_models, build_model, loss_of, sum_in_rank_order
 from tests.multiproc.harness import Setup, run_ranks
 from tests.multiproc.recipes import Batches, low_precision_model, micro_batches
@@ -111,7 +112,7 @@ def _bytes_of_a_step(setup: Setup, seed: int) -> tuple[int, int]:
     opt.step()
     assert all(torch.equal(param, torch.full_like(param, 0.9)) for param in params)
     owned = sum(param.nbytes for group in opt.optim.param_groups for param in group["params"])
-    return opt._engine.sharded.comm.sent_bytes, owned * (setup.world_size - 1)
+    return int(opt.stats()["total_sent_bytes"]), owned * (setup.world_size - 1)
 
 
 def _bytes(setup: Setup) -> list[tuple[int, int]]:
@@ -328,7 +329,7 @@ def _follow_sums_in_fp32(setup: Setup, modes: list[str], ddp_options: dict[str, 
         as_views = is_stage_2 or passes == 3
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.0015, gradient_as_bucket_view=as_views, **ddp_options)
         opt = shard_optimizer(ddp, torch.optim.AdamW, lr=1e-2, master_weights=has_masters, **mode)
-        owners = list(opt._engine.sharded.binding.owners)
+        owners = internals.owners_of(opt)
         for step, data in enumerate(micro_batches(setup.rank, 5, passes)):
             where = f"{name}, masters {has_masters}, {passes} passes, {ddp_options}, step {step}"
             plain.step(data)
@@ -339,7 +340,7 @@ def _follow_sums_in_fp32(setup: Setup, modes: list[str], ddp_options: dict[str, 
             opt.step()
             assert_equal_models(plain_model, ddp, where)
         assert_moved(before, model, name)
-        moved += sum(one != other for one, other in zip(owners, opt._engine.sharded.binding.owners, strict=True))
+        moved += sum(one != other for one, other in zip(owners, internals.owners_of(opt), strict=True))
     return moved
 
 

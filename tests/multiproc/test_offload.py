@@ -1,7 +1,6 @@
 """``offload=``: state and step on the host or in files, with the numbers of the plain optimizer to the bit."""
 
 import copy
-import os
 import re
 import resource
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from ddp_zero import Offload, ZeroRedundancyOptimizer, checkpoint, shard_optimiz
 from ddp_zero.core.local.placeholders import on_this_rank
 from ddp_zero.core.offload.copy_pipeline import AwaitBack, AwaitHost, CopyToHost, Schedule
 from ddp_zero.core.step import sharded_step as binding
+from tests import internals
 from tests.multiproc.cases import (
     OPTIMIZERS,
     OptimizerCase,
@@ -93,15 +93,13 @@ def assert_same_state(twins: Twins, setup: Setup, what: str) -> None:
 
 def assert_kept(opt: ZeroRedundancyOptimizer, place: str) -> None:
     """State is where the options say: in the file, and what is stepped is no parameter of the device."""
-    sharded = opt._engine.sharded
-    residence = sharded.stepped.residence
     tensors = [value for state in opt.optim.state.values() for value in state.values() if isinstance(value, Tensor)]
     if place != "host":
-        file = residence._file  # type: ignore[attr-defined]
+        file = internals.file_of(opt)
         assert all(file.has(tensor) for tensor in tensors if tensor.dim() and tensor.numel())
-        assert all(file.has(master) for master in sharded.stepped.masters.values())
+        assert all(file.has(master) for master in opt.master_weights.values())
     if place != "disk":
-        params = set(map(id, sharded.table.params))
+        params = {id(param) for group in opt.param_groups for param in group["params"]}
         assert all(id(param) not in params for group in opt.optim.param_groups for param in group["params"])
 
 
@@ -140,7 +138,7 @@ def _cut_parameters(setup: Setup) -> None:
             twins = twins_of(one, number, {**options, "partition": "elements"}, large_model())
             twins.train(setup, 4)
             twins.assert_moved()
-            assert twins.opt._engine.sharded.binding.owned_parts()
+            assert internals.owned_parts(twins.opt)
             assert_same_state(twins, setup, one.name)
 
 
@@ -427,11 +425,11 @@ def _a_file_that_is_lost_is_an_error_on_all_ranks_before_the_step(setup: Setup) 
             opt.step()
             continue
         if setup.rank == 1:
-            residence: Any = opt._engine.sharded.stepped.residence
-            os.ftruncate(residence._file._file.fileno(), 0)
+            internals.cut_off(internals.file_of(opt), 0)
         with pytest.raises(RuntimeError, match=r"(?s)Expected the optimizer state in a file.*got 0 bytes of [\d,]+"):
             opt.step()
-        mine = {opt._engine.sharded.table.params[index] for index in opt._engine.sharded.binding.owned()}
+        params = list(model.parameters())
+        mine = {params[index] for index in internals.owned_indices(opt)}
         assert all(torch.equal(param, before[param]) == (setup.rank == 1) for param in mine), "only what is whole moved"
 
 
@@ -484,10 +482,11 @@ def _a_step_waits_where_the_schedule_says_and_nowhere_else(setup: Setup) -> None
             twins.train(setup, 2)
             pipeline, transfer = pipeline_of(twins.opt)
             pipeline.abandon()
-            pipeline._schedule, schedule = Schedule(3), Schedule(3)
+            internals.restart(pipeline, Schedule(3))
+            schedule = Schedule(3)
             transfer.log.clear()
             twins.train(setup, 3, seed=1)
-        buckets = twins.opt._engine.sharded.binding.plan.buckets
+        buckets = internals.plan_of(twins.opt).buckets
         owns = {bucket.index: bool(bucket.segments[setup.rank].params) for bucket in buckets}
         assert sum(owns.values()) > 4
         assert transfer.log == list(_waits(schedule, owns, steps=3)), f"mode {mode}"
@@ -551,10 +550,10 @@ def _pinned_bytes_are_those_of_the_formula(setup: Setup) -> None:
                 opt.step()
                 opt.zero_grad()
         pipeline, _ = pipeline_of(opt)
-        plan = opt._engine.sharded.binding.plan
+        plan = internals.plan_of(opt)
         owned = [bucket.segments[setup.rank] for bucket in plan.buckets]
         size = max(segment.numel for segment in owned) * (4 if masters else 8)  # an fp32 sum; a gradient and a value
-        sizes = [0 if buffer.memory is None else buffer.memory.numel() for buffer in pipeline._buffers]
+        sizes = internals.pinned_bytes(pipeline)
         assert size <= max(sizes) <= size + 16
         assert len(sizes) == buffers <= len(owned)
         assert pipeline.nbytes == sum(sizes)
@@ -573,9 +572,9 @@ def _state_on_disk_leaves_memory_after_each_bucket(setup: Setup) -> None:
         opt.step()
         opt.zero_grad()
     assert all(not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    residence: Any = opt._engine.sharded.stepped.residence
-    extents = residence._file._extents
-    assert sum(extents.values()) == residence._file.nbytes == 48 << 20
+    file = internals.file_of(opt)
+    extents = internals.mappings_of(file)
+    assert sum(extents.values()) == file.nbytes == 48 << 20
     assert f"{48 << 20:,} bytes in a file in {setup.folder}" in opt.explain()
     assert _resident(extents) <= 8 << 20
 

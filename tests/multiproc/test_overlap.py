@@ -25,6 +25,7 @@ from ddp_zero import (
     hook_with_zero_step_interleaved,
     shard_optimizer,
 )
+from tests import internals
 from tests.multiproc.cases import (
     Twins,
     assert_equal_models,
@@ -133,7 +134,7 @@ def _buckets_of_any_size(setup: Setup) -> None:
         for split in BOTH:
             twins = build_overlapped_twins(ADAMW, split=split, interleaved=split, bucket_cap_mb=bucket_cap_mb)
             twins.train(setup, 4)
-            plan = twins.opt._engine.sharded.binding.plan
+            plan = internals.plan_of(twins.opt)
             assert len(plan.buckets) == {1e-6: 10, 25: 1}.get(bucket_cap_mb, len(plan.buckets))
             if not split:
                 assert all(sum(bool(segment.params) for segment in b.segments) == 1 for b in plan.buckets)

@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, shard_optimizer
 from ddp_zero.core.local.parts import part_of
 from ddp_zero.core.local.placeholders import AbsentGradient
+from tests import internals
 from tests.multiproc.cases import (
     assert_equal_models,
     assert_identical,
@@ -81,10 +82,10 @@ class Pair:
 
 def spread(gradients: Mapping[Tensor, Tensor], opt: ZeroRedundancyOptimizer | None, make: Any) -> None:
     """Change gradients by a tensor per parameter, of which a rank takes what it owns."""
-    stepped = None if opt is None else opt._engine.sharded.stepped
+    stepped = None if opt is None else internals.targets_of(opt)
     for param, grad in gradients.items():
         whole = make(param)
-        part = None if stepped is None or opt is None else stepped.part(opt._engine.sharded.table.index_of[param])
+        part = None if stepped is None or opt is None else stepped.part(internals.index_of(opt, param))
         grad.add_(whole if part is None else part_of(whole, param, part))
 
 
@@ -149,7 +150,7 @@ def _noise_scaling_and_norms(setup: Setup) -> None:
 
 
 def _owners(opt: ZeroRedundancyOptimizer, param: Tensor) -> set[int]:
-    return {piece.owner for piece in opt._engine.sharded.binding.pieces[opt._engine.sharded.table.index_of[param]]}
+    return internals.owners_of_pieces(opt, param)
 
 
 @case(2, 3)

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 import ddp_zero
 from ddp_zero.parallel import ParallelOptimizer
-from ddp_zero.parallel.joint_decision import NormLevel
+from tests import internals
 from tests.multiproc.cases import assert_equal_models, assert_identical, batches, loss_of, sum_in_rank_order
 from tests.multiproc.experts import (
     Mixture,
@@ -129,7 +129,7 @@ def check_shares(opt: ParallelOptimizer, world_size: int, expert_ranks: int) -> 
         assert member.world_size == ranks
         held = torch.tensor([float(len(member.state))])
         dist.all_reduce(held, group=member.process_group)
-        assert held.item() == len(member._engine.sharded.table)
+        assert held.item() == sum(len(group["params"]) for group in member.param_groups)
 
 
 def check_state(opt: ParallelOptimizer, plain: AdamW, ddp: nn.Module, same: dist.ProcessGroup) -> None:
@@ -269,18 +269,15 @@ def _the_norm_shows_each_parameter_that_is_left_out_or_counted_twice(setup: Setu
     norm = opt.clip_grad_norm_(1e9)
     torch.testing.assert_close(norm, norm_of_one_device(Mixture(range(4), 4), 4, 0), rtol=1e-6, atol=0)
     for member in opt.members:
-        beyond: Any = member._engine.decision.beyond
-        counted = beyond._counted
-        for left_out in range(len(counted)):
-            beyond._counted = [index != left_out for index in range(len(counted))]
-            found = float(opt.clip_grad_norm_(1e9))
+        for left_out in range(internals.num_counted_in_norms(member)):
+            with internals.miscounted_in_norms(member, [left_out]):
+                found = float(opt.clip_grad_norm_(1e9))
             assert abs(found / float(norm) - 1) > 2e-6, f"parameter {left_out} is missing, and nothing shows it"
-        beyond._counted = counted
-    (level,) = opt._joint._levels
+    (level,) = internals.norm_levels(opt)
     assert level.counted is not None
     for counts in ([[True] * 4, level.counted[1]], [level.counted[0], [True] * 4]):
-        opt._joint._levels = [NormLevel(level.comm, counts)]
-        found = float(opt.clip_grad_norm_(1e9))
+        with internals.first_norm_level(opt, counts):
+            found = float(opt.clip_grad_norm_(1e9))
         assert found > float(norm) * 1.001, "parameters that every rank counts, and nothing shows it"
 
 
@@ -329,18 +326,18 @@ def _bytes_and_state_are_those_of_each_group_of_ranks(setup: Setup) -> None:
     opt = ParallelOptimizer(ddp, AdamW, dense_and_experts(ddp, same), stage=2, **OPTIONS)
     sent: list[int] = []
     for batch in batches(setup.rank, 3):
-        sent = [member._engine.sharded.comm.sent_bytes for member in opt.members]
+        sent = [int(member.stats()["total_sent_bytes"]) for member in opt.members]
         opt.zero_grad()
         loss_of(ddp, *batch).backward()
         opt.step()
     for member, before, times in zip(opt.members, sent, (2, 3), strict=True):
-        sharded, ranks = member._engine.sharded, member.world_size
-        nbytes = sum(param.nbytes for param in sharded.table.params)
+        ranks, params = member.world_size, [param for group in member.param_groups for param in group["params"]]
+        nbytes = sum(param.nbytes for param in params)
         state = sum(value.nbytes for one in member.state.values() for value in one.values())
-        found = torch.tensor([float(sharded.comm.sent_bytes - before), float(state)])
+        found = torch.tensor([member.stats()["total_sent_bytes"] - before, float(state)])
         dist.all_reduce(found, group=member.process_group)
         assert abs(found[0].item() / (times * (ranks - 1) * nbytes) - 1) < 0.02, (found, nbytes)
-        assert found[1].item() == 2 * nbytes + 4 * len(sharded.table), "moments once in the group, and counters"
+        assert found[1].item() == 2 * nbytes + 4 * len(params), "moments once in the group, and counters"
 
 
 @case(4)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from ddp_zero.parallel import ParallelOptimizer
-from ddp_zero.parallel.joint_decision import NormLevel
+from tests import internals
 from tests.multiproc.cases import assert_identical, sum_in_rank_order
 from tests.multiproc.cut_models import FirstStage, LastStage, MiddleStage, Whole, is_cut, token_batch
 from tests.multiproc.harness import Cases, Setup
@@ -225,14 +225,13 @@ def _gradients_travel_once_with_the_last_micro_batch(setup: Setup) -> None:
     stages = Stages(mesh, Schedule1F1B, wraps=True, learns_shapes=True)
     arguments: dict[str, Any] = {"mesh": mesh, "data_parallel_dim": "data", "pipeline_dim": "pipe"}
     opt = ParallelOptimizer(stages.model, AdamW, stages.groups(tied), stage=2, **arguments, **OPTIONS)
-    comm = opt.members[0]._engine.sharded.comm
     nbytes = sum(param.nbytes for name, param in stages.part.named_parameters() if name != "embedding")
     for step in range(3):
-        before = comm.sent_bytes
+        before = opt.members[0].stats()["total_sent_bytes"]
         opt.zero_grad()
         stages.run(step)
         opt.step()
-        sent = torch.tensor([comm.sent_bytes - before])
+        sent = torch.tensor([opt.members[0].stats()["total_sent_bytes"] - before])
         dist.all_reduce(sent, group=stages.data)
         assert sent.item() == 2 * nbytes, f"step {step}: gradients to their owners, and parameters back"
 
@@ -252,26 +251,24 @@ def check_counting(mesh: DeviceMesh, tied: dist.ProcessGroup) -> None:
     shape = [mesh.size(dim) for dim in range(1, mesh.ndim)]  # all but the data dimension
     mine = tuple((mesh.get_coordinate() or [])[1:])
     for number, member in enumerate(opt.members):
-        beyond: Any = member._engine.decision.beyond
-        counted = list(beyond._counted)
+        num_counted = internals.num_counted_in_norms(member)
         for place in product(*map(range, shape)):
             for left_out in range(6):  # no stage has more
                 # a shared parameter counts in the first stage
-                changes = mine == place and left_out < len(counted) and (number == 0 or stages.number == 0)
-                beyond._counted = [one != (changes and index == left_out) for index, one in enumerate(counted)]
+                changes = mine == place and left_out < num_counted and (number == 0 or stages.number == 0)
                 anywhere = torch.tensor([float(changes)])
                 dist.all_reduce(anywhere)
-                found = float(opt.clip_grad_norm_(1e9))
+                with internals.miscounted_in_norms(member, [left_out] if changes else []):
+                    found = float(opt.clip_grad_norm_(1e9))
                 assert (abs(found / norm - 1) > 2e-6) == bool(anywhere), f"{place}, parameter {left_out} of {number}"
-        beyond._counted = counted
-    level = opt._joint._levels[0]
+    level = internals.norm_levels(opt)[0]
     assert level.counted is not None
     for number in range(len(opt.members)):
         for counts in (True, False):
             rows = [[counts] * len(row) if at == number else list(row) for at, row in enumerate(level.counted)]
-            opt._joint._levels = [NormLevel(level.comm, rows), *opt._joint._levels[1:]]
-            assert abs(float(opt.clip_grad_norm_(1e9)) / norm - 1) > 2e-6, f"member {number}, all count: {counts}"
-        opt._joint._levels = [level, *opt._joint._levels[1:]]
+            with internals.first_norm_level(opt, rows):
+                found = float(opt.clip_grad_norm_(1e9))
+            assert abs(found / norm - 1) > 2e-6, f"member {number}, all count: {counts}"
     assert float(opt.clip_grad_norm_(1e9)) == norm
 
 

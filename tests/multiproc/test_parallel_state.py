@@ -24,6 +24,7 @@ from torch.optim import AdamW
 import ddp_zero
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.parallel import ParallelOptimizer
+from tests import internals
 from tests.multiproc.cases import assert_identical, batches, loss_of
 from tests.multiproc.cut_models import CutBlock, FirstStage, LastStage, Whole, token_batch
 from tests.multiproc.experts import Mixture, cut_mixture, dense_and_experts, expert_groups, wrapped_without_experts
@@ -253,7 +254,7 @@ def check_parts(made: Cut, expected: nn.Module, plain: AdamW) -> None:
     state, number = made.opt.state_dict()["state"], 0
     whole = dict(expected.named_parameters())
     names = {id(param): name for name, param in made.model.named_parameters()}
-    sources = {id(one): names[id(source)] for source, one in made.opt._stepped_for.items()}
+    sources = {id(one): names[id(source)] for one, source in internals.given_for(made.opt).items()}
     for group in made.opt.param_groups:
         for param in group["params"]:
             name = sources[id(param)]

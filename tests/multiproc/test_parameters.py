@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.step import sharded_step as binding
+from tests import internals
 from tests.multiproc.cases import (
     Twins,
     assert_equal_models,
@@ -144,9 +145,9 @@ def _frozen_then_unfrozen_and_back(setup: Setup) -> None:
                 param.requires_grad_(False)
         hand.opt = ZeroRedundancyOptimizer(hand.params, torch.optim.AdamW, parameters_as_bucket_view=as_views, lr=0.1)
         hand.step(0)
-        sent_before = hand.opt._engine.sharded.comm.sent_bytes
+        sent_before = int(hand.opt.stats()["total_sent_bytes"])
         hand.step(1)
-        per_step = hand.opt._engine.sharded.comm.sent_bytes - sent_before
+        per_step = int(hand.opt.stats()["total_sent_bytes"]) - sent_before
         assert "frozen: 3 parameters" in hand.opt.explain()
         for model_params in (hand.plain_params, hand.params):
             model_params[1].requires_grad_(True)
@@ -220,14 +221,14 @@ def _add_param_group_at_any_time(setup: Setup) -> None:
         opt = ZeroRedundancyOptimizer(second[:3], torch.optim.AdamW, parameters_as_bucket_view=as_views, lr=0.01)
         twins = Twins(plain_model, sharded, plain, opt, [p.detach().clone() for p in second])
         twins.train(setup, 2)
-        owners = list(opt._engine.sharded.binding.owners)
+        owners = internals.owners_of(opt)
         plain.add_param_group({"params": first[3:5], "lr": 0.02})
         opt.add_param_group({"params": second[3:5], "lr": 0.02})
         twins.train(setup, 2, seed=1)
         plain.add_param_group({"params": first[5:], "weight_decay": 0.3})
         opt.add_param_group({"params": second[5:], "weight_decay": 0.3})
         twins.train(setup, 3, seed=2)
-        assert list(opt._engine.sharded.binding.owners)[:3] == owners
+        assert internals.owners_of(opt)[:3] == owners
         assert len(opt.optim.param_groups) == 3
         with pytest.raises(ValueError, match="more than one parameter group"):
             opt.add_param_group({"params": second[:1]})

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_zero import ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.step import sharded_step as binding
+from tests import internals
 from tests.multiproc.cases import (
     OptimizerCase,
     ToyAdam8bit,
@@ -242,7 +243,7 @@ def _a_gradient_dropped_on_one_rank_changes_no_messages(setup: Setup) -> None:
         pair.step(0)
         for params in (pair.plain_params, pair.params):
             params[1].requires_grad_(False)
-        owner = pair.opt._engine.sharded.binding.owners[1]
+        owner = internals.owners_of(pair.opt)[1]
         if setup.rank == dropping != owner:
             pair.params[1].grad = None
         pair.plain.step()
@@ -448,7 +449,7 @@ def _nothing_but_the_user_keeps_an_optimizer_alive(setup: Setup) -> None:
     gc.disable()
     for twins in (build_twins(optimizer_case("AdamW foreach")), build_overlapped_twins(optimizer_case("SGD"))):
         twins.train(setup, 4)
-        communicator, optimizer = weakref.ref(twins.opt._engine.sharded.comm), weakref.ref(twins.opt)
+        communicator, optimizer = weakref.ref(internals.communicator_of(twins.opt)), weakref.ref(twins.opt)
         del twins.opt
         assert optimizer() is None
         del twins.model  # its reducer holds the hook

@@ -29,6 +29,7 @@ from ddp_zero.core.backward.owned_sums import BucketMemory, ReducedRuns
 from ddp_zero.core.backward.reducer import BucketViews, ddp_takes
 from ddp_zero.core.comm.tracing import logger
 from ddp_zero.core.local.placeholders import AbsentGradient
+from tests import internals
 from tests.multiproc import test_overlap
 from tests.multiproc.cases import (
     Twins,
@@ -136,7 +137,7 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
     assert all(storage.expired() for storage in ddps_own), "DDP's first buckets are gone after the first iteration"
     most = 0
     for iteration in range(4):
-        at_start = sum(pool.statistics.held_bytes for pool in _pools(opt))
+        at_start = sum(pool.statistics.held_bytes for pool in internals.pools_of(opt))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             step()
         live = 0
@@ -145,24 +146,20 @@ def _live_bytes(setup: Setup, interleaved: bool) -> tuple[int, int, int]:
                 live += event.nbytes()
                 most = max(most, at_start + live)
         assert iteration < 2 or abs(live) < model.layer_bytes / 8, "a step leaves nothing behind"
-    assert _memory_of_ddps_buckets(opt) <= {buffer.data_ptr() for buffer in _pools(opt)[0]._free}
-    buffers = sum(pool.statistics.held_bytes for pool in _pools(opt))
-    assert f"{sum(pool.statistics.most_bytes for pool in _pools(opt)):,} bytes" in opt.explain()
+    pools = internals.pools_of(opt)
+    assert _memory_of_ddps_buckets(opt) <= {buffer.data_ptr() for buffer in internals.free_buffers(pools[0])}
+    buffers = sum(pool.statistics.held_bytes for pool in pools)
+    assert f"{sum(pool.statistics.most_bytes for pool in pools):,} bytes" in opt.explain()
     return most, buffers, model.layer_bytes
 
 
 def _memory_of_ddps_buckets(opt: ZeroRedundancyOptimizer) -> set[int]:
     """Where the reducer's own buffers and views are."""
     tensors = []
-    for views in opt._engine.hook.gradients._memory._views.values():  # type: ignore[union-attr]
-        tensors += [views.buffer, *views._views.values()]
+    for views in internals.bucket_views_of(opt):
+        tensors += [views.buffer, *views.captured.values()]
     assert len(tensors) == 2 * Tower.depth
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def _pools(opt: ZeroRedundancyOptimizer) -> list[Any]:
-    workshop = opt._engine.hook.gradients._workshop  # type: ignore[union-attr]
-    return [workshop.scratches, workshop.rooms]
 
 
 @pytest.mark.parametrize("interleaved", BOTH, ids=["after the last bucket", "interleaved"])
@@ -193,10 +190,10 @@ def _wire(setup: Setup, **options: Any) -> tuple[int, int, int]:
     for _ in range(3):
         step()
     dist.barrier()
-    counted, written = opt._engine.sharded.comm.sent_bytes, _bytes_written()
+    counted, written = int(opt.stats()["total_sent_bytes"]), _bytes_written()
     step()
     nbytes = sum(param.nbytes for param in model.parameters())
-    return nbytes, opt._engine.sharded.comm.sent_bytes - counted, _bytes_written() - written
+    return nbytes, int(opt.stats()["total_sent_bytes"]) - counted, _bytes_written() - written
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -827,7 +824,7 @@ def _passes_that_ddp_does_not_reduce(setup: Setup) -> None:
                     assert_identical(one.grad, other.grad, "gradient")
             assert_equal_models(twins.plain_model, twins.model, kind)
         twins.zero_grad()
-        assert [pool._lent for pool in _pools(twins.opt)] == [0, 0], (
+        assert [internals.num_lent(pool) for pool in internals.pools_of(twins.opt)] == [0, 0], (
             "scratches of passes that were not reduced are back"
         )
 
@@ -1161,10 +1158,10 @@ def _a_reducer_that_does_not_follow(setup: Setup) -> None:
             twins.train(setup, 4, seed=1)
             twins.assert_moved()
         told.assert_called_once()
-        memory = twins.opt._engine.hook.gradients._memory  # type: ignore[union-attr]
-        assert not memory.follows
-        assert memory._freed
-        assert all(storage.nbytes() == 0 for storage, _ in memory._freed)
+        assert not internals.bucket_memory_of(twins.opt).follows
+        freed = internals.freed_storages(twins.opt)
+        assert freed
+        assert all(storage.nbytes() == 0 for storage in freed)
         assert "beside DDP's buckets, which are freed after backward" in twins.opt.explain()
 
 
@@ -1174,7 +1171,7 @@ def _a_first_bucket_in_pieces(setup: Setup) -> None:
     every_options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
     for overlap, options in product(BOTH, every_options):
         pieces = mock.Mock(side_effect=ReducedRuns)
-        with mock.patch.multiple(partitioned, _RUN_BYTES=256, _BUCKET_RUNS=1, ReducedRuns=pieces):
+        with mock.patch.multiple(partitioned, RUN_BYTES=256, BUCKET_RUNS=1, ReducedRuns=pieces):
             twins = build_overlapped_twins(ADAMW, overlap=overlap, **options)
             twins.train(setup, 5)
             twins.assert_moved()
@@ -1184,7 +1181,7 @@ def _a_first_bucket_in_pieces(setup: Setup) -> None:
 @case(2)
 def _a_first_bucket_in_pieces_on_a_rank_that_has_joined(setup: Setup) -> None:
     pieces = mock.Mock(side_effect=ReducedRuns)
-    with mock.patch.multiple(partitioned, _RUN_BYTES=256, _BUCKET_RUNS=1, ReducedRuns=pieces):
+    with mock.patch.multiple(partitioned, RUN_BYTES=256, BUCKET_RUNS=1, ReducedRuns=pieces):
         test_overlap._uneven_inputs(setup)
     pieces.assert_called()
 
@@ -1198,9 +1195,9 @@ def _the_second_step_is_taken_inside_backward(setup: Setup) -> None:
     for caps in every_caps:
         twins = build_overlapped_twins(MOMENTUM, **caps)
         twins.train(setup, 1)
-        memory = twins.opt._engine.hook.gradients._memory  # type: ignore[union-attr]
-        assert [views.are_complete for views in memory._views.values()] == [True] * len(memory.layouts)
-        assert len(memory.layouts) > 1
+        layouts = internals.bucket_memory_of(twins.opt).layouts
+        assert [views.are_complete for views in internals.bucket_views_of(twins.opt)] == [True] * len(layouts)
+        assert len(layouts) > 1
         assert not twins.model.reducer._rebuild_buckets(), "it was done"
         twins.train(setup, 1, seed=1)
         assert_overlapped(twins.opt)
@@ -1241,10 +1238,10 @@ def _nothing_is_kept_alive(setup: Setup) -> None:
     twins.train(setup, 4)
     gone: list[weakref.ref[Any]] = [
         weakref.ref(twins.opt),
-        weakref.ref(twins.opt._engine.hook),
+        weakref.ref(internals.hook_of(twins.opt)),
         weakref.ref(twins.model),
     ]
-    gone.append(weakref.ref(twins.opt._engine.hook.gradients._workshop))  # type: ignore[union-attr]
+    gone.append(weakref.ref(internals.workshop_of(twins.opt)))
     gc.collect()
     gc.disable()
     params = list(twins.model.module.parameters())

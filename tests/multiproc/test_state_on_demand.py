@@ -26,6 +26,7 @@ from torch.optim import AdamW
 from ddp_zero import DynamicLossScale, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
 from ddp_zero.core.state.connections import NAME, receive_tree, send_tree
 from ddp_zero.options import Sync
+from tests import internals
 from tests.multiproc.cases import (
     LargestLiveBytes,
     Twins,
@@ -114,7 +115,7 @@ def _any_ranks_get_the_plain_state_dict_while_the_others_train_on(setup: Setup) 
             check(twins, f"{name}, loaded")
             twins.opt.state_dict()["param_groups"][0]["lr"] = 1e6
         twins.train(setup, 1, 9)
-        assert twins.opt._engine.sharded.snapshot is None, "a result is not kept"
+        assert internals.sharded_step_of(twins.opt).snapshot is None, "a result is not kept"
         twins.opt.consolidate_state_dict(to=1)
         found = twins.opt.state_dict()
         assert_identical(twins.plain.state_dict(), found, f"{name}, after a gather")
@@ -350,7 +351,7 @@ def _memory(setup: Setup) -> None:
 def _a_rank_that_has_moved_on_is_named(setup: Setup) -> None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)
-    changes = twins.opt._engine.sharded.changes
+    changes = internals.sharded_step_of(twins.opt).changes
     for is_over in (False, True):
         if setup.rank == 1:
             changes.begin()
@@ -380,7 +381,7 @@ def _a_rank_that_changes_while_it_sends_is_named(setup: Setup) -> None:
         original(*args)
         sent.append(1)
         if len(sent) == 2:
-            twins.opt._engine.sharded.changes.begin()
+            internals.sharded_step_of(twins.opt).changes.begin()
 
     original = send_tree
     with mock.patch("ddp_zero.core.state.gather.send_tree", send_then_step):
@@ -417,7 +418,7 @@ def _a_state_that_cannot_travel_is_named(setup: Setup) -> None:
 def _callers_without_the_secret_learn_nothing(setup: Setup) -> None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)
-    address = twins.opt._states._on_demand._addresses[1 - setup.rank]  # type: ignore[union-attr]
+    address = internals.address_of(twins.opt, 1 - setup.rank)
     for said in (b"", b"ddp_zero 1\n" + b"x" * 64, b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64):
         heard = b""
         with socket.create_connection(("127.0.0.1", address.port), 5) as connection, suppress(OSError):
@@ -451,7 +452,7 @@ def _training_outlives_600_silent_callers_with_256_descriptors(setup: Setup) -> 
     twins = MODES["stage 2"]()
     twins.train(setup, 1)
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    port = str(twins.opt._states._on_demand._addresses[setup.rank].port)  # type: ignore[union-attr]
+    port = str(internals.address_of(twins.opt, setup.rank).port)
     command = [sys.executable, "-c", _SILENT, port]
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as strangers:
@@ -514,7 +515,7 @@ TIME_OUT = 8
 def _asks_after(setup: Setup, ending: str) -> float | None:
     twins = MODES["AdamW"]()
     twins.train(setup, 1)
-    sharded, pids = twins.opt._engine.sharded, [0, 0]
+    sharded, pids = internals.sharded_step_of(twins.opt), [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if setup.rank == 1:
         if ending == "stuck in a step":

@@ -31,6 +31,7 @@ from ddp_zero.core.comm.exchange import Exchange
 from ddp_zero.core.comm.parameter_sync import BucketSync
 from ddp_zero.core.local.placeholders import Awaited
 from ddp_zero.core.step import coupling
+from tests import internals
 from tests.multiproc.cases import (
     assert_identical,
     batches,
@@ -81,7 +82,7 @@ def sharded(
 
 def left(opt: ZeroRedundancyOptimizer) -> list[int]:
     """Buckets that are on their way after a step."""
-    return list(opt._engine.sharded.binding.sync.left._syncs)
+    return internals.syncs_in_flight(opt)
 
 
 def assert_same_values(expected: nn.Module, actual: nn.Module, when: str) -> None:
@@ -509,9 +510,9 @@ def _recipes(setup: Setup) -> None:
             train_step(model, opt, inputs.bfloat16(), targets.bfloat16())
         if step < 3:  # parameters still move into buckets
             continue
-        masters = type(opts[1]._engine.sharded.stepped.masters)
+        masters = type(internals.targets_of(opts[1]).masters)
         with mock.patch.object(masters, "diverged", side_effect=AssertionError("reads all")):
-            opts[1]._engine.sharded.check_masters()
+            internals.sharded_step_of(opts[1]).check_masters()
     assert left(opts[1])
     assert not left(opts[0])
     assert_same_values(models[0].module, models[1].module, "masters")
@@ -673,6 +674,7 @@ import sys, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from ddp_zero import shard_optimizer
+from ddp_zero.core.local.placeholders import Awaited
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
@@ -684,7 +686,7 @@ for step in range(3):
         time.sleep(2)  # what the other sends has nowhere to go before this rank steps
     opt.step()
     opt.zero_grad()
-assert opt._engine.sharded.binding.sync.left, "nothing is on its way"
+assert all(isinstance(param, Awaited) for param in ddp.parameters()), "nothing is on its way"
 if rank == 0:
     print(sum(param.double().sum().item() for param in ddp.parameters()))
 """

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ddp_zero import ZeroRedundancyOptimizer
 from ddp_zero.core.offload import placement as host
 from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Pairs, Transfer, Wait
+from tests import internals
 
 
 class _ToHost:
@@ -107,9 +108,9 @@ def _strict(device: torch.device) -> StrictTransfer:
 
 def pipeline_of(opt: ZeroRedundancyOptimizer) -> tuple[CopyPipeline, StrictTransfer]:
     """The way of an optimizer's buckets to the host."""
-    (pipeline,) = opt._engine.sharded.stepped.residence._all()  # type: ignore[attr-defined]
-    assert isinstance(pipeline._transfer, StrictTransfer)
-    return pipeline, pipeline._transfer
+    pipeline, transfer = internals.pipeline_of(opt)
+    assert isinstance(transfer, StrictTransfer)
+    return pipeline, transfer
 
 
 class TwoMemories(TorchDispatchMode):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -469,6 +470,92 @@ def test_the_names_of_internals_are_names_of_this_torch() -> None:
 )
 def test_the_scan_for_internals_sees_names_attributes_and_strings(code: str, found: set[str]) -> None:
     assert internals(ast.parse(code)) == found
+
+
+# What tests reach into
+
+DOOR = "internals.py"
+"""The one file of the tests that reads and replaces private attributes of the library."""
+
+OF_FRAMEWORKS = {
+    ("frameworks/test_transformers_config.py", "_get_grad_norm"),  # of a Trainer without this library
+}
+"""Private names that a test reads of an object that is not the library's."""
+
+
+@cache
+def private_names() -> frozenset[str]:
+    """Private attributes, functions and constants that any file of the library defines."""
+    found = set()
+    for node in (one for name in FILES for one in ast.walk(read(name))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return frozenset(name for name in found if re.match(r"_[^_]", name))
+
+
+def reaches(tree: ast.Module) -> list[str]:
+    """Private names of the library that code reads of anything but ``self``, imports, or replaces by name."""
+    return [f"{line}: {name}" for line, name in _reaches(tree) if name in private_names()]
+
+
+def _reaches(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
+                pass
+            case ast.Attribute(attr=name):
+                yield node.lineno, name
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("ddp_zero"):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.Call(func=ast.Attribute(attr="multiple"), keywords=keywords):  # of mock.patch
+                yield from ((node.lineno, keyword.arg) for keyword in keywords if keyword.arg)
+            case ast.Call(args=args):  # of getattr, monkeypatch.setattr, mock.patch.object
+                texts = [one.value for one in args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+                yield from ((node.lineno, text) for text in texts)
+            case ast.Constant(value=str(text)) if text.startswith("ddp_zero."):  # of mock.patch
+                yield from ((node.lineno, part) for part in text.split("."))
+            case ast.Constant(value=str(text)) if "import ddp_zero" in text or "from ddp_zero" in text:
+                with suppress(SyntaxError):  # a program for another process
+                    yield from ((node.lineno + line - 1, name) for line, name in _reaches(ast.parse(text)))
+
+
+def test_tests_reach_into_the_library_through_one_door() -> None:
+    tests = REPOSITORY / "tests"
+    found = {path.relative_to(tests).as_posix(): path for path in sorted(tests.rglob("*.py"))}
+    assert reaches(ast.parse(found.pop(DOOR).read_text()))
+    del found["unit/test_architecture.py"]  # its examples below
+    wrong = {
+        (name, reach.split(": ")[1]): reach
+        for name, path in found.items()
+        for reach in reaches(ast.parse(path.read_text()))
+    }
+    assert {place: reach for place, reach in wrong.items() if place not in OF_FRAMEWORKS} == {}
+    assert OF_FRAMEWORKS <= wrong.keys(), "an exception that is needed no more"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "opt._engine",
+        "f(opt)._engine.hook",
+        "opts[0]._engine = None",
+        "getattr(opt, '_engine')",
+        "monkeypatch.setattr(opt, '_engine', None)",
+        "mock.patch.multiple(opt, _engine=None)",
+        "mock.patch('ddp_zero.core.engine.engine.Engine._take_step', f)",
+        "from ddp_zero.core.engine.engine import _CHANGED",
+        "PROGRAM = 'import ddp_zero\\nopt._engine.step()'",
+    ],
+)
+def test_the_scan_of_tests_sees_reads_imports_and_replacements(code: str) -> None:
+    assert len(reaches(ast.parse(code))) == 1
+
+
+@pytest.mark.parametrize("code", ["self._engine", "super()._take_step()", "opt.engine", "opt._unheard_of", "_engine"])
+def test_the_scan_of_tests_lets_others_pass(code: str) -> None:
+    assert reaches(ast.parse(code)) == []
 
 
 # Sizes and messages

@@ -102,6 +102,12 @@ def is_exception(name: str) -> bool:
     return name.endswith("Error") and name not in PROTOCOL
 
 
+def is_log(function: ast.expr) -> bool:
+    """True for a line of the log that a user sees by default."""
+    levels = {"warning", "error", "exception", "critical"}
+    return isinstance(function, ast.Attribute) and function.attr in levels and name_of(function.value) == "logger"
+
+
 def name_of(node: ast.expr) -> str:
     """``f`` for ``f`` and for ``a.b.f``."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
@@ -199,12 +205,18 @@ def calls(node: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.
 
 
 def messages_in(path: str, tree: ast.Module) -> list[Message]:
-    """The messages of exceptions and warnings that a file builds, but for those in `INTERNAL` functions."""
+    """The messages of exceptions, warnings and lines of the log that a file builds, but for those in `INTERNAL` functions."""
     found = []
     for call, function in calls(tree):
         name, where = name_of(call.func), getattr(function, "name", "")
-        if call.args and (is_exception(name) or name == "warn") and f"{path}:{where}" not in INTERNAL:
+        if (
+            call.args
+            and (is_exception(name) or name == "warn" or is_log(call.func))
+            and f"{path}:{where}" not in INTERNAL
+        ):
             texts = Texts(*filter(None, (function, tree))).of(call.args[0])
+            if is_log(call.func):
+                texts = [re.sub(r"%[srd]", ANY, text) for text in texts]
             found += [Message(f"{path}:{call.lineno}", text) for text in texts]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in BUILDERS:
@@ -260,9 +272,14 @@ def third():
 
 def fourth(error):
     raise RuntimeError(coded(f"Expected peace, got {error}", "[ZERO-505]")) from error
+
+def fifth(error):
+    logger.warning("Expected peace, got %s.", error)
+    logger.warning("Expected peace, got %s. [ZERO-101]", error)
+    logger.info("peace")
 """
     found = messages_in("made/up.py", ast.parse(source))
-    assert [one.split(": ")[0] for one in wrong_endings(found)] == ["made/up.py:6", "made/up.py:10", "made/up.py:13"]
+    assert [one.split(": ")[0] for one in wrong_endings(found)] == [f"made/up.py:{line}" for line in (6, 10, 13, 19)]
 
 
 def test_exclusions_name_functions_that_exist() -> None:

@@ -1,6 +1,11 @@
 """``ddp-zero COMMAND``: one program, one help, a sentence for a command that does not exist, completion."""
 
+import os
+import signal
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -60,3 +65,54 @@ def test_a_shell_completes_commands_and_their_options(capsys: pytest.CaptureFixt
 def test_completion_is_for_one_known_shell(shells: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-completion", *shells]) == 2
     assert "takes one of bash, zsh, tcsh" in capsys.readouterr().err
+
+
+@contextmanager
+def reader_is_gone() -> Iterator[None]:
+    """Standard output is a pipe that nobody reads any more."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as output, redirect_stdout(output):
+        yield
+
+
+BY_SIGPIPE = 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [*([name, "--help"] for name in COMMANDS), ["--help"], ["explain", "ZERO-203"], ["config", "keys"]],
+    ids=" ".join,
+)
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with reader_is_gone():
+        assert main(arguments) == BY_SIGPIPE
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_broken_pipe_of_a_command_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> int:
+        raise BrokenPipeError("a host")
+
+    monkeypatch.setattr("ddp_zero.tools.explain_code.main", fails)
+    with pytest.raises(BrokenPipeError, match="a host"):
+        main(["explain", "ZERO-203"])
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_the_interpreter_says_nothing_of_it_at_its_exit(unbuffered: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ddp_zero", "explain", "ZERO-203"],
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writes)
+    assert (ended.stderr, ended.returncode) == ("", BY_SIGPIPE)

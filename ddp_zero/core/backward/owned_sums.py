@@ -595,7 +595,7 @@ class BucketMemory:
         if self.follows:
             logger.warning(
                 "DDP's reducer does not write gradients where its views point; its buckets are freed after backward "
-                "instead of being shared (%s)",
+                "instead of being shared (%s). [ZERO-217]",
                 self._workshop.where,
             )
         self.follows = False

@@ -68,8 +68,8 @@ from ddp_zero.core.plan.ownership import Piece, is_cut, moves, piece_of
 from ddp_zero.core.plan.shard_plan import cut
 from ddp_zero.core.step.sharded_step import ShardedStep
 
-_RUN_BYTES = 8 << 20
-_BUCKET_RUNS = 4  # a bucket of at most as many is reduced at once
+RUN_BYTES = 8 << 20
+BUCKET_RUNS = 4  # a bucket of at most as many is reduced at once
 
 
 class PartitionedGradients(CarriedGradients):
@@ -295,8 +295,8 @@ class PartitionedGradients(CarriedGradients):
         """
         self._memory.note_buffer(index, buffer)
         is_joined, sizes = buffer is None, [param.nbytes for param in params]
-        num_runs = -(-sum(sizes) // _RUN_BYTES)
-        if num_runs <= _BUCKET_RUNS or not self._memory.is_in_own_memory(index):
+        num_runs = -(-sum(sizes) // RUN_BYTES)
+        if num_runs <= BUCKET_RUNS or not self._memory.is_in_own_memory(index):
             layout = self._new_layout(index, params)
             return ReducedSegment(self._workshop, layout, self._memory.take(layout, buffer))
         segments = []

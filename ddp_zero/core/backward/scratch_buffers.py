@@ -14,7 +14,7 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 _NOTHING = nullcontext()
 
 
-class _Running:
+class RunningOn:
     """A context in which work is issued on a stream, after everything issued on the current one so far."""
 
     def __init__(self, stream: torch.Stream) -> None:
@@ -57,7 +57,7 @@ class SideStream:
 
         It comes after everything issued on the current stream so far.
         """
-        return _NOTHING if device.type in _WITHOUT_STREAMS else _Running(self._stream(device))
+        return _NOTHING if device.type in _WITHOUT_STREAMS else RunningOn(self._stream(device))
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor from being reused before the side stream is done with its work."""

@@ -17,7 +17,7 @@ from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.recorder import Recorder, waits_for
 
-_CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 _ROUND = 0x9E3779B1  # odd, so that no two rounds within 2^30 share a tag
 
 Started = TypeVar("Started")
@@ -76,7 +76,7 @@ class Exchange:
         if works:
             # an exchange dropped before its wait is kept with its memory until the process ends: a peer may still read
             # or write there, and on Gloo freeing a buffer of a pending message breaks the connection
-            _unfinished.add(self)
+            unfinished.add(self)
 
     def wait(self, what: str, first: int | None = None) -> None:
         """Block until everything was received and sent. Can be called again after a signal handler has raised.
@@ -105,7 +105,7 @@ class Exchange:
                     raise RuntimeError(self._failure) from error
                 raise
         if self._waited == len(self._works):
-            _unfinished.discard(self)
+            unfinished.discard(self)
 
 
 def lost(peer: str, what: str, error: RuntimeError) -> RuntimeError:
@@ -253,7 +253,7 @@ def unrecorded(start: Callable[[], Started]) -> Started:
 def chunks(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The bytes of tensors in chunks, so that a backend can have several in flight."""
     filled = (tensor for tensor in tensors if tensor.numel())
-    return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), _CHUNK_BYTES)]
+    return [chunk for tensor in filled for chunk in torch.split(tensor.view(torch.uint8), CHUNK_BYTES)]
 
 
 def start_broadcasts(group: ProcessGroup, raw: Sequence[Tensor], name: Callable[[GroupRank], str]) -> list[Pending]:
@@ -329,4 +329,4 @@ def start_padded_sum(group: ProcessGroup, parts: Sequence[Tensor], room: Tensor)
     return Exchange([(lambda: "every rank", work)], [whole, mine]), mine[: parts[get_rank(group)].numel()]
 
 
-_unfinished: set[Exchange] = set()
+unfinished: set[Exchange] = set()

@@ -149,7 +149,7 @@ def _digest(facts: object) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:8], "big") >> 1
 
 
-_BLOCK_BYTES = 512
+BLOCK_BYTES = 512
 _END_OF_STEP = -1  # the subject of these messages, in place of a bucket's index
 WHAT_NOW = "Some parameters may have been updated: restart from a checkpoint."
 
@@ -209,7 +209,7 @@ class StepErrors:
             return
         own, self._own = self._own, None
         # of fixed size, so that receives are posted before the outcome is known: no round trip
-        mine = _encode("" if own is None else f"{type(own).__name__}: {own}")
+        mine = encode_error("" if own is None else f"{type(own).__name__}: {own}")
         blocks = {peer: torch.empty_like(mine) for peer in self._comm.peers()}
         exchange = self._comm.start_messages(
             {peer: [mine] for peer in blocks},
@@ -236,7 +236,7 @@ class StepErrors:
         sent.exchange.wait("the end of the step")
         if sent.own is not None:
             raise sent.own.with_traceback(sent.own.__traceback__)
-        texts = {peer: _decode(block) for peer, block in sorted(sent.blocks.items())}
+        texts = {peer: decode_error(block) for peer, block in sorted(sent.blocks.items())}
         shown = "; ".join(f"on {self._comm.name(peer)} {text}" for peer, text in texts.items() if text)
         if shown:
             message = f"Expected the local step to succeed on every rank, got {shown}. {WHAT_NOW}"
@@ -250,17 +250,18 @@ class StepErrors:
         self.has_own = self._sent is not None and self._sent.own is not None
 
 
-def _encode(text: str) -> Tensor:
+def encode_error(text: str) -> Tensor:
     """A block: the text, truncated if too long, then zeros."""
-    block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+    block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     if text:
-        raw = bytearray(truncated(text, _BLOCK_BYTES))
+        raw = bytearray(truncated(text, BLOCK_BYTES))
         # zeros end the text: an empty block means success
         block[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
     return block
 
 
-def _decode(block: Tensor) -> str:
+def decode_error(block: Tensor) -> str:
+    """The text of a block of `encode_error`."""
     return bytes(block.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
@@ -385,12 +386,12 @@ def _group_across(everyone: Communicator, shard_group: ProcessGroup, groups: Sha
     reference = _known.setdefault(shard_group, {}).get(replicas)
     found = None if reference is None else reference()
     are_known = all(flag for (flag,) in everyone.all_gather_ints([int(found is not None)]))
-    across = found if found is not None and are_known else _build(everyone, groups)
+    across = found if found is not None and are_known else build_group_across(everyone, groups)
     _known[shard_group][replicas] = weakref.ref(across)
     return across
 
 
-def _build(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
+def build_group_across(everyone: Communicator, groups: ShardGroups) -> ProcessGroup:
     """This rank's group of replicas, with everyone's backend and time-out. A collective."""
     backend = str(dist.get_backend_config(everyone.process_group))
     me = everyone.global_rank(everyone.group_rank)

@@ -135,7 +135,7 @@ class _Window:
         for pieces, total in self._pieces:
             if self._factor != 1.0:
                 torch._foreach_mul_(pieces, self._factor)
-            _sum_in_order(pieces, total, self._rank)
+            sum_in_order(pieces, total, self._rank)
 
 
 class SegmentReduction:
@@ -345,7 +345,7 @@ def scales_late(comm: Communicator, wire: Tensor) -> bool:
     return comm.world_size > 1 and comm.has_direct_messages(wire.device) and sum_dtype(wire.dtype) == wire.dtype
 
 
-def _sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
+def sum_in_order(parts: Sequence[Tensor], out: Tensor, rank: int) -> None:
     """Sum the contributions of all ranks; this rank's own may be in ``out``. Destroys them."""
     own = parts[rank]
     if out.dtype != own.dtype:

@@ -23,7 +23,7 @@ from ddp_zero.error_codes import coded
 from ddp_zero.tools.record.recorder import waits_for
 
 _RECEIVES_AHEAD = 8  # Gloo begins to send a message when its receive is posted
-_LEAST_BYTES, _MOST_BYTES = 64 << 10, 256 << 10  # of a chunk
+LEAST_BYTES, MOST_BYTES = 64 << 10, 256 << 10  # of a chunk
 _THREADS = 2
 
 Job = TypeVar("Job", bound="Background")
@@ -105,7 +105,7 @@ class RingTransfer:
                 f"Expected {peer()}, or through it another rank of the ring, to take part in {what}, got: {error}."
             )
             raise RuntimeError(coded(message, "[ZERO-503]")) from error
-        _unfinished.discard(self)
+        unfinished.discard(self)
 
     def fail(self, error: RuntimeError) -> None:
         """End with an error, for `wait` to raise."""
@@ -169,7 +169,7 @@ class RingWorker:
 
     def start(self, transfer: Job) -> Job:
         """Start a transfer, after those started before in the same thread; returns it."""
-        _unfinished.add(transfer)
+        unfinished.add(transfer)
         self._queues[0].put(transfer)
         self._queues.rotate()
         return transfer
@@ -177,7 +177,7 @@ class RingWorker:
 
 def ring_chunk(sizes: Sequence[int], itemsize: int) -> int:
     """Elements of a chunk for segments of these sizes and this many bytes per element."""
-    return chunk_numel(sizes, _LEAST_BYTES // itemsize, _MOST_BYTES // itemsize)
+    return chunk_numel(sizes, LEAST_BYTES // itemsize, MOST_BYTES // itemsize)
 
 
 def ring_room_numel(sizes: Sequence[int], itemsize: int) -> int:
@@ -201,8 +201,8 @@ def _serve(transfers: "queue.SimpleQueue[Background | None]") -> None:
 
 def has_ended(job: Background) -> None:
     """Release a job that has nothing in flight any more."""
-    _unfinished.discard(job)
+    unfinished.discard(job)
 
 
-_unfinished: set[Background] = set()
+unfinished: set[Background] = set()
 """Kept until their `wait`: peers may still read and write their memory, see `Exchange`."""

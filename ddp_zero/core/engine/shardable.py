@@ -85,15 +85,15 @@ def check_unknown(optimizer_class: Callable[..., Optimizer], options: Mapping[st
     if not _is_plain(options):
         return
     key: tuple[type, str] = optimizer_class, repr(sorted(options.items()))
-    if key not in _refusals:
-        _refusals[key] = None
+    if key not in refusals:
+        refusals[key] = None
         try:
             check_shardable(optimizer_class, steps=_FEW_STEPS, **options)
         except NotImplementedError as error:
-            _refusals[key] = str(error)
+            refusals[key] = str(error)
         except Exception as error:
             logger.debug("%s could not be tried: %s: %s", optimizer_class.__name__, type(error).__name__, error)
-    if (refusal := _refusals[key]) is not None:
+    if (refusal := refusals[key]) is not None:
         raise NotImplementedError(refusal)
 
 
@@ -105,7 +105,7 @@ def _is_plain(option: Any) -> bool:
     return option is None or isinstance(option, bool | int | float | str | torch.dtype)
 
 
-_refusals: dict[tuple[type, str], str | None] = {}
+refusals: dict[tuple[type, str], str | None] = {}
 """Answers of `check_unknown`, by class and options."""
 
 

@@ -46,7 +46,7 @@ from ddp_zero.core.offload.placement import tensors_in
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
-_known: set[type[Optimizer]] = {
+elementwise_classes: set[type[Optimizer]] = {
     *(SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop),
 }
 
@@ -66,18 +66,18 @@ def elementwise(optimizer_class: OptimizerClass) -> OptimizerClass:
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"Expected a torch.optim.Optimizer class, got {optimizer_class!r:.80}. [ZERO-101]")
-    _known.add(optimizer_class)
+    elementwise_classes.add(optimizer_class)
     return optimizer_class
 
 
 def is_elementwise(inner: Optimizer) -> bool:
     """True if an optimizer is known to step each element by itself."""
-    return type(inner) in _known
+    return type(inner) in elementwise_classes
 
 
 def is_elementwise_class(optimizer_class: object) -> bool:
     """True if a class builds such optimizers; not known of other functions that build one."""
-    return isinstance(optimizer_class, type) and optimizer_class in _known
+    return isinstance(optimizer_class, type) and optimizer_class in elementwise_classes
 
 
 def check_elementwise(inner: Optimizer) -> None:
@@ -87,7 +87,7 @@ def check_elementwise(inner: Optimizer) -> None:
         TypeError: if that is not known.
     """
     if not is_elementwise(inner):
-        names = ", ".join(sorted(known.__name__ for known in _known))
+        names = ", ".join(sorted(known.__name__ for known in elementwise_classes))
         raise TypeError(
             f"partition='elements' needs an optimizer that steps each element by itself, got {type(inner).__name__}; "
             f"known are {names}. Use partition='parameters', or declare the class by ddp_zero.elementwise(...) if it "

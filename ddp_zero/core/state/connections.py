@@ -344,13 +344,14 @@ def _greeted(host: str, address: Address, time_out: float) -> socket.socket:
 
 NAME = "ddp_zero state"
 _BACKLOG = 1024
-_MOST_CALLERS = 8
+MOST_CALLERS = 8
 """Maximum number of unproven callers at a time."""
-_HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0
 _PATIENCE_SECONDS = 0.25
 """Age at which an unproven caller gives way to a new one."""
-_PAUSE_SECONDS = 0.5
+PAUSE_SECONDS = 0.5
 _COMPLAINT_SECONDS = 60.0
+_COMPLAINT = "A call for optimizer state %s: %s. [ZERO-513]"
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EINTR)
 """Errors of `accept` after which the port still works: too few descriptors or memory, a caller that has hung up."""
 
@@ -447,18 +448,18 @@ class _Lobby:
         now = time.monotonic()
         if now < self._paused_until:
             return False
-        return len(self._callers) < _MOST_CALLERS or now - self._callers[0].since >= _PATIENCE_SECONDS
+        return len(self._callers) < MOST_CALLERS or now - self._callers[0].since >= _PATIENCE_SECONDS
 
     def _seconds_to_wait(self) -> float | None:
         moments = [] if self._is_listening else [self._paused_until]
         if self._callers:
-            is_full = len(self._callers) >= _MOST_CALLERS
-            moments.append(self._callers[0].since + (_PATIENCE_SECONDS if is_full else _HANDSHAKE_SECONDS))
+            is_full = len(self._callers) >= MOST_CALLERS
+            moments.append(self._callers[0].since + (_PATIENCE_SECONDS if is_full else HANDSHAKE_SECONDS))
         left = [moment - time.monotonic() for moment in moments]
         return max(0.001, min((one for one in left if one > 0), default=0.001)) if left else None
 
     def _dismiss_late(self) -> None:
-        deadline = time.monotonic() - min(_HANDSHAKE_SECONDS, self._time_out)
+        deadline = time.monotonic() - min(HANDSHAKE_SECONDS, self._time_out)
         while self._callers and self._callers[0].since <= deadline:
             self._dismiss(self._callers[0], "it has not proved in time that it knows the secret")
 
@@ -466,17 +467,17 @@ class _Lobby:
         self._forget(caller)
         caller.connection.close()
         if why is not None:
-            self._complain(f"a call for optimizer state was refused: {why}")
+            self._complain("was refused", why)
 
     def _forget(self, caller: _Caller) -> None:
         self._callers.remove(caller)
         self._selector.unregister(caller.connection)
 
-    def _complain(self, message: str) -> None:
+    def _complain(self, outcome: str, why: object) -> None:
         # at most one line a minute: strangers may call often
         if time.monotonic() - self._complained >= _COMPLAINT_SECONDS:
             self._complained = time.monotonic()
-            logger.warning(message)
+            logger.warning(_COMPLAINT, outcome, why)
 
     def _accept(self) -> None:
         try:
@@ -486,12 +487,12 @@ class _Lobby:
         except OSError as error:
             if error.errno not in _PASSING or self._reference() is None:
                 raise _PortClosed("the owner is gone") from error
-            self._complain(f"a call for optimizer state could not be accepted yet: {error}")
-            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            self._complain("could not be accepted yet", error)
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
             if self._callers:  # its descriptor may be the one that is missing
                 self._dismiss(self._callers[0])
             return
-        if len(self._callers) >= _MOST_CALLERS:
+        if len(self._callers) >= MOST_CALLERS:
             self._dismiss(self._callers[0], "too many at a time that have not proved that they know the secret")
         connection.setblocking(False)
         caller = _Caller(connection, Admission(self._secret), time.monotonic())
@@ -539,7 +540,7 @@ def _answer(connection: socket.socket, reference: "weakref.ref[Answers]", time_o
         except (OSError, EOFError):
             pass  # the caller has hung up, or reports it
         except ValueError as error:
-            logger.warning("a call for optimizer state was refused: %s", error)
+            logger.warning(_COMPLAINT, "was refused", error)
 
 
 def _close(listener: socket.socket, process: int) -> None:
@@ -576,7 +577,7 @@ if hasattr(os, "register_at_fork"):  # where there are forks
 UNTIL = "until"
 """Key of a request whose connection the rank closes when it leaves."""
 
-_LOOK_SECONDS, _LOOKS = 1.0, 5
+LOOK_SECONDS, _LOOKS = 1.0, 5
 WAITING_IN = ("torch.distributed", "torch.autograd", "ddp_zero.core.comm", "ddp_zero.core.backward")
 """Packages whose code waits for other ranks."""
 
@@ -614,7 +615,7 @@ class Stay:
         # a script that stays at one instruction of a collective may be waiting for the very rank that waits here: give
         # up, or both would wait for the time-out
         before, looks = None, 0
-        while looks < _LOOKS and not self._leaves.wait(_LOOK_SECONDS):
+        while looks < _LOOKS and not self._leaves.wait(LOOK_SECONDS):
             place = _waiting_at()
             looks = looks + 1 if place is not None and place == before else 0
             before = place

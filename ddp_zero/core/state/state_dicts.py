@@ -486,7 +486,7 @@ def restrict_state_dict(
 
     owned = {table.params[index] for index in range(len(table)) if stepped[index] in local_id}
     copied = copy.deepcopy([dict(group) for group in saved_groups])  # together: groups may share a tensor, such as lr
-    _share_as_before(copied, param_groups)
+    share_as_before(copied, param_groups)
     local_groups = [
         _localise_group(saved, exposed, inner_group, local_id, owned)
         for saved, exposed, inner_group in zip(copied, param_groups, inner.param_groups, strict=True)
@@ -525,7 +525,7 @@ def _localise_group(
     return {**saved, **per_parameter}
 
 
-def _share_as_before(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
+def share_as_before(loaded: Sequence[ParamGroup], exposed: Sequence[ParamGroup]) -> None:
     """Let loaded groups share tensors that the exposed groups share, if files have equal copies of them."""
     first: dict[int, Tensor] = {}
     for group, now in zip(loaded, exposed, strict=True):

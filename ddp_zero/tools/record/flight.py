@@ -179,16 +179,17 @@ def _write_when_uncaught() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        _ended_by(error)
+        ended_by(error)
         previous(kind, error, trace)
 
     if _Job.watch is None:  # a forked process has it from its parent
         sys.excepthook = hook
     # a `multiprocessing` process never calls its hook; its finalizers run while the exception is handled
-    Finalize(None, lambda: _ended_by(sys.exc_info()[1]), exitpriority=100)
+    Finalize(None, lambda: ended_by(sys.exc_info()[1]), exitpriority=100)
 
 
-def _ended_by(error: BaseException | None) -> None:
+def ended_by(error: BaseException | None) -> None:
+    """Write a record if an error ends the process, unless one was written for that error."""
     if isinstance(error, SystemExit):  # as the workers of `torch.multiprocessing` turn an exception into an exit code
         error = error.__context__
     if isinstance(error, Exception) and (text := f"{type(error).__name__}: {error}") != _Job.last_error:
@@ -202,13 +203,13 @@ def _watch() -> None:
         if RING.newest == _Job.newest_written:  # a record of an error stays
             continue
         if _Job.warned is not None:
-            _withdraw(_Job.warned)
+            withdraw(_Job.warned)
         reason = overdue(RING, time.perf_counter_ns(), _Job.time_out)
         if reason is not None:
             write(reason)
 
 
-def _withdraw(path: Path) -> None:
+def withdraw(path: Path) -> None:
     """Remove the record of a wait that has ended well, which would pass for this rank's end."""
     with contextlib.suppress(OSError), _one_writes:
         if _Job.warned == path:

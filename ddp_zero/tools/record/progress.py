@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_DELAY = 1.0  # seconds: shorter operations need no bar
+DELAY_SECONDS = 1.0  # seconds: shorter operations need no bar
 
 _current = threading.local()
 
@@ -63,5 +63,12 @@ def _bar(doing: str, total: int) -> Any:
     except ImportError:
         return None
     return tqdm(
-        desc=doing, total=total, unit="B", unit_scale=True, unit_divisor=1024, delay=_DELAY, leave=False, file=stream
+        desc=doing,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        delay=DELAY_SECONDS,
+        leave=False,
+        file=stream,
     )

@@ -158,7 +158,7 @@ def test_the_header_is_padded_whatever_its_length(length: int, tmp_path: Path) -
 
 
 def test_weights_take_the_memory_of_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1 << 12)
     folder = save(tmp_path / "runs", buffers(large=torch.arange(1 << 18), small=torch.arange(2)))
     tracemalloc.start()
     export(folder, tmp_path)

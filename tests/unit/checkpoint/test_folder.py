@@ -554,7 +554,7 @@ def test_a_huge_text_is_refused_unread(tmp_path: Path) -> None:
 
 
 def test_the_largest_text_is_one_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_folder, "_LARGEST_TEXT", 5)
+    monkeypatch.setattr(checkpoint_folder, "LARGEST_TEXT", 5)
     (tmp_path / "text").write_text("12345")
     assert read_text(tmp_path / "text") == "12345"
     (tmp_path / "text").write_text("123456")

@@ -75,7 +75,7 @@ def of_shape(stored: StoredTensor, *shape: int) -> StoredTensor:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", CHUNK)
 
 
 LAYOUTS: dict[str, Callable[[torch.dtype], Tensor]] = {
@@ -147,7 +147,7 @@ def test_pieces_of_any_number_are_put_together(count: int, tmp_path: Path) -> No
 
 
 def test_reading_takes_the_memory_of_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 4096)
     (stored,) = store(tmp_path, torch.zeros(1 << 18))
     tracemalloc.start()
     verify(tmp_path, [stored])
@@ -157,7 +157,7 @@ def test_reading_takes_the_memory_of_one_piece(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_chunk_holds_whole_elements_of_any_dtype() -> None:
-    assert tensor_file._CHUNK_BYTES % max(dtype.itemsize for dtype in DTYPES) == 0
+    assert tensor_file.CHUNK_BYTES % max(dtype.itemsize for dtype in DTYPES) == 0
 
 
 @st.composite
@@ -173,7 +173,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 def test_any_tensors_lie_beside_each_other(several: list[Tensor], chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        patch.setattr(tensor_file, "_CHUNK_BYTES", 16 * chunk)
+        patch.setattr(tensor_file, "CHUNK_BYTES", 16 * chunk)
         stored = store(folder, *several)
         verify(folder, stored)
         assert [bits(read(folder, one, CPU)) for one in stored] == [bits(tensor) for tensor in several]
@@ -432,7 +432,7 @@ def test_an_offset_beyond_the_end_is_refused(beyond: int, tmp_path: Path) -> Non
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1 << 16)
     (stored,) = store(tmp_path, torch.zeros(1 << 18))
     came = pieces(tmp_path, stored)
     next(came)
@@ -451,7 +451,7 @@ def test_a_tensor_of_a_petabyte_is_refused_without_memory_for_it(dtype: torch.dt
         verify(tmp_path, [huge])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak <= tensor_file._CHUNK_BYTES + (1 << 16)
+    assert peak <= tensor_file.CHUNK_BYTES + (1 << 16)
 
 
 # What is no file

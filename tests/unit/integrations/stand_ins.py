@@ -82,7 +82,7 @@ class ParallelMode(Enum):
 
 
 class Trainer:
-    """Of transformers."""
+    """Of transformers. Methods that its training loop calls on itself have a public caller here, below each."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args[0] if args else SimpleNamespace(parallel_mode=ParallelMode.DISTRIBUTED, max_grad_norm=1.0)
@@ -94,9 +94,17 @@ class Trainer:
         self.model_wrapped: Any = None
         self.accelerator: Any = SimpleNamespace(gradient_state=SimpleNamespace(sync_gradients=True))
         self.calls: list[Any] = []
+        self._created_lr_scheduler = False
+
+    @property
+    def created_its_schedule(self) -> bool:
+        return self._created_lr_scheduler
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         return kwargs
+
+    def accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        return self._build_accelerator_args(**kwargs)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any) -> tuple[Any, dict[str, Any]]:
@@ -120,14 +128,38 @@ class Trainer:
         self.calls.append(("prepare", max_steps))
         return max_steps
 
+    def begin_training(self, max_steps: int) -> None:
+        assert self._prepare_for_training(max_steps) == max_steps
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        raise AssertionError("whole gradients are not here to be clipped")
+
+    def clip_before_step(self) -> Any:
+        return self._clip_grad_norm(self.model)
+
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         self.calls.append(("log", grad_norm))
+
+    def end_step(self, grad_norm: Any) -> None:
+        self._maybe_log_save_evaluate(0.0, grad_norm)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.calls.append(("save", output_dir))
+
+    def save(self, folder: Any) -> None:
+        self._save_optimizer_and_scheduler(str(folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         self.calls.append(("load", checkpoint))
 
+    def resume(self, folder: Any) -> None:
+        self._load_optimizer_and_scheduler(None if folder is None else str(folder))
+
     def _load_best_model(self) -> None:
         self.calls.append("best")
+
+    def end_training(self) -> None:
+        self._load_best_model()
 
 
 class Accelerator:
@@ -162,6 +194,10 @@ class Accelerator:
 
     def unscale_gradients(self) -> None:
         self.unscaled += 1
+
+    @property
+    def prepared_optimizers(self) -> list[Any]:
+        return self._optimizers
 
     def register_save_state_pre_hook(self, hook: Any) -> None:
         self.saves.append(hook)

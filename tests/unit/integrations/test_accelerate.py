@@ -82,7 +82,7 @@ def test_the_model_is_wrapped_with_views_and_the_users_other_options(job: Job, h
     assert handler is None or not handler.gradient_as_bucket_view, "the user's own object is left alone"
     assert job.sharded == [(job.model, SGD, 2, {"lr": 0.5})]
     assert model is job.model
-    assert job.accelerator._optimizers == [opt]
+    assert job.accelerator.prepared_optimizers == [opt]
     assert opt.options == {"device_placement": True, "scaler": None}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
+from tests import internals
 from tests.unit.integrations.stand_ins import (
     AcceleratedOptimizer,
     DistributedDataParallelKwargs,
@@ -180,7 +181,7 @@ def test_an_optimizer_of_bitsandbytes_in_32_bits_is_sharded(job: Job) -> None:
 
 def test_the_model_is_wrapped_with_views(job: Job) -> None:
     other = object()
-    given = job.trainer()._build_accelerator_args(kwargs_handlers=[other, DistributedDataParallelKwargs(7)], more=1)
+    given = job.trainer().accelerator_args(kwargs_handlers=[other, DistributedDataParallelKwargs(7)], more=1)
     assert given == {"kwargs_handlers": [other, DistributedDataParallelKwargs(7, True)], "more": 1}
 
 
@@ -189,17 +190,17 @@ def prepared(job: Job, **options: Any) -> tuple[Any, Zero]:
     trainer = job.trainer(**options)
     zero = trainer.create_optimizer()
     trainer.optimizer = AcceleratedOptimizer(zero)
-    trainer._prepare_for_training(10)
+    trainer.begin_training(10)
     return trainer, zero
 
 
 def test_the_hook_is_registered_once_for_each_model(job: Job) -> None:
     trainer, zero = prepared(job)
     first = trainer.model_wrapped
-    trainer._prepare_for_training(10)
+    trainer.begin_training(10)
     assert zero.calls == [("attach", first)]
     trainer.model_wrapped = nn.Linear(2, 2)
-    trainer._prepare_for_training(10)
+    trainer.begin_training(10)
     assert zero.calls == [("attach", first), ("attach", trainer.model_wrapped)]
     assert zero.decision.clips_as_torch
 
@@ -227,11 +228,11 @@ def test_passes_before_a_step_accumulate(job: Job, syncs: bool) -> None:
 def test_gradients_are_clipped_once_inside_the_step_or_before_it(job: Job) -> None:
     trainer, zero = prepared(job)
     zero.calls.clear()
-    assert trainer._clip_grad_norm(trainer.model) is None
+    assert trainer.clip_before_step() is None
     assert zero.calls == []
     trainer, zero = prepared(job, zero={"max_grad_norm": None})
     zero.calls.clear()
-    assert trainer._clip_grad_norm(trainer.model) == "whole norm"
+    assert trainer.clip_before_step() == "whole norm"
     assert zero.calls == [("clip", 1.0)]
 
 
@@ -247,7 +248,7 @@ def test_gradients_are_clipped_once_inside_the_step_or_before_it(job: Job) -> No
 def test_the_norm_of_the_step_is_logged(job: Job, given: Any, should_log: bool, last_step: Any, logged: Any) -> None:
     trainer, zero = prepared(job)
     trainer.control, zero.last_step = SimpleNamespace(should_log=should_log), last_step
-    trainer._maybe_log_save_evaluate(0.0, given)
+    trainer.end_step(given)
     assert trainer.calls[-1] == ("log", logged)
 
 
@@ -265,7 +266,7 @@ def test_a_checkpoint_has_the_schedule_and_leaves_out_a_frozen_base(
     trainer.model.is_peft = is_peft
     trainer.lr_scheduler = SimpleNamespace(state_dict=lambda: "the schedule")
     trainer.state = SimpleNamespace(global_step=7)
-    trainer._save_optimizer_and_scheduler(str(tmp_path))
+    trainer.save(tmp_path)
     options = {"extra": {"scheduler": "the schedule"}, "step": 7, "keep": 1, "exclude_frozen": leaves_out}
     assert job.folders == [("save", tmp_path / "zero", trainer.model_wrapped, zero, options)]
 
@@ -275,7 +276,7 @@ def test_a_sharded_checkpoint_is_loaded_with_its_schedule(job: Job, tmp_path: Pa
     loaded: list[Any] = []
     trainer.lr_scheduler = SimpleNamespace(load_state_dict=loaded.append)
     (tmp_path / "zero").mkdir()
-    trainer._load_optimizer_and_scheduler(str(tmp_path))
+    trainer.resume(tmp_path)
     assert job.folders == [("load", tmp_path / "zero", trainer.model_wrapped, zero)]
     assert loaded == ["saved"]
     assert ("load", str(tmp_path)) not in trainer.calls
@@ -287,17 +288,17 @@ def test_a_plain_checkpoint_and_the_best_model_are_loaded_by_the_trainer_and_mas
 ) -> None:
     trainer, zero = prepared(job)
     zero.master_weights = has_masters
-    trainer._load_optimizer_and_scheduler(str(tmp_path))
+    trainer.resume(tmp_path)
     assert trainer.calls[-1] == ("load", str(tmp_path))
     assert zero.calls.count("refresh") == int(has_masters)
-    trainer._load_best_model()
+    trainer.end_training()
     assert zero.calls.count("refresh") == 2 * int(has_masters)
     assert not job.folders
 
 
 def test_without_a_checkpoint_nothing_is_loaded_or_attached(job: Job) -> None:
     trainer = job.trainer()
-    trainer._load_optimizer_and_scheduler(None)
+    trainer.resume(None)
     assert not trainer.calls
 
 
@@ -321,8 +322,9 @@ def written(folder: Path, **document: Any) -> Path:
 def configured(job: Job, folder: Path, args: Any = None, steps: int = 100, **document: Any) -> Any:
     """A trainer whose configuration is complete, as at the start of training."""
     trainer = job.trainer(args, zero=written(folder, **document))
-    completed = trainer._zero_config.complete(trainer.args, trainer.model, steps)
-    assert trainer._zero_config.config is completed
+    unfinished = internals.configuration_of(trainer)
+    completed = unfinished.complete(trainer.args, trainer.model, steps)
+    assert unfinished.config is completed
     return trainer
 
 
@@ -337,7 +339,7 @@ def test_auto_values_come_from_the_training_arguments(job: Job, tmp_path: Path) 
         optimizer=ADAMW,
         scheduler=DECAY,
     )
-    config = trainer._zero_config.config
+    config = internals.configuration_of(trainer).config
     assert (config.batch.train, config.rest.gradient_clipping) == (16, 1.0)
     built = trainer.create_optimizer()
     assert built.kind is AdamW
@@ -350,7 +352,7 @@ def test_auto_values_come_from_the_training_arguments(job: Job, tmp_path: Path) 
 
 
 def test_batches_and_clipping_that_the_file_leaves_out_are_the_trainers(job: Job, tmp_path: Path) -> None:
-    config = configured(job, tmp_path, zero_optimization={"stage": 2})._zero_config.config
+    config = internals.configuration_of(configured(job, tmp_path, zero_optimization={"stage": 2})).config
     assert (config.batch.train, config.rest.gradient_clipping) == (16, 1.0)
 
 
@@ -380,7 +382,7 @@ def test_keys_without_effect_in_the_trainer_are_named_once(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         trainer = configured(job, tmp_path, steps_per_print=10, wall_clock_breakdown=True)
-        trainer._zero_config.complete(trainer.args, trainer.model, 100)
+        internals.configuration_of(trainer).complete(trainer.args, trainer.model, 100)
     named = [text for text in caplog.messages if "no effect in the Trainer" in text]
     assert len(named) == 1
     assert named[0].startswith("steps_per_print, wall_clock_breakdown:")
@@ -395,7 +397,7 @@ def test_the_model_is_cast_and_with_fp16_the_loss_is_scaled_here_alone(
     losses: list[float] = []
     trainer.accelerator.scaler, trainer.accelerator.backward = "accelerate's", losses.append
     for _ in range(2):  # training again must not scale twice
-        trainer._prepare_for_training(10)
+        trainer.begin_training(10)
         trainer.accelerator.backward(0.5)
     assert {param.dtype for param in trainer.model.parameters()} == {dtype}
     assert losses == ([4.0, 4.0] if key == "fp16" else [0.5, 0.5])
@@ -417,9 +419,9 @@ def test_the_schedule_is_the_files_if_it_has_one_and_the_users_if_there_is_one(
     assert trainer.create_scheduler(100) == "the file's"
     assert trainer.create_scheduler(100) == "the file's"
     assert built == [("WarmupDecayLR", zero)]
-    assert trainer._created_lr_scheduler
+    assert trainer.created_its_schedule
     trainer = configured(job, tmp_path, optimizer=ADAMW)
     trainer.create_optimizer()
     assert trainer.create_scheduler(100) is None
-    assert not trainer._created_lr_scheduler
+    assert not trainer.created_its_schedule
     assert ("create_scheduler", 100) in trainer.calls, "the Trainer's own"

@@ -15,7 +15,7 @@ _WAITS = "import sys; sys.stdin.read()"
 
 
 def test_a_host_that_no_longer_listens_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_MARGIN_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "MARGIN_SECONDS", 0.5)
     commands = [
         HostCommand(name, (sys.executable, "-c", program)) for name, program in (("one", _WAITS), ("two", _DEAF))
     ]

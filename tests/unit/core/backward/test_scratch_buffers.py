@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream
+from tests import internals
 
 CPU = torch.device("cpu")
 
@@ -90,5 +91,5 @@ def test_any_sequence_keeps_its_books_right(actions: list[tuple[bool, int]]) -> 
             if number % 3 == 0:
                 pool.trim()
                 assert pool.statistics.held_bytes <= max(2000, sum(buffer.numel() for buffer in lent) + 2000)
-    held = sum(buffer.numel() for buffer in [*lent, *pool._free])
+    held = sum(buffer.numel() for buffer in [*lent, *internals.free_buffers(pool)])
     assert pool.statistics.held_bytes == held <= pool.statistics.most_bytes

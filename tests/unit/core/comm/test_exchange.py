@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_zero.core.comm import exchange
-from ddp_zero.core.comm.exchange import Exchange, NotPosted, seed_of, tag_of
+from ddp_zero.core.comm.exchange import Exchange, NotPosted, in_round, seed_of, tag_of
 
 CLOSED = "Connection closed by peer [127.0.0.1]:1234"
 
@@ -107,5 +106,6 @@ def test_tags_differ_by_round_subject_and_generation_and_are_never_those_of_tree
 
 def test_a_round_changes_the_tag_without_another_digest() -> None:
     seed = seed_of(4, (0, 7))
-    for round_ in range(5):
-        assert tag_of(4, round_, (0, 7)) == seed ^ round_ * exchange._ROUND & 0x3FFFFFFF | 0x40000000
+    tags = [in_round(seed, round_) for round_ in range(5)]
+    assert tags == [tag_of(4, round_, (0, 7)) for round_ in range(5)]
+    assert len(set(tags)) == 5

@@ -63,8 +63,8 @@ def _segments(sizes: list[int], rank: int) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_LEAST_BYTES", 16)
-    monkeypatch.setattr(ring, "_MOST_BYTES", 64)
+    monkeypatch.setattr(ring, "LEAST_BYTES", 16)
+    monkeypatch.setattr(ring, "MOST_BYTES", 64)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_zero.core.local.memory import _CHUNK, LARGE_BYTES, LINES, SummedMemory, bit_sums, digest, sum_of_bits
+from ddp_zero.core.local.memory import CHUNK_NUMEL, LARGE_BYTES, LINES, SummedMemory, bit_sums, digest, sum_of_bits
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn]
 
@@ -22,9 +22,9 @@ def test_a_mark_follows_values_and_their_places(dtype: torch.dtype) -> None:
 
 
 def test_a_mark_sees_one_bit_and_exchanged_pairs() -> None:
-    value = torch.zeros(3 * _CHUNK // 2)
+    value = torch.zeros(3 * CHUNK_NUMEL // 2)
     marks = {int(digest(value))}
-    for place in (0, 1, _CHUNK - 1, _CHUNK, len(value) - 1):
+    for place in (0, 1, CHUNK_NUMEL - 1, CHUNK_NUMEL, len(value) - 1):
         other = value.clone()
         other[place] = 1e-45  # the last bit
         marks.add(int(digest(other)))

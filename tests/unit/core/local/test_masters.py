@@ -18,6 +18,7 @@ from ddp_zero.core.local.parameters import (
     check_masters,
 )
 from ddp_zero.core.local.placeholders import absent_gradient
+from tests import internals
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -52,7 +53,7 @@ def published(
     factors: GradientFactors | None = None,
     exact: Callable[[int], Tensor | None] = lambda index: None,
 ) -> GradientSource:
-    source = Published(stepped._table.params, exact)
+    source = Published(internals.params_of(stepped), exact)
     return ScaledGradients(stepped, source, factors) if factors else source
 
 

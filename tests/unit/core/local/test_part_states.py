@@ -110,7 +110,7 @@ class Wrapper(Optimizer):
 
 
 def test_only_known_and_declared_classes_may_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "_known", set(known._known))
+    monkeypatch.setattr(known, "elementwise_classes", set(known.elementwise_classes))
     params = [torch.nn.Parameter(torch.zeros(3))]
     for build in BUILDERS:
         known.check_elementwise(build(params))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Load, Transfer, merged, needed_bytes, transfer_for
 from ddp_zero.core.offload.placement import OnHost
+from tests import internals
 from tests.multiproc.two_memories import StrictTransfer, taken_for_a_device
 
 
@@ -120,7 +121,7 @@ def test_only_accelerators_need_copies() -> None:
 def test_a_bucket_on_the_cpu_comes_after_those_on_the_way_and_is_stepped_where_it_is() -> None:
     cpu, other = torch.device("cpu"), torch.device("cuda", 7)
     residence = OnHost(3)
-    residence._pipelines[other] = CopyPipeline(StrictTransfer(), 3)
+    internals.add_pipeline(residence, other, CopyPipeline(StrictTransfer(), 3))
     assert not residence.is_away(cpu)
     assert list(residence.arrive(0, other, "source 0", lambda: [load(0)])) == []
     assert [(bucket, type(source).__name__) for bucket, source in residence.arrive(1, cpu, "source 1", list)] == [

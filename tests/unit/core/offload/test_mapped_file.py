@@ -16,6 +16,7 @@ from torch.optim import AdamW
 from ddp_zero.core.local.inner import options_on_host, state_like
 from ddp_zero.core.offload.mapped_file import EXTENT_BYTES, MappedFile, mapped_bytes
 from ddp_zero.core.offload.placement import OnDisk, moved, tensors_in
+from tests import internals
 
 MIB = 1 << 20
 
@@ -132,7 +133,7 @@ def test_a_file_that_was_cut_is_noticed(file: MappedFile) -> None:
     file.check()
     file.room(torch.empty(MIB), torch.float32)
     file.check()
-    os.ftruncate(file._file.fileno(), 100)
+    internals.cut_off(file, 100)
     with pytest.raises(RuntimeError, match=r"before anything is stepped, got 100 bytes of 4,194,304"):
         file.check()
 

@@ -370,7 +370,7 @@ def test_groups_that_share_a_tensor_share_one_again_when_a_file_has_given_each_a
     shared, own = torch.tensor(0.5), torch.tensor(0.5)
     exposed = [{"lr": shared}, {"lr": shared}, {"lr": own}, {"lr": shared}]
     loaded = [{"lr": torch.tensor(0.25)} for _ in range(3)] + [{"lr": torch.tensor(0.125)}]
-    restrict._share_as_before(loaded, exposed)
+    restrict.share_as_before(loaded, exposed)
     assert loaded[0]["lr"] is loaded[1]["lr"]
     assert loaded[2]["lr"] is not loaded[0]["lr"]
     assert [group["lr"].item() for group in loaded] == [0.25, 0.25, 0.25, 0.125]

@@ -269,7 +269,7 @@ def test_a_listener_outlives_a_shortage_of_descriptors(monkeypatch: pytest.Monke
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", fails_at_first)
-    monkeypatch.setattr(connections, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.01)
     echo = Echo()
     with call(listen(echo, None, 5.0), 5.0) as connection:
         send_frame(connection, {"is": "there"})
@@ -291,7 +291,7 @@ def test_strangers_take_no_threads_and_no_descriptors_and_keep_nobody_out(caplog
             assert receive_frame(one) == {"position": 1}
             assert len(set(threading.enumerate()) - threads) == 1  # threads of earlier tests may end meanwhile
             ends = len(os.listdir("/proc/self/fd")) - descriptors - 2 * 1  # of the one that was admitted
-            assert ends <= len(silent) + connections._MOST_CALLERS
+            assert ends <= len(silent) + connections.MOST_CALLERS
     told = [record for record in caplog.records if "was refused" in record.message]
     assert len(told) == 1, "a line a minute"
 
@@ -315,7 +315,7 @@ def test_a_caller_tries_again_if_room_was_made_for_others() -> None:
 
 
 def test_one_that_sends_a_byte_now_and_then_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_HANDSHAKE_SECONDS", 0.4)
+    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.4)
     echo = Echo()
     address = listen(echo, None, 60.0)
     begun = time.monotonic()

@@ -16,7 +16,7 @@ def test_packages_that_wait_for_other_ranks_exist(package: str) -> None:
 def test_a_caller_is_let_go_where_the_script_waits_for_other_ranks(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(connections, "LOOK_SECONDS", 0.01)
     waiter = threading.Thread(target=connections.Stay([], 60.0).wait_until_it_leaves, daemon=True)
     waiter.start()
     exec("time.sleep(1.0)", {"__name__": f"{package}.anything", "time": time})
@@ -24,7 +24,7 @@ def test_a_caller_is_let_go_where_the_script_waits_for_other_ranks(
 
 
 def test_a_caller_waits_while_the_script_does_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(connections, "LOOK_SECONDS", 0.01)
     one = connections.Stay([], 60.0)
     waiter = threading.Thread(target=one.wait_until_it_leaves, daemon=True)
     waiter.start()

@@ -337,7 +337,7 @@ def test_an_unknown_class_is_tried_once_for_its_options(monkeypatch: pytest.Monk
         tries.append(options)
         check_shardable(optimizer_class, **options)
 
-    monkeypatch.setattr(shardable, "_refusals", {})
+    monkeypatch.setattr(shardable, "refusals", {})
     monkeypatch.setattr(shardable, "check_shardable", check)
     for _ in range(2):
         for options in ({"max_norm": 1.0}, {"max_norm": 2.0, "lr": 1e-3}):

@@ -110,7 +110,7 @@ def test_checkpoints_show_all_bytes_that_are_written_and_read(bars: list[Bar], t
 def test_the_real_tqdm_draws_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    monkeypatch.setattr(progress, "_DELAY", 0.0)
+    monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
     with progress.showing("saving step 3", 1 << 20):
         progress.moved(1 << 19)
     assert "saving step 3" in terminal.getvalue()

@@ -15,6 +15,7 @@ from ddp_zero.tools.postmortem.records import read_folder
 from ddp_zero.tools.record import flight
 from ddp_zero.tools.record import recorder as recorder_module
 from ddp_zero.tools.record.recorder import Recorder, Ring, open_spans, waits_for
+from tests import internals
 
 
 @pytest.fixture
@@ -48,13 +49,13 @@ def lose(message: str, peer: Refers) -> None:
 
 def test_a_ring_holds_the_last_events_in_order_and_uses_its_slots_again(ring: Ring) -> None:
     recorder = Recorder()
-    slots = set(map(id, ring._slots))
+    slots = set(map(id, internals.slots_of(ring)))
     for number in range(13):
         with recorder.label("sync", number):
             pass
     assert [event.bucket for event in ring.events()] == [5, 6, 7, 8, 9, 10, 11, 12]
     assert [event.number for event in ring.events()] == list(range(5, 13))
-    assert set(map(id, ring._slots)) == slots
+    assert set(map(id, internals.slots_of(ring))) == slots
     assert all(event.begun <= event.ended for event in ring.events())
 
 
@@ -240,25 +241,25 @@ def test_the_record_of_a_wait_that_ends_well_is_withdrawn_and_that_of_an_error_s
     with recorder.label("wait_sync", 1):
         path = flight.write("no event for 9.0 s of a time-out of 12.0 s")
     assert path is not None
-    flight._withdraw(path)
+    flight.withdraw(path)
     assert not path.exists()
     assert flight.write("an error in step", "ValueError: no") == path
-    flight._withdraw(path)
+    flight.withdraw(path)
     assert path.exists()
 
 
 def test_an_exception_that_ends_the_process_is_written_once(ring: Ring, folder: Path) -> None:
     with Recorder().label("step"):
         pass
-    flight._ended_by(SystemExit(0))
-    flight._ended_by(KeyboardInterrupt())
-    flight._ended_by(None)
+    flight.ended_by(SystemExit(0))
+    flight.ended_by(KeyboardInterrupt())
+    flight.ended_by(None)
     assert not folder.exists()
     leaving = SystemExit(1)
     leaving.__context__ = ValueError("a broken file")
-    flight._ended_by(leaving)
+    flight.ended_by(leaving)
     (record,) = read_folder(folder)
     assert (record.reason, record.error) == (flight.UNCAUGHT, "ValueError: a broken file")
     flight.write("an error in step", "KeyError: 'x'")
-    flight._ended_by(KeyError("x"))
+    flight.ended_by(KeyError("x"))
     assert read_folder(folder)[0].reason == "an error in step", "the event that failed says more"

@@ -1,0 +1,339 @@
+"""The one door through which tests reach into private attributes of the library's objects.
+
+Most tests use the public face: parameters, gradients, `opt.stats()`, `opt.explain()`, `state_dict()`, messages and what
+travels. Those that need a part no user sees, to count in it or to break it, ask for that part here by its name.
+`tests/unit/test_architecture.py` holds that no other file of the tests reaches into the library.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_zero import ZeroRedundancyOptimizer
+from ddp_zero.core.backward.forward_passes import ForwardPasses
+from ddp_zero.core.backward.gradients import CommHook, watching
+from ddp_zero.core.backward.hook import OverlapHook
+from ddp_zero.core.backward.owned_sums import BucketMemory
+from ddp_zero.core.backward.reducer import BucketViews
+from ddp_zero.core.backward.scratch_buffers import BufferPool
+from ddp_zero.core.comm.communicator import Communicator
+from ddp_zero.core.comm.ranks import Ranks
+from ddp_zero.core.comm.ring import RingTransfer
+from ddp_zero.core.local.parameters import StepTargets
+from ddp_zero.core.offload.copy_pipeline import CopyPipeline, Schedule, Transfer
+from ddp_zero.core.offload.mapped_file import MappedFile
+from ddp_zero.core.offload.placement import OnHost
+from ddp_zero.core.plan.shard_plan import ShardPlan
+from ddp_zero.core.state.connections import Address
+from ddp_zero.core.step.sharded_step import ShardedStep
+from ddp_zero.parallel import ParallelOptimizer
+from ddp_zero.parallel.joint_decision import NormLevel
+from ddp_zero.tools.record.recorder import Ring
+
+# The plan: who owns which parameters
+
+
+def plan_of(opt: ZeroRedundancyOptimizer) -> ShardPlan:
+    """Buckets, segments and owners, as they are now."""
+    return opt._engine.sharded.plan
+
+
+def num_owned_buckets(opt: ZeroRedundancyOptimizer, rank: int) -> int:
+    """The number of buckets of which a rank steps anything."""
+    return sum(1 for bucket in plan_of(opt).buckets if bucket.segments[rank].params)
+
+
+def owners_of(opt: ZeroRedundancyOptimizer) -> list[int]:
+    """The owner of each parameter, as a rank of the group."""
+    return list(opt._engine.sharded.binding.owners)
+
+
+def owners_of_pieces(opt: ZeroRedundancyOptimizer, param: Tensor) -> set[int]:
+    """The ranks that own a parameter or a piece of it."""
+    return {piece.owner for piece in opt._engine.sharded.binding.pieces[index_of(opt, param)]}
+
+
+def owned_indices(opt: ZeroRedundancyOptimizer) -> list[int]:
+    """The parameters of which this rank owns anything."""
+    return opt._engine.sharded.binding.owned()
+
+
+def owned_parts(opt: ZeroRedundancyOptimizer) -> dict[int, slice]:
+    """The part that this rank owns of each parameter that is cut."""
+    return opt._engine.sharded.binding.owned_parts()
+
+
+def cuts_parameters(opt: ZeroRedundancyOptimizer) -> bool:
+    """True if several ranks may own parts of one parameter."""
+    return opt._engine.sharded.binding.cuts
+
+
+def index_of(opt: ZeroRedundancyOptimizer, param: Tensor) -> int:
+    """The position of a parameter among all of the optimizer."""
+    return opt._engine.sharded.table.index_of[param]
+
+
+def all_params_of(opt: ZeroRedundancyOptimizer) -> list[Tensor]:
+    """All parameters, by the private name that torch's `ZeroRedundancyOptimizer` has for them."""
+    return opt._all_params
+
+
+def label_of(opt: ZeroRedundancyOptimizer, index: int) -> str:
+    """The name of a parameter in messages."""
+    return opt._engine.sharded.table.label(index)
+
+
+# The wire
+
+
+def communicator_of(opt: ZeroRedundancyOptimizer) -> Communicator:
+    """The optimizer's communicator on the group that shards its state."""
+    return opt._engine.sharded.comm
+
+
+def ranks_of(opt: ZeroRedundancyOptimizer) -> Ranks:
+    """The ranks that shard state, and those that replicate it."""
+    return opt._engine.sharded.ranks
+
+
+def take_for_backend(comm: Communicator, name: str) -> None:
+    """Make a communicator believe that its group has a different backend on the CPU."""
+    comm._backends = {"cpu": name}
+
+
+@contextmanager
+def taken_for_backend(comm: Communicator, name: str) -> Iterator[None]:
+    """As `take_for_backend`, within the context."""
+    with mock.patch.object(comm, "_backends", {"cpu": name}):
+        yield
+
+
+def sums(transfer: RingTransfer) -> bool:
+    """True if a transfer around a ring adds up its segments."""
+    return transfer._room is not None
+
+
+def syncs_in_flight(opt: ZeroRedundancyOptimizer) -> list[int]:
+    """The buckets whose parameters are on their way after a step."""
+    return list(opt._engine.sharded.left._syncs)
+
+
+@contextmanager
+def keeping_others_from_waiting(opt: ZeroRedundancyOptimizer) -> Iterator[None]:
+    """Hold the lock without which no thread waits for parameters on their way."""
+    with opt._engine.sharded.left._one_waits:
+        yield
+
+
+# Steps and decisions
+
+
+def sharded_step_of(opt: ZeroRedundancyOptimizer) -> ShardedStep:
+    """The sharded step, to put faults into it."""
+    return opt._engine.sharded
+
+
+def joins(opt: ZeroRedundancyOptimizer) -> bool:
+    """True if ranks may have run out of inputs, within `Join`."""
+    return opt._engine.joins
+
+
+def passes_of(opt: ZeroRedundancyOptimizer) -> ForwardPasses:
+    """The forward passes that the optimizer has seen."""
+    return opt._engine.passes
+
+
+@contextmanager
+def as_on_cuda(opt: ZeroRedundancyOptimizer) -> Iterator[None]:
+    """A step that asks whether a CUDA graph is being captured, as one of CUDA parameters does."""
+    with mock.patch.object(opt._engine.sharded, "_may_be_captured", True):
+        yield
+
+
+def break_averaging_check(opt: ZeroRedundancyOptimizer, refuse: Callable[..., None]) -> None:
+    """Call this where the engine checks, before the decision, that gradients were averaged."""
+    vars(opt._engine)["check_averaged"] = refuse
+
+
+def follow_order_of(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
+    """Add up norms in the order of a model's parameters, as `shard_optimizer` arranges, and register no hook."""
+    opt._engine.know_model(ddp)
+
+
+def watching_hook(opt: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> CommHook:
+    """DDP's averaging, watched for gradients that are not finite, as `shard_optimizer` registers it."""
+    return watching(opt._engine.decision.watch, ddp.process_group, None)
+
+
+@contextmanager
+def miscounted_in_norms(opt: ZeroRedundancyOptimizer, indices: Collection[int]) -> Iterator[None]:
+    """Some parameters of a member of a `ParallelOptimizer` add to norms where they should not, or the other way."""
+    beyond: Any = opt._engine.decision.beyond
+    before = list(beyond._counted)
+    beyond._counted = [was != (index in indices) for index, was in enumerate(before)]
+    try:
+        yield
+    finally:
+        beyond._counted = before
+
+
+def num_counted_in_norms(opt: ZeroRedundancyOptimizer) -> int:
+    """The number of parameters of a member that have an entry in the list that `miscounted_in_norms` changes."""
+    beyond: Any = opt._engine.decision.beyond
+    return len(beyond._counted)
+
+
+@contextmanager
+def first_norm_level(opt: ParallelOptimizer, counted: Sequence[Sequence[bool]]) -> Iterator[None]:
+    """The first level at which norms are joined, with different entries in ``counted``."""
+    joint, levels = opt._joint, opt._joint._levels
+    joint._levels = [NormLevel(levels[0].comm, counted), *levels[1:]]
+    try:
+        yield
+    finally:
+        joint._levels = levels
+
+
+def norm_levels(opt: ParallelOptimizer) -> list[NormLevel]:
+    """The levels at which norms are joined."""
+    return list(opt._joint._levels)
+
+
+def given_for(opt: ParallelOptimizer) -> dict[Tensor, Tensor]:
+    """The model's parameter for each that is stepped."""
+    return {stepped: given for given, stepped in opt._stepped_for.items()}
+
+
+# Stage 2's buffers
+
+
+def hook_of(opt: ZeroRedundancyOptimizer) -> OverlapHook:
+    """The communication hook, once it was built."""
+    hook = opt._engine.hook
+    assert hook is not None
+    return hook
+
+
+def in_accumulation_dtype(opt: ZeroRedundancyOptimizer, count: int) -> list[Tensor | None]:
+    """The sums in the accumulation dtype that the hook keeps beside ``param.grad``, of the first parameters."""
+    hook = opt._engine.hook
+    return [] if hook is None else [hook.gradients.in_accumulation_dtype(index) for index in range(count)]
+
+
+def workshop_of(opt: ZeroRedundancyOptimizer) -> Any:
+    """The pools of stage 2 and the stream that they are used on."""
+    gradients: Any = hook_of(opt).gradients
+    return gradients._workshop
+
+
+def pools_of(opt: ZeroRedundancyOptimizer) -> list[BufferPool]:
+    """The scratches of stage 2, and the rooms to receive into."""
+    workshop = workshop_of(opt)
+    return [workshop.scratches, workshop.rooms]
+
+
+def free_buffers(pool: BufferPool) -> list[Tensor]:
+    """The buffers of a pool that are not lent."""
+    return list(pool._free)
+
+
+def num_lent(pool: BufferPool) -> int:
+    """The number of buffers of a pool that are lent."""
+    return pool._lent
+
+
+def bucket_memory_of(opt: ZeroRedundancyOptimizer) -> BucketMemory:
+    """The memory that DDP's reducer writes gradients to."""
+    gradients: Any = hook_of(opt).gradients
+    memory: BucketMemory = gradients._memory
+    return memory
+
+
+def bucket_views_of(opt: ZeroRedundancyOptimizer) -> list[BucketViews]:
+    """The reducer's views of each bucket."""
+    return list(bucket_memory_of(opt)._views.values())
+
+
+def freed_storages(opt: ZeroRedundancyOptimizer) -> list[torch.UntypedStorage]:
+    """DDP's own buckets, where these are freed between backward passes."""
+    return [storage for storage, _ in bucket_memory_of(opt)._freed]
+
+
+# Offload
+
+
+def targets_of(opt: ZeroRedundancyOptimizer) -> StepTargets:
+    """The tensors that the inner optimizer steps, and where they live."""
+    return opt._engine.sharded.stepped
+
+
+def params_of(targets: StepTargets) -> list[Tensor]:
+    """The parameters that targets stand for."""
+    return list(targets._table.params)
+
+
+def file_of(opt: ZeroRedundancyOptimizer) -> MappedFile:
+    """The file of ``offload=Offload("disk")``."""
+    residence: Any = targets_of(opt).residence
+    file: MappedFile = residence._file
+    return file
+
+
+def cut_off(file: MappedFile, nbytes: int) -> None:
+    """Cut a mapped file to a size, as a full or failing disk may."""
+    file._file.truncate(nbytes)
+
+
+def mappings_of(file: MappedFile) -> dict[int, int]:
+    """The sizes of a file's mappings, by address."""
+    return dict(file._extents)
+
+
+def pipeline_of(opt: ZeroRedundancyOptimizer) -> tuple[CopyPipeline, Transfer]:
+    """The copies of an optimizer with one accelerator, and the transfer that they are made by."""
+    residence: Any = targets_of(opt).residence
+    (pipeline,) = residence._all()
+    return pipeline, pipeline._transfer
+
+
+def add_pipeline(residence: OnHost, device: torch.device, pipeline: CopyPipeline) -> None:
+    """Let a residence copy by this pipeline where a bucket is on a device."""
+    residence._pipelines[device] = pipeline
+
+
+def restart(pipeline: CopyPipeline, schedule: Schedule) -> None:
+    """Give a pipeline that is idle another schedule."""
+    pipeline._schedule = schedule
+
+
+def pinned_bytes(pipeline: CopyPipeline) -> list[int]:
+    """The sizes of a pipeline's buffers."""
+    return [0 if buffer.memory is None else buffer.memory.numel() for buffer in pipeline._buffers]
+
+
+# State on demand, and records
+
+
+def address_of(opt: ZeroRedundancyOptimizer, rank: int) -> Address:
+    """Where a rank of the group answers others that ask for its state."""
+    on_demand = opt._states._on_demand
+    assert on_demand is not None
+    return on_demand._addresses[rank]
+
+
+def slots_of(ring: Ring) -> list[Any]:
+    """The events that a ring uses again and again."""
+    return ring._slots
+
+
+# Frameworks
+
+
+def configuration_of(trainer: Any) -> Any:
+    """The DeepSpeed configuration of a `ZeroTrainer`, before and after training completes it."""
+    return trainer._zero_config
