@@ -1,6 +1,6 @@
 """Optimizers of other libraries next to DDP with the plain one, in every mode; each runs where it is installed.
 
-What couples parameters, such as Prodigy, is refused: `tests/multiproc/test_coupling.py`. Methods such as ``train()`` of
+Classes that couple parameters, such as Prodigy, are refused. Methods such as ``train()`` of
 schedule-free ones: `tests/multiproc/test_forwarding.py`.
 """
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_zero import check_shardable
+from ddp_zero.core.engine import shardable
 from tests.multiproc.cases import OptimizerCase, Twins, at_stage, build_model, build_overlapped_twins, build_twins
 from tests.multiproc.harness import Setup, run_ranks
 
@@ -73,3 +75,22 @@ def _muon(setup: Setup) -> None:
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_muon_of_torch() -> None:
     run_ranks(_muon, 2)
+
+
+def test_real_classes_that_couple_parameters_are_refused_and_others_pass() -> None:
+    real = pytest.importorskip("pytorch_optimizer")
+    coupled = ("Prodigy", "DAdaptAdam", "AdamS", "Kron", "Gravity", "DASH")
+    cases: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in coupled), ("Lamb", {"pre_norm": True})]
+    for name, options in cases:
+        with pytest.raises(NotImplementedError, match="stepped by 2 owners"):
+            check_shardable(getattr(real, name), **options)
+        with pytest.raises(NotImplementedError, match="stepped by 2 owners"):
+            shardable.check_unknown(getattr(real, name), options)
+    for name in ("Lamb", "Lion", "ADOPT"):
+        check_shardable(getattr(real, name))
+
+
+def test_schedule_free_classes_pass() -> None:
+    real = pytest.importorskip("schedulefree")
+    check_shardable(real.AdamWScheduleFree, warmup_steps=3)
+    check_shardable(real.SGDScheduleFree)

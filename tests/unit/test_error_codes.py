@@ -205,7 +205,7 @@ def calls(node: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.
 
 
 def messages_in(path: str, tree: ast.Module) -> list[Message]:
-    """The messages of exceptions, warnings and lines of the log that a file builds, but for those in `INTERNAL` functions."""
+    """The messages that a file builds for exceptions, warnings and the log, but for those in `INTERNAL` functions."""
     found = []
     for call, function in calls(tree):
         name, where = name_of(call.func), getattr(function, "name", "")

@@ -315,7 +315,8 @@ def average_in_place(comm: Communicator, tensors: Sequence[Tensor], divisor: int
         flat = torch.cat([_real(tensor).reshape(-1) for tensor in run])
         flat = flat.to(sum_dtype(flat.dtype)).mul_(1.0 / divisor)
         dist.all_reduce(flat, group=comm.process_group)
-        comm.sent_bytes += 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
+        moved = 2 * (comm.world_size - 1) * flat.nbytes // comm.world_size
+        comm.count(moved, moved)
         for tensor, part in zip(run, flat.split([_real(tensor).numel() for tensor in run]), strict=True):
             _real(tensor).copy_(part.view(_real(tensor).shape))
         start = end

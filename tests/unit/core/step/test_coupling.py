@@ -352,24 +352,3 @@ def test_an_unknown_class_is_tried_once_for_its_options(monkeypatch: pytest.Monk
     assert len(tries) == 2
     shardable.check_unknown(ToyPreNorm, {"colour": "red"})  # the constructor will say so
     assert len(tries) == 3
-
-
-def test_real_optimizers() -> None:
-    """Runs where ``pytorch_optimizer`` is installed."""
-    real = pytest.importorskip("pytorch_optimizer")
-    coupled = ("Prodigy", "DAdaptAdam", "AdamS", "Kron", "Gravity", "DASH")
-    cases: list[tuple[str, dict[str, Any]]] = [*((name, {}) for name in coupled), ("Lamb", {"pre_norm": True})]
-    for name, options in cases:
-        with pytest.raises(NotImplementedError, match="stepped by 2 owners"):
-            check_shardable(getattr(real, name), **options)
-        with pytest.raises(NotImplementedError, match="stepped by 2 owners"):
-            shardable.check_unknown(getattr(real, name), options)
-    for name in ("Lamb", "Lion", "ADOPT"):
-        check_shardable(getattr(real, name))
-
-
-def test_real_schedule_free_ones() -> None:
-    """Runs where ``schedulefree`` is installed."""
-    real = pytest.importorskip("schedulefree")
-    check_shardable(real.AdamWScheduleFree, warmup_steps=3)
-    check_shardable(real.SGDScheduleFree)
