@@ -64,6 +64,8 @@ FRAMEWORKS = {
     "integrations.transformers": {"transformers", "accelerate"},
     "integrations.accelerate": {"accelerate"},
     "integrations.lightning": {"lightning"},
+    "integrations.torchft": {"torchft"},
+    "integrations.ray": {"ray"},
     "tools.timeline": {"matplotlib"},
     "tools.record.progress": {"tqdm"},
     "__main__": {"shtab"},
@@ -315,10 +317,11 @@ def test_the_design_page_shows_the_same_packages() -> None:
 
 
 def test_only_comm_communicates() -> None:
-    """`launch` calls `init_process_group`, which is what it is for."""
+    """`launch` calls `init_process_group`, which is what it is for; torchft's manager is no group of this library's."""
     found = {name: lines for name in FILES if (lines := communications(read(name)))}
     assert len(found.pop("core.comm.communicator")) > 5
     assert {line.split()[1] for line in found.pop("launch")} == {"torch.distributed.init_process_group"}
+    assert {line.split()[1] for line in found.pop("integrations.torchft")} == {".allreduce"}
     assert {name: lines for name, lines in found.items() if package_of(name) != "core.comm"} == {}
 
 

@@ -35,11 +35,11 @@ from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, reserve_room
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
-from ddp_zero.core.local.placeholders import report_nonfinite
+from ddp_zero.core.local.placeholders import report_nonfinite, untouched
 from ddp_zero.core.step.before_forward import wait_before_forward
 from ddp_zero.core.step.decision import AmpState, Decision, Occasion
 from ddp_zero.core.step.join import borrow_gradients, serve_joined
-from ddp_zero.core.step.record import StepRegime
+from ddp_zero.core.step.record import StepRecord, StepRegime
 from ddp_zero.core.step.sharded_step import ShardedStep
 from ddp_zero.options import StepOptions
 
@@ -243,6 +243,23 @@ class Engine:
                 self._take_step(None, None, {}, by_user=False)
             hook.due_step_taken()
 
+    def refuse_step(self, reason: str) -> None:
+        """Instead of ``step()``, where others have decided against it: drop the gradients, and record the reason.
+
+        Parameters, state and the loss scale stay as they are. Every rank has to call it; never communicates.
+        """
+        hook, occasion = self.hook, self._occasion(None)
+        self.sharded.note_step(
+            StepRecord(stepped=False, regime=occasion.regime, reason=reason, deferred_because=occasion.deferred_because)
+        )
+        with untouched():
+            for param in self.sharded.table.params:
+                param.grad = None
+        self.forget_gradients()
+        if hook is not None:
+            hook.machine.step_taken()
+            hook.first_step_taken()
+
     def step_joined(self) -> None:
         """Shadow one ``step()`` of ranks that still train: without a closure, with gradients from one of them."""
         if self.takes_hook:
@@ -338,7 +355,7 @@ class Engine:
                 "overlap_with_ddp=False. [ZERO-313]"
             )
         if hook.is_waiting:
-            self.waits_because = _CHANGED
+            self.waits_because = self.waits_because or _CHANGED
 
     def check_averaged(self) -> None:
         """Check that ``param.grad`` is the same on every rank, see `check_reduced`; not under Join."""

@@ -129,6 +129,26 @@ class WholeParameters:
         return plan_bucket(index, params, specs, list(map(home, pieces)), world_size)
 
 
+class KeptOwners(WholeParameters):
+    """Whole parameters whose owners follow from sizes alone, and stay when DDP's buckets become known.
+
+    So jobs that run the same model have the same owners at every moment, also where one has begun later than another.
+    Bytes are balanced over all parameters, not within each bucket.
+    """
+
+    def assign_by_bucket(
+        self,
+        specs: Sequence[ParameterSpec],
+        pieces: Sequence[Pieces],
+        world_size: int,
+        layout: Layout,
+        split: bool,
+        decided: int,
+    ) -> list[Pieces]:
+        """The owners as they are."""
+        return list(pieces)
+
+
 def partition_named(name: object, is_native: bool = False) -> Partition:
     """The partition of this name, with even parts for native collectives; ValueError for an unknown name."""
     for known in (WholeParameters(), CutParameters(is_native=is_native)):

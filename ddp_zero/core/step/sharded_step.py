@@ -31,7 +31,7 @@ from ddp_zero.core.local.storage import PackedStorage, ViewStorage, release
 from ddp_zero.core.offload.copy_pipeline import Load
 from ddp_zero.core.plan.ownership import Pieces, home, is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.partitions import Layout, Partition, WholeParameters
+from ddp_zero.core.plan.partitions import KeptOwners, Layout, Partition, WholeParameters
 from ddp_zero.core.plan.shapes import is_dense
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, ShardPlan, segments_of
 from ddp_zero.core.step.coupling import CouplingWatch
@@ -171,6 +171,12 @@ class Binding:
         ranks = self._comm.world_size
         return self.partition.assign_by_bucket(self.plan.specs, self.pieces, ranks, layout, split, decided)
 
+    def keep_owners(self) -> None:
+        """Leave owners as they are when DDP's buckets become known; before any are, and only for whole parameters."""
+        assert self.layout is None, "the caller has checked"
+        assert not self.cuts, "the caller has checked"
+        self.partition = KeptOwners(self.partition.why)
+
     def adopt(self, layout: Layout, pieces: list[Pieces], moves_later: bool) -> None:
         """Follow these DDP buckets from now on, with these owners.
 
@@ -200,6 +206,13 @@ class Binding:
         if not self._is_settled:
             self._is_settled = True
             self._bind(self._table.specs(self._active))
+
+    @property
+    def is_current(self) -> bool:
+        """True if no parameter was moved, frozen or unfrozen since, and none is yet to move into flat storage."""
+        params = self._table.params
+        is_unmoved = self._is_settled and [param.data_ptr() for param in params] == self._bound_addresses
+        return is_unmoved and [param.requires_grad for param in params] == self._trainable
 
     def refresh(self, may_talk: bool, held: Collection[int] = ()) -> bool:
         """Plan and bind again if a parameter was moved, frozen or unfrozen since; returns True if so.
