@@ -16,7 +16,7 @@ TIERS = {
     "gpu": "nightly",
     "hosts": "nightly",
 }
-"""The tier of each folder; tests elsewhere have a mark of their own, or none.
+"""The tier of each folder; a mark of its own goes before. Tests elsewhere have such a mark, or none.
 
 A run that names neither paths nor marks leaves out the nightly tier.
 """
@@ -26,7 +26,7 @@ A run that names neither paths nor marks leaves out the nightly tier.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = TIERS.get(item.path.relative_to(Path(__file__).parent).parts[0])
-        if tier is not None and item.get_closest_marker("nightly") is None:
+        if tier is not None and not any(item.get_closest_marker(mark) for mark in ("nightly", "middle")):
             item.add_marker(tier)
 
 

@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -23,7 +23,6 @@ namespace {
 using c10d::OpType;
 using c10d::ReduceOp;
 
-Engine& engine() { return Engine::get(); }
 
 class DeviceWork final : public c10d::Work {
  public:

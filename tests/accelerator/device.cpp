@@ -14,7 +14,8 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <set>
@@ -31,7 +32,6 @@ constexpr int kPoolStreams = 4;
 thread_local int current_device = 0;
 thread_local std::vector<int> current_streams;  // by device
 
-Engine& engine() { return Engine::get(); }
 
 int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device; }
 

@@ -169,4 +169,6 @@ class WithoutGil {  // the executor must be able to destroy what belongs to Pyth
   void* state_ = nullptr;
 };
 
+inline Engine& engine() { return Engine::get(); }
+
 }  // namespace sim

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -59,11 +60,35 @@ def _has_no_races(setup: Setup, name: str, is_late: bool) -> None:
 _CASES = [*((mode, *way) for way in _WAYS for mode in MODES), (GROUPS, 4, False), (GROUPS, 4, True)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "world_size", "is_late"),
-    _CASES,
-    ids=[f"{mode.name}, {size} ranks{', late' if late else ''}" for mode, size, late in _CASES],
-)
+_MIDDLE = {
+    # with the guards that are taken away one at a time below
+    ("stage 2, interleaved", 2, False),
+    ("stage 2, step after backward", 2, True),
+    ("stage 2, `accumulate`, layers of one size", 2, False),
+    # other readers and writers of stage 2's buffers, on further streams
+    ('stage 2, `sync="forward"`', 2, False),
+    ("stage 2, `max_grad_norm`", 2, False),
+    ("stage 2, bf16 with masters", 2, False),
+    ("stage 2, fp32 accumulation", 2, False),
+    ("stage 2, cut parameters", 2, False),
+    ("stage 2, offload", 2, False),
+    ("stage 2, own stream", 2, False),
+    ('stage 2, `sync="forward"`, average on a stream of its own', 2, False),
+    ("stage 2, checkpoint saved and loaded", 2, False),
+}
+"""Modes that README's command runs."""
+
+
+assert {case[0] for case in _MIDDLE} <= _BY_NAME.keys()
+
+
+def _case(mode: Mode, world_size: int, is_late: bool) -> Any:
+    name = f"{mode.name}, {world_size} ranks{', late' if is_late else ''}"
+    is_middle = (mode.name, world_size, is_late) in _MIDDLE
+    return pytest.param(mode, world_size, is_late, id=name, marks=[pytest.mark.middle] if is_middle else [])
+
+
+@pytest.mark.parametrize(("mode", "world_size", "is_late"), [_case(*case) for case in _CASES])
 def test_modes(mode: Mode, world_size: int, is_late: bool) -> None:
     _on_ranks(world_size, _has_no_races, mode.name, is_late)
 
@@ -113,6 +138,7 @@ def _differs_when_late(setup: Setup, mode: str, what: str, line: str) -> None:
     assert _train(setup, mode, True, (what, line)).different, f"DDP's numbers without {what} at {line}"
 
 
+@pytest.mark.middle
 @pytest.mark.parametrize(
     ("what", "line", "mode"), [guard[1:] for guard in _GUARDS], ids=[guard[0] for guard in _GUARDS]
 )
@@ -120,5 +146,6 @@ def test_a_missing_guard_is_a_race(what: str, line: str, mode: str) -> None:
     _on_ranks(2, _is_noticed, mode, what, line)
 
 
+@pytest.mark.middle
 def test_a_missing_join_is_a_wrong_number_when_work_is_late() -> None:
     _on_ranks(2, _differs_when_late, _GUARDS[0][3], *_GUARDS[0][1:3])
