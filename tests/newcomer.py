@@ -1,7 +1,6 @@
 """The text that a newcomer reads to find ten answers: ``python -m tests.newcomer`` prints it, ``--write`` writes it.
 
-The reader begins on a front page, README or the site's home, and follows links only. On every page, from its top or from
-the heading that the link names:
+The reader begins on a front page, README or the site's home, and follows links only. On every page, from its top:
 
 - text is read in order, without the addresses of links; pictures and code are passed over, unless code is the answer;
 - a section whose heading does not lead on costs its heading only;
@@ -135,9 +134,8 @@ def characters_read(step: Step) -> int:
         total += read
         if has_ended:
             return total
-    raise ValueError(
-        f"Expected {step.until!r} under {step.section!r} in {step.page}, got neither a link nor a line of it."
-    )
+    kind = "link" if step.is_link else "text"
+    raise ValueError(f"Expected the {kind} {step.until!r} in {step.page}, under {step.section!r} if that is given.")
 
 
 def _sections(text: str) -> Iterator[tuple[str, str]]:

@@ -95,7 +95,8 @@ def render(page: str, new: Sequence[Row]) -> str:
     """The page with rows added, or put in the place of earlier ones of the same versions."""
     kept = {(row.torch, row.python): row for row in [*rows_of(page), *new]}
     lines = "".join(f"{row}\n" for row in sorted(kept.values(), key=_order))
-    return page.partition(VERSIONS)[0] + VERSIONS + _HEADER + lines
+    before, _, present = page.partition(VERSIONS)
+    return before + VERSIONS + _HEADER + lines + "".join(present.partition("\n## ")[1:])  # and the sections after it
 
 
 _HEADER = """

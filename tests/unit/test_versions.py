@@ -20,6 +20,7 @@ def test_rows_are_added_in_order_and_replaced() -> None:
     assert [(row.python, row.on) for row in rows_of(again)][1:3] == [("3.10.1", ROW.on), ("3.12.1", "2026-02-03")]
     assert len(rows_of(again)) == 4
     assert again.startswith("before\n")
+    assert render(f"{again}\n## Another\n\ntext\n", []) == f"{again}\n## Another\n\ntext\n"
     assert not replace(ROW, passed=0).works
 
 
