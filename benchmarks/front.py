@@ -26,7 +26,7 @@ SHOWN = {
     "FSDP2, no reshard after forward": "FSDP2",
     "ddp_zero stage 1, standalone": "ddp_zero stage 1",
     "ddp_zero stage 2, interleaved": "ddp_zero stage 2",
-    "ddp_zero stage 2, wrap": "stage 2 by ddp_zero.wrap",
+    "ddp_zero stage 2, wrap": "ddp_zero stage 2, wrap",
 }
 """Modes of the race, and their names in the picture."""
 

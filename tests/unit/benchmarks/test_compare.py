@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import front
 from benchmarks.race import compare, contestants, launch, link, plots, report
 from benchmarks.race.contestants import CLIPPED, MODES, REFERENCE, TORCHS, Sizes
 from benchmarks.race.models import MODELS
@@ -324,3 +325,10 @@ def test_without_the_tools_there_is_no_link_and_a_reason(monkeypatch: pytest.Mon
     with pytest.raises(link.Unavailable, match="no ip and no tc"), link.Link(2, "1gbit", machine, os.getpid()):
         pass
     assert machine.log == []
+
+
+def test_the_front_picture_draws_all_modes_of_this_library_in_its_colour() -> None:
+    assert [mode.startswith("ddp_zero") for mode in front.SHOWN] == [
+        name.startswith(plots.OURS) for name in front.SHOWN.values()
+    ]
+    assert sum(name.startswith(plots.OURS) for name in front.SHOWN.values()) == 3
