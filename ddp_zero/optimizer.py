@@ -30,6 +30,7 @@ from ddp_zero.core.engine.gradient_access import (
 from ddp_zero.core.engine.partition_choice import partition_for
 from ddp_zero.core.engine.shardable import check_unknown
 from ddp_zero.core.local.arguments import (
+    check_class,
     check_flags,
     check_group,
     check_known,
@@ -38,6 +39,7 @@ from ddp_zero.core.local.arguments import (
     is_group,
     own_options,
 )
+from ddp_zero.core.local.costs import Cost, check_cost
 from ddp_zero.core.local.inner import (
     ParamGroup,
     build_inner,
@@ -47,9 +49,12 @@ from ddp_zero.core.local.inner import (
     reserve_room,
 )
 from ddp_zero.core.local.live_model import the_ddp_model_in
+from ddp_zero.core.local.mixed import CLASS_KEY, classes_in, read_classes, with_class
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.local.placeholders import untouched
+from ddp_zero.core.local.weights import weigher
 from ddp_zero.core.offload.placement import residence_for
+from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.core.state.state_dicts import StateDicts, offload_state, reload_state
 from ddp_zero.core.step.clipping import OWN_LIMIT, check_options
 from ddp_zero.core.step.join import ZeroJoinHook, refuse_replicas
@@ -77,7 +82,8 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
     and ``eval()`` of schedule-free ones: call them on this optimizer, not on ``optim``, so that their writes are sent.
 
     Args:
-        params: parameters, named parameters or parameter groups, as for any torch optimizer.
+        params: parameters, named parameters or parameter groups, as for any torch optimizer. A group may have a class
+            of its own as ``optimizer_class``, such as `torch.optim.Muon` beside AdamW, whose options are in the group.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`, or another callable that builds one.
         process_group: the ranks that share the work; the default group if None.
         shard_group: a subgroup of it that contains this rank, such as the ranks of its node: state, and in stage 2
@@ -120,6 +126,12 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             RAdam, ASGD, Rprop, and classes declared by `ddp_zero.elementwise`). ``"auto"``, the default of
             `shard_optimizer`: ``"elements"`` for such a class where that shortens steps on this backend and changes no
             bit, else ``"parameters"``; `explain` says which, and why.
+        cost: the cost of a parameter's step, by which whole parameters are dealt to ranks. ``"auto"``: known for Muon,
+            Shampoo and SOAP, of torch and pytorch_optimizer, see docs/guides/optimizers.md; for other classes only
+            bytes count. ``"bytes"``: never more than those. Or a function of a parameter and the options of its group
+            that returns a number of at least 0, the same on every rank.
+        max_byte_imbalance: with a cost, bytes of the busiest rank over the mean, at most; 1.25 by default. The busiest
+            rank of the plan by bytes alone may have more, and is then the limit. `explain` shows both loads per rank.
         offload: where optimizer state, masters and the step are: ``"cpu"``, on the host for parameters on an
             accelerator, or ``ddp_zero.Offload("disk", folder=...)``, in memory-mapped files. None: with the parameters.
         **defaults: options for ``optimizer_class``.
@@ -162,6 +174,8 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
         partition: PartitionName = "parameters",
         shard_group: ProcessGroup | None = None,
         offload: Offload | Literal["cpu"] | None = None,
+        cost: Cost = "auto",
+        max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
         **defaults: Any,
     ) -> None:
         params = list(params) if isinstance(params, Iterator) else params
@@ -176,12 +190,16 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 max_grad_norm, norm_type, nonfinite, loss_scale, master_weights, sync, accumulate_in_fp32, offload
             )
             check_can_sync(sync, parameters_as_bucket_view)
-            check_can_be_sharded(optimizer_class)
+            check_class(optimizer_class)
             check_params(params)
             check_known(defaults, optimizer_class, own_options(ZeroRedundancyOptimizer.__init__))
-            check_unknown(optimizer_class, defaults)
+            check_cost(cost, max_byte_imbalance)
+            params, optimizer_class = read_classes(params, optimizer_class)
+            for place, kind in enumerate(classes_in(optimizer_class)):
+                check_can_be_sharded(kind)
+                check_unknown(kind, {} if place else defaults)
             Optimizer.__init__(self, params, {})  # the local optimizer knows the class's own defaults
-            table = ParameterTable(self.param_groups)
+            table = ParameterTable(self.param_groups, weigher(optimizer_class, defaults, cost))
             division = partition_for(
                 partition,
                 optimizer_class,
@@ -193,8 +211,12 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
                 norm_type=norm_type,
                 master_weights=master_weights,
                 offload=offload,
+                weigh=table.weigh,
+                max_byte_imbalance=max_byte_imbalance,
             )
             agreement.declare("optimizer class", getattr(optimizer_class, "__qualname__", repr(optimizer_class)))
+            agreement.declare("classes of groups", [group.get(CLASS_KEY) for group in self.param_groups])
+            agreement.declare("max_byte_imbalance", max_byte_imbalance)
             agreement.declare("parameters_as_bucket_view", parameters_as_bucket_view)
             agreement.declare("stage, overlap_with_ddp, partition", (repr(reduction), overlap_with_ddp, division.name))
             agreement.declare("step options", repr(options))
@@ -233,11 +255,11 @@ class ZeroRedundancyOptimizer(Introspection, Optimizer, Joinable):
             ValueError: if the parameters are already in a group or differ between ranks; RuntimeError if it failed on
                 another rank. The optimizer is then unchanged.
         """
-        add = partial(super().add_param_group, param_group)
         if hasattr(self, "_engine"):
+            add = partial(with_class, self, self.optim, param_group, super().add_param_group)
             add_param_group(self._engine, add)
         else:  # called by Optimizer.__init__
-            add()
+            super().add_param_group(param_group)
 
     # The model
 

@@ -16,9 +16,13 @@ from ddp_zero.core.backward.gradients import CommHook
 from ddp_zero.core.backward.reducer import ddp_takes
 from ddp_zero.core.comm.communicator import Communicator
 from ddp_zero.core.engine.partition_choice import bucket_cap_mb, partition_for
-from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, is_parallel
+from ddp_zero.core.local.arguments import PARALLEL_OPTIONS, Grouping, grouped, is_parallel
+from ddp_zero.core.local.costs import Cost
+from ddp_zero.core.local.inner import may_be_cut
+from ddp_zero.core.local.mixed import Mixture, read_classes
 from ddp_zero.core.plan.global_layout import GlobalNames
 from ddp_zero.core.plan.partitions import AUTO
+from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE
 from ddp_zero.ddp_hooks import build_with_hook, door_parameters
 from ddp_zero.loss_scale import DynamicLossScale
 from ddp_zero.optimizer import ZeroRedundancyOptimizer
@@ -53,6 +57,8 @@ def shard_optimizer(
     partition: PartitionName = "auto",
     shard_group: ProcessGroup | None = None,
     offload: Offload | Literal["cpu"] | None = None,
+    cost: Cost = "auto",
+    max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
     mesh: None = None,
     data_parallel_group: None = None,
     **defaults: Any,
@@ -107,7 +113,8 @@ def shard_optimizer(
         ddp: the model, without a communication hook, or a module that holds it, as ``torch.compile(ddp)`` does.
         optimizer_class: the class to shard, such as `torch.optim.AdamW`.
         params: parameters or parameter groups, named or not; or a function of a name and the parameter that returns the
-            options of its group, or None for the class's own; equal options form a group. None: all parameters.
+            options of its group, or None for the class's own; equal options form a group. None: all parameters. Among
+            the options of a group, ``optimizer_class`` is a class of its own: Muon for matrices beside AdamW.
         stage: 1 shards optimizer state; 2 also shards gradients, with ``gradient_as_bucket_view=True`` in the model.
         overlap: step inside backward, unless an option needs all gradients first. If False, ``opt.step()`` takes the
             step; before it, gradients can be inspected, in stage 2 on their owner.
@@ -117,7 +124,8 @@ def shard_optimizer(
         shard_buckets: spread each bucket over the ranks.
         **options: further options of `ZeroRedundancyOptimizer` (``parameters_as_bucket_view``, ``grad_comm_dtype``,
             ``gradient_predivide_factor``, ``max_grad_norm``, ``norm_type``, ``nonfinite``, ``loss_scale``,
-            ``master_weights``, ``sync``, ``accumulate_in_fp32``, ``partition``, ``shard_group``, ``offload``) and of
+            ``master_weights``, ``sync``, ``accumulate_in_fp32``, ``partition``, ``shard_group``, ``offload``, ``cost``,
+            ``max_byte_imbalance``) and of
             `ddp_zero.parallel.ParallelOptimizer` (``mesh``, ``data_parallel_dim``, ``pipeline_dim``,
             ``data_parallel_group``, ``global_names``); all other options go to ``optimizer_class``.
 
@@ -176,7 +184,8 @@ def wrap(
     given: dict[str, Any] = dict(ddp or {})
     sharers = options.get("shard_group")
     group = sharers if isinstance(sharers, ProcessGroup) else given.get("process_group")
-    cap = bucket_cap_mb(module.parameters(), group, cuts=_cuts(module, optimizer_class, group, options))
+    whole = _whole_parameters(module, optimizer_class, group, options)
+    cap = bucket_cap_mb(module.parameters(), group, whole=whole)
     caps: dict[str, Any] = {"bucket_cap_mb": cap}
     if ddp_takes("bucket_cap_mb_list"):
         caps = {} if "bucket_cap_mb" in given else {"bucket_cap_mb_list": [cap]}
@@ -184,24 +193,31 @@ def wrap(
     return model, build_with_hook(model, optimizer_class, **options)
 
 
-def _cuts(
+def _whole_parameters(
     module: nn.Module,
     optimizer_class: Callable[..., Optimizer],
     group: ProcessGroup | None,
     options: Mapping[str, Any],
-) -> bool:
-    """True if the optimizer will cut parameters; undefined for options that it refuses."""
+) -> list[Tensor]:
+    """The parameters that the optimizer will not cut; undefined for options that it refuses."""
+    given, every = options.get("params"), list[Tensor](module.parameters())
+    groups = grouped(module.named_parameters(), given) if callable(given) else given
+    groups, built_by = read_classes(groups, optimizer_class)
     division = partition_for(
         options.get("partition", AUTO),
-        optimizer_class,
-        list(module.parameters()),
+        built_by,
+        every,
         Communicator(group),
         stage=options.get("stage", 1),
         overlaps=options.get("overlap", True),
         limits=[options.get("max_grad_norm")],
         **{name: options[name] for name in ("norm_type", "master_weights", "offload") if name in options},
     )
-    return division.cuts
+    if not division.cuts:
+        return every
+    named = groups if isinstance(groups, list | tuple) and isinstance(built_by, Mixture) else ()
+    held = [(one, one["params"]) for one in named if not may_be_cut(built_by, one)]
+    return [one[1] if isinstance(one, tuple) else one for _, members in held for one in members]
 
 
 def _over_more_dimensions(

@@ -20,6 +20,7 @@ from ddp_zero.checkpoint.tensor_file import read, read_into, verify
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import class_name, group_options, loaded_group, other_state
 from ddp_zero.core.local.live_model import LiveModel, PartModel, by_group, is_extra
+from ddp_zero.core.local.mixed import part_for
 from ddp_zero.core.local.parameters import MASTER_KEY, rounds_to
 from ddp_zero.core.plan.global_layout import renamed
 from ddp_zero.core.plan.partition import partition_greedy
@@ -177,7 +178,7 @@ class Restore:
             if self.saved.foreign is not None:  # options of a different class of the same kind
                 options = group_options(group) | {key: value for key, value in options.items() if key in group}
             _check_options(options, group)
-            self.groups.append(loaded_group(group, options, optimizer.inner.defaults))
+            self.groups.append(loaded_group(group, options, part_for(optimizer.inner, group).defaults))
 
     def _place_state(self, index: int, name: str, optimizer: OptimizerState, state: Mapping[Any, Any]) -> None:
         """Assign the state of one parameter; its fp32 master is the more exact value if dtypes have changed."""

@@ -242,7 +242,7 @@ def _follow(schedule: Any, optimizer: Optimizer) -> None:
 
 def _wrapped(module: nn.Module, config: Config, device: torch.device) -> DistributedDataParallel:
     """The model in `DistributedDataParallel`, with buckets as large as the configuration allows. A collective."""
-    usual = bucket_cap_mb(module.parameters(), None, cuts=False)
+    usual = bucket_cap_mb(module.parameters(), None, whole=module.parameters())
     caps: dict[str, Any] = {"bucket_cap_mb_list": [bucket_cap(module, config, usual)]}
     return DistributedDataParallel(
         module,

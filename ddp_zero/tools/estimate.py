@@ -6,7 +6,7 @@
 import importlib
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +19,22 @@ from ddp_zero.core.backward.scratch_buffers import BufferPool, SideStream, pools
 from ddp_zero.core.comm.communicator import RING_BYTES, RING_RANKS
 from ddp_zero.core.comm.reduction import received_window
 from ddp_zero.core.comm.ring import ring_room_numel
+from ddp_zero.core.local.arguments import Grouping, grouped
+from ddp_zero.core.local.costs import Cost, check_cost
 from ddp_zero.core.local.inner import check_can_be_sharded, check_elementwise, state_like
-from ddp_zero.core.local.parameters import LOW_PRECISION
+from ddp_zero.core.local.mixed import CLASS_KEY, class_for, classes_in, read_classes
+from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh, Weight
+from ddp_zero.core.local.weights import weigher
 from ddp_zero.core.offload.mapped_file import mapped_bytes
 from ddp_zero.core.offload.placement import tensors_in
 from ddp_zero.core.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, bucket_mb, ddp_layout
 from ddp_zero.core.plan.ownership import is_cut, piece_of
 from ddp_zero.core.plan.partition import GroupRank
-from ddp_zero.core.plan.partitions import partition_named
+from ddp_zero.core.plan.partitions import Partition, partition_named
 from ddp_zero.core.plan.shapes import padded_size
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
+from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, WeightedParameters
+from ddp_zero.core.step.clipping import OWN_LIMIT
 from ddp_zero.options import Offload
 
 PACKED_IN_FLIGHT = 2
@@ -214,6 +220,9 @@ def estimate(
     wrapped: bool = False,
     gradient_as_bucket_view: bool = True,
     parameters_as_bucket_view: bool = True,
+    params: Grouping | Sequence[Mapping[str, Any]] | None = None,
+    cost: Cost = "auto",
+    max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
     **options: Any,
 ) -> Estimates:
     """Memory that a rank needs for parameters, gradients and state: by part, in every mode, of the rank with most.
@@ -234,6 +243,10 @@ def estimate(
         wrapped: True if `ddp_zero.wrap` builds the DDP model; on an accelerator with native collectives.
         gradient_as_bucket_view: as for `DistributedDataParallel`.
         parameters_as_bucket_view: see `ZeroRedundancyOptimizer`.
+        params: parameter groups as a list, or a function, as for `shard_optimizer`: options and classes of parameters.
+            Parameters in no group take part as if frozen, without state.
+        cost: see `ZeroRedundancyOptimizer`; the plan is that of the training.
+        max_byte_imbalance: see `ZeroRedundancyOptimizer`.
         **options: options for ``optimizer_class``.
 
     Returns:
@@ -244,17 +257,31 @@ def estimate(
         ValueError: for an unknown stage or partition, or fewer than one rank.
     """
     _check(model, ranks, stage)
-    check_can_be_sharded(optimizer_class)
-    params = list(model.parameters())
-    states = StateBytes(optimizer_class, options)
-    place = _place(params, device)
+    check_cost(cost, max_byte_imbalance)
+    found = grouped(model.named_parameters(), params) if callable(params) else params
+    groups, optimizer_class = read_classes(found or [{"params": list(model.parameters())}], optimizer_class)
+    for kind in classes_in(optimizer_class):
+        check_can_be_sharded(kind)
+    trained = list(model.parameters())
+    states = GroupedStates(trained, groups, optimizer_class, options)
+    place = _place(trained, device)
+    weights = states.weights(weigher(optimizer_class, options, cost))
     offloaded = Offload.of(offload)
     training = _Training(
-        params=params,
+        params=trained,
         specs=[
-            ParameterSpec(one.numel(), one.nbytes, f"{place}/{one.dtype}", active=one.requires_grad) for one in params
+            ParameterSpec(
+                numel=one.numel(),
+                nbytes=one.nbytes,
+                kind=f"{place}/{one.dtype}",
+                active=one.requires_grad and states.has(index),
+                cost=weight.cost,
+                may_be_cut=weight.may_be_cut,
+            )
+            for index, (one, weight) in enumerate(zip(trained, weights, strict=True))
         ],
         states=states,
+        max_byte_imbalance=max_byte_imbalance,
         on_accelerator=place != "cpu",
         model_buffers=sum(buffer.nbytes for buffer in model.buffers()),
         masters=master_weights,
@@ -284,14 +311,10 @@ def _place(params: Sequence[nn.Parameter], device: str | torch.device | None) ->
     return "accelerator" if found.type == "meta" else found.type
 
 
-def _partitions(given: str | None, states: "StateBytes") -> list[str]:
+def _partitions(given: str | None, states: "GroupedStates") -> list[str]:
     if given is not None:
         return [partition_named(given).name]
-    try:
-        check_elementwise(states.optimizer)
-    except TypeError:
-        return ["parameters"]
-    return ["parameters", "elements"]
+    return ["parameters", "elements"] if states.any_elementwise else ["parameters"]
 
 
 def _modes(stage: int | None, partitions: Sequence[str], offload: str | None) -> list[Mode]:
@@ -328,6 +351,63 @@ class StateBytes:
         return self._known[shape, dtype]
 
 
+class GroupedStates:
+    """State tensors and weights of a model's parameters, whose groups may be of several classes.
+
+    Args:
+        params: all of the model.
+        groups: parameter groups, with names of classes.
+        optimizer_class: the class, or the mixture of classes.
+        options: options of the class of groups without one of their own.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        optimizer_class: Callable[..., Optimizer],
+        options: dict[str, Any],
+    ) -> None:
+        self._params = params
+        self._groups = [{key: value for key, value in one.items() if key != "params"} for one in groups]
+        self._class = optimizer_class
+        members = [[one[1] if isinstance(one, tuple) else one for one in group["params"]] for group in groups]
+        of_param = {id(one): place for place, held in enumerate(members) for one in held}
+        self._group_of = [of_param.get(id(param)) for param in params]
+        default = classes_in(optimizer_class)[0]
+        self._bytes = []
+        for group in self._groups:
+            kind: Any = class_for(optimizer_class, group)
+            own = {key: value for key, value in group.items() if key not in (CLASS_KEY, OWN_LIMIT)}
+            self._bytes.append(StateBytes(kind, {**(options if kind is default else {}), **own}))
+        self.any_elementwise = any(_is_elementwise(one.optimizer) for one in self._bytes)
+
+    def has(self, index: int) -> bool:
+        """True if a parameter is in a group."""
+        return self._group_of[index] is not None
+
+    def of(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+        """Bytes of each state tensor of a parameter, or of a part of it with this shape."""
+        group = self._group_of[index]
+        return () if group is None else self._bytes[group].of(shape, dtype)
+
+    def weights(self, weigh: Weigh | None) -> list[Weight]:
+        """The weight of every parameter in the partition by cost; see `is_weighted`."""
+        self.is_weighted = weigh is not None
+        if weigh is None:
+            return [Weight()] * len(self._params)
+        places = zip(self._params, self._group_of, strict=True)
+        return [Weight() if group is None else weigh(param, self._groups[group]) for param, group in places]
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    try:
+        check_elementwise(optimizer)
+    except TypeError:
+        return False
+    return True
+
+
 class _Part(NamedTuple):
     """Elements of a parameter; all of them, in its shape, unless it is cut."""
 
@@ -340,7 +420,8 @@ class _Part(NamedTuple):
 class _Training:
     params: Sequence[Tensor]
     specs: Sequence[ParameterSpec]
-    states: StateBytes
+    states: GroupedStates
+    max_byte_imbalance: float
     on_accelerator: bool
     model_buffers: int
     masters: bool
@@ -358,7 +439,7 @@ class _Training:
         return Estimate(mode.name, ranks, device, host, disk)
 
     def _plan(self, mode: Mode, ranks: int) -> ShardPlan:
-        partition, specs = partition_named(mode.partition), list(self.specs)
+        partition, specs = self._partition(mode), list(self.specs)
         pieces = partition.assign(specs, [], ranks, CAP_BYTES)
         if not mode.steps_buckets:
             return partition.plan(specs, pieces, ranks, None, CAP_BYTES)
@@ -369,10 +450,17 @@ class _Training:
             caps = [int(self.bucket_cap_mb * _MIB)]
         elif self.wrapped:
             cuts = mode.partition == "elements"
-            caps = [int(bucket_mb(trained, ranks, cuts=cuts, is_native=self.on_accelerator) * _MIB)]
+            whole = [spec.nbytes for spec in specs if spec.active and not (cuts and spec.may_be_cut)]
+            cap = bucket_mb(trained, ranks, is_native=self.on_accelerator, largest_whole=max(whole, default=0))
+            caps = [int(cap * _MIB)]
         layout = [[reduced[place] for place in bucket] for bucket in ddp_layout(trained, kinds, caps)]
         pieces = partition.assign_by_bucket(specs, pieces, ranks, layout, True, 0)
         return partition.plan(specs, pieces, ranks, layout, CAP_BYTES)
+
+    def _partition(self, mode: Mode) -> Partition:
+        if self.states.is_weighted:
+            return WeightedParameters(self.max_byte_imbalance, cuts=mode.partition == "elements")
+        return partition_named(mode.partition)
 
     def _owner_of_most(self, plan: ShardPlan) -> int:
         """The rank with most state and masters; of several the one with most parameters or largest part of a bucket.
@@ -403,7 +491,7 @@ class _Training:
     def state_of(self, part: _Part) -> tuple[int, ...]:
         param = self.params[part.param]
         dtype = torch.float32 if self.has_master(part.param) else param.dtype
-        return self.states.of((part.numel,) if part.is_cut else tuple(param.shape), dtype)
+        return self.states.of(part.param, (part.numel,) if part.is_cut else tuple(param.shape), dtype)
 
     def masters_of(self, parts: Sequence[_Part]) -> list[int]:
         return [4 * part.numel for part in parts if self.has_master(part.param)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_zero import check_shardable
+from ddp_zero import check_shardable, shard_optimizer
 from ddp_zero.core.engine import shardable
 from tests.multiproc.cases import OptimizerCase, Twins, at_stage, build_model, build_overlapped_twins, build_twins
 from tests.multiproc.harness import Setup, run_ranks
@@ -60,6 +60,30 @@ def _pytorch_optimizer(setup: Setup) -> None:
     for name, options in (OTHERS | MATRICES).items():
         for mode in MODES:
             _equal(setup, OptimizerCase(name, getattr(real, name), options), mode)
+
+
+def _matrix_classes_beside_adamw(setup: Setup) -> None:
+    import pytorch_optimizer as real
+
+    from tests.multiproc.test_mixed import Pair, assert_moved, ddp_of, groups_of, language, train
+
+    warnings.simplefilter("ignore")
+    for name, options in (MATRICES | {"ScalableShampoo": OTHERS["ScalableShampoo"]}).items():
+        kind = getattr(real, name)
+        plain, ddp = ddp_of(language(), 1), ddp_of(language(), 1)
+        pair: Any = Pair(plain)
+        pair.muon = kind(groups_of(plain)[1]["params"], **options)
+        rest, matrices = groups_of(ddp)
+        groups = [rest, {"params": matrices["params"], "optimizer_class": kind, **options}]
+        opt = shard_optimizer(ddp, torch.optim.AdamW, groups, lr=3e-3, partition="elements")
+        train(setup, [plain, ddp], [pair, opt], 4)
+        assert_moved(ddp)
+        assert "cost / mean" in opt.explain(), name
+
+
+def test_matrix_classes_beside_adamw() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    run_ranks(_matrix_classes_beside_adamw, 2, timeout=400)
 
 
 def test_pytorch_optimizer() -> None:

@@ -139,10 +139,10 @@ def _first_difference(
 
 
 def _describe(structure: Sequence[object]) -> str:
-    name, group, shape, stride, dtype, device, trainable = structure
+    name, group, shape, stride, dtype, device, trainable, cost = structure
     named = f"{name!r}, " if name is not None else ""
-    frozen = "" if trainable else ", frozen"
-    return f"({named}group {group}, shape {list(shape)}, strides {list(stride)}, {dtype} on {device}{frozen})"  # type: ignore[call-overload]
+    further = ("" if trainable else ", frozen") + (f", cost {cost}" if cost else "")
+    return f"({named}group {group}, shape {list(shape)}, strides {list(stride)}, {dtype} on {device}{further})"  # type: ignore[call-overload]
 
 
 def _digest(facts: object) -> int:

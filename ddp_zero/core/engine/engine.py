@@ -34,6 +34,7 @@ from ddp_zero.core.backward.reducer import gradients_are_views, has_hook
 from ddp_zero.core.backward.scratch_buffers import SideStream
 from ddp_zero.core.comm.ranks import Agreement
 from ddp_zero.core.local.inner import check_epsilon, copy_options, localise_group, reserve_room
+from ddp_zero.core.local.mixed import CLASS_KEY
 from ddp_zero.core.local.parameters import GradientSource, ParameterTable, PublishedGradients
 from ddp_zero.core.local.placeholders import report_nonfinite, untouched
 from ddp_zero.core.step.before_forward import wait_before_forward
@@ -442,8 +443,9 @@ def add_param_group(engine: Engine, add: Callable[[], None]) -> None:
             add()
             if any(param.grad is not None for param in exposed[-1]["params"]):
                 engine.check_before_step("add_param_group() of parameters with gradients")
-            table = ParameterTable(exposed)
+            table = ParameterTable(exposed, sharded.table.weigh)
             agreement.declare_parameters(table)
+            agreement.declare("class of the group", exposed[-1].get(CLASS_KEY))
             binding = sharded.binding.extended(table)
             sharded.stepped.extend(table)
             stepped = sharded.stepped.assign(binding.owned(), binding.owned_parts())

@@ -9,10 +9,12 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.communicator import RING_BYTES, Communicator
 from ddp_zero.core.local.inner import is_elementwise_class
-from ddp_zero.core.local.parameters import LOW_PRECISION
+from ddp_zero.core.local.mixed import classes_in
+from ddp_zero.core.local.parameters import LOW_PRECISION, Weigh
 from ddp_zero.core.plan.buckets import bucket_mb
 from ddp_zero.core.plan.partitions import AUTO, Exchange, Partition, Setting, choose_partition, partition_named
 from ddp_zero.core.plan.shapes import is_dense
+from ddp_zero.core.plan.weighted import MAX_BYTE_IMBALANCE, WeightedParameters
 
 
 def partition_for(
@@ -27,6 +29,8 @@ def partition_for(
     norm_type: float = 2.0,
     master_weights: bool = False,
     offload: object = None,
+    weigh: Weigh | None = None,
+    max_byte_imbalance: float = MAX_BYTE_IMBALANCE,
 ) -> Partition:
     """The partition that was asked for; of ``"auto"`` the chosen one, with the reason in ``why``.
 
@@ -41,18 +45,20 @@ def partition_for(
         norm_type: option of the step.
         master_weights: option of the step.
         offload: option of the step.
+        weigh: see `ddp_zero.core.local.weights`; None for the partition by bytes alone.
+        max_byte_imbalance: option of the partition by cost.
 
     Raises:
         ValueError: for a value that is none of the three.
     """
     trained = sum(param.nbytes for param in params if param.requires_grad)
     exchange = _exchange(comm, params[0].device, trained) if params and comm.world_size > 1 else "direct"
-    if asked != AUTO:
-        return partition_named(asked, exchange == "native")
-    return choose_partition(
+    found = partition_named(asked, exchange == "native") if asked != AUTO else None
+    cut_class = _elementwise_class(optimizer_class)
+    found = found or choose_partition(
         Setting(
-            optimizer=getattr(optimizer_class, "__name__", repr(optimizer_class)),
-            is_elementwise=is_elementwise_class(optimizer_class),
+            optimizer=getattr(cut_class, "__name__", repr(cut_class)),
+            is_elementwise=is_elementwise_class(cut_class),
             world_size=comm.world_size,
             exchange=exchange,
             is_small=exchange == "direct" and trained < RING_BYTES,
@@ -63,20 +69,31 @@ def partition_for(
             rounds_alike=all(_rounds_alike(param, master_weights, offload) for param in params),
         )
     )
+    if weigh is None:
+        return found
+    return WeightedParameters(max_byte_imbalance, cuts=found.cuts, why=found.why, is_native=exchange == "native")
 
 
-def bucket_cap_mb(params: Iterable[Tensor], group: ProcessGroup | None, *, cuts: bool) -> float:
+def _elementwise_class(optimizer_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """The class whose parameters may be cut: of several the first that steps each element by itself."""
+    of_classes = classes_in(optimizer_class)
+    return next((one for one in of_classes if is_elementwise_class(one)), of_classes[0])
+
+
+def bucket_cap_mb(params: Iterable[Tensor], group: ProcessGroup | None, *, whole: Iterable[Tensor]) -> float:
     """The size of DDP's buckets in MiB; see `bucket_mb`.
 
     Args:
         params: all of the model.
         group: the ranks that share the state; None for the default group.
-        cuts: whether parameters are cut where parts end.
+        whole: the parameters that are not cut where parts end.
     """
     trained = [param for param in params if param.requires_grad]
+    largest = max((param.nbytes for param in whole if param.requires_grad), default=0)
     comm = Communicator(group)
     is_native = bool(trained) and comm.has_native_collectives(trained[0].device)
-    return bucket_mb([param.nbytes for param in trained], comm.world_size, cuts=cuts, is_native=is_native)
+    sizes = [param.nbytes for param in trained]
+    return bucket_mb(sizes, comm.world_size, is_native=is_native, largest_whole=largest)
 
 
 def _exchange(comm: Communicator, device: torch.device, nbytes: int) -> Exchange:

@@ -41,6 +41,7 @@ from torch.optim import (
 )
 
 from ddp_zero.core.local.arguments import check_class
+from ddp_zero.core.local.mixed import MixedOptimizer, Mixture, class_for, part_for, parts_of
 from ddp_zero.core.local.parameters import ParameterTable, StepTargets
 from ddp_zero.core.offload.placement import tensors_in
 
@@ -80,12 +81,19 @@ def is_elementwise_class(optimizer_class: object) -> bool:
     return isinstance(optimizer_class, type) and optimizer_class in elementwise_classes
 
 
+def may_be_cut(optimizer_class: object, group: Mapping[str, Any]) -> bool:
+    """True if the class of a group is known to step each element by itself."""
+    return is_elementwise_class(class_for(optimizer_class, group))
+
+
 def check_elementwise(inner: Optimizer) -> None:
-    """Check that an optimizer steps each element by itself.
+    """Check that an optimizer steps each element by itself, or of a mixed one that some class does.
 
     Raises:
         TypeError: if that is not known.
     """
+    if isinstance(inner, MixedOptimizer) and any(map(is_elementwise, inner.parts.values())):
+        return  # the others' parameters stay whole
     if not is_elementwise(inner):
         names = ", ".join(sorted(known.__name__ for known in elementwise_classes))
         raise TypeError(
@@ -170,13 +178,14 @@ class LocalStep:
         self._exposed = exposed
         self.note: Callable[[int, list[ParamGroup]], None] | None = None
         self.steps_whole = any(isinstance(value, Optimizer) for value in vars(inner).values())
+        self._parts = parts_of(inner)
         self._groups_of_bucket: dict[int, list[ParamGroup]] = {}
         self._groups_after: list[list[ParamGroup]] = []
         self._options: list[ParamGroup] = []
         self._shared_options: list[tuple[list[str], ParamGroup]] = []  # their keys, and values but for parameters
-        self._plain_counters: dict[Any, Any] = {}
+        self._plain_counters: list[dict[Any, Any]] = []  # of each instance
         self._shared_counters: dict[Any, Any] = {}
-        self._sizes = (0, 0)  # numbers of attributes, and of states, that are known not to hold new counters
+        self._sizes: tuple[list[int], int] = ([], 0)  # numbers of attributes, and of states, without new counters
         self._counter_keys: list[Any] = []  # of states that belong to no parameter
         self._known_states = -1  # how many states there were when these were looked for
         self._counters: list[tuple[Tensor, Tensor]] = []
@@ -217,13 +226,14 @@ class LocalStep:
             (list(options), {key: value for key, value in options.items() if key not in PER_PARAMETER_KEYS})
             for options in self._options
         ]
-        self._plain_counters = _counters_in(vars(self._inner))
+        self._parts = parts_of(self._inner)
+        self._plain_counters = [_counters_in(vars(part)) for part in self._parts]
         state = self._inner.state
         if len(state) != self._known_states:  # a look at all states takes long
             self._counter_keys, self._known_states = [k for k in state if not isinstance(k, Tensor)], len(state)
         self._shared_counters = _counters_in({key: state[key] for key in self._counter_keys if key in state})
         self._counters = self._clone_counters()
-        self._sizes = len(vars(self._inner)), len(state)
+        self._sizes = [len(vars(part)) for part in self._parts], len(state)
         return self._loss
 
     def step(self, bucket: int, **kwargs: Any) -> Any:
@@ -293,7 +303,8 @@ class LocalStep:
                     group.update(shared)
                 else:
                     copy_options(options, group)
-        vars(inner).update(self._plain_counters)
+        for part, counters in zip(self._parts, self._plain_counters, strict=True):
+            vars(part).update(counters)
         if self._groups_after:
             self._restore_counters()
         inner.param_groups = groups
@@ -307,16 +318,17 @@ class LocalStep:
 
     def _restore_counters(self) -> None:
         """Before a further bucket: options and counters are those with which the step has begun."""
-        attributes, state = vars(self._inner), self._inner.state
+        state = self._inner.state
         known_attributes, known_states = self._sizes
-        if len(attributes) != known_attributes:
-            _drop_new_counters(attributes, self._plain_counters)
+        for part, known, counters in zip(self._parts, known_attributes, self._plain_counters, strict=True):
+            if len(vars(part)) != known:
+                _drop_new_counters(vars(part), counters)
         if len(state) != known_states:  # after the first step it is, and a look at all states takes long
             _drop_new_counters(state, self._shared_counters)
         state.update(self._shared_counters)
         for tensor, before in self._counters:
             tensor.copy_(before)
-        self._sizes = len(attributes), len(state)
+        self._sizes = [len(vars(part)) for part in self._parts], len(state)
 
     def _versions_outside(self, bucket: int) -> list[tuple[Tensor, int]]:
         """Owned parameters that a step of this bucket must not change, and the version of each."""
@@ -330,7 +342,7 @@ class LocalStep:
 
     def _clone_counters(self) -> list[tuple[Tensor, Tensor]]:
         """One-element tensors outside per-parameter state, which a step may change in place, and their values now."""
-        holders: list[Mapping[Any, Any]] = [self._plain_counters, self._shared_counters, *self._options]
+        holders: list[Mapping[Any, Any]] = [*self._plain_counters, self._shared_counters, *self._options]
         tensors = {id(v): v for holder in holders for v in holder.values() if isinstance(v, Tensor)}
         counters = (tensor for tensor in tensors.values() if tensor.numel() == 1 and not tensor.requires_grad)
         return [(tensor, tensor.detach().clone()) for tensor in counters]
@@ -403,7 +415,8 @@ def build_inner(
         TypeError: if the result is not an optimizer, or the class does not know one of the options.
     """
     if any(param.device != one.device for param, one in stepped.items()):
-        defaults = options_on_host(optimizer_class, defaults)
+        kind = optimizer_class.default if isinstance(optimizer_class, Mixture) else optimizer_class
+        defaults = options_on_host(kind, defaults)
     inner = optimizer_class([localise_group(group, stepped) for group in param_groups], **defaults)
     if not isinstance(inner, Optimizer):
         raise TypeError(
@@ -421,12 +434,12 @@ def check_epsilon(inner: Optimizer, groups: Sequence[ParamGroup], table: Paramet
     Raises:
         ValueError: naming the group and two of its parameters.
     """
-    if not isinstance(inner, Adafactor):
-        return
     for position, group in enumerate(groups):
+        if not isinstance(part_for(inner, group), Adafactor):
+            continue
         members = [index for index, own in enumerate(table.groups) if own == position]
         dtypes = [stepped.dtype_of(index) for index in members]
-        if group.get("eps", inner.defaults["eps"])[0] is not None or len(set(dtypes)) <= 1:
+        if group.get("eps", part_for(inner, group).defaults["eps"])[0] is not None or len(set(dtypes)) <= 1:
             continue
         first, other = members[0], next(i for i, dtype in zip(members, dtypes, strict=True) if dtype != dtypes[0])
         raise ValueError(
@@ -444,7 +457,8 @@ def rehearse_load(inner: Optimizer, state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: if it does not, with its error.
     """
-    if not type(inner).__module__.startswith("torch.optim"):
+    own = [one for one in parts_of(inner) if not isinstance(one, MixedOptimizer)]
+    if not all(type(one).__module__.startswith("torch.optim") for one in own):
         return
     scratch = copy.copy(inner)
     scratch.state = defaultdict(dict)
@@ -556,6 +570,8 @@ def loaded_group(group: Mapping[str, Any], options: Mapping[str, Any], defaults:
 
 def class_name(inner: Optimizer) -> str:
     """The name of the class that steps, the same with and without sharding."""
+    if isinstance(inner, MixedOptimizer):
+        return inner.mixture.__qualname__
     return f"{type(inner).__module__}.{type(inner).__qualname__}"
 
 

@@ -19,7 +19,7 @@ scales gradients (clipping, loss scaling), it scales copies, so ``param.grad`` s
 import copy
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -43,13 +43,32 @@ from ddp_zero.core.plan.shard_plan import ParameterSpec
 _SAMPLED_ELEMENTS = 64
 
 
+@dataclass(frozen=True)
+class Weight:
+    """A parameter in the partition by cost.
+
+    Attributes:
+        cost: of its step, in any unit.
+        may_be_cut: whether its class steps each element by itself.
+    """
+
+    cost: int = 0
+    may_be_cut: bool = True
+
+
+Weigh = Callable[[Tensor, Mapping[str, Any]], Weight]
+"""The weight of a parameter in a group."""
+
+
 class ParameterTable:
     """Index, tensor, group and name of every parameter of an optimizer's groups.
 
     Args:
         param_groups: as `torch.optim.Optimizer.param_groups`; ``param_names`` are used where present.
+        weigh: the weight of a parameter in a group for the partition by cost; None if only bytes count.
 
     Attributes:
+        weigh: as given.
         norm_order: all parameters, by index, in the order in which norms of their gradients add up.
 
     Raises:
@@ -58,7 +77,7 @@ class ParameterTable:
         TypeError: for a group with ranks of its own, or a distributed tensor.
     """
 
-    def __init__(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, param_groups: Sequence[Mapping[str, Any]], weigh: Weigh | None = None) -> None:
         self.params: list[Tensor] = []
         self.groups: list[int] = []
         self._names: list[str | None] = []
@@ -71,6 +90,11 @@ class ParameterTable:
         self._ids = [id(param) for param in self.params]
         self.index_of = {param: index for index, param in enumerate(self.params)}
         self._check_distinct()
+        self.weigh = weigh
+        self._weights = [Weight()] * len(self.params)
+        if weigh is not None:
+            groups = [param_groups[group] for group in self.groups]
+            self._weights = [self._weighed(weigh, index, group) for index, group in enumerate(groups)]
         self.norm_order: Sequence[int] = range(len(self.params))
         self._model: weakref.ref[nn.Module] | None = None
 
@@ -128,9 +152,20 @@ class ParameterTable:
                 nbytes=param.numel() * param.element_size(),
                 kind=f"{names[param.device]}/{str(param.dtype).removeprefix('torch.')}",
                 active=is_active,
+                cost=weight.cost,
+                may_be_cut=weight.may_be_cut,
             )
-            for param, is_active in zip(self.params, active, strict=True)
+            for param, is_active, weight in zip(self.params, active, self._weights, strict=True)
         ]
+
+    def _weighed(self, weigh: Weigh, index: int, group: Mapping[str, Any]) -> Weight:
+        try:
+            return weigh(self.params[index], group)
+        except (TypeError, ValueError) as error:
+            if "[ZERO-127]" not in str(error):
+                raise
+            message = str(error).removesuffix(" [ZERO-127]")
+            raise type(error)(f"{message} It was asked for {self.label(index)}. [ZERO-127]") from error
 
     def check_gradients(self) -> None:
         """Refuse sparse gradients, on every rank and before anything is sent.
@@ -175,6 +210,7 @@ class ParameterTable:
                 dtype=str(param.dtype),
                 device=param.device.type,
                 trainable=param.requires_grad,
+                cost=self._weights[index].cost,
                 sample=sample,
             )
             for index, (param, sample) in enumerate(zip(self.params, samples, strict=True))
@@ -250,11 +286,12 @@ class Fingerprint:
     dtype: str
     device: str
     trainable: bool
+    cost: int
     sample: str
 
     def structure(self) -> tuple[Any, ...]:
         """Everything except the sampled values; it must be equal on every rank."""
-        return (self.name, self.group, self.shape, self.stride, self.dtype, self.device, self.trainable)
+        return (self.name, self.group, self.shape, self.stride, self.dtype, self.device, self.trainable, self.cost)
 
 
 def _span(param: Tensor) -> tuple[int, int]:

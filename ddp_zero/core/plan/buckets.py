@@ -38,20 +38,29 @@ def ddp_layout(sizes: Sequence[int], kinds: Sequence[str], caps: Sequence[int]) 
     return closed + list(filling.values())
 
 
-def bucket_mb(sizes: Sequence[int], world_size: int, *, cuts: bool = False, is_native: bool = False) -> float:
+def bucket_mb(
+    sizes: Sequence[int],
+    world_size: int,
+    *,
+    cuts: bool = False,
+    is_native: bool = False,
+    largest_whole: int | None = None,
+) -> float:
     """Default bucket size in MiB: bounds the memory of gradients without adding much latency.
 
     A sixteenth of the parameters, so that three buckets take a fifth of their memory, but at least a quarter of a MiB
     per rank: smaller messages cost more latency than they hide. With whole parameters also at least half of
     ``world_size`` times the largest parameter; in a smaller bucket many ranks would own nothing. Clamped to 1 to 25
-    MiB.
+    MiB. ``largest_whole`` is the size of the largest parameter that stays whole, if ``cuts`` holds for some only.
 
     With native collectives clamped to 25 to 256 MiB: at hundreds of GB/s a collective of 25 MiB takes about as long as
     the host needs to launch it and the bucket's step, and three buckets of 256 MiB are small beside an accelerator's
     memory. A 7B Llama in bf16 has 44 such buckets.
     """
+    if largest_whole is None:
+        largest_whole = 0 if cuts else max(sizes, default=0)
     smallest, largest = (_SMALLEST_NATIVE_MIB, _LARGEST_NATIVE_MIB) if is_native else (_SMALLEST_MIB, _LARGEST_MIB)
     if not sizes:
         return largest
-    wanted = max(sum(sizes) / _BUCKETS, 0 if cuts else world_size * max(sizes) / 2) / _MIB
+    wanted = max(sum(sizes) / _BUCKETS, world_size * largest_whole / 2) / _MIB
     return min(largest, max(smallest, _SMALLEST_PART_MIB * world_size, wanted))

@@ -57,7 +57,7 @@ class CutParameters:
         for active in (True, False):
             members = [index for index in range(len(decided), len(specs)) if specs[index].active is active]
             for run in _runs(members, specs, cap):
-                self._assign(run, specs, world_size, assigned)
+                self.cut_anew(run, specs, world_size, assigned)
         return assigned
 
     def assign_by_bucket(
@@ -72,7 +72,7 @@ class CutParameters:
         """Cut each DDP bucket; ``split`` has no effect, since each part is one message anyway."""
         assigned = list(pieces)
         for bucket in layout[decided:]:
-            self._assign(sorted(bucket), specs, world_size, assigned)
+            self.cut_anew(sorted(bucket), specs, world_size, assigned)
         return assigned
 
     def plan(
@@ -87,10 +87,7 @@ class CutParameters:
         reduced = {param for bucket in layout or () for param in bucket}
         rest = [index for index, spec in enumerate(specs) if spec.active and index not in reduced]
         members = [sorted(bucket) for bucket in layout or ()] + _runs(rest, specs, cap)
-        buckets = [
-            Bucket(index, specs[params[0]].kind if params else "", self._segments(params, specs, pieces, world_size))
-            for index, params in enumerate(members)
-        ]
+        buckets = [self.bucket_of(index, params, specs, pieces, world_size) for index, params in enumerate(members)]
         return ShardPlan(world_size, tuple(specs), tuple(pieces), tuple(buckets))
 
     def bucket_over(
@@ -103,13 +100,25 @@ class CutParameters:
     ) -> Bucket:
         """A bucket outside the plan, cut anew: its parts lie end to end, regardless of later owners."""
         anew = list(pieces)
-        self._assign([param for param in sorted(params) if specs[param].active], specs, world_size, anew)
-        kind = specs[params[0]].kind if params else ""
-        return Bucket(index, kind, self._segments(sorted(params), specs, anew, world_size))
+        self.cut_anew([param for param in sorted(params) if specs[param].active], specs, world_size, anew)
+        return self.bucket_of(index, sorted(params), specs, anew, world_size)
 
-    def _assign(
+    def bucket_of(
+        self,
+        index: int,
+        params: Sequence[int],
+        specs: Sequence[ParameterSpec],
+        pieces: Sequence[Pieces],
+        world_size: int,
+    ) -> Bucket:
+        """The bucket of these parameters, with these pieces."""
+        kind = specs[params[0]].kind if params else ""
+        return Bucket(index, kind, self._segments(params, specs, pieces, world_size))
+
+    def cut_anew(
         self, params: Sequence[int], specs: Sequence[ParameterSpec], world_size: int, assigned: list[Pieces]
     ) -> None:
+        """Replace the pieces of a bucket's parameters by equal parts."""
         numels = [specs[param].numel for param in params]
         even = _EvenParts.of(numels, world_size) if self._is_native else None
         found = cut_evenly(numels, world_size) if even is None else even.pieces
@@ -130,7 +139,7 @@ class CutParameters:
 def cut_evenly(numels: Sequence[int], world_size: int) -> list[Pieces]:
     """Cut consecutive parameters into one part per rank; parts differ from their mean by at most `GRAIN` elements."""
     ends = [0, *accumulate(numels)]
-    bounds = [_nearest_cut(ends, ends[-1] * rank // world_size) for rank in range(world_size)] + [ends[-1]]
+    bounds = cuts_nearest(ends, [ends[-1] * rank // world_size for rank in range(world_size + 1)])
     found = []
     for start, numel in zip(ends, numels, strict=False):
         inside = [
@@ -140,6 +149,11 @@ def cut_evenly(numels: Sequence[int], world_size: int) -> list[Pieces]:
         ]
         found.append(tuple(inside) or whole(_owner_at(bounds, start), numel))
     return found
+
+
+def cuts_nearest(ends: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """The legal cuts nearest to positions, of which the last is the end."""
+    return [*(_nearest_cut(ends, position) for position in positions[:-1]), ends[-1]]
 
 
 def _nearest_cut(ends: Sequence[int], position: int) -> int:

@@ -38,6 +38,8 @@ class ParameterSpec:
     # True if a step can change it. A dormant parameter (frozen, without a gradient on any rank) has an owner but no
     # bucket.
     active: bool = True
+    cost: int = 0  # cost of its step in any unit, the same for all; 0 if only bytes count
+    may_be_cut: bool = True  # False if its step needs all of its elements on one rank, in a plan that cuts others
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Segment:
     """The part of a bucket that one rank owns: whole or cut parameters in one message, end to end unless even."""
 
     owner: GroupRank  # the rank that steps these parameters and sends them
-    params: tuple[int, ...]  # parameter indices, increasing
+    # parameter indices: one that the rank before holds the beginning of, whole ones, one that the rank after continues
+    params: tuple[int, ...]
     offsets: tuple[int, ...]  # offset of each parameter in the segment, in elements
     numel: int  # length of the segment, in elements
     ranges: tuple[tuple[int, int], ...]  # elements of each parameter in the segment, as start and stop
@@ -255,12 +258,14 @@ def plan_bucket(
 def segments_of(
     params: Sequence[int], specs: Sequence[ParameterSpec], pieces: Sequence[Pieces], world_size: int
 ) -> tuple[Segment, ...]:
-    """Segments of the active parameters among ``params``, in this order."""
-    of_rank: list[list[int]] = [[] for _ in range(world_size)]
+    """Segments of the active parameters among ``params``, in this order, but ends of cut parameters at their seams."""
+    of_rank: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
     for param in params:
         for piece in pieces[param] if specs[param].active else ():
-            of_rank[piece.owner].append(param)
-    return tuple(_segment(GroupRank(rank), of_rank[rank], pieces) for rank in range(world_size))
+            seam = 0 if piece.start else 2 if piece.stop < specs[param].numel else 1
+            of_rank[piece.owner].append((seam, param))
+    ordered = [[param for _, param in sorted(held, key=lambda one: one[0])] for held in of_rank]
+    return tuple(_segment(GroupRank(rank), ordered[rank], pieces) for rank in range(world_size))
 
 
 def whole_pieces(specs: Sequence[ParameterSpec], owners: Sequence[GroupRank]) -> tuple[Pieces, ...]:

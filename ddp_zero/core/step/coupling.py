@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from ddp_zero.core.comm.groups import Peers
 from ddp_zero.core.local.inner import ParamGroup, options_of
+from ddp_zero.core.local.mixed import part_for, parts_of
 from ddp_zero.core.plan.partition import GroupRank
 
 GroupIndex = int | None
@@ -54,9 +55,11 @@ def values_of(optimizer: Optimizer, groups: Sequence[ParamGroup]) -> Iterator[tu
     if not stepped:
         return
     outside = {**values_in(optimizer.state), **values_in(vars(optimizer))}
-    for name, wrapped in vars(optimizer).items():
-        if isinstance(wrapped, Optimizer):
-            outside |= {**values_in(wrapped.state, f"{name}."), **values_in(vars(wrapped), f"{name}.")}
+    wrapped_ones = [(name, one) for name, one in vars(optimizer).items() if isinstance(one, Optimizer)]
+    stepping = {id(part_for(optimizer, groups[place])) for place in stepped}
+    wrapped_ones += [(type(one).__name__, one) for one in parts_of(optimizer)[1:] if id(one) in stepping]
+    for name, wrapped in wrapped_ones:
+        outside |= {**values_in(wrapped.state, f"{name}."), **values_in(vars(wrapped), f"{name}.")}
     yield None, outside
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ddp_zero.core.local.mixed import parts_of
 from ddp_zero.core.local.parameters import (
     GradientFactors,
     GradientSource,
@@ -270,7 +271,7 @@ class Decision:
         self._sharded = sharded
         self._options_wait = options.why_wait()
         # whether ``max_grad_norm`` of a group is this library's option, not one of the inner optimizer
-        self._honours_groups = OWN_LIMIT not in sharded.inner.defaults
+        self._honours_groups = all(OWN_LIMIT not in part.defaults for part in parts_of(sharded.inner))
         self.watch.is_on = self.why_wait() is not None and options.nonfinite != "step"
 
     def why_wait(self) -> str | None:

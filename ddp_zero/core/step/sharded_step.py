@@ -430,7 +430,7 @@ class ShardedStep:
 
     def copied(self, exposed: Optimizer, inner: Optimizer, memo: dict[int, Any]) -> "ShardedStep":
         """A step for copies of both optimizers, over the copied parameters."""
-        table = ParameterTable(exposed.param_groups)
+        table = ParameterTable(exposed.param_groups, self.table.weigh)
         stepped = self.stepped.copied(table, inner.state, memo)
         clone = ShardedStep(self.ranks, table, self.binding.extended(table), inner, exposed, stepped)
         clone.order = copy.deepcopy(self.order, memo)

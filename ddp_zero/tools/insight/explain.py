@@ -9,6 +9,7 @@ from string import Template
 from ddp_zero.core.engine.engine import Engine
 from ddp_zero.core.plan.ownership import is_cut
 from ddp_zero.core.plan.shard_plan import Bucket, ParameterSpec, Segment, ShardPlan
+from ddp_zero.core.plan.weighted import WeightedParameters, cost_loads
 from ddp_zero.tools.insight.stats import imbalance, share_of, state_bytes
 
 
@@ -37,7 +38,29 @@ def explain(engine: Engine, flat: bool) -> str:
     lines += sharded.stepped.residence.describe()
     plan = sharded.plan
     state = state_bytes(sharded.inner_state)
-    return "\n".join([*lines, describe_shards(plan, comm.group_rank, state), draw_buckets(plan)])
+    lines.append(describe_shards(plan, comm.group_rank, state))
+    if isinstance(division, WeightedParameters):
+        lines += describe_costs(plan, division.max_byte_imbalance)
+    return "\n".join([*lines, draw_buckets(plan)])
+
+
+def describe_costs(plan: ShardPlan, max_byte_imbalance: float) -> list[str]:
+    """Each rank's share of the cost and of the bytes of a step, as multiples of the mean; nothing without costs."""
+    costs = cost_loads(plan)
+    if not any(costs):
+        return []
+    trained = [share_of(plan, rank).trained for rank in range(plan.world_size)]
+    rows = [
+        f"{label:>15} " + "".join(f"{load * plan.world_size / sum(loads):>20.3f}" for load in loads)
+        for label, loads in (("cost / mean", costs), ("bytes / mean", trained))
+        if sum(loads)
+    ]
+    return [
+        f"{'load of a step':>15} " + "".join(f"{f'rank {rank}':>20}" for rank in range(plan.world_size)),
+        *rows,
+        f"dealt by cost: bytes of the busiest rank are at most {max_byte_imbalance:g} times the mean "
+        "(max_byte_imbalance), or as in the plan by bytes",
+    ]
 
 
 def describe_shards(plan: ShardPlan, group_rank: int, own_state_bytes: int) -> str:

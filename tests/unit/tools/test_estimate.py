@@ -219,3 +219,17 @@ def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     estimate(tower(2), AdamW, ranks=4, device="cpu").plot(tmp_path / "one.png", [1, 2, 4])
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_two_classes_have_the_state_of_each_and_the_plan_by_cost() -> None:
+    def by_class(name: str, param: Any) -> dict[str, Any] | None:
+        return {"optimizer_class": torch.optim.Muon, "lr": 0.02} if param.ndim == 2 and name.startswith("1") else None
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(1024, 256), nn.Linear(256, 1024, bias=False))
+    whole = estimate(model, AdamW, ranks=1, stage=0, device="cpu", params=by_class, lr=1e-3)
+    assert whole["DDP"].device["state"] == 2 * MIB + MIB  # both moments; a momentum
+    found = estimate(model, AdamW, ranks=2, stage=1, device="cpu", params=by_class, cost="bytes")
+    assert [one.mode for one in found if "cut" in one.mode]
+    assert found["stage 1"].device["state"] == 2 * MIB

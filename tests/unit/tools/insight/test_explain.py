@@ -2,7 +2,8 @@ import torch
 
 from ddp_zero.core.plan.partition import GroupRank
 from ddp_zero.core.plan.shard_plan import ParameterSpec, ShardPlan, plan_for_ddp, plan_standalone
-from ddp_zero.tools.insight.explain import describe_shards, draw_buckets
+from ddp_zero.core.plan.weighted import WeightedParameters
+from ddp_zero.tools.insight.explain import describe_costs, describe_shards, draw_buckets
 from ddp_zero.tools.insight.stats import state_bytes
 
 
@@ -79,3 +80,16 @@ def test_state_bytes_counts_every_tensor_however_nested_and_nothing_else() -> No
     }
     assert state_bytes(state) == 4 + 30 + 7 + 32 + 8 + 32
     assert state_bytes({}) == 0
+
+
+def test_costs_are_shown_beside_bytes() -> None:
+    specs = [ParameterSpec(10, 40, "cpu/float32", cost=cost, may_be_cut=False) for cost in (6, 2, 2, 2)]
+    part = WeightedParameters(3.0)
+    lines = describe_costs(part.plan(specs, part.assign(specs, [], 2, 1000), 2, None, 1000), 3.0)
+    assert [line.split() for line in lines[1:3]] == [
+        ["cost", "/", "mean", "1.000", "1.000"],
+        ["bytes", "/", "mean", "0.500", "1.500"],
+    ]
+    assert "at most 3 times the mean" in lines[3]
+    by_bytes = [ParameterSpec(10, 40, "cpu/float32")] * 2
+    assert describe_costs(part.plan(by_bytes, part.assign(by_bytes, [], 2, 1000), 2, None, 1000), 3.0) == []

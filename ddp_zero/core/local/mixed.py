@@ -1,0 +1,344 @@
+"""Several optimizer classes behind one inner optimizer: Muon for matrices, AdamW for the rest.
+
+A parameter group may name its class as ``optimizer_class``. The groups of one class are stepped by one instance of it,
+as in a plain loop with one optimizer per class. `MixedOptimizer` is an optimizer over all groups whose step lends each
+instance its groups, as they are at the moment, and the one state dictionary. So whatever looks at an optimizer (steps
+by bucket, state dicts, loads, offload) sees groups and states as of one class.
+
+In groups the class is a name, since state dicts are saved.
+"""
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+CLASS_KEY = "optimizer_class"
+"""The key of a parameter group that names the group's class; a class when given, a name afterwards."""
+
+ParamGroup = dict[str, Any]
+
+
+class Mixture:
+    """Builds a `MixedOptimizer`: a callable like an optimizer class.
+
+    Args:
+        default: builds the optimizer of groups without a class of their own.
+        classes: further classes, by name.
+    """
+
+    def __init__(self, default: Callable[..., Optimizer], classes: Mapping[str, type[Optimizer]]) -> None:
+        self.default = default
+        self.classes = dict(classes)
+        names = [_short(default), *(one.__name__ for one in self.classes.values())]
+        self.__name__ = "+".join(names)
+        self.__qualname__ = "+".join([name_of(default), *sorted(self.classes)])
+        self._kind = type(self.__name__, (MixedOptimizer,), {})  # so that messages name the classes
+
+    def __call__(self, groups: Sequence[ParamGroup], **defaults: Any) -> "MixedOptimizer":
+        """The optimizer over these groups; ``defaults`` are options of the default class."""
+        built: MixedOptimizer = self._kind(groups, self, defaults)
+        return built
+
+    def class_of(self, group: Mapping[str, Any]) -> Callable[..., Optimizer]:
+        """The class of a group."""
+        return self.classes.get(group.get(CLASS_KEY, ""), self.default)
+
+
+class MixedOptimizer(Optimizer):
+    """One optimizer over the groups of several classes; see the module docstring.
+
+    Attributes:
+        mixture: the classes.
+        parts: the instances by the name of their class; the default one has the empty name.
+
+    Raises:
+        NotImplementedError: for a class that keeps an optimizer inside, or state dicts of its own form.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], mixture: Mixture, defaults: Mapping[str, Any]) -> None:
+        self.mixture = mixture
+        self.parts: dict[str, Optimizer] = {}
+        self._is_built = False
+        self._options = dict(defaults)
+        for name in dict.fromkeys(["", *(group.get(CLASS_KEY, "") for group in groups)]):
+            own = [group for group in groups if group.get(CLASS_KEY, "") == name]
+            self.parts[name] = self._built(name, own)
+        super().__init__([{"params": []}], {})
+        self.defaults = self.parts[""].defaults
+        remaining = {name: iter(part.param_groups) for name, part in self.parts.items()}
+        self.param_groups = [next(remaining[group.get(CLASS_KEY, "")]) for group in groups]
+        for part in self.parts.values():
+            self.state.update(part.state)  # of classes that create it when they are built
+        self._is_built = True
+        self._lend()
+
+    def _built(self, name: str, groups: list[ParamGroup]) -> Optimizer:
+        kind = self.mixture.classes.get(name, self.mixture.default)
+        options = _for_constructor(kind, groups) if name else self._options
+        part = kind(groups or [{"params": []}], **options)
+        if name:
+            _check_taken(kind, groups, part, options)
+        wrapped = next((key for key, value in vars(part).items() if isinstance(value, Optimizer)), None)
+        own_form = type(part).state_dict is not Optimizer.state_dict
+        if wrapped is not None or own_form:
+            found = f"keeps an optimizer as {wrapped!r}" if wrapped is not None else "has state dicts of its own form"
+            raise NotImplementedError(
+                f"Expected optimizer classes that can share one step, got {_short(kind)}, which {found}. Shard its "
+                "parameters by an optimizer of their own. [ZERO-128]"
+            )
+        if not groups:
+            part.param_groups.clear()
+        return part
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group to the instance of its class.
+
+        Args:
+            param_group: as for any torch optimizer.
+        """
+        if not self._is_built:
+            super().add_param_group(param_group)  # called by Optimizer.__init__
+            return
+        name = param_group.get(CLASS_KEY, "")
+        self._lend()
+        self.parts[name].add_param_group(param_group)
+        self.param_groups.append(self.parts[name].param_groups[-1])
+        self.state.update(self.parts[name].state)
+        self._lend()
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the groups of each class by its instance.
+
+        Args:
+            closure: evaluated once.
+            **kwargs: handed to every instance.
+
+        Returns:
+            The closure's result.
+
+        Raises:
+            NotImplementedError: if a class keeps state that belongs to no parameter, which another could take for its
+                own.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._lend()
+        for part in self.parts.values():
+            if part.param_groups:
+                part.step(**kwargs)
+        stray = next((key for key in self.state if not isinstance(key, Tensor)), None)
+        if stray is not None:
+            raise NotImplementedError(
+                f"Expected state of parameters only from {type(self).__name__}, got {stray!r}, which belongs to none. "
+                "Shard the parameters of the class that keeps it by an optimizer of their own. [ZERO-128]"
+            )
+        return loss
+
+    def _lend(self) -> None:
+        """Show each instance its groups, as they are now, and the state."""
+        for name, part in self.parts.items():
+            part.param_groups = [group for group in self.param_groups if group.get(CLASS_KEY, "") == name]
+            part.state = self.state
+
+    # Copies, loads and methods of the classes
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict by the method of each class.
+
+        Args:
+            state_dict: as `torch.optim.Optimizer.state_dict` gives it, groups of all classes in order.
+
+        Raises:
+            ValueError: for other groups, or groups of other classes.
+        """
+        names = [group.get(CLASS_KEY, "") for group in self.param_groups]
+        saved = [group.get(CLASS_KEY, "") for group in state_dict["param_groups"]]
+        if names != saved:
+            raise ValueError(f"Expected parameter groups of the classes {names}, got {saved}. [ZERO-604]")
+        self._lend()
+        loaded: dict[Any, Any] = {}
+        for name, part in self.parts.items():
+            groups = [group for group in state_dict["param_groups"] if group.get(CLASS_KEY, "") == name]
+            held = {saved_id for group in groups for saved_id in group["params"]}
+            states = {saved_id: state for saved_id, state in state_dict["state"].items() if saved_id in held}
+            part.load_state_dict({**state_dict, "state": states, "param_groups": groups})
+            loaded.update(part.state)
+        remaining = {name: iter(part.param_groups) for name, part in self.parts.items()}
+        self.param_groups = [next(remaining[name]) for name in names]
+        self.state = defaultdict(dict, loaded)
+        self._lend()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._lend()
+        kept = ("mixture", "parts", "_options", "_is_built")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, part in self.parts.items():
+            own = [group for group in self.param_groups if group.get(CLASS_KEY, "") == name]
+            part.__setstate__({"state": self.state, "param_groups": own})
+
+    def __copy__(self) -> "MixedOptimizer":
+        clone = type(self).__new__(type(self))
+        vars(clone).update(vars(self))
+        clone.parts = {name: copy.copy(part) for name, part in self.parts.items()}
+        return clone
+
+    def __getattr__(self, name: str) -> Any:
+        """A public attribute of the classes; a method is called on every instance that has it."""
+        parts = vars(self).get("parts", {}).values()
+        found = [getattr(part, name) for part in parts if not name.startswith("_") and hasattr(part, name)]
+        if not found:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not all(callable(one) for one in found):
+            return found[0]
+
+        def call(optimizer: "MixedOptimizer", *args: Any, **kwargs: Any) -> Any:
+            optimizer._lend()
+            return [method(*args, **kwargs) for method in found][-1]
+
+        call.__name__ = name
+        return MethodType(call, self)
+
+
+def _for_constructor(kind: Callable[..., Optimizer], groups: Sequence[ParamGroup]) -> dict[str, Any]:
+    """Options that all groups of a class share, as its constructor takes them: some classes keep them to themselves."""
+    known = [name for name in _parameters(kind) if all(name in group for group in groups)]
+    shared = {name: [group[name] for group in groups] for name in known}
+    return {name: found[0] for name, found in shared.items() if all(_is_same(one, found[0]) for one in found)}
+
+
+def _check_taken(
+    kind: Callable[..., Optimizer], groups: Sequence[ParamGroup], part: Optimizer, options: Mapping[str, Any]
+) -> None:
+    """Check that the class reads options from groups where these differ; TypeError if not."""
+    for name in _parameters(kind):
+        if name not in options and name not in part.defaults and any(name in group for group in groups):
+            raise TypeError(
+                f"Expected {name!r} to be the same in all groups of {_short(kind)}, which takes it for all of its "
+                "parameters, got different values, or groups without it. [ZERO-128]"
+            )
+
+
+def _parameters(kind: Callable[..., Optimizer]) -> list[str]:
+    found = inspect.signature(kind).parameters.values()
+    return [one.name for one in found if one.kind is not one.VAR_KEYWORD and one.name != "params"]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return bool(one == other)
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer, and the instances that step for it if it is mixed."""
+    return [optimizer, *(optimizer.parts.values() if isinstance(optimizer, MixedOptimizer) else ())]
+
+
+def part_for(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
+    """The instance that steps a group."""
+    return optimizer.parts[group.get(CLASS_KEY, "")] if isinstance(optimizer, MixedOptimizer) else optimizer
+
+
+def class_for(optimizer_class: object, group: Mapping[str, Any]) -> object:
+    """The class of a group."""
+    return optimizer_class.class_of(group) if isinstance(optimizer_class, Mixture) else optimizer_class
+
+
+def classes_in(optimizer_class: Callable[..., Optimizer]) -> list[Callable[..., Optimizer]]:
+    """The classes that step, the one of groups without a class of their own first."""
+    if isinstance(optimizer_class, Mixture):
+        return [optimizer_class.default, *optimizer_class.classes.values()]
+    return [optimizer_class]
+
+
+def name_of(optimizer_class: object) -> str:
+    """A class by module and name."""
+    module, name = (getattr(optimizer_class, key, None) for key in ("__module__", "__qualname__"))
+    return repr(optimizer_class) if name is None else f"{module}.{name}"
+
+
+def read_classes(params: Any, default: Callable[..., Optimizer]) -> tuple[Any, Callable[..., Optimizer]]:
+    """Take classes out of parameter groups, which get their names instead.
+
+    Args:
+        params: as for any torch optimizer; not changed.
+        default: the class of groups without one.
+
+    Returns:
+        The groups, and what builds the optimizer.
+
+    Raises:
+        TypeError: for a group whose class is not one, or two classes of one name.
+    """
+    if not isinstance(params, list | tuple) or not any(isinstance(one, Mapping) and CLASS_KEY in one for one in params):
+        return params, default
+    classes: dict[str, type[Optimizer]] = {}
+    groups = []
+    for place, given in enumerate(params):
+        group = dict(given)
+        kind = group.pop(CLASS_KEY, None)
+        if kind is not None and kind is not default:
+            name = check_class_of_group(kind, place)
+            if classes.setdefault(name, kind) is not kind:
+                raise TypeError(f"Expected classes with different names, got two named {name}. [ZERO-101]")
+            group[CLASS_KEY] = name
+        groups.append(group)
+    return groups, Mixture(default, classes) if classes else default
+
+
+def with_class(
+    exposed: Optimizer, inner: Optimizer, param_group: ParamGroup, add: Callable[[ParamGroup], None]
+) -> None:
+    """Add a group to the exposed optimizer by ``add``, with defaults of its own class.
+
+    Raises:
+        TypeError: for a class that is not one, or one that the optimizer does not step.
+    """
+    if not isinstance(param_group, dict) or CLASS_KEY not in param_group:
+        add(param_group)
+        return
+    group = dict(param_group)
+    kind = group.pop(CLASS_KEY)
+    part = inner
+    if not isinstance(inner, MixedOptimizer) or kind is not inner.mixture.default:
+        name = check_class_of_group(kind, len(exposed.param_groups))
+        known = inner.mixture.classes if isinstance(inner, MixedOptimizer) else {name_of(type(inner)): type(inner)}
+        if known.get(name) is not kind:
+            raise TypeError(
+                f"Expected {CLASS_KEY} of an added group to be one that this optimizer was built with, "
+                f"{type(inner).__name__}, got {name}. Build the optimizer with a group of each class. [ZERO-101]"
+            )
+        if isinstance(inner, MixedOptimizer):
+            group[CLASS_KEY], part = name, inner.parts[name]
+    defaults = exposed.defaults
+    exposed.defaults = part.defaults
+    try:
+        add(group)
+    finally:
+        exposed.defaults = defaults
+
+
+def check_class_of_group(kind: object, place: int) -> str:
+    """The name of a group's class; TypeError if it is not one."""
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(
+            f"Expected {CLASS_KEY} of parameter group {place} to be a torch.optim.Optimizer class, got {kind!r:.80}. "
+            "Options of the class are options of the group. [ZERO-101]"
+        )
+    return name_of(kind)
+
+
+def _short(optimizer_class: object) -> str:
+    return getattr(optimizer_class, "__name__", repr(optimizer_class))
