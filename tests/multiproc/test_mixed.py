@@ -16,6 +16,7 @@ from ddp_zero.core.local.mixed import name_of
 from ddp_zero.core.plan.ownership import is_cut
 from ddp_zero.core.plan.weighted import cost_loads
 from ddp_zero.options import PartitionName
+from tests.internals import owners_of, plan_of
 from tests.multiproc.cases import ToyAdam8bit, assert_equal_models, assert_identical, sum_in_rank_order
 from tests.multiproc.harness import Cases, Setup, run_ranks
 
@@ -113,7 +114,7 @@ def assert_moved(model: nn.Module) -> None:
 
 def owned_by_several(opt: ZeroRedundancyOptimizer) -> set[int]:
     """Indices of parameters that are cut."""
-    return {index for index, pieces in enumerate(opt._engine.sharded.binding.pieces) if is_cut(pieces)}
+    return {index for index, pieces in enumerate(plan_of(opt).pieces) if is_cut(pieces)}
 
 
 def assert_same_state(setup: Setup, opt: ZeroRedundancyOptimizer, pair: Pair) -> None:
@@ -222,8 +223,8 @@ def _costs_decide_owners_within_the_limit_on_bytes(setup: Setup) -> None:
     found = {}
     for cost in ("auto", "bytes", by_rows):
         opt = ZeroRedundancyOptimizer(groups_of(language()), AdamW, lr=3e-3, cost=cost, max_byte_imbalance=4.0)
-        plan = opt._engine.sharded.plan
-        found[cost if isinstance(cost, str) else "rows"] = opt._engine.sharded.binding.owners, cost_loads(plan)
+        plan = plan_of(opt)
+        found[cost if isinstance(cost, str) else "rows"] = owners_of(opt), cost_loads(plan)
         costs = [spec.cost for spec in plan.specs]
         expected = [by_rows(param, {}) * 2**16 for group in opt.param_groups for param in group["params"]]
         assert cost != by_rows or costs == expected

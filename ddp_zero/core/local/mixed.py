@@ -213,7 +213,7 @@ class MixedOptimizer(Optimizer):
 
 def _for_constructor(kind: Callable[..., Optimizer], groups: Sequence[ParamGroup]) -> dict[str, Any]:
     """Options that all groups of a class share, as its constructor takes them: some classes keep them to themselves."""
-    known = [name for name in _parameters(kind) if all(name in group for group in groups)]
+    known = [name for name in _keywords_of(kind) if all(name in group for group in groups)]
     shared = {name: [group[name] for group in groups] for name in known}
     return {name: found[0] for name, found in shared.items() if all(_is_same(one, found[0]) for one in found)}
 
@@ -222,7 +222,7 @@ def _check_taken(
     kind: Callable[..., Optimizer], groups: Sequence[ParamGroup], part: Optimizer, options: Mapping[str, Any]
 ) -> None:
     """Check that the class reads options from groups where these differ; TypeError if not."""
-    for name in _parameters(kind):
+    for name in _keywords_of(kind):
         if name not in options and name not in part.defaults and any(name in group for group in groups):
             raise TypeError(
                 f"Expected {name!r} to be the same in all groups of {_short(kind)}, which takes it for all of its "
@@ -230,7 +230,7 @@ def _check_taken(
             )
 
 
-def _parameters(kind: Callable[..., Optimizer]) -> list[str]:
+def _keywords_of(kind: Callable[..., Optimizer]) -> list[str]:
     found = inspect.signature(kind).parameters.values()
     return [one.name for one in found if one.kind is not one.VAR_KEYWORD and one.name != "params"]
 
