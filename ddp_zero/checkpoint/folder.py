@@ -98,10 +98,9 @@ def start(root: Path, step: int) -> str:
 def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
     """Mark a hidden folder as complete, rename it to its visible name, and keep the newest ``keep`` (None: all)."""
     root = unfinished.parent
-    line = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marker)})
     # the marker last, then its folder, then the rename, each on disk before the next: at any crash the checkpoint is
     # complete or invisible
-    write_text(unfinished / MARKER, f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n")
+    write_text(unfinished / MARKER, marker_text(marker))
     sync_folder(unfinished)
     matches = [match for path in root.iterdir() if (match := _NAME.fullmatch(path.name))]
     again = 1 + max((int(match[2] or 0) for match in matches if int(match[1]) == marker.step), default=-1)
@@ -113,6 +112,12 @@ def publish(unfinished: Path, marker: Marker, keep: int | None) -> Path:
     for path in others[: max(0, len(others) - keep + 1)] if keep is not None else []:
         _remove(path)
     return root / name
+
+
+def marker_text(marker: Marker) -> str:
+    """The contents of the file `MARKER`."""
+    line = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(marker)})
+    return f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -41,20 +41,29 @@ def _group(model: nn.Module, optimizer: Optimizer | None) -> ProcessGroup | None
     return sharded if group is None else group
 
 
-def declared(
-    agreement: Agreement, model: nn.Module, optimizer: Optimizer | None, is_save: bool = False
+def views_of(
+    model: nn.Module, optimizer: Optimizer | None
 ) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
-    """Views of model and optimizer, declared to be the same on every rank; names, shapes, dtypes and classes.
-
-    With a `ParallelOptimizer` names differ between ranks: the third value states this rank's.
-    """
+    """Views of model and optimizer; with a `ParallelOptimizer`, of this rank's part, and a statement of it."""
     state = None if optimizer is None else state_of(optimizer)
-    kind = "none" if state is None else f"{type(state).__name__} of {class_name(state.inner)}"
-    agreement.declare("optimizer", kind)
     if isinstance(state, ParallelState):
         part = state.part_of(model)
         return part, state, state.statement(part)
-    live = LiveModel(model)
+    return LiveModel(model), state, None
+
+
+def declared(
+    agreement: Agreement, model: nn.Module, optimizer: Optimizer | None, is_save: bool = False
+) -> tuple[LiveModel, OptimizerState | None, Statement | None]:
+    """`views_of`, declared to be the same on every rank; names, shapes, dtypes and classes.
+
+    With a `ParallelOptimizer` names differ between ranks: the third value states this rank's.
+    """
+    live, state, statement = views_of(model, optimizer)
+    kind = "none" if state is None else f"{type(state).__name__} of {class_name(state.inner)}"
+    agreement.declare("optimizer", kind)
+    if statement is not None:
+        return live, state, statement
     values = repr(sorted(live.values().items()))
     agreement.declare("names, shapes and dtypes in the model", hashlib.sha256(values.encode()).hexdigest())
     if is_save:

@@ -296,25 +296,26 @@ def _logged(job: SaveJob, peers: Peers) -> Path:
 
 
 _alone = Writer()
-_writers: "weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[tuple[int, ...], ...], Writer]]"
+_writers: "weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[str, tuple[tuple[int, ...], ...]], Writer]]"
 # weak: a writer lives as long as its process group, whose destruction ends its connections
 _writers = weakref.WeakKeyDictionary()
 atexit.register(_writers.clear)  # Gloo's threads would race with the end of the interpreter, seen as SIGABRT
 
 
-def writer_of(groups: Sequence[ProcessGroup]) -> Writer:
+def writer_of(groups: Sequence[ProcessGroup], use: str = "checkpoint") -> Writer:
     """The writer of all ranks of a grid, given this rank's group along each dimension; of one process if none.
 
-    The first call is a collective of all ranks of the grid.
+    The first call for a use is a collective of all ranks of the grid. Writers of different uses have connections of
+    their own, so that a save in the background and a snapshot do not mix.
     """
     if not groups:
         return _alone
     # kept per grid: building the control group is a collective, and ranks enter it in the same save or load
     known = _writers.setdefault(groups[0], {})
     ranks = tuple(tuple(get_process_group_ranks(group)) for group in groups)
-    if ranks not in known:
-        known[ranks] = Writer(*groups)
-    return known[ranks]
+    if (use, ranks) not in known:
+        known[use, ranks] = Writer(*groups)
+    return known[use, ranks]
 
 
 def finish_all() -> None:

@@ -54,6 +54,9 @@ HAZARDS = (
     "launch/guard.py",
     "parallel/gradients.py",
     "parallel/joint_decision.py",
+    "snapshots/copies.py",
+    "snapshots/memory_files.py",
+    "snapshots/snapshots.py",
     "tools/record/flight.py",
     "tools/record/recorder.py",
 )

@@ -32,6 +32,7 @@ INTERNAL = {
         [f"core/state/connections.py:{name}" for name in ("call", "receive_frame", "decode_frame")],
         "an error of a connection, which `gather` turns into a message that names the rank",
     ),
+    "snapshots/copies.py:_check_not_refused": "an answer of a peer, which goes into a warning, or a note of a load",
     **dict.fromkeys(
         [
             f"checkpoint/foreign/torch_file.py:{name}"

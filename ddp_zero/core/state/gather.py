@@ -169,7 +169,7 @@ class OnDemand:
         self._time_out = comm.time_out.total_seconds()
         peers: list[Address] = []
         self._stay = Stay(peers, self._time_out)  # before anybody can ask
-        mine = listen(self, _store_host(comm), self._time_out).encode()
+        mine = listen(self, store_host(comm), self._time_out).encode()
         block = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         assert len(block) == BLOCK_BYTES, "as many bytes on every rank"
         self._addresses = [Address.decode(bytes(one.tolist())) for one in comm.all_gather_tensor(block)]
@@ -320,7 +320,8 @@ class OnDemand:
         )
 
 
-def _store_host(comm: Communicator) -> str | None:
+def store_host(comm: Communicator) -> str | None:
+    """The host of the job's store; None if it has none."""
     try:
         store = store_of(comm.process_group)
     except RuntimeError:  # a backend without a store

@@ -74,6 +74,7 @@ class Stats:
             "total_received_bytes": totals["received"],
             "buckets": len(sharded.plan.buckets),
             "imbalance": imbalance(sharded.plan),
+            **recorder.snapshots,
             "grad_norm": self._norm.read(None if record is None else record.norm),
         }
         return numbers | self._memory()

@@ -1,0 +1,171 @@
+"""Files of a memory-backed folder: private, within a limit, and written in place through a mapping.
+
+A write through a mapping to a file system that is full kills the process (SIGBUS). So room is allocated first, which
+fails with an error instead, and only after the limit, the file system, the host and the control group have been found
+to have it.
+"""
+
+import fcntl
+import mmap
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ddp_zero.snapshots.seals import Seal, names_of_part, write_privately
+
+_LOCK = ".lock"
+_SPARE = 0.05
+"""Share of the file system and of the host's memory that is left free."""
+_CGROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+class NoRoomError(RuntimeError):
+    """A file would exceed the limit, or the memory of the host."""
+
+
+def private_folder(path: Path) -> None:
+    """Create a folder that this user alone can enter, or check that it is one.
+
+    Raises:
+        PermissionError: if it is not a folder, belongs to a different user, or others can enter it: in ``/dev/shm``
+            anybody may have created it first.
+    """
+    with suppress(FileExistsError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f"Expected {path} to be a folder of user {os.geteuid()} that nobody else can enter, got mode "
+            f"{stat.filemode(found.st_mode)} of user {found.st_uid}. Remove it, or give a different folder=. [ZERO-642]"
+        )
+
+
+class Budget:
+    """The memory that files below a folder may take, together for all ranks of a host.
+
+    Args:
+        root: the folder.
+        limit: number of bytes; None for all that the file system and the host have, apart from a spare 5%.
+    """
+
+    def __init__(self, root: Path, limit: int | None) -> None:
+        self.root = root
+        self._limit = limit
+
+    @contextmanager
+    def room(self, growth: int) -> Iterator[None]:
+        """Let the block allocate so many more bytes. Raises NoRoomError before it, if there is no room."""
+        # one rank of the host at a time: each would find the same room free
+        with os.fdopen(os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._check(growth)
+            yield
+
+    def _check(self, growth: int) -> None:
+        if self._limit is not None and (used := bytes_in(self.root)) + growth > self._limit:
+            raise NoRoomError(
+                f"Expected snapshots in {self.root} to stay within limit={self._limit} bytes, got {used + growth}. "
+                "Raise limit=, or train without snapshots. [ZERO-643]"
+            )
+        for name, free in _free_bytes(self.root):
+            if growth > free:
+                raise NoRoomError(
+                    f"Expected room for {growth} more bytes in {self.root}, got {max(0, free)} of {name}. Raise the "
+                    "size of the file system (--shm-size in a container), or train without snapshots. [ZERO-643]"
+                )
+
+
+def bytes_in(root: Path) -> int:
+    """Memory of all files below a folder, each once."""
+    sizes = {}
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with suppress(OSError):  # other ranks of the host write here as well
+                found = os.lstat(os.path.join(folder, name))
+                sizes[found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())
+
+
+def _free_bytes(root: Path) -> Iterator[tuple[str, int]]:
+    """Names of limits, and the bytes that each leaves."""
+    system = os.statvfs(root)
+    yield "the file system", int((system.f_bavail - _SPARE * system.f_blocks) * system.f_frsize)
+    with suppress(OSError, ValueError):
+        text = Path("/proc/meminfo").read_text()
+        total, available = (int(re.findall(rf"^{name}:\s+(\d+) kB", text, re.M)[0]) for name in _MEMINFO)
+        yield "the host's memory", int(available - _SPARE * total) * 1024
+    for folder, most, used, inactive in _CGROUPS:
+        with suppress(OSError, ValueError, IndexError):
+            limit = int(Path(folder, most).read_text())  # "max" in one without limit
+            idle = int(re.findall(rf"^{inactive} (\d+)$", Path(folder, "memory.stat").read_text(), re.M)[0])
+            yield "the control group", int(limit * (1 - _SPARE)) - int(Path(folder, used).read_text()) + idle
+
+
+_MEMINFO = ("MemTotal", "MemAvailable")
+
+
+class PartFile:
+    """One part that is written in place, again and again: its files keep their memory from snapshot to snapshot.
+
+    Args:
+        folder: the folder, created when needed.
+        rank: the rank whose part it is.
+        budget: the limit.
+    """
+
+    def __init__(self, folder: Path, rank: int, budget: Budget) -> None:
+        self._folder, self._rank, self._budget = folder, rank, budget
+        self._tensors, self._part, self._seal = (folder / name for name in names_of_part(rank))
+        self._mapping: mmap.mmap | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file of tensors."""
+        return self._tensors
+
+    def begin(self, nbytes: int) -> memoryview:
+        """Break the seal, and return memory of so many bytes for the tensors. Raises NoRoomError or OSError."""
+        # the seal first: a process that is killed in the middle of the copy must not leave a sealed mixture behind
+        for path in (self._seal, self._part):
+            path.unlink(missing_ok=True)
+        size = max(1, nbytes)  # an empty file has no mapping
+        if self._mapping is None or len(self._mapping) != size or not self._tensors.exists():
+            self._mapping = None
+            self._mapping = self._mapped(size)
+        return memoryview(self._mapping)[:nbytes]
+
+    def _mapped(self, size: int) -> mmap.mmap:
+        for folder in (self._folder.parent, self._folder):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        # a new file, never a shorter one: whoever still reads an old mapping would be killed beyond its new end, and an
+        # old file may have further names, in the folder of a restored snapshot
+        self._tensors.unlink(missing_ok=True)
+        descriptor = os.open(self._tensors, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with self._budget.room(size):
+                os.posix_fallocate(descriptor, 0, size)
+            return mmap.mmap(descriptor, size)
+        except BaseException:
+            self._tensors.unlink(missing_ok=True)  # gives back a partial allocation
+            raise
+        finally:
+            os.close(descriptor)
+
+    def complete(self, text: str, seal: Seal) -> None:
+        """Write the part's JSON and its seal. Raises OSError."""
+        write_privately(self._part, text)
+        # the last file: a part with a seal is complete
+        write_privately(self._seal, seal.as_text())
+
+    def discard(self) -> None:
+        """Remove the files."""
+        self._mapping = None
+        for path in (self._seal, self._part, self._tensors):
+            path.unlink(missing_ok=True)

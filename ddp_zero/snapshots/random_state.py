@@ -1,0 +1,52 @@
+"""The states of the random number generators that training scripts use, as plain values."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from ddp_zero.core.local.tree import Tree
+
+
+def random_states() -> Tree:
+    """States of Python's generator, torch's on the CPU and on the current accelerator, and NumPy's if it is in use."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    device = _accelerator()
+    if device is not None:
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tolist(), *(int(rest[0]), int(rest[1]), float(rest[2])))
+    return states
+
+
+def set_random_states(states: Any) -> None:
+    """Restore `random_states`; generators that are missing here or there keep their states.
+
+    Raises:
+        ValueError: if a state does not fit its generator.
+    """
+    try:
+        if "python" in states:
+            random.setstate(states["python"])
+        if "torch" in states:
+            torch.set_rng_state(states["torch"])
+        device = _accelerator()
+        if device is not None and device.type in states:
+            torch.get_device_module(device).set_rng_state(states[device.type])
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in states:
+            numpy.random.set_state(states["numpy"])
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        raise ValueError(f"Expected states of random number generators, got {error}. [ZERO-644]") from error
+
+
+def _accelerator() -> torch.device | None:
+    """The current accelerator, unless it is not in use yet: a state would initialise it."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return None
+    module = torch.get_device_module(device)
+    return device if getattr(module, "is_initialized", lambda: True)() else None

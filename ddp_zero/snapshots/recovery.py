@@ -1,0 +1,182 @@
+"""Putting a snapshot together after a restart: the ranks find the newest one that is whole somewhere, and complete it.
+
+1. Every host tells all others the seals of the parts in its folder.
+2. All ranks compute the same candidate, the complete snapshot of the highest step.
+3. Every host collects all of its parts in one folder: its own ones by links, which take no memory, the rest from the
+   hosts that have them. Each part is checked against its checksums once on every host, by one of its ranks.
+4. Parts that turned out to be damaged or out of reach are struck from the lists, and 2 begins again.
+
+The folder that is left is a checkpoint, and is loaded as one.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_zero.checkpoint.folder import MARKER, Marker, marker_text
+from ddp_zero.core.comm.groups import Peers
+from ddp_zero.core.state.connections import Address
+from ddp_zero.snapshots.copies import Keeper, fetch_part
+from ddp_zero.snapshots.memory_files import Budget, NoRoomError
+from ddp_zero.snapshots.placement import Candidate, newest_complete, source_of
+from ddp_zero.snapshots.seals import RESTORED, Seal, holdings, names_of_part, verify_part, write_privately
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of the ranks; here a host is a folder: ranks that see the same one share all that is in it.
+
+    Attributes:
+        places: for each rank, the name of its host.
+        rank: this rank.
+    """
+
+    places: Sequence[str]
+    rank: int
+
+    @property
+    def here(self) -> str:
+        """This rank's host."""
+        return self.places[self.rank]
+
+    def ranks_at(self, place: str) -> list[int]:
+        """The ranks of a host."""
+        return [rank for rank, one in enumerate(self.places) if one == place]
+
+    @property
+    def leads(self) -> bool:
+        """True on the first rank of each host."""
+        return self.ranks_at(self.here)[0] == self.rank
+
+    def is_mine(self, part: int) -> bool:
+        """True if this rank is the one of its host that collects a part."""
+        ranks = self.ranks_at(self.here)
+        return ranks[part % len(ranks)] == self.rank
+
+
+class Recovery:
+    """Collects the parts of a snapshot on every host. All methods are collectives.
+
+    Args:
+        peers: the ranks.
+        hosts: their hosts.
+        addresses: for each rank, the address of its keeper.
+        keeper: this rank's own.
+        root: the folder of the run on this host.
+        budget: its limit.
+        time_out: seconds for which a peer may make no progress.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        hosts: Hosts,
+        addresses: Sequence[Address],
+        keeper: Keeper,
+        root: Path,
+        budget: Budget,
+        time_out: float,
+    ) -> None:
+        self._peers, self._hosts, self._addresses, self._keeper = peers, hosts, addresses, keeper
+        self._root, self._budget, self._time_out = root, budget, time_out
+
+    def restore(self, least_step: int) -> tuple[Path | None, list[str]]:
+        """Collect the newest complete snapshot of at least ``least_step`` steps on every host.
+
+        Returns:
+            The folder, a checkpoint, or None; and a line for each newer snapshot, or part, that could not be used.
+        """
+        here: dict[Seal, list[Path]] = {}
+        for holding in holdings(self._root):
+            here.setdefault(holding.seal, []).append(holding.folder)
+        # on offer before the seals are told: peers may ask right after the gather
+        self._keeper.on_offer = {(seal.snapshot, seal.rank): folders[0] for seal, folders in here.items()}
+        offers = self._offers(here)
+        reasons: list[str] = []
+        while True:
+            candidate, incomplete = newest_complete(offers)
+            if candidate is None or candidate.step < least_step:
+                return None, reasons + incomplete
+            folder = self._root / f"{RESTORED}{candidate.name}"
+            problems = self._collect(candidate, here, folder)
+            if not problems:
+                if self._hosts.leads:
+                    marker = Marker(candidate.step, tuple(seal.part for seal in candidate.seals))
+                    write_privately(folder / MARKER, marker_text(marker))
+                self._peers.all_gather_ints([0])  # nobody reads the marker before it is there
+                return folder, reasons + incomplete
+            for place, rank, reason in problems:
+                reasons.append(f"snapshot of step {candidate.step}, part of rank {rank} on {place}: {reason}")
+                struck = [candidate.seals[rank]] if rank >= 0 else candidate.seals
+                for one in offers if rank < 0 else (place,):
+                    offers[one] = [seal for seal in offers[one] if seal not in struck]
+
+    def _offers(self, here: Mapping[Seal, Sequence[Path]]) -> dict[str, list[Seal]]:
+        mine = [seal.as_text() for seal in here] if self._hosts.leads else []
+        told = self._peers.all_gather_text(json.dumps(mine))
+        offers: dict[str, list[Seal]] = {}
+        for rank, text in enumerate(told):
+            seals = [Seal.of_text(one, f"the list of rank {rank}") for one in json.loads(text)]
+            offers.setdefault(self._hosts.places[rank], []).extend(seals)
+        return offers
+
+    def _collect(
+        self, candidate: Candidate, here: Mapping[Seal, Sequence[Path]], folder: Path
+    ) -> list[tuple[str, int, str]]:
+        """Collect this rank's share of the parts; returns the problems of all ranks, as place, part and reason."""
+        hosts, problems = self._hosts, []
+        for rank, seal in enumerate(candidate.seals):
+            if not hosts.is_mine(rank):
+                continue
+            source = source_of(candidate, rank, hosts.here)
+            try:
+                if source == hosts.here:
+                    _link_part(here[seal], folder, seal)
+                else:
+                    fetch_part(self._address_at(source, rank), self._time_out, seal, folder, self._budget)
+            except NoRoomError as error:
+                problems.append((hosts.here, -1, str(error)))  # no other source would help
+            except (OSError, EOFError, ValueError, KeyError) as error:
+                _unlink_part(folder, seal)
+                problems.append((source, rank, f"{error}"))
+        told = self._peers.all_gather_text(json.dumps(problems))
+        return [(place, rank, reason) for text in told for place, rank, reason in json.loads(text)]
+
+    def _address_at(self, place: str, part: int) -> Address:
+        ranks = self._hosts.ranks_at(place)
+        return self._addresses[ranks[part % len(ranks)]]
+
+
+def remove_all_but(kept: Path | None, root: Path, peers: Peers, hosts: Hosts) -> None:
+    """Remove all snapshots but one: from here on they belong to a past that training does not share. A collective."""
+    peers.all_gather_ints([0])  # every rank has read all that it needs
+    if hosts.leads:
+        for path in root.iterdir():
+            if path.is_dir() and path != kept:
+                shutil.rmtree(path, ignore_errors=True)
+    peers.all_gather_ints([0])  # nobody writes a new snapshot before
+
+
+def _link_part(sources: Sequence[Path], folder: Path, seal: Seal) -> None:
+    """Link the first whole part of several; raises ValueError or OSError if none is whole."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for number, source in enumerate(sources, start=1):
+        try:
+            for name in names_of_part(seal.rank) if source != folder else ():
+                (folder / name).unlink(missing_ok=True)
+                os.link(source / name, folder / name, follow_symlinks=False)
+            verify_part(folder, seal)
+            return
+        except (OSError, ValueError):
+            if number == len(sources):
+                raise
+
+
+def _unlink_part(folder: Path, seal: Seal) -> None:
+    for name in reversed(names_of_part(seal.rank)):
+        with suppress(OSError):
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,157 @@
+"""Sealed parts: each rank's part of a snapshot in a folder, and the few facts that say which snapshot it belongs to.
+
+A part is as in a checkpoint, `ddp_zero.checkpoint.folder`: a JSON file with the tree of values, and a file of tensors,
+here without archives around them. The *seal*, written last, names the snapshot, its step and its number of ranks, and
+holds the SHA-256 of the JSON, which holds that of every tensor. A part without a seal is unfinished. The parts of all
+ranks with seals of one snapshot are a complete checkpoint, wherever they lie.
+
+Files may be damaged or hostile: everything is checked before use, and nothing is unpickled.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from ddp_zero.checkpoint.folder import decode_part, part_name, read_text, stored_in, tensor_file_name
+from ddp_zero.checkpoint.tensor_file import verify
+from ddp_zero.core.comm.tracing import logger
+from ddp_zero.error_codes import coded
+from ddp_zero.tools.record.regular_files import open_regular
+
+SLOTS = ("a", "b")
+"""Names of a rank's two folders: the last complete snapshot is in one while the next is written to the other."""
+
+RESTORED = "restored-"
+"""Beginning of the name of a folder with all parts of the snapshot that a job has been restored from."""
+
+_FORMAT, _VERSION = "ddp_zero snapshot", 1
+_RANK_FOLDER = re.compile(r"rank-[0-9]{5,9}")
+_SEAL = re.compile(r"seal-([0-9]{1,9})\.json")
+_SNAPSHOT = re.compile(r"[0-9a-f]{32}-[0-9]{1,18}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 1 << 62
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Facts about one rank's complete part of a snapshot."""
+
+    snapshot: str  # name of the snapshot, the same on all of its ranks and never used again
+    step: int  # number of steps that the training had done
+    world_size: int  # number of ranks that make up the snapshot
+    rank: int  # the rank whose part it is
+    part: str  # SHA-256 of the part's JSON
+    nbytes: int  # least size of the file of tensors
+
+    def as_text(self) -> str:
+        """The seal as a line of JSON, below its SHA-256."""
+        line = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)})
+        return f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n"
+
+    @classmethod
+    def of_text(cls, text: str, shown: object) -> "Seal":
+        """The inverse of `as_text`; ValueError naming ``shown`` if the text is damaged or of a different format."""
+        digest, _, rest = text.partition("\n")
+        line = rest.rstrip("\n")
+        if hashlib.sha256(line.encode()).hexdigest() != digest:
+            raise ValueError(f"The seal does not fit its checksum: {shown}. [ZERO-644]")
+        try:
+            content = json.loads(line)
+            known = (content.pop("format"), content.pop("version"))
+            seal = cls(**content)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"Expected the seal of a part in {shown}, got {error!r:.200}. [ZERO-644]") from error
+        numbers = [getattr(seal, one.name) for one in fields(cls) if one.type is int]
+        is_sound = all(type(number) is int and 0 <= number < _LARGEST for number in numbers)
+        is_sound = is_sound and all(type(one) is str for one in (seal.snapshot, seal.part))
+        if (
+            known != (_FORMAT, _VERSION)
+            or not is_sound
+            or not (_SNAPSHOT.fullmatch(seal.snapshot) and _DIGEST.fullmatch(seal.part))
+            or not seal.rank < seal.world_size
+        ):
+            raise ValueError(f"Expected the seal of a part in {shown}, got {line:.200}. [ZERO-644]")
+        return seal
+
+
+def seal_name(rank: int) -> str:
+    """File name of a rank's seal."""
+    return f"seal-{rank}.json"
+
+
+def names_of_part(rank: int) -> tuple[str, str, str]:
+    """File names of a part: tensors, JSON, seal; a part is complete when the last one is there."""
+    return tensor_file_name(rank), part_name(rank), seal_name(rank)
+
+
+def rank_folder(root: Path, rank: int) -> Path:
+    """The folder in which a rank keeps its own parts, and copies of parts of other ranks."""
+    return root / f"rank-{rank:05d}"
+
+
+def write_privately(path: Path, text: str) -> None:
+    """Write a text that appears whole or not at all, readable by this user alone."""
+    unfinished = path.with_name(f".{path.name}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
+    with os.fdopen(os.open(unfinished, flags, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    unfinished.replace(path)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A sealed part in a folder of this host."""
+
+    seal: Seal
+    folder: Path
+
+
+def holdings(root: Path) -> Iterator[Holding]:
+    """Every sealed part below the folder of a run; parts with damaged seals are left out, with a line in the log."""
+    above = _folders_in(root)
+    slots = [slot for one in above if _RANK_FOLDER.fullmatch(one.name) for slot in _folders_in(one)]
+    for folder in [*slots, *(one for one in above if one.name.startswith(RESTORED))]:
+        for path in sorted(folder.iterdir()):
+            match = _SEAL.fullmatch(path.name)
+            if match is None:
+                continue
+            try:
+                yield Holding(_seal_in(folder, int(match[1])), folder)
+            except ValueError as error:
+                logger.warning("a part of a snapshot is left out: %s", error)
+
+
+def _folders_in(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def _seal_in(folder: Path, rank: int) -> Seal:
+    path = folder / seal_name(rank)
+    seal = Seal.of_text(read_text(path), path)
+    if seal.rank != rank:
+        raise ValueError(f"Expected the seal of rank {rank}, got the seal of rank {seal.rank}: {path}. [ZERO-644]")
+    tensors = folder / tensor_file_name(rank)
+    with open_regular(tensors) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size < seal.nbytes:
+        raise ValueError(f"Expected at least {seal.nbytes} bytes, got {size} in {tensors}. [ZERO-644]")
+    return seal
+
+
+def verify_part(folder: Path, seal: Seal) -> None:
+    """Check a part against its seal, and all its tensors against their checksums; ValueError if anything differs."""
+    path = folder / part_name(seal.rank)
+    try:
+        tree = decode_part(read_text(path), seal.part, path)
+        stored = stored_in(tree)
+        own = tensor_file_name(seal.rank)
+        if any(one.span.file != own or one.span.offset + one.nbytes > seal.nbytes for one in stored):
+            raise ValueError(f"Expected tensors within {seal.nbytes} bytes of {own}: {path}. [ZERO-644]")
+        verify(folder, stored)
+    except ValueError as error:
+        message = f"Expected the part of rank {seal.rank} of snapshot {seal.snapshot} to be whole, got: {error}"
+        raise ValueError(coded(message, "[ZERO-644]")) from error

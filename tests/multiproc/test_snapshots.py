@@ -1,0 +1,640 @@
+"""Snapshots: a job that is interrupted goes on with the bits of one that was not, whatever was lost.
+
+An interruption is a new model, optimizer and `Snapshots` on the same folder; processes that are killed are in
+`tests/multiproc/test_snapshots_killed.py`. Hosts are folders here: each rank has the folder of its host.
+"""
+
+import gc
+import logging
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from ddp_zero import DynamicLossScale, Offload, ZeroRedundancyOptimizer, checkpoint, shard_optimizer
+from ddp_zero.checkpoint import Loaded
+from ddp_zero.checkpoint.folder import MARKER, Marker, marker_text
+from ddp_zero.core.comm.control_group import ControlGroup
+from ddp_zero.snapshots import Snapshots
+from ddp_zero.snapshots.copies import send_copy
+from ddp_zero.snapshots.memory_files import bytes_in
+from ddp_zero.snapshots.own_part import Staged
+from ddp_zero.snapshots.seals import Seal, holdings, names_of_part, rank_folder
+from tests.multiproc.cases import assert_identical
+from tests.multiproc.harness import Cases, Setup, run_ranks
+from tests.multiproc.test_checkpoint import everything
+from tests.multiproc.test_parallel_state import Spread
+
+case = Cases(group_timeout=30)
+OPTIONS: dict[str, Any] = {"lr": 1e-2}
+EVERY = 2
+
+
+class Loader:
+    """Draws batches; has a state of its own, different on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._generator = torch.Generator().manual_seed(rank)
+
+    def draw(self) -> torch.Tensor:
+        return torch.randn(4, 6, generator=self._generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+
+
+@dataclass
+class Job:
+    """A training with dropout, a scheduler and a loader, and its snapshots."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: StepLR
+    loader: Loader
+    snapshots: Snapshots
+    loaded: Loaded | None = None
+
+    def train(self, until: int, waits: bool = True) -> None:
+        """Train until so many steps were done; by default, every snapshot is done before the next step."""
+        while self.snapshots.steps < until:
+            self.optimizer.zero_grad()
+            inputs = torch.nn.functional.dropout(self.loader.draw(), 0.2)
+            loss = self.model(inputs).square().mean() * (1 + random.random())
+            scaled = isinstance(self.optimizer, ZeroRedundancyOptimizer) and self.optimizer.loss_scale is not None
+            (self.optimizer.scale(loss) if scaled else loss).backward()  # type: ignore[attr-defined]
+            self.optimizer.step()
+            self.scheduler.step()
+            self.snapshots.step()
+            if waits:
+                self.snapshots.wait()
+
+    def state(self) -> Any:
+        """All that must be equal."""
+        values, states, groups = everything(self.model, self.optimizer)
+        options = [sorted(group.items()) for group in groups]
+        return values, states, options, self.scheduler.state_dict(), torch.rand(1), random.random()
+
+
+Build = Callable[[], tuple[nn.Module, Optimizer]]
+
+
+def sharded(stage: int = 2, seed: int = 0, **options: Any) -> tuple[nn.Module, Optimizer]:
+    """A small model and its sharded optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
+    return ddp, shard_optimizer(ddp, options.pop("build", AdamW), stage=stage, **{**OPTIONS, **options})
+
+
+def plain(seed: int = 0) -> tuple[nn.Module, Optimizer]:
+    """DDP with an unsharded optimizer."""
+    torch.manual_seed(seed)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)))
+    return ddp, AdamW(ddp.parameters(), **OPTIONS)
+
+
+def low_precision(seed: int = 0) -> tuple[nn.Module, Optimizer]:
+    """bf16 with masters."""
+    torch.manual_seed(seed)
+    model = Rounded(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16())
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
+    return ddp, shard_optimizer(ddp, AdamW, stage=2, master_weights=True, **OPTIONS)
+
+
+class Rounded(nn.Module):
+    """Takes fp32 inputs into a model of bf16."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(inputs.bfloat16()).float()
+        return out
+
+
+def job(setup: Setup, folder: Path, build: Build, **options: Any) -> Job:
+    """Start a job, or go on with one."""
+    model, optimizer = build()
+    scheduler, loader = StepLR(optimizer, 3, gamma=0.5), Loader(setup.rank)
+    options = {"every": EVERY, "extra": {"scheduler": scheduler}, "rank_extra": {"loader": loader}, **options}
+    found = Job(model, optimizer, scheduler, loader, Snapshots(model, optimizer, folder=folder, **options))
+    torch.manual_seed(setup.rank)
+    random.seed(setup.rank)
+    found.loaded = found.snapshots.load()
+    return found
+
+
+def interrupted(setup: Setup, build: Build, folder: Path, at: int, until: int, **options: Any) -> tuple[Job, Any]:
+    """A job that was interrupted after ``at`` steps and goes on, and the state of an unbroken one."""
+    unbroken = job(setup, folder / "unbroken", build, **options)
+    unbroken.train(until)
+    expected = unbroken.state()
+    first = job(setup, folder / "broken", build, **options)
+    first.train(at)
+    assert first.snapshots.wait()
+    dist.barrier()
+    del first
+    gc.collect()
+    second = job(setup, folder / "broken", lambda: build_differently(build), **options)
+    return second, expected
+
+
+def build_differently(build: Build) -> tuple[nn.Module, Optimizer]:
+    """The same shapes with different values: loading must replace them all."""
+    model, optimizer = build()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(float("nan"))
+    return model, optimizer
+
+
+def step_of(found: Job) -> int:
+    """The step from which the job went on."""
+    assert found.loaded is not None
+    return found.loaded.step
+
+
+MODES: dict[str, Build] = {
+    "stage 1": lambda: sharded(1),
+    "stage 1, standalone": lambda: sharded(1, overlap=False),
+    "stage 2": sharded,
+    "stage 2, sync in forward": lambda: sharded(sync="forward"),
+    "stage 2, cut": lambda: sharded(partition="elements"),
+    "stage 2, clipped": lambda: sharded(max_grad_norm=0.1),
+    "stage 2, loss scale": lambda: sharded(loss_scale=DynamicLossScale(initial=8.0, growth_interval=2)),
+    "stage 2, offloaded": lambda: sharded(offload=Offload("cpu")),
+    "stage 1, SGD without state": lambda: sharded(1, build=SGD),
+    "bf16, masters": low_precision,
+    "unsharded": plain,
+}
+
+
+# Every mode
+
+
+@case(1, 2, 3)
+def _every_mode_goes_on_bit_equal(setup: Setup) -> None:
+    for number, (name, build) in enumerate(MODES.items()):
+        if setup.world_size == 3 and name not in ("stage 2", "stage 2, cut"):
+            continue
+        second, expected = interrupted(setup, build, setup.folder / str(number), at=5, until=9)
+        assert step_of(second) == 4, name
+        second.train(9)
+        assert_identical(expected, second.state(), name)
+        second.snapshots.close()
+
+
+@case(4)
+def _experts_on_different_ranks_go_on_bit_equal(setup: Setup) -> None:
+    values: dict[str, Any] = {}
+    for name, stops in (("unbroken", [7]), ("broken", [5, 7])):
+        for stop in stops:
+            found = Spread(setup, 2, stage=2)
+            taken = Snapshots(found.ddp, found.opt, folder=setup.folder / name, every=2)
+            loaded = taken.load()
+            assert (None if loaded is None else loaded.step) == (4 if name == "broken" and stop == 7 else None)
+            while taken.steps < stop:
+                found.train(setup.rank, taken.steps, steps=1)
+                taken.step()
+                taken.wait()
+            dist.barrier()
+        values[name] = found.model.state_dict(), found.opt.members[0].stats()["snapshot_step"]
+    assert_identical(values["unbroken"], values["broken"], "experts")
+
+
+# Another number of ranks
+
+
+def _leave_a_snapshot(setup: Setup, folder: str) -> None:
+    found = job(setup, Path(folder), sharded)
+    found.train(5)
+    found.snapshots.close(keep=True)
+
+
+def _go_on(setup: Setup, folder: str) -> Any:
+    found = job(setup, Path(folder), lambda: sharded(1, seed=5))
+    assert step_of(found) == 4
+    assert found.loaded is not None
+    assert found.scheduler.last_epoch == 4
+    assert found.loaded.rank_extra is None
+    assert any("number of ranks has changed" in note for note in found.loaded.notes)
+    values = [param.tolist() for param in found.model.parameters()]
+    found.train(6)
+    found.snapshots.close()
+    return values
+
+
+@pytest.mark.parametrize("ranks", [(3, 2), (2, 3), (2, 1)])
+def test_a_different_number_of_ranks_goes_on(ranks: tuple[int, int], tmp_path: Path) -> None:
+    before, after = ranks
+    run_ranks(_leave_a_snapshot, before, str(tmp_path / "run"))
+    saved = _snapshot_values(tmp_path / "run")
+    for values in run_ranks(_go_on, after, str(tmp_path / "run")):
+        assert values == saved
+
+
+def _snapshot_values(root: Path) -> list[Any]:
+    """Parameters of the newest snapshot, read from the files by a checkpoint's loader in this process."""
+    newest = max(holding.seal.step for holding in holdings(root))
+    found = {holding.seal: holding.folder for holding in holdings(root) if holding.seal.step == newest}
+    whole = root.parent / "whole"
+    whole.mkdir()
+    for seal, folder in found.items():
+        for name in names_of_part(seal.rank):
+            shutil.copy(folder / name, whole / name)
+    marker = Marker(newest, tuple(seal.part for seal in sorted(found, key=lambda seal: seal.rank)))
+    (whole / MARKER).write_text(marker_text(marker))
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    checkpoint.load(whole, model)
+    return [param.tolist() for param in model.parameters()]
+
+
+# Hosts that are lost
+
+
+@contextmanager
+def on_host(number: int) -> Iterator[None]:
+    """This rank is on a host of this number, as torchrun tells it."""
+    with mock.patch.dict(os.environ, {"GROUP_RANK": str(number)}):
+        yield
+
+
+@case(4)
+def _a_host_that_is_lost_is_restored_from_its_copies(setup: Setup) -> None:
+    host = setup.rank // 2
+    root = setup.folder / f"host-{host}"
+    with on_host(host):
+        first = job(setup, root, sharded)
+        first.train(5)
+        assert first.snapshots.wait()
+        dist.barrier()
+        if setup.rank == 0:
+            assert len(list((setup.folder / "host-0").glob("rank-*/*/seal-*.json"))) == 8, "two slots, four parts"
+            shutil.rmtree(setup.folder / "host-1")
+        dist.barrier()
+        del first
+        gc.collect()
+        second = job(setup, root, lambda: build_differently(sharded))
+        assert step_of(second) == 4
+        assert len(list(setup.folder.glob("host-1/restored-*/seal-*.json"))) == 4
+        second.train(9)
+        state = second.state()
+        unbroken = job(setup, setup.folder / f"other-{host}", sharded)
+        unbroken.train(9)
+        assert_identical(unbroken.state(), state, "after the loss of a host")
+        dist.barrier()
+        assert list(setup.folder.glob("host-*/restored-*")) == [], "given up when a new snapshot was complete"
+
+
+@case(3)
+def _two_hosts_lost_at_once_need_two_copies_or_a_checkpoint(setup: Setup) -> None:
+    root = setup.folder / f"host-{setup.rank}"
+    for copies, expected in ((2, 4), (1, 3)):
+        with on_host(setup.rank):
+            first = job(setup, root, sharded, copies=copies, fallback=setup.folder / "disk")
+            first.train(3)
+            first.snapshots.save()
+            first.train(5)
+            assert first.snapshots.wait()
+            dist.barrier()
+            if setup.rank != 1:
+                shutil.rmtree(root)
+            dist.barrier()
+            del first
+            gc.collect()
+            second = job(setup, root, sharded, copies=copies, fallback=setup.folder / "disk")
+            assert step_of(second) == expected
+            assert second.loaded is not None
+            kind = "snapshot" if expected == 4 else "checkpoint"
+            assert f"step {expected} is restored from the {kind}" in second.loaded.notes[0]
+            told = [note for note in second.loaded.notes if "step 4: no part of rank" in note]
+            assert len(told) == (0 if expected == 4 else 1)
+            second.train(6)
+            state = second.state()
+            unbroken = job(setup, setup.folder / f"unbroken-{copies}-{setup.rank}", sharded, copies=copies)
+            unbroken.train(6)
+            assert_identical(unbroken.state(), state, f"{copies} copies")
+            second.snapshots.close()
+            unbroken.snapshots.close()
+        dist.barrier()
+        if setup.rank == 0:
+            shutil.rmtree(setup.folder / "disk")
+        dist.barrier()
+
+
+# Damaged and hostile files
+
+
+def _flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 16
+    path.unlink()
+    path.write_bytes(raw)
+
+
+def _replace(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a bit of a tensor": ("__{}_0.distcp", _flip),
+    "a bit of a part": ("part-{}.json", _flip),
+    "a bit of a seal": ("seal-{}.json", _flip),
+    "a link instead of tensors": ("__{}_0.distcp", _replace),
+    "a link instead of a part": ("part-{}.json", _replace),
+    "no tensors": ("__{}_0.distcp", Path.unlink),
+}
+
+
+@case(2)
+def _damage_costs_at_most_a_snapshot_and_never_a_wrong_bit(setup: Setup) -> None:
+    unbroken = job(setup, setup.folder / "unbroken", sharded)
+    unbroken.train(6)
+    expected_state = unbroken.state()
+    for number, (name, (pattern, damage)) in enumerate(DAMAGE.items()):
+        for lost, expected in ((1, 4), (2, 2)):
+            root = setup.folder / f"{number}-{lost}" / f"host-{setup.rank}"
+            with on_host(setup.rank):
+                first = job(setup, root, sharded)
+                first.train(5)
+                assert first.snapshots.wait()
+                dist.barrier()
+                if setup.rank == 0:  # its own part of the newest snapshot; of two files, its copy as well
+                    slot = "b"  # the second snapshot
+                    damage(rank_folder(root, 0) / slot / pattern.format(0))
+                    if lost == 2:
+                        other = root.parent / "host-1"
+                        damage(rank_folder(other, 1) / slot / pattern.format(0))
+                dist.barrier()
+                del first
+                gc.collect()
+                second = job(setup, root, sharded)
+                assert step_of(second) == expected, f"{name}, {lost} files"
+                second.train(6)
+                assert_identical(expected_state, second.state(), name)
+                second.snapshots.close()
+
+
+# Memory, copies that are late, peers that are gone
+
+
+@case(2)
+def _a_full_memory_stops_nothing_and_loses_nothing(setup: Setup) -> None:
+    found = job(setup, setup.folder / "run", sharded, limit=1_000_000)
+    found.train(3)
+    assert found.snapshots.wait()
+    blocker = setup.folder / "run" / "blocker"
+    if setup.rank == 0:
+        blocker.write_bytes(b"\1" * 1_000_000)
+    dist.barrier()
+    found.train(9)
+    assert not found.snapshots.wait()
+    numbers = found.optimizer.stats()  # type: ignore[attr-defined]
+    assert numbers["failed_snapshots"] == 3
+    assert (numbers["snapshots"], numbers["snapshot_step"]) == (1, 2)
+    dist.barrier()
+    if setup.rank == 0:
+        blocker.unlink()
+    dist.barrier()
+    del found
+    gc.collect()
+    again = job(setup, setup.folder / "run", sharded, limit=1_000_000)
+    assert step_of(again) == 2
+    again.train(5)
+    assert again.snapshots.wait(), "with room again, snapshots are taken again"
+
+
+@case(2)
+def _a_host_without_room_for_lost_parts_goes_on_from_disk(setup: Setup) -> None:
+    root = setup.folder / f"host-{setup.rank}"
+    with on_host(setup.rank):
+        first = job(setup, root, sharded, fallback=setup.folder / "disk")
+        first.train(1)
+        first.snapshots.save()
+        first.train(3)
+        first.snapshots.close(keep=True)
+        if setup.rank == 1:
+            shutil.rmtree(root)
+        again = job(setup, root, sharded, fallback=setup.folder / "disk", limit=100 + 4096 * setup.rank)
+        assert step_of(again) == 1
+        assert again.loaded is not None
+        assert any("to stay within limit=4196 bytes" in note for note in again.loaded.notes)
+
+
+@case(2)
+def _a_copy_that_is_late_leaves_out_snapshots_on_all_ranks_and_loses_none(setup: Setup) -> None:
+    found = job(setup, setup.folder / "run", sharded)
+    found.train(2)
+    assert found.snapshots.wait()
+    may_go_on = threading.Event()
+    complete = Staged.complete
+
+    def late(self: Staged, *arguments: Any) -> Any:
+        assert may_go_on.wait(60)
+        return complete(self, *arguments)
+
+    with mock.patch.object(Staged, "complete", late if setup.rank == 1 else complete):
+        found.train(8, waits=False)  # the one of step 4 is late at 6 and 8, on rank 1 only
+        numbers = found.optimizer.stats()  # type: ignore[attr-defined]
+        assert [numbers[name] for name in ("late_snapshots", "snapshots", "snapshot_step")] == [2, 1, 2]
+        dist.barrier()
+        assert {slot.name for slot in setup.folder.glob("run/rank-*/*") if any(slot.glob("seal-1.json"))} == {"a"}
+        may_go_on.set()
+        assert found.snapshots.wait()
+        found.train(10)
+        assert found.snapshots.wait()
+    assert found.optimizer.stats()["late_snapshots"] == 2  # type: ignore[attr-defined]
+    assert found.optimizer.stats()["snapshot_step"] == 4  # type: ignore[attr-defined]
+    found.snapshots.close(keep=True)
+    assert step_of(job(setup, setup.folder / "run", sharded)) == 10
+
+
+@case(2)
+def _a_peer_that_takes_no_copies_costs_the_copies_only(setup: Setup) -> None:
+    root = setup.folder / f"host-{setup.rank}"
+    with on_host(setup.rank):
+        found = job(setup, root, sharded, time_out=5.0)
+        found.train(3)
+        assert found.snapshots.wait()
+        session = found.snapshots._session
+        assert session is not None
+        if setup.rank == 1:
+            del session.keeper._files  # every request ends with an error now, and the connection with it
+        found.train(7)
+        assert found.snapshots.wait() == (setup.rank == 1)
+        numbers = found.optimizer.stats()  # type: ignore[attr-defined]
+        assert numbers["failed_snapshot_copies"] == (2 if setup.rank == 0 else 0)
+        assert (numbers["snapshot_step"], numbers["snapshots"]) == (2, 2), "the copied one is still there"
+        dist.barrier()
+        newest = {path.read_text().count('"step": 6') for path in root.glob("rank-*/*/seal-*.json")}
+        assert newest == {0, 1}
+        del found, session
+        gc.collect()
+        dist.barrier()
+        assert step_of(job(setup, root, sharded)) == 6, "all hosts are still there, so no copy is needed"
+
+
+@case(2)
+def _nobody_sends_copies_without_the_secret_or_out_of_turn(setup: Setup) -> None:
+    found = job(setup, setup.folder / "run", sharded, time_out=2.0)
+    found.train(2)
+    assert found.snapshots.wait()
+    session = found.snapshots._session
+    assert session is not None
+    path = rank_folder(setup.folder / "run", setup.rank) / "a"
+    dist.barrier()  # copies have arrived on both
+    before = {one.name: one.read_bytes() for one in path.iterdir()}
+    (address,) = session.keepers
+    stranger = replace(address, secret="0" * 32)
+    known = Seal(f"{session.run}-2", 2, 2, setup.rank, "0" * 64, 10)
+    with pytest.raises(ConnectionError, match=r"does not know the secret|end of the connection|reset"):
+        send_copy(stranger, 2.0, known, "{}", path / f"__{setup.rank}_0.distcp")
+    for wrong in (
+        Seal(f"{session.run}-4", 4, 2, setup.rank, "0" * 64, 10),
+        Seal(f"{session.run}-2", 2, 2, 1 - setup.rank, "0" * 64, 10),
+    ):
+        with pytest.raises(OSError, match="does not write snapshot"):
+            send_copy(address, 10.0, wrong, "{}", path / f"__{setup.rank}_0.distcp")
+    dist.barrier()
+    assert {one.name: one.read_bytes() for one in path.iterdir()} == before
+
+
+# Order of calls
+
+
+@case(2)
+def _wrong_uses_are_refused_on_every_rank(setup: Setup) -> None:
+    model, opt = sharded()
+    for options, match in (
+        ({"every": 0}, "Expected every to be an int of at least 1, got 0"),
+        ({"copies": True}, "Expected copies to be an int"),
+        ({"copies": None}, "Expected copies to be an int"),
+        ({"limit": 0}, "Expected limit to be"),
+        ({"time_out": 0}, "Expected time_out to be positive"),
+        ({"folder": ""}, "Expected the path of a folder"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Snapshots(model, opt, **{"folder": setup.folder / "x", **options})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="as 'number', got int"):
+        Snapshots(model, opt, folder=setup.folder / "x", extra={"number": 1})
+    taken = Snapshots(model, opt, folder=setup.folder / "x", every=1 + setup.rank)
+    with pytest.raises(RuntimeError, match=r"Expected Snapshots\.load"):
+        taken.step()
+    with pytest.raises(ValueError, match="every and copies"):
+        taken.load()
+    found = job(setup, setup.folder / "x", lambda: sharded(max_grad_norm=1.0))
+    with pytest.raises(RuntimeError, match="got a second one"):
+        found.snapshots.load()
+    with pytest.raises(ValueError, match="Expected fallback="):
+        found.snapshots.save()
+    found.train(1)
+    found.model(found.loader.draw()).sum().backward()
+    with pytest.raises(RuntimeError, match="ZERO-3"):
+        found.snapshots.step()  # due, between backward and step
+    found.optimizer.step()
+    found.snapshots.steps = 3 if setup.rank else 5
+    with pytest.raises(RuntimeError, match=r"Expected equally many calls .* got \[6, 4\] by rank"):
+        found.snapshots.step()
+    found.snapshots.steps = 3
+    with Join([found.optimizer]), pytest.raises(RuntimeError, match="not supported inside Join"):  # type: ignore[list-item]
+        found.snapshots.step()
+
+
+@case(2)
+def _a_snapshot_that_does_not_fit_is_refused_and_stays(setup: Setup) -> None:
+    first = job(setup, setup.folder / "run", sharded)
+    first.train(3)
+    first.snapshots.close(keep=True)
+
+    def other() -> tuple[nn.Module, Optimizer]:
+        ddp = DistributedDataParallel(nn.Linear(6, 5), gradient_as_bucket_view=True)
+        return ddp, shard_optimizer(ddp, AdamW, stage=2, **OPTIONS)
+
+    with pytest.raises(ValueError, match=r"Expected .* to fit the model"):
+        job(setup, setup.folder / "run", other)
+    with pytest.raises(ValueError, match=r"Expected extra with the names that were saved, \['scheduler'\], got \[\]"):
+        job(setup, setup.folder / "run", sharded, extra={})
+    assert step_of(job(setup, setup.folder / "run", sharded)) == 2
+
+
+@case(2)
+def _a_checkpoint_of_its_own_restores_as_much_and_a_newer_one_comes_first(setup: Setup) -> None:
+    options = {"fallback": setup.folder / "disk"}
+    first = job(setup, setup.folder / "run", sharded, **options)
+    first.train(5)
+    first.snapshots.save(keep=1).wait()
+    first.snapshots.close(keep=True)
+    second = job(setup, setup.folder / "run", lambda: build_differently(sharded), **options)
+    assert step_of(second) == 5
+    second.train(7)
+    state = second.state()
+    unbroken = job(setup, setup.folder / "unbroken", sharded)
+    unbroken.train(7)
+    assert_identical(unbroken.state(), state, "from disk")
+    second.snapshots.close(keep=True)
+    third = job(setup, setup.folder / "run", sharded, **options)
+    assert step_of(third) == 6
+    third.snapshots.close()
+    checkpoint.save(setup.folder / "disk", third.model, third.optimizer, extra={"mine": 1}, step=8)
+    fourth = job(setup, setup.folder / "run", sharded, **options)
+    assert fourth.loaded is not None
+    assert (fourth.loaded.step, fourth.loaded.extra) == (8, {"mine": 1})
+    assert "Snapshots.save() has not written this checkpoint" in fourth.loaded.notes[-1]
+
+
+@case(2)
+def _a_snapshot_sends_only_copies_and_one_small_message(setup: Setup) -> None:
+    found = job(setup, setup.folder / "run", sharded)
+    found.train(3)
+    numbers = found.optimizer.stats()  # type: ignore[attr-defined]
+    with mock.patch.object(ControlGroup, "all_gather_tensor", autospec=True, wraps=None) as gather:
+        gather.side_effect = lambda group, mine: [mine.clone() for _ in range(group.world_size)]
+        found.snapshots.step()
+        assert found.snapshots.wait()
+        (call,) = gather.call_args_list
+    assert call.args[1].numel() == 3, "the step, the progress, and whether the layout has changed"
+    after = found.optimizer.stats()  # type: ignore[attr-defined]
+    assert after["total_sent_bytes"] == numbers["total_sent_bytes"], "nothing on the connections of training"
+    assert after["failed_snapshot_copies"] == 0
+    dist.barrier()
+    copies = [path.parent.parent.name for path in setup.folder.glob(f"run/*/*/__{setup.rank}_0.distcp")]
+    assert sorted(copies) == ["rank-00000", "rank-00000", "rank-00001", "rank-00001"], "two slots, here and there"
+    nbytes = found.optimizer.stats()["snapshot_bytes"]  # type: ignore[attr-defined]
+    assert 0 < nbytes <= bytes_in(setup.folder / "run")
+    dist.barrier()
+    found.snapshots.close()
+    assert [path.name for path in setup.folder.glob("run/*")] == [".lock"]
+
+
+@case.each
+def test_situations(run: Callable[[], None]) -> None:
+    run()
+
+
+def test_the_warning_is_given_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    taken = Snapshots(nn.Linear(2, 2), folder="x")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            taken._complain("late", "a warning")
+            taken._complain("failed", "a different one")
+    assert [record.getMessage() for record in caplog.records] == ["a warning", "a different one"]

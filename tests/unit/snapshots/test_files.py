@@ -1,0 +1,206 @@
+"""Parts in memory-backed files: seals, limits, who may read them, and what is refused."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_zero.checkpoint.folder import text_and_tensors
+from ddp_zero.snapshots import memory_files
+from ddp_zero.snapshots.memory_files import Budget, NoRoomError, PartFile, bytes_in, private_folder
+from ddp_zero.snapshots.own_part import OwnPart
+from ddp_zero.snapshots.seals import Seal, holdings, rank_folder, seal_name, verify_part
+
+NAME = f"{'0123456789abcdef' * 2}-7"
+
+
+def staged_part(root: Path, rank: int = 0, slot: str = "a", fill: float = 1.0, limit: int | None = None) -> Seal:
+    tree = {"model": {"weight": torch.full((5, 3), fill).t(), "empty": torch.empty(0), "scalar": torch.tensor(fill)}}
+    text, tensors = text_and_tensors(tree, "a test")
+    staged = OwnPart(rank_folder(root, rank), rank, Budget(root, limit)).stage(slot, text, tensors)
+    return staged.complete(NAME, 7, rank, 2)[0]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    private_folder(tmp_path / "run")
+    return tmp_path / "run"
+
+
+# Seals
+
+
+def test_a_part_is_found_by_its_seal_and_is_whole(root: Path) -> None:
+    seal = staged_part(root)
+    (holding,) = holdings(root)
+    assert (holding.seal, holding.folder) == (seal, rank_folder(root, 0) / "a")
+    verify_part(holding.folder, seal)
+
+
+def test_a_part_without_a_seal_is_unfinished(root: Path) -> None:
+    staged_part(root)
+    own = OwnPart(rank_folder(root, 0), 0, Budget(root, None))
+    own.stage("a", *text_and_tensors({"x": torch.zeros(4)}, "a test"))  # as when the process is killed now
+    assert list(holdings(root)) == []
+
+
+def test_files_and_folders_are_for_this_user_alone(root: Path) -> None:
+    staged_part(root)
+    modes = {path.stat().st_mode & 0o777 for path in root.rglob("*") if path.is_file()}
+    assert modes == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in [root, *root.rglob("*")] if path.is_dir()} == {0o700}
+
+
+def test_a_folder_that_somebody_else_can_enter_is_refused(tmp_path: Path) -> None:
+    for number, mode in enumerate((0o750, 0o701, 0o777)):
+        path = tmp_path / str(number)
+        path.mkdir()
+        path.chmod(mode)
+        with pytest.raises(PermissionError, match="nobody else can enter, got mode d"):
+            private_folder(path)
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(PermissionError, match="got mode l"):
+        private_folder(tmp_path / "link")
+    private_folder(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(world_size=0),
+        lambda content: content.update(rank=-1),
+        lambda content: content.update(rank=True),
+        lambda content: content.update(nbytes=1 << 62),
+        lambda content: content.update(snapshot="../../etc"),
+        lambda content: content.update(part="0"),
+        lambda content: content.update(format="other"),
+        lambda content: content.update(version=2),
+        lambda content: content.update(more=1),
+        lambda content: content.pop("step"),
+    ],
+)
+def test_a_seal_that_cannot_be_one_is_refused(change: Callable[[dict[str, object]], None]) -> None:
+    text = Seal(NAME, 7, 2, 0, "0" * 64, 100).as_text()
+    assert Seal.of_text(text, "x") == Seal(NAME, 7, 2, 0, "0" * 64, 100)
+    content = json.loads(text.splitlines()[1])
+    change(content)
+    line = json.dumps(content)
+    with pytest.raises(ValueError, match=r"Expected the seal of a part in x, got .*ZERO-644"):
+        Seal.of_text(f"{hashlib.sha256(line.encode()).hexdigest()}\n{line}\n", "x")
+    with pytest.raises(ValueError, match="does not fit its checksum"):
+        Seal.of_text(text.replace('"step": 7', '"step": 8'), "x")
+
+
+def test_damaged_parts_are_not_whole(root: Path) -> None:
+    seal = staged_part(root)
+    folder = rank_folder(root, 0) / "a"
+    for name in ("__0_0.distcp", "part-0.json"):
+        raw = (folder / name).read_bytes()
+        changed = bytearray(raw)
+        changed[len(raw) // 2] ^= 1
+        (folder / name).write_bytes(changed)
+        with pytest.raises(ValueError, match=r"ZERO-(644|622)"):
+            verify_part(folder, seal)
+        (folder / name).write_bytes(raw)
+    verify_part(folder, seal)
+
+
+def test_what_is_no_file_or_too_short_or_misnamed_is_left_out(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    staged_part(root)
+    folder = rank_folder(root, 0) / "a"
+    tensors = folder / "__0_0.distcp"
+    raw = tensors.read_bytes()
+    tensors.write_bytes(raw[:-1])
+    assert list(holdings(root)) == []
+    tensors.unlink()
+    tensors.symlink_to("/dev/zero")
+    assert list(holdings(root)) == []
+    tensors.unlink()
+    os.mkfifo(tensors)
+    assert list(holdings(root)) == []
+    tensors.unlink()
+    tensors.write_bytes(raw)
+    (folder / seal_name(0)).rename(folder / seal_name(1))
+    assert list(holdings(root)) == []
+    (folder / seal_name(1)).rename(folder / seal_name(0))
+    assert len(list(holdings(root))) == 1
+    assert len(re.findall("is left out", caplog.text)) == 4
+
+
+def test_tensors_of_a_file_of_a_different_rank_are_refused(root: Path) -> None:
+    seal = staged_part(root)
+    folder = rank_folder(root, 0) / "a"
+    text = (folder / "part-0.json").read_text().replace("__0_0", "__1_0")
+    (folder / "part-0.json").write_text(text)
+    signed = Seal(NAME, 7, 2, 0, hashlib.sha256(text.encode()).hexdigest(), seal.nbytes)
+    (folder / "__1_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
+    with pytest.raises(ValueError, match="Expected tensors within"):
+        verify_part(folder, signed)
+
+
+# Memory
+
+
+def test_memory_is_refused_before_the_limit_is_exceeded(root: Path) -> None:
+    file = PartFile(rank_folder(root, 0) / "a", 0, Budget(root, 100_000))
+    file.begin(60_000)
+    before = bytes_in(root)
+    assert before >= 60_000
+    with pytest.raises(NoRoomError, match=r"within limit=100000 bytes, got 1\d{5}.*ZERO-643"):
+        PartFile(rank_folder(root, 0) / "b", 0, Budget(root, 100_000)).begin(60_000)
+    assert bytes_in(root) == before, "nothing stays of what was refused"
+
+
+def test_memory_that_the_file_system_lacks_is_refused(root: Path) -> None:
+    with pytest.raises(NoRoomError, match=r"Expected room for \d+ more bytes in .*, got \d+ of the "):
+        PartFile(rank_folder(root, 0) / "a", 0, Budget(root, None)).begin(1 << 60)
+    assert bytes_in(root) == 0
+
+
+def test_a_control_group_counts(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, text in {"max": "1000000", "current": "900000", "stat": "anon 5\ninactive_file 20000\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(memory_files, "_CGROUPS", ((str(tmp_path), "memory.max", "memory.current", "inactive_file"),))
+    PartFile(rank_folder(root, 0) / "a", 0, Budget(root, None)).begin(69_000)
+    with pytest.raises(NoRoomError, match="got 70000 of the control group"):
+        PartFile(rank_folder(root, 0) / "b", 0, Budget(root, None)).begin(71_000)
+    (tmp_path / "memory.max").write_text("max\n")
+    PartFile(rank_folder(root, 0) / "b", 0, Budget(root, None)).begin(71_000)
+
+
+def test_files_keep_their_memory_and_change_their_size_as_new_ones(root: Path) -> None:
+    file = PartFile(rank_folder(root, 0) / "a", 0, Budget(root, None))
+    first = file.begin(10_000)
+    inode = file.path.stat().st_ino
+    assert file.begin(10_000).obj is first.obj
+    assert file.path.stat().st_ino == inode
+    link = file.path.with_name("link")
+    link.hardlink_to(file.path)
+    first[:4] = b"kept"
+    memory = file.begin(20_000)
+    assert (len(memory), file.path.stat().st_ino == inode) == (20_000, False)
+    memory[:4] = b"else"
+    assert (link.read_bytes()[:4], bytes(first[:4])) == (b"kept", b"kept"), "a reader is not disturbed"
+    file.path.unlink()
+    assert len(file.begin(20_000)) == 20_000
+    assert file.path.exists(), "a file that was removed is made again"
+
+
+def test_equal_shapes_are_copied_into_the_same_memory(root: Path) -> None:
+    own = OwnPart(rank_folder(root, 0), 0, Budget(root, None))
+    for value in (1.0, 2.0):
+        text, tensors = text_and_tensors(
+            {"x": torch.full((3,), value), "y": torch.full((2, 2), value).half()}, "a test"
+        )
+        staged = own.stage("a", text, tensors)
+        seal, _ = staged.complete(NAME, 7, 0, 1)
+        verify_part(rank_folder(root, 0) / "a", seal)
+        flat = torch.frombuffer(bytearray(staged.path.read_bytes()), dtype=torch.uint8)
+        assert flat[:12].view(torch.float32).tolist() == [value] * 3
+        assert flat[64:72].view(torch.float16).tolist() == [value] * 4
