@@ -19,10 +19,11 @@ from ddp_zero.snapshots.seals import Seal, names_of_part, write_privately
 _LOCK = ".lock"
 _SPARE = 0.05
 """Share of the file system and of the host's memory that is left free."""
-_CGROUPS = (
+CONTROL_GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+"""For versions 2 and 1: a folder, files of the limit and of the use, and the name of reclaimable memory."""
 
 
 class NoRoomError(RuntimeError):
@@ -101,7 +102,7 @@ def _free_bytes(root: Path) -> Iterator[tuple[str, int]]:
         text = Path("/proc/meminfo").read_text()
         total, available = (int(re.findall(rf"^{name}:\s+(\d+) kB", text, re.M)[0]) for name in _MEMINFO)
         yield "the host's memory", int(available - _SPARE * total) * 1024
-    for folder, most, used, inactive in _CGROUPS:
+    for folder, most, used, inactive in CONTROL_GROUPS:
         with suppress(OSError, ValueError, IndexError):
             limit = int(Path(folder, most).read_text())  # "max" in one without limit
             idle = int(re.findall(rf"^{inactive} (\d+)$", Path(folder, "memory.stat").read_text(), re.M)[0])

@@ -122,7 +122,7 @@ def holdings(root: Path) -> Iterator[Holding]:
             try:
                 yield Holding(_seal_in(folder, int(match[1])), folder)
             except ValueError as error:
-                logger.warning("a part of a snapshot is left out: %s", error)
+                logger.warning(coded(f"A part of a snapshot is left out: {error}", "[ZERO-644]"))
 
 
 def _folders_in(root: Path) -> list[Path]:

@@ -10,16 +10,14 @@ import json
 import os
 import shutil
 import socket
-import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from torch import nn
@@ -39,9 +37,11 @@ from ddp_zero.core.local.tree import Tree
 from ddp_zero.core.plan.global_layout import Layout, Statement
 from ddp_zero.core.state.connections import Address, listen
 from ddp_zero.core.state.gather import store_host
+from ddp_zero.error_codes import coded
 from ddp_zero.optimizer import ZeroRedundancyOptimizer, engine_of, sharded_of
 from ddp_zero.parallel.optimizer import ParallelOptimizer
-from ddp_zero.snapshots.copies import Current, Keeper, lower_priority, send_copy
+from ddp_zero.snapshots.copies import Current, Keeper, send_copy
+from ddp_zero.snapshots.courier import Complaints, Courier
 from ddp_zero.snapshots.memory_files import Budget, NoRoomError, bytes_in, private_folder
 from ddp_zero.snapshots.own_part import OwnPart, Staged
 from ddp_zero.snapshots.placement import Progress, Turns, receivers
@@ -52,35 +52,7 @@ from ddp_zero.tools.record.recorder import SNAPSHOT_COUNTS
 
 PathLike = str | os.PathLike[str]
 
-_COMPLAINT_SECONDS = 60.0
 _FORMAT = "ddp_zero snapshot"
-
-
-class Courier:
-    """A thread of low priority that does one job after the other; it keeps no process alive."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="ddp_zero snapshot", daemon=True).start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Do a job, which raises nothing, after those before it."""
-        self._jobs.put(job)
-
-    def wait(self) -> None:
-        """Wait for all jobs so far."""
-        is_done = threading.Event()
-        self._jobs.put(is_done.set)
-        is_done.wait()
-
-    def stop(self) -> None:
-        """End the thread after the jobs so far."""
-        self._jobs.put(None)
-
-    def _run(self) -> None:
-        lower_priority()
-        while (job := self._jobs.get()) is not None:
-            job()
 
 
 @dataclass
@@ -184,7 +156,7 @@ class Snapshots:
         self._budget = Budget(self._root, limit)
         self._session: _Session | None = None
         self._has_loaded = False
-        self._complained: dict[str, float] = {}
+        self._complaints = Complaints()
         self._numbers = dict.fromkeys(SNAPSHOT_COUNTS, 0.0)
         for one in _sharded_in(optimizer):
             sharded_of(one).trace.snapshots = self._numbers  # shown by `opt.stats()`
@@ -228,7 +200,7 @@ class Snapshots:
         remove_all_but(session.restored, self._root, peers, session.hosts)
         if peers.group_rank == 0:
             for reason in reasons:
-                logger.warning("a snapshot is not restored: %s", reason)
+                logger.warning(coded(f"A newer snapshot is not restored: {reason}", "[ZERO-645]"))
             logger.info("%s", "nothing to go on from" if loaded is None else loaded.notes[0])
         self._session = session
         self._note(snapshot_step=self.steps if session.restored is not None else 0)
@@ -331,8 +303,8 @@ class Snapshots:
         targets = receivers(machines, self._copies)
         if self._copies > len(targets[0]) and peers.group_rank == 0:
             logger.warning(
-                "expected copies=%d of each part of a snapshot, got room for %d: hosts %d, ranks %d",
-                *(self._copies, len(targets[0]), len(set(machines)), peers.world_size),
+                f"Expected copies={self._copies} of each part of a snapshot, got room for {len(targets[0])}: the job "
+                f"has {len(set(machines))} hosts and {peers.world_size} ranks. [ZERO-645]"
             )
         session = _Session(
             weakref.ref(writer),
@@ -399,7 +371,11 @@ class Snapshots:
         lowest = Progress(min(states))
         if lowest is Progress.LATE:
             self._note(late_snapshots=self._numbers["late_snapshots"] + 1)
-            self._complain("late", f"the snapshot of step {self.steps} is left out: the one before is not written yet")
+            if self._complaints.is_due("late"):
+                logger.warning(
+                    f"The snapshot of step {self.steps} is left out: the one of step {session.last_step} is not "
+                    "written on all ranks yet. If this lasts, raise every=. [ZERO-645]"
+                )
             return
         self._settle(session, lowest)
         slot, name = session.turns.next(lowest), f"{session.run}-{self.steps}"
@@ -448,25 +424,22 @@ class Snapshots:
             except Exception as error:
                 progress = Progress.KEPT
                 self._note(failed_snapshot_copies=self._numbers["failed_snapshot_copies"] + 1)
-                self._complain("copy", f"a copy of the snapshot of step {step} was not made: {error}")
+                if self._complaints.is_due("copy"):
+                    message = f"A copy of this rank's part of the snapshot of step {step} was not made: {error}"
+                    logger.warning(coded(message, "[ZERO-645]"))
         self._note(snapshot_bytes=bytes_in(self._root))
         # the last: from here on training's thread may write to either slot
         session.progress = progress
 
     def _fail(self, error: BaseException, step: int | None = None) -> None:
         self._note(failed_snapshots=self._numbers["failed_snapshots"] + 1)
-        self._complain("failed", f"the snapshot of step {step or self.steps} has failed: {error}")
+        if self._complaints.is_due("failed"):
+            message = f"The snapshot of step {step or self.steps} has failed on this rank: {error}"
+            logger.warning(coded(message, "[ZERO-645]"))
 
     def _note(self, **numbers: float) -> None:
         # the courier never counts a number that training's thread counts meanwhile: one snapshot ends before the next
         self._numbers.update(numbers)
-
-    def _complain(self, kind: str, message: str) -> None:
-        # at most one line a minute of each kind: what lasts would fill the log
-        now = time.monotonic()
-        if now - self._complained.get(kind, float("-inf")) >= _COMPLAINT_SECONDS:
-            self._complained[kind] = now
-            logger.warning("%s", message)
 
 
 def _sharded_in(optimizer: Optimizer | None) -> list[ZeroRedundancyOptimizer]:

@@ -5,10 +5,10 @@ An interruption is a new model, optimizer and `Snapshots` on the same folder; pr
 """
 
 import gc
-import logging
 import os
 import random
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,11 +30,12 @@ from ddp_zero import DynamicLossScale, Offload, ZeroRedundancyOptimizer, checkpo
 from ddp_zero.checkpoint import Loaded
 from ddp_zero.checkpoint.folder import MARKER, Marker, marker_text
 from ddp_zero.core.comm.control_group import ControlGroup
-from ddp_zero.snapshots import Snapshots
-from ddp_zero.snapshots.copies import send_copy
+from ddp_zero.snapshots import Snapshots, snapshots
+from ddp_zero.snapshots.copies import Keeper, send_copy
+from ddp_zero.snapshots.courier import Complaints
 from ddp_zero.snapshots.memory_files import bytes_in
 from ddp_zero.snapshots.own_part import Staged
-from ddp_zero.snapshots.seals import Seal, holdings, names_of_part, rank_folder
+from ddp_zero.snapshots.seals import holdings, names_of_part, rank_folder
 from tests.multiproc.cases import assert_identical
 from tests.multiproc.harness import Cases, Setup, run_ranks
 from tests.multiproc.test_checkpoint import everything
@@ -469,6 +470,11 @@ def _a_copy_that_is_late_leaves_out_snapshots_on_all_ranks_and_loses_none(setup:
     assert step_of(job(setup, setup.folder / "run", sharded)) == 10
 
 
+def hang_up(keeper: Keeper, connection: socket.socket) -> None:
+    """Answer nothing, as a process that has just been killed."""
+    raise EOFError("gone")
+
+
 @case(2)
 def _a_peer_that_takes_no_copies_costs_the_copies_only(setup: Setup) -> None:
     root = setup.folder / f"host-{setup.rank}"
@@ -476,11 +482,9 @@ def _a_peer_that_takes_no_copies_costs_the_copies_only(setup: Setup) -> None:
         found = job(setup, root, sharded, time_out=5.0)
         found.train(3)
         assert found.snapshots.wait()
-        session = found.snapshots._session
-        assert session is not None
-        if setup.rank == 1:
-            del session.keeper._files  # every request ends with an error now, and the connection with it
-        found.train(7)
+        with mock.patch.object(Keeper, "answer", hang_up if setup.rank == 1 else Keeper.answer):
+            found.train(7)
+            dist.barrier()
         assert found.snapshots.wait() == (setup.rank == 1)
         numbers = found.optimizer.stats()  # type: ignore[attr-defined]
         assert numbers["failed_snapshot_copies"] == (2 if setup.rank == 0 else 0)
@@ -488,7 +492,7 @@ def _a_peer_that_takes_no_copies_costs_the_copies_only(setup: Setup) -> None:
         dist.barrier()
         newest = {path.read_text().count('"step": 6') for path in root.glob("rank-*/*/seal-*.json")}
         assert newest == {0, 1}
-        del found, session
+        del found
         gc.collect()
         dist.barrier()
         assert step_of(job(setup, root, sharded)) == 6, "all hosts are still there, so no copy is needed"
@@ -497,21 +501,20 @@ def _a_peer_that_takes_no_copies_costs_the_copies_only(setup: Setup) -> None:
 @case(2)
 def _nobody_sends_copies_without_the_secret_or_out_of_turn(setup: Setup) -> None:
     found = job(setup, setup.folder / "run", sharded, time_out=2.0)
-    found.train(2)
-    assert found.snapshots.wait()
-    session = found.snapshots._session
-    assert session is not None
+    with mock.patch.object(snapshots, "send_copy", wraps=send_copy) as sent:
+        found.train(2)
+        assert found.snapshots.wait()
+    address, _, seal, *_ = sent.call_args.args
     path = rank_folder(setup.folder / "run", setup.rank) / "a"
     dist.barrier()  # copies have arrived on both
     before = {one.name: one.read_bytes() for one in path.iterdir()}
-    (address,) = session.keepers
     stranger = replace(address, secret="0" * 32)
-    known = Seal(f"{session.run}-2", 2, 2, setup.rank, "0" * 64, 10)
+    known = replace(seal, part="0" * 64, nbytes=10)
     with pytest.raises(ConnectionError, match=r"does not know the secret|end of the connection|reset"):
         send_copy(stranger, 2.0, known, "{}", path / f"__{setup.rank}_0.distcp")
     for wrong in (
-        Seal(f"{session.run}-4", 4, 2, setup.rank, "0" * 64, 10),
-        Seal(f"{session.run}-2", 2, 2, 1 - setup.rank, "0" * 64, 10),
+        replace(known, snapshot=seal.snapshot.replace("-2", "-4"), step=4),
+        replace(known, rank=1 - setup.rank),
     ):
         with pytest.raises(OSError, match="does not write snapshot"):
             send_copy(address, 10.0, wrong, "{}", path / f"__{setup.rank}_0.distcp")
@@ -631,10 +634,8 @@ def test_situations(run: Callable[[], None]) -> None:
     run()
 
 
-def test_the_warning_is_given_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    taken = Snapshots(nn.Linear(2, 2), folder="x")
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            taken._complain("late", "a warning")
-            taken._complain("failed", "a different one")
-    assert [record.getMessage() for record in caplog.records] == ["a warning", "a different one"]
+def test_warnings_are_given_once_a_minute() -> None:
+    complaints = Complaints()
+    with mock.patch("time.monotonic", side_effect=[1000.0, 1001.0, 1002.0, 1061.0, 1062.0]):
+        kinds = ("late", "late", "failed", "late", "late")
+        assert [complaints.is_due(kind) for kind in kinds] == [True, False, True, True, False]

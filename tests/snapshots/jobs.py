@@ -92,7 +92,7 @@ class Job:
         self, memory: Path, log: Path, ranks: int, hosts: list[tuple[str, str]] | None, *arguments: str
     ) -> None:
         self.memory, self.log, self._ranks, self._arguments = memory, log, ranks, arguments
-        self._hosts = hosts or [("", "127.0.0.1")]
+        self.hosts = hosts or [("", "127.0.0.1")]
         self._attempt = 0
         self.processes: list[subprocess.Popen[bytes]] = []
         log.mkdir(parents=True, exist_ok=True)
@@ -101,20 +101,20 @@ class Job:
     @property
     def world_size(self) -> int:
         """Number of all ranks."""
-        return len(self._hosts) * self._ranks
+        return len(self.hosts) * self._ranks
 
     def start(self) -> None:
         """Start all ranks."""
         self._attempt += 1
         for rank in range(self.world_size):
             host = rank // self._ranks
-            name, _ = self._hosts[host]
+            name, _ = self.hosts[host]
             variables = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.world_size),
                 "LOCAL_RANK": str(rank % self._ranks),
                 "GROUP_RANK": str(host),
-                "MASTER_ADDR": self._hosts[0][1],
+                "MASTER_ADDR": self.hosts[0][1],
                 "MASTER_PORT": str(20_000 + (os.getpid() * 7 + self._attempt) % 20_000),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(REPOSITORY),
@@ -213,7 +213,7 @@ def crash_often(job: Job, times: int, loses_hosts: bool, order: random.Random, s
     crashes = []
     job.start()
     job.wait_for_steps(2)
-    ranks_per_host = job.world_size // len(job._hosts)
+    ranks_per_host = job.world_size // len(job.hosts)
     for _ in range(times):
         time.sleep(order.uniform(0.0, seconds))
         if loses_hosts:

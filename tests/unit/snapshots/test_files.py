@@ -166,7 +166,9 @@ def test_memory_that_the_file_system_lacks_is_refused(root: Path) -> None:
 def test_a_control_group_counts(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, text in {"max": "1000000", "current": "900000", "stat": "anon 5\ninactive_file 20000\n"}.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(memory_files, "_CGROUPS", ((str(tmp_path), "memory.max", "memory.current", "inactive_file"),))
+    monkeypatch.setattr(
+        memory_files, "CONTROL_GROUPS", ((str(tmp_path), "memory.max", "memory.current", "inactive_file"),)
+    )
     PartFile(rank_folder(root, 0) / "a", 0, Budget(root, None)).begin(69_000)
     with pytest.raises(NoRoomError, match="got 70000 of the control group"):
         PartFile(rank_folder(root, 0) / "b", 0, Budget(root, None)).begin(71_000)
