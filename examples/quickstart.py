@@ -11,10 +11,14 @@ than DDP, so that last bits can differ.
 import sys
 import tempfile
 import time
+import warnings
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+
+# torch warns when it is imported where NumPy is not installed, in each process; nothing here uses NumPy
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
 from torch import Tensor, nn

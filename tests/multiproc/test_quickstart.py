@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 def test_both_trainings_learn_and_end_with_equal_parameters(tmp_path: Path) -> None:
     sizes = ["--steps", "8", "--layers", "2", "--width", "64", "--context", "32"]
     command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), *sizes]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('as in an environment with torch alone')")
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = dict(re.findall(r"^(\w.*?\w(?:, median)?)  +([\d.]+ +[\d.]+)$", ended.stdout, re.MULTILINE))
